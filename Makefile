@@ -1,0 +1,51 @@
+# `make` lists the targets.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+WORKERS ?= 2
+
+VENV  := .venv
+READY := $(VENV)/.ready
+TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint gpu-test docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## make .venv; a torch that is already there is used, otherwise one is installed
+
+# If python3 belongs to a virtual environment, a venv made by it does not see that environment's packages: a .pth file shows them.
+# The torch that is found or installed is held by a constraint, so that no dependency can replace it.
+$(READY): pyproject.toml
+	@if found=$$($(PYTHON) -c "import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))" 2>/dev/null); then \
+	  echo "using the torch in $$found"; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  $(VENV)/bin/python -c "import torch" 2>/dev/null || \
+	    echo "$$found" > "$$($(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/surrounding.pth"; \
+	else \
+	  $(PYTHON) -m venv $(VENV); \
+	fi
+	@$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	@$(VENV)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(READY) ## exact attention against standard attention, on the device there is
+	$(VENV)/bin/strobe demo
+
+lint: $(READY) ## ruff and mypy
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m mypy
+
+test: lint ## lint, types and every test that needs no GPU
+	$(VENV)/bin/python -m pytest $(TIERS) -q -n $(WORKERS) --durations=15
+
+gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q --durations=15
+
+docs: $(READY) ## bring the generated tables of README.md up to date
+	$(VENV)/bin/python -m strobe.support --write README.md
+
+clean: ## remove caches (not .venv)
+	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -1,0 +1,25 @@
+"""strobe: exact attention in tiles that fit on-chip. See `strobe.attention`."""
+
+from strobe.api import attention, attention_varlen, backends, flash_attention, sdpa
+from strobe.explain import explain
+from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+from strobe.problem import Unsupported
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Mask",
+    "Unsupported",
+    "attention",
+    "attention_varlen",
+    "backends",
+    "causal",
+    "causal_top_left",
+    "chunked",
+    "explain",
+    "flash_attention",
+    "full",
+    "prefix",
+    "sdpa",
+    "window",
+]

@@ -1,0 +1,53 @@
+"""The two ceilings of a device, measured in the same run: a large matrix product, and a large copy."""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.bench.measure import Call, Stopwatch
+from strobe.bench.results import Ceilings
+from strobe.bench.suites import DTYPES
+
+# Dense 16-bit multiplications and additions with fp32 sums, per multiprocessor and clock. Where products of one architecture differ
+# (GeForce and professional Ampere, Ada), nothing is said.
+_MATRIX_FLOP_PER_CLOCK = {"sm_80": 2048, "sm_90": 4096, "sm_100": 8192}
+
+
+def matrix_flop_per_clock(arch: str | None, dtype: str) -> int | None:
+    return _MATRIX_FLOP_PER_CLOCK.get(arch or "") if dtype in ("bfloat16", "float16") else None
+
+
+def matrix_unit_use(flops: int, ms: float, sm_mhz: float | None, arch: str | None, dtype: str, multiprocessors: int | None) -> float | None:
+    """Cycles that the matrix units need for so many FLOP / cycles that passed."""
+    per_clock = matrix_flop_per_clock(arch, dtype)
+    if per_clock is None or sm_mhz is None or not multiprocessors:
+        return None
+    return flops / (per_clock * multiprocessors) / (ms * 1e-3 * sm_mhz * 1e6)
+
+
+def measure(watch: Stopwatch, dtypes: list[str]) -> Ceilings:
+    """Medians on a GPU. On a CPU, whose cores others use too, the fastest of several: a ceiling is what can be reached."""
+    on_gpu = watch.on_gpu
+    sizes = (4096, 8192) if on_gpu else (512, 1024, 2048)
+    statistic = "median" if on_gpu else "fastest call"
+    how = f"{statistic} of the best of {', '.join(f'{n}³' for n in sizes)} matrix products; copy of {'1 GiB' if on_gpu else '128 MiB'}, bytes read plus written"
+    found = Ceilings(how=how)
+    for dtype in dtypes:
+        of_dtype = (4096,) if dtype == "float32" and on_gpu else sizes
+        found.matmul_tflops[dtype] = max(_matmul_tflops(watch, n, DTYPES[dtype]) for n in of_dtype)
+    source = torch.ones((1 << 30 if on_gpu else 128 << 20) // 4, device=watch.device)
+    target = torch.empty_like(source)
+    found.copy_gbytes_per_s = 2 * source.numel() * 4 / _typical_ms(watch, lambda: target.copy_(source)) / 1e6
+    return found
+
+
+def _matmul_tflops(watch: Stopwatch, n: int, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(n, n, device=watch.device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * n**3 / _typical_ms(watch, lambda: torch.mm(a, b, out=out)) / 1e9
+
+
+def _typical_ms(watch: Stopwatch, call: Call, most: int = 15) -> float:
+    estimate = watch.warm_up(call)
+    times = sorted(watch.times_ms(call, max(3, min(most, int(watch.settings.budget_ms / estimate)))))
+    return times[len(times) // 2] if watch.on_gpu else times[0]

@@ -1,0 +1,65 @@
+"""Two runs: what became slower or faster beyond noise, what stopped or began to work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strobe.bench.results import Results, Row
+from strobe.bench.statistics import separated
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    provider: str
+    kind: str  # "regression", "improvement", "noise", "broken", "repaired", "new", "gone"
+    old: Row | None
+    new: Row | None
+
+    @property
+    def ratio(self) -> float | None:
+        """New time / old time: above 1 is slower."""
+        if self.old is None or self.new is None or not self.old.median_ms or not self.new.median_ms:
+            return None
+        return self.new.median_ms / self.old.median_ms
+
+    @property
+    def bad(self) -> bool:
+        return self.kind in ("regression", "broken")
+
+
+def compare(old: Results, new: Results, tolerance: float = 0.03) -> list[Change]:
+    """A regression needs both: intervals of the medians that do not overlap, and a difference above `tolerance`. What was timed and is
+    no longer is broken. Rows of cases that were not run again are left out."""
+    changes = []
+    cases = {row.case.key for row in new.rows}
+    before = {(row.case.key, row.provider): row for row in old.rows if row.case.key in cases}
+    for row in new.rows:
+        was = before.pop((row.case.key, row.provider), None)
+        changes.append(Change(row.case.key, row.provider, _kind(was, row, tolerance), was, row))
+    providers = {row.provider for row in new.rows}
+    changes += [Change(key, provider, "gone", was, None) for (key, provider), was in before.items() if provider in providers]
+    return changes
+
+
+def _kind(was: Row | None, row: Row, tolerance: float) -> str:
+    if was is None:
+        return "new"
+    if was.timed and not row.timed:
+        return "noise" if row.status in ("skipped", "not installed") else "broken"
+    if not was.timed:
+        return "repaired" if row.timed else "noise"
+    assert was.timing is not None and row.timing is not None
+    ratio = row.timing.summary.median / was.timing.summary.median
+    if not separated(was.timing.summary, row.timing.summary) or abs(ratio - 1) <= tolerance:
+        return "noise"
+    return "regression" if ratio > 1 else "improvement"
+
+
+def comparable(old: Results, new: Results) -> str | None:
+    """None, or why times of the two say nothing about the code."""
+    for what, key in (("devices", "name"), ("kinds of device", "kind")):
+        a, b = old.provenance["device"].get(key), new.provenance["device"].get(key)
+        if a != b:
+            return f"different {what}: {a} and {b}"
+    return None

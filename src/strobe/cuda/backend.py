@@ -1,0 +1,229 @@
+"""Attention on NVIDIA GPUs: problem -> plan -> cubin -> launch on the current stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from strobe.backend import Backend
+from strobe.cuda import driver, jit
+from strobe.cuda.plan import ELEMENTS, POINTERS, Plan, Strides, Variant, plan_sm80, plan_sm90
+from strobe.cuda.tiles import MAX_DIM
+from strobe.problem import Inputs, Problem
+
+_ALIGN = 16  # bytes: what one asynchronous copy moves
+
+
+def feature_limits(problem: Problem) -> str | None:
+    """Why the kernels cannot compute this on any GPU; None if they can."""
+    if problem.dtype not in ELEMENTS:
+        return f"{str(problem.dtype).removeprefix('torch.')} inputs; the kernels take bfloat16 and float16"
+    for name, dim in (("head dim", problem.dim), ("value head dim", problem.dim_v)):
+        if dim % 8 or dim > MAX_DIM:
+            return f"{name} {dim}; the kernels take multiples of 8 up to {MAX_DIM}"
+    if problem.has_mask_tensor:
+        return "a mask tensor; the kernels take interval masks (strobe.causal, strobe.window, …)"
+    if problem.has_bias:
+        return "a bias; the kernels have none"
+    if problem.dropout:
+        return "dropout; the kernels have none"
+    if problem.scale <= 0:
+        return f"scale {problem.scale}; the kernels' running maximum needs a scale greater than 0"
+    return None
+
+
+def sm90_limits(problem: Problem) -> str | None:
+    """What the Hopper kernel leaves to the others, besides `feature_limits`."""
+    if any(stride == 0 for strides in problem.strides for stride in strides[1:]):
+        return "an expanded tensor (a stride is 0); bulk copies need memory that is there"
+    return None
+
+
+@functools.cache
+def _machine_limits(device: torch.device, hopper: bool) -> str | None:
+    if device.type != "cuda":
+        return f"tensors on {device.type}; the kernels run on NVIDIA GPUs"
+    if torch.version.hip is not None:
+        return "this build of PyTorch is for AMD GPUs"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if hopper and (major, minor) != (9, 0):
+        return f"compute capability {major}.{minor}; wgmma exists on 9.0 (Hopper) alone"
+    if major < 8:
+        return f"compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later"
+    return driver.available() or jit.nvrtc_status()
+
+
+def _supports_sm80(problem: Problem) -> str | None:
+    return feature_limits(problem) or _machine_limits(problem.device, False)
+
+
+def _supports_sm90(problem: Problem) -> str | None:
+    return feature_limits(problem) or sm90_limits(problem) or _machine_limits(problem.device, True)
+
+
+def _plan_sm80(problem: Problem, out_strides: Strides) -> Plan:
+    major, minor = torch.cuda.get_device_capability(problem.device)
+    return plan_sm80(problem, f"sm_{major}{minor}", out_strides)
+
+
+def _plan_sm90(problem: Problem, out_strides: Strides) -> Plan:
+    return plan_sm90(problem, out_strides, torch.cuda.get_device_properties(problem.device).multi_processor_count)
+
+
+@functools.cache
+def kernel(variant: Variant) -> driver.Kernel:
+    """Compiled or taken from the cache, and loaded."""
+    artifact = jit.get(variant.source, variant.arch, name=variant.name)
+    return driver.Kernel(artifact.cubin, smem=variant.smem)
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy if its address or strides are not multiples of what the kernels move at a time."""
+    step = _ALIGN // t.element_size()
+    if t.data_ptr() % _ALIGN == 0 and all(s % step == 0 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True) if n > 1):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def allocate_lse(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
+    if not (problem.return_lse or problem.needs_grad):
+        return None
+    return torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=problem.device)
+
+
+class Call:
+    """A prepared launch for all calls that differ in nothing but addresses. Belongs to one thread."""
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        variant = plan.variant
+        # Tensor maps want an address when they are encoded; each call moves them to its own.
+        somewhere = 1 << 30
+        maps = {f"map_{t}": dataclasses.replace(spec, address=somewhere).encode() for t, spec in plan.maps.items()}
+        params = variant.params.pack(plan.values | maps)
+        with torch.cuda.device(device):
+            function = kernel(variant).function(device)
+        self._launch = launch = driver.Launch(function, plan.grid, variant.threads, variant.smem, params)
+        self._patch = variant.params.patcher(*POINTERS)
+        self._maps = [  # in the order of the addresses
+            (driver.TensorMapSlot(launch.params, variant.params.offsets[f"map_{t}"]), spec.address)
+            for t, spec in plan.maps.items()
+        ]
+        self._device = device
+
+    def __call__(self, *addresses: int) -> None:
+        """The addresses of q, k, v, o, lse, sinks, cu_q, cu_k; 0 for what is not there."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(*addresses)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        counter = _counter(self._device, stream) if self._maps else 0
+        self._patch(self._launch.params, *addresses, counter)
+        for (slot, offset), address in zip(self._maps, addresses, strict=False):
+            slot.point_to(address + offset)
+        self._launch.launch(stream)
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _counter(device: int, stream: int) -> int:
+    """The address of a zero that launches on this stream may count with. They run one after the other and leave it zero. A graph may be
+    replayed beside anything, so each launch in one gets a zero of its own."""
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(1, dtype=torch.int32, device=device).data_ptr()  # the graph keeps its memory
+    found = _counters.get((device, stream))
+    if found is None:
+        found = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found.data_ptr()
+
+
+_local = threading.local()
+Planner = Callable[[Problem, Strides], Plan]
+
+
+def _call(planner: Planner, problem: Problem, out_strides: Strides) -> Call:
+    calls: dict[Any, Call] = _local.__dict__.setdefault("calls", {})
+    key = planner, problem, out_strides
+    found = calls.get(key)
+    if found is None:
+        if len(calls) >= 1024:
+            calls.clear()
+        found = calls[key] = Call(planner(problem, out_strides), problem.device.index or 0)
+    return found
+
+
+def _address(t: torch.Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _forward(
+    planner: Planner, problem: Problem, inputs: Inputs, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k, v = (aligned(t) for t in (inputs.q, inputs.k, inputs.v))
+    strides = tuple(t.stride()[:3] for t in (q, k, v))
+    if strides != problem.strides:
+        problem = dataclasses.replace(problem, strides=strides)
+    if out is None:
+        batch, heads, rows, _ = q.shape
+        out = q.new_empty(batch, rows, heads, problem.dim_v).transpose(1, 2)
+    o = aligned(out)  # if it must be a copy, the result is copied back below
+    lse = allocate_lse(problem, inputs)
+    sinks = None if inputs.sinks is None else inputs.sinks.detach().float().contiguous()
+    call = _call(planner, problem, o.stride()[:3])
+    call(*map(_address, (q, k, v, o, lse, sinks, inputs.cu_q, inputs.cu_k)))
+    if o is not out:
+        out.copy_(o)
+    return out, lse
+
+
+def _repeat(planner: Planner, problem: Problem, inputs: Inputs, layout: str, return_lse: bool) -> Callable[..., Any] | None:
+    """`_forward` for further dense calls with the same shapes and options, with the Python left out."""
+    if problem.packed or any(aligned(t) is not t for t in (inputs.q, inputs.k, inputs.v)):
+        return None
+    batch, heads, rows, _ = inputs.q.shape
+    columns, dtype, device = problem.dim_v, problem.dtype, problem.device
+    if layout == "bshd":
+        shape, out_strides = (batch, rows, heads, columns), (rows * heads * columns, columns, heads * columns)
+    else:
+        shape, out_strides = (batch, heads, rows, columns), (heads * rows * columns, rows * columns, columns)
+    call, empty = _call(planner, problem, out_strides), torch.empty
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        out = empty(shape, dtype=dtype, device=device)
+        if not return_lse:
+            call(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0)
+            return out
+        lse = empty((batch, heads, rows), dtype=torch.float32, device=device)
+        call(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, 0, 0)
+        return out, lse
+
+    return run
+
+
+def _details(planner: Planner, problem: Problem) -> dict[str, object]:
+    strides = (problem.len_q * problem.heads * problem.dim_v, problem.dim_v, problem.heads * problem.dim_v)
+    return planner(problem, strides).describe()
+
+
+def _backend(name: str, summary: str, supports: Callable[[Problem], str | None], planner: Planner) -> Backend:
+    return Backend(
+        name=name,
+        summary=summary,
+        supports=supports,
+        forward=functools.partial(_forward, planner),
+        details=functools.partial(_details, planner),
+        repeat=functools.partial(_repeat, planner),
+    )
+
+
+BACKENDS = {
+    "sm90": _backend("sm90", "our CUDA kernel for Hopper: TMA, wgmma, warp specialisation", _supports_sm90, _plan_sm90),
+    "sm80": _backend("sm80", "our CUDA kernel for Ampere and later: mma.sync, ldmatrix, cp.async", _supports_sm80, _plan_sm80),
+}

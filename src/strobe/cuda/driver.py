@@ -1,0 +1,286 @@
+"""Load cubins, encode tensor maps, launch kernels: the few driver calls that strobe makes. Knows nothing of torch.
+
+Whoever calls `Kernel.function` or launches has the device's context current: torch makes the primary context current on
+the first use of a device, and `torch.cuda.device(...)` switches it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGN = 64  # also the alignment of a parameter block, which may hold tensor maps
+_SMEM_WITHOUT_OPT_IN = 48 * 1024
+
+_HINTS = {
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the cubin was compiled for another architecture than this GPU's",
+    "CUDA_ERROR_INVALID_IMAGE": "the cubin is damaged, or newer than this driver (CUDA 13 needs driver 580 or later)",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "the driver is older than the compiler; update it or install an older NVRTC",
+    "CUDA_ERROR_OUT_OF_MEMORY": "the GPU is full; torch.cuda.empty_cache() gives back what torch keeps in reserve",
+    "CUDA_ERROR_INVALID_CONTEXT": "no context is current; use the device through torch first",
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "the block needs more registers or shared memory than the GPU has",
+    "CUDA_ERROR_INVALID_VALUE": "out of range: grid, threads, shared memory, cluster or the shape of a tensor map",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel left its tensors; this process cannot use the GPU any more",
+    "CUDA_ERROR_NO_DEVICE": "the driver sees no GPU (is CUDA_VISIBLE_DEVICES empty?)",
+}
+
+
+class CudaError(RuntimeError):
+    """A driver call failed. `call` names it, `name` is the driver's name of the error."""
+
+    def __init__(self, call: str, name: str, explanation: str = "") -> None:
+        self.call, self.name = call, name
+        details = "; ".join(part for part in (explanation, _HINTS.get(name, "")) if part)
+        super().__init__(f"{call}: {name}" + (f": {details}" if details else ""))
+
+
+@functools.cache
+def _cuda() -> Any:
+    """The initialised driver bindings."""
+    from cuda.bindings import driver
+
+    _check("cuInit", driver.cuInit(0), driver)
+    return driver
+
+
+def available() -> str | None:
+    """None if the driver can be used, else the reason."""
+    try:
+        _cuda()
+    except ImportError as error:
+        return f'cuda-bindings cannot be imported ({error}); install it with `pip install "strobe[cu13]"`'
+    except CudaError as error:
+        return str(error)
+    except Exception as error:  # the bindings' loader has exception types of its own
+        return f"libcuda, the library of the NVIDIA driver, cannot be loaded ({error})"
+    return None
+
+
+def _check(call: str, result: tuple, cuda: Any = None) -> Any:
+    error, *values = result
+    if error:
+        cuda = cuda or _cuda()
+        name, text = (get(error)[1] for get in (cuda.cuGetErrorName, cuda.cuGetErrorString))
+        raise CudaError(call, name.decode() if name else f"error {int(error)}", text.decode() if text else "")
+    return values[0] if values else None
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+class Kernel:
+    """One kernel of a cubin, on every device that asks for it. Stays loaded as long as the process lives."""
+
+    def __init__(self, cubin: bytes, name: str = "kernel", smem: int = 0) -> None:
+        cuda = _cuda()
+        self.name, self.smem = name, smem
+        self._library = _check("cuLibraryLoadData", cuda.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        self._kernel = _check(f"cuLibraryGetKernel({name})", cuda.cuLibraryGetKernel(self._library, name.encode()))
+        self._functions: dict[int, Any] = {}
+
+    def function(self, device: int) -> Any:
+        """The kernel on this device, whose context is current; allowed `smem` bytes of dynamic shared memory."""
+        function = self._functions.get(device)
+        if function is None:
+            cuda = _cuda()
+            function = _check("cuKernelGetFunction", cuda.cuKernelGetFunction(self._kernel))
+            if self.smem > _SMEM_WITHOUT_OPT_IN:
+                limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                set_limit = cuda.cuFuncSetAttribute(function, limit, self.smem)
+                _check(f"cuFuncSetAttribute(dynamic shared memory = {self.smem} bytes)", set_limit)
+            self._functions[device] = function
+        return function
+
+
+class Launch:
+    """A prepared launch: owns the configuration, its attributes and the parameters; a call costs one driver call.
+
+    `params` is the kernel's one argument, a writable view that may be patched between launches: the driver copies it
+    when the kernel is launched or captured. Not to be shared between threads.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        grid: int,
+        threads: int,
+        smem: int,
+        params: bytes | bytearray,
+        cluster: int = 1,
+        pdl: bool = False,
+    ) -> None:
+        cuda = _cuda()
+        self._function = function
+        self._cluster = cluster
+        self._config = config = cuda.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX = threads
+        config.sharedMemBytes = smem
+        self.set_grid(grid)
+
+        attributes = []
+        if cluster > 1:
+            attribute = cuda.CUlaunchAttribute()
+            attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dims = attribute.value.clusterDim
+            dims.x, dims.y, dims.z = cluster, 1, 1
+            attributes.append(attribute)
+        if pdl:  # may start before the kernel in front of it in the stream has ended; it waits where its code says so
+            attribute = cuda.CUlaunchAttribute()
+            attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+
+        self._memory, self.params = _aligned(params)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory) + _padding(self._memory))
+        self._arguments_address = ctypes.addressof(self._arguments)
+        self._stream = 0
+        self._launch = cuda.cuLaunchKernelEx
+
+    def set_grid(self, blocks: int) -> None:
+        if blocks < 1 or blocks >= 2**31:
+            raise ValueError(f"grid: {blocks} blocks; allowed are 1 to 2**31 - 1")
+        if blocks % self._cluster:
+            raise ValueError(f"grid: {blocks} blocks are not a whole number of clusters of {self._cluster}")
+        self._config.gridDimX = blocks
+
+    def launch(self, stream: int) -> None:
+        """Enqueue the kernel on a stream, given by its handle (0: the default stream)."""
+        if stream != self._stream:
+            self._config.hStream = stream
+            self._stream = stream
+        (error,) = self._launch(self._config, self._function, self._arguments_address, 0)
+        if error:
+            _check("cuLaunchKernelEx", (error,))
+
+
+def _padding(memory: ctypes.Array) -> int:
+    return -ctypes.addressof(memory) % _TENSOR_MAP_ALIGN
+
+
+def _aligned(content: bytes | bytearray) -> tuple[ctypes.Array, memoryview]:
+    """A copy of the content, aligned as a tensor map wants it: the owner of the memory, and a view of the copy."""
+    memory = (ctypes.c_ubyte * (len(content) + _TENSOR_MAP_ALIGN))()
+    start = _padding(memory)
+    view = memoryview(memory).cast("B")[start : start + len(content)]
+    view[:] = content
+    return memory, view
+
+
+# ---- tensor maps -----------------------------------------------------------------------------------------------------
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """What a bulk tensor copy needs to know of a tensor: sizes innermost first, the innermost dimension contiguous."""
+
+    address: int
+    element_bytes: int
+    dims: tuple[int, ...]  # elements
+    strides: tuple[int, ...]  # bytes, of dimensions 1 and up
+    box: tuple[int, ...]  # elements of one copy
+    swizzle: Literal[0, 32, 64, 128] = 128
+    kind: Literal["bf16", "fp16", "fp32"] = "bf16"
+
+    def validate(self) -> None:
+        """Raises ValueError for what the hardware cannot do, naming it."""
+        rank = len(self.dims)
+        if not 1 <= rank <= 5:
+            raise ValueError(f"dims: {self.dims} has {rank} dimensions; a tensor map has 1 to 5")
+        if len(self.strides) != rank - 1:
+            raise ValueError(f"strides: {self.strides} should have {rank - 1} entries, none for the innermost one")
+        if len(self.box) != rank:
+            raise ValueError(f"box: {self.box} should have {rank} entries, as many as dims {self.dims}")
+        if _ELEMENT_BYTES.get(self.kind) != self.element_bytes:
+            raise ValueError(f"kind: {self.kind!r} with element_bytes {self.element_bytes}; known are {_ELEMENT_BYTES}")
+        if self.swizzle not in (0, 32, 64, 128):
+            raise ValueError(f"swizzle: {self.swizzle} is not 0, 32, 64 or 128")
+        if self.address % 16:
+            raise ValueError(f"address: {self.address:#x} is not a multiple of 16 bytes")
+        for i, size in enumerate(self.dims):
+            if not 1 <= size <= 2**32:
+                raise ValueError(f"dims[{i}]: {size} is not in 1 to 2**32")
+        for i, stride in enumerate(self.strides):
+            if stride % 16 or not 0 <= stride < 2**40:
+                raise ValueError(f"strides[{i}]: {stride} bytes is not a multiple of 16 below 2**40")
+        for i, size in enumerate(self.box):
+            if not 1 <= size <= 256:
+                raise ValueError(f"box[{i}]: {size} is not in 1 to 256")
+        row = self.box[0] * self.element_bytes
+        if row % 16:
+            raise ValueError(f"box[0]: {self.box[0]} elements are {row} bytes, not a multiple of 16")
+        if self.swizzle and row > self.swizzle:
+            raise ValueError(f"box[0]: {self.box[0]} elements are {row} bytes, more than the swizzle of {self.swizzle}")
+
+    def encode(self) -> bytes:
+        """The 128 bytes that a kernel takes as its `TensorMap`. Elements outside the tensor read as zero."""
+        self.validate()
+        cuda = _cuda()
+        kinds = cuda.CUtensorMapDataType
+        swizzles = cuda.CUtensorMapSwizzle
+        encoded = cuda.cuTensorMapEncodeTiled(
+            {
+                "bf16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                "fp16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                "fp32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            }[self.kind],
+            len(self.dims),
+            self.address,
+            [cuda.cuuint64_t(size) for size in self.dims],
+            [cuda.cuuint64_t(stride) for stride in self.strides],
+            [cuda.cuuint32_t(size) for size in self.box],
+            [cuda.cuuint32_t(1)] * len(self.dims),
+            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            {
+                0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+                32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+                64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+                128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+            }[self.swizzle],
+            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        return ctypes.string_at(_check(f"cuTensorMapEncodeTiled({self})", encoded).getPtr(), TENSOR_MAP_BYTES)
+
+
+@functools.cache
+def _address_is_first_word() -> bool:
+    """Whether this driver keeps a tensor map's address, as it is, in the first eight bytes: not documented, so tried out."""
+    spec = TensorMapSpec(0, 2, (64, 64), (128,), (64, 64), 128)
+    maps = {address: replace(spec, address=address).encode() for address in (0x7F0012345670, 1 << 30)}
+    first, second = maps.values()
+    return first[8:] == second[8:] and all(int.from_bytes(m[:8], "little") == address for address, m in maps.items())
+
+
+class TensorMapSlot:
+    """An encoded tensor map inside a writable buffer (`Launch.params`), which follows its tensor from call to call."""
+
+    def __init__(self, buffer: bytearray | memoryview, offset: int = 0) -> None:
+        self._memory = (ctypes.c_ubyte * TENSOR_MAP_BYTES).from_buffer(buffer, offset)
+        self._map = _cuda().CUtensorMap(ctypes.addressof(self._memory))
+        self._replace = _cuda().cuTensorMapReplaceAddress
+        self._word = ctypes.c_uint64.from_buffer(buffer, offset) if _address_is_first_word() else None
+        self._address: int | None = None
+
+    def point_to(self, address: int) -> None:
+        """Move the map to other memory of the same shape and strides; free if it is there already."""
+        if address == self._address:
+            return
+        if address % 16:
+            raise ValueError(f"address: {address:#x} is not a multiple of 16 bytes")
+        if self._word is not None:
+            self._word.value = address
+        else:
+            (error,) = self._replace(self._map, address)
+            if error:
+                _check("cuTensorMapReplaceAddress", (error,))
+        self._address = address
+
+
+def replace_address(buffer: bytearray | memoryview, address: int, offset: int = 0) -> None:
+    """Point the tensor map at `offset` in a writable buffer to other memory of the same shape and strides."""
+    TensorMapSlot(buffer, offset).point_to(address)

@@ -1,0 +1,210 @@
+// FlashAttention forward for Ampere and later: cp.async, ldmatrix, mma.sync.
+//
+// A block owns kBlockM query rows of one head, each warp kTiles * 16 of them, and walks over the keys they see in blocks of kBlockN, from
+// the last to the first (the diagonal, which needs masking, comes first). Scores and weights never leave the registers:
+//     S = Q K^T            [rows, kBlockN]   mma.sync, Q and K from swizzled shared memory
+//     P = exp(S - m)       online: m grows, and with it what was summed before is rescaled
+//     O = O + P V          the registers of S are already laid out as the left operand
+// and one division by the row sum at the end.
+//
+// O, S and the operands in flight fill the 255 registers of a thread. All else that must outlive a block of keys therefore rests in
+// shared memory: where the tile lies and, for warps with more than 16 rows, the row statistics m and l.
+#pragma once
+#include <strobe/pipeline/schedule.cuh>
+#include <strobe/ptx/warp.cuh>
+#include <strobe/tile/copy.cuh>
+#include <strobe/tile/gemm_sm80.cuh>
+#include <strobe/tile/softmax.cuh>
+
+namespace strobe {
+
+template <class Config, class Mask, class Params> struct ForwardSm80 {
+  using T = typename Config::Element;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
+  static constexpr int kThreads = 32 * Config::kWarps, kStages = Config::kStages;
+  static constexpr int kTiles = kBlockM / (16 * Config::kWarps), kWarpRows = 16 * kTiles;
+  static_assert(kStages == 1 || kStages == 2, "buffers for K and for V");
+
+  // ---- shared memory: Q (later O) | K buffers | V buffers | statistics | where the tile lies ----------------------------------------------
+  static constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim > kDimV ? kDim : kDimV);
+  static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
+  static constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetStatistics = kOffsetV + kStages * kBytesV;
+  static constexpr bool kRestStatistics = kTiles > 1;
+  static constexpr u32 kOffsetPlace = kOffsetStatistics + (kRestStatistics ? kThreads * kTiles * 16 : 0);
+  static_assert(kOffsetPlace + 48 == Config::kSmem, "the shared memory that Python asks for");
+  STROBE_DEVICE static u32 q_tile() { return smem_base(); }
+  STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + kOffsetK + (n & (kStages - 1)) * kBytesK; }
+  STROBE_DEVICE static u32 v_tile(int n) { return smem_base() + kOffsetV + (n & (kStages - 1)) * kBytesV; }
+  STROBE_DEVICE static u32 statistics(int t) { return smem_base() + kOffsetStatistics + (thread_idx_again() * kTiles + t) * 16; }
+
+  struct Place {
+    int row0, len_q, len_k, first;  // the tile's first row; the sequence's lengths; the first key block to visit
+  };
+  STROBE_DEVICE static Place place() {
+    const u32x4 x = ld_shared_x4(smem_base() + kOffsetPlace);
+    return Place{int(x.x), int(x.y), int(x.z), int(x.w)};
+  }
+  STROBE_DEVICE static const u16* pointer(u32 lo, u32 hi) { return reinterpret_cast<const u16*>(u64(hi) << 32 | lo); }
+  STROBE_DEVICE static const u16* keys() { const u32x4 x = ld_shared_x4(smem_base() + kOffsetPlace + 16); return pointer(x.x, x.y); }
+  STROBE_DEVICE static const u16* values() { const u32x4 x = ld_shared_x4(smem_base() + kOffsetPlace + 16); return pointer(x.z, x.w); }
+  // Every thread writes it for itself: all write the same.
+  STROBE_DEVICE static void remember(const Tile& tile, const KeyBlocks& blocks, const u16* k, const u16* v) {
+    const u64 a = reinterpret_cast<u64>(k), b = reinterpret_cast<u64>(v);
+    st_shared(smem_base() + kOffsetPlace, u32x4{u32(tile.row0), u32(tile.len_q), u32(tile.len_k), u32(blocks.first)});
+    st_shared(smem_base() + kOffsetPlace + 16, u32x4{u32(a), u32(a >> 32), u32(b), u32(b >> 32)});
+    st_shared(smem_base() + kOffsetPlace + 32, u32(blocks.first_full));
+    st_shared(smem_base() + kOffsetPlace + 36, u32(blocks.end_full));
+  }
+  STROBE_DEVICE static bool needs_mask(int n) {
+    return n >= int(ld_shared(smem_base() + kOffsetPlace + 36)) || (Mask::kHasLo && n < int(ld_shared(smem_base() + kOffsetPlace + 32)));
+  }
+
+  const Params& p;
+  float o[kTiles][kDimV / 2];
+  Softmax<> softmax[kTiles];
+
+  STROBE_DEVICE static int warp_offset() { return thread_idx_again() / 32 * kWarpRows; }  // the warp's first row in the tile
+  STROBE_DEVICE Mask mask(const Place& at) const { return Mask{at.len_q, at.len_k, p.mask}; }
+
+  // ---- copies -------------------------------------------------------------------------------------------------------------------------------
+  // Only the last block of a sequence can be ragged, and it comes first.
+  template <bool kRagged> STROBE_DEVICE void load_keys(int n) {
+    copy_tile_async<kBlockN, kDim, kThreads, !kRagged, Config::kWholeDims>(k_tile(n), keys() + i64(n) * kBlockN * p.k_row, p.k_row,
+                                                                           kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim);
+  }
+  template <bool kRagged> STROBE_DEVICE void load_values(int n) {
+    copy_tile_async<kBlockN, kDimV, kThreads, !kRagged, Config::kWholeDims>(v_tile(n), values() + i64(n) * kBlockN * p.v_row, p.v_row,
+                                                                            kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim_v);
+  }
+  // With one buffer, V_n arrives during Q K_n^T and K_{n-1} during P V_n; with two, all of block n-1 arrives during block n.
+  template <bool kMasked> STROBE_DEVICE void wait_for_keys(int n) {
+    cp_async_wait<0>();
+    sync_block();  // everybody's copies have landed, and nobody reads the buffers of the previous step any more
+    if (kStages == 1) {
+      load_values<kMasked>(n);
+    } else if (n > (Mask::kHasLo ? place().first : 0)) {
+      load_keys<false>(n - 1);
+      load_values<false>(n - 1);
+    }
+    cp_async_commit();
+  }
+  STROBE_DEVICE void wait_for_values(int n) {
+    if (kStages > 1) return;
+    cp_async_wait<0>();
+    sync_block();  // V_n is here, and nobody reads K_n any more
+    if (n > (Mask::kHasLo ? place().first : 0)) load_keys<false>(n - 1);
+    cp_async_commit();
+  }
+
+  // ---- one block of keys ----------------------------------------------------------------------------------------------------------------------
+  template <bool kMasked> STROBE_DEVICE void step(int n) {
+    wait_for_keys<kMasked>(n);
+    if (kMasked && !warp_sees(n)) {  // on the diagonal: some warps see nothing of this block, and only keep up with the others
+      wait_for_values(n);
+      return;
+    }
+    float s[kTiles][kBlockN / 2];
+    const u32 q_lane = lane_address_a(q_tile() + warp_offset() * kPanelRowBytes, kBlockM);
+    gemm_qk<T, kTiles, kBlockM, kBlockN, kDim>(s, q_lane, lane_address_b(k_tile(n), kBlockN));
+    wait_for_values(n);
+    u32 weights[kTiles][kBlockN / 4];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (Config::kSoftcap) tanh_fragment(s[t], p.scale_before);
+      if (kMasked) apply_mask(s[t], t, n);
+      if (kRestStatistics) softmax[t].load(statistics(t), p.scale_log2);
+      softmax[t].template maxima<kMasked>(s[t]);
+      softmax[t].template weights<0, kBlockN / 2>(s[t]);
+      softmax[t].rescale(o[t]);
+      if (kRestStatistics) softmax[t].save(statistics(t));
+      pack_fragment<T>(weights[t], s[t]);
+    }
+    gemm_pv<T, kTiles, kBlockN, kDimV>(o, weights, lane_address_a(v_tile(n), kBlockN));
+  }
+
+  STROBE_DEVICE bool warp_sees(int n) const {
+    const Place at = place();
+    const int first = at.row0 + warp_offset(), last = min(first + kWarpRows, at.len_q) - 1;
+    return first <= last && mask(at).hi(last) > n * kBlockN && mask(at).lo(first) < (n + 1) * kBlockN;
+  }
+
+  STROBE_DEVICE void apply_mask(float (&s)[kBlockN / 2], int t, int n) const {
+    const Place at = place();
+    const int lane = thread_idx_again() % 32, row = at.row0 + warp_offset() + 16 * t + lane / 4, column = n * kBlockN + 2 * (lane % 4);
+    const Mask m = mask(at);
+    const int lo[2] = {m.lo(row) - column, m.lo(row + 8) - column}, hi[2] = {m.hi(row) - column, m.hi(row + 8) - column};
+    mask_fragment<Mask::kHasLo>(s, lo, hi);
+  }
+
+  // ---- the end: normalise, round, and write through shared memory (each warp over its own rows of Q), so that rows leave in 16-byte pieces ---
+  STROBE_DEVICE void store() {
+    const Tile tile = decode_tile<Config>(block_idx(), p);
+    const int lane = thread_idx() % 32, local_row = warp_offset(), warp_row = tile.row0 + local_row;
+    const float sink = Config::kSinks ? ld_global(p.sinks + tile.head) : 0.f;
+    float* lse = p.lse + tile.slice * p.lse_batch + tile.head * p.lse_head + tile.first_row;
+    u16* out = p.o + tile.slice * p.o_batch + tile.head * p.o_head + i64(tile.first_row) * p.o_row;
+    sync_warp();  // all lanes are done with this warp's rows of Q
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (kRestStatistics) softmax[t].load(statistics(t), p.scale_log2);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = 16 * t + lane / 4 + 8 * r;
+        float row_lse;
+        const float inverse = softmax[t].template finish<Config::kSinks>(r, sink, row_lse);
+        if (p.lse && lane % 4 == 0 && warp_row + row < tile.len_q) st_global(lse + warp_row + row, row_lse);
+#pragma unroll
+        for (int i = 0; i < kDimV / 8; ++i)
+          st_shared(q_tile() + chunk_offset(kBlockM, local_row + row, i) + 4 * (lane % 4),
+                    pack2<T>(o[t][4 * i + 2 * r] * inverse, o[t][4 * i + 2 * r + 1] * inverse));
+      }
+    }
+    sync_warp();
+    constexpr int kChunks = kDimV / 8;
+#pragma unroll
+    for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
+      const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+      if (warp_row + row < tile.len_q && (Config::kWholeDims || chunk * 8 < p.dim_v))
+        st_global(out + i64(warp_row + row) * p.o_row + chunk * 8, ld_shared_x4(q_tile() + chunk_offset(kBlockM, local_row + row, chunk)));
+    }
+  }
+
+  STROBE_DEVICE void run(const Tile& tile) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      softmax[t].reset(p.scale_log2);
+      if (kRestStatistics) softmax[t].save(statistics(t));
+#pragma unroll
+      for (int i = 0; i < kDimV / 2; ++i) o[t][i] = 0.f;
+    }
+    const Mask m{tile.len_q, tile.len_k, p.mask};
+    const KeyBlocks blocks = visible_blocks<kBlockN>(m, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
+    if (blocks.first < blocks.end) {
+      const int head_k = tile.head / p.group;
+      remember(tile, blocks, p.k + tile.slice * p.k_batch + head_k * p.k_head + i64(tile.first_key) * p.k_row,
+               p.v + tile.slice * p.v_batch + head_k * p.v_head + i64(tile.first_key) * p.v_row);
+      const u16* q = p.q + tile.slice * p.q_batch + tile.head * p.q_head + i64(tile.first_row + tile.row0) * p.q_row;
+      copy_tile_async<kBlockM, kDim, kThreads, false, Config::kWholeDims>(q_tile(), q, p.q_row, tile.len_q - tile.row0, p.dim);
+      int n = blocks.end - 1;
+      load_keys<true>(n);
+      if (kStages > 1) load_values<true>(n);
+      cp_async_commit();
+#pragma unroll 1
+      for (bool more = true; more; --n) {
+        if (needs_mask(n)) step<true>(n); else step<false>(n);
+        more = n > (Mask::kHasLo ? place().first : 0);
+      }
+      cp_async_wait<0>();
+    }
+    store();
+  }
+};
+
+template <class Config, class Mask, class Params> STROBE_DEVICE void forward_sm80(const Params& p) {
+  const Tile tile = decode_tile<Config>(block_idx(), p);
+  if (tile.row0 >= tile.len_q) return;  // packed sequences shorter than the longest one
+  ForwardSm80<Config, Mask, Params> work{p};
+  work.run(tile);
+}
+
+}  // namespace strobe

@@ -1,0 +1,312 @@
+// FlashAttention forward for Hopper: TMA, mbarriers, wgmma, warp specialisation.
+//
+// A block is one producer warpgroup, of which a single thread issues every copy, and kConsumers consumer warpgroups that own 64 query rows
+// each. It stays on its multiprocessor and works through tile after tile, taking the next number from a counter in global memory; the rings of K and V buffers run on across tile boundaries, so the
+// next tile's first keys arrive while the last one is being written. In a consumer, block n of the keys goes like this:
+//     issue S_n = Q K_n^T            both in flight together; P is the register operand
+//     issue O  += P_{n+1} V_{n+1}
+//     wait for S_n:  row maxima, and the first kHold weights, beside P V
+//     wait for O:    the other weights, P_n = exp(S_n - m), O *= exp(m_old - m_new)
+// (keys are visited from the last to the first, so n + 1 comes before n).
+#pragma once
+#include <strobe/pipeline/ring.cuh>
+#include <strobe/pipeline/schedule.cuh>
+#include <strobe/ptx/memory.cuh>
+#include <strobe/ptx/warp.cuh>
+#include <strobe/tile/gemm_sm90.cuh>
+#include <strobe/tile/softmax.cuh>
+
+namespace strobe {
+
+template <class Config, class Mask, class Params> struct ForwardSm90 {
+  using T = typename Config::Element;
+  static constexpr int kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
+  static constexpr int kConsumers = Config::kConsumers, kBlockM = 64 * kConsumers, kStages = Config::kStages, kQSlots = Config::kQSlots;
+  static constexpr int kScores = kBlockN / 2;  // of one thread
+  static_assert(kBlockM == Config::kBlockM && kDimV <= kDim, "O is staged over Q");
+
+  // ---- shared memory: Q (later O) slots, one part a consumer | K buffers | V buffers | barriers | tile numbers ------------------------------------------------
+  static constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
+  static constexpr u32 kOffsetK = kQSlots * kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetBarriers = kOffsetV + kStages * kBytesV;
+  using RingQ = Ring<kQSlots>;
+  using RingKV = Ring<kStages>;
+  static constexpr u32 kOffsetMailbox = kOffsetBarriers + RingQ::kBytes + 2 * RingKV::kBytes;  // the number of the tile in each Q slot
+  static_assert(kOffsetMailbox + 16 == Config::kSmem, "the shared memory that Python asks for");
+
+  const Params& p;
+  u32 smem;
+  RingQ q;
+  RingKV k, v;
+
+  STROBE_DEVICE ForwardSm90(const Params& params, bool producer)
+      : p(params), smem(smem_base()), q(smem + kOffsetBarriers, producer), k(smem + kOffsetBarriers + RingQ::kBytes, producer),
+        v(smem + kOffsetBarriers + RingQ::kBytes + RingKV::kBytes, producer) {}
+
+  STROBE_DEVICE static void init_barriers() {
+    const u32 at = smem_base() + kOffsetBarriers;
+    RingQ::init(at, kConsumers);  // one arrival a warpgroup, after its output has left
+    RingKV::init(at + RingQ::kBytes, 4 * kConsumers);  // one arrival a warp
+    RingKV::init(at + RingQ::kBytes + RingKV::kBytes, 4 * kConsumers);
+    mbar_init_fence();
+  }
+
+  STROBE_DEVICE u32 q_tile(int consumer) const { return smem + (q.stage * kConsumers + consumer) * kBytesQ; }
+  STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile) const {
+    return visible_blocks<kBlockN>(Mask{tile.len_q, tile.len_k, p.mask}, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
+  }
+
+  STROBE_DEVICE u32 mailbox() const { return smem + kOffsetMailbox + 4 * q.stage; }
+
+  // ---- producer: one thread ------------------------------------------------------------------------------------------------------------------------
+  // A tensor map is (columns, rows, panels, heads, batch), and one copy fetches all panels. If the head dim is not a whole number of panels it
+  // is (columns, rows, 1, heads, batch), one copy a panel, and what lies beyond the head dim reads as zero. Packed sequences have no batch:
+  // their last dimension moves along the rows too, and `clip` shifts the box so that it ends where the sequence does (see plan.py).
+  template <int kRows, int kColumns> STROBE_DEVICE void load(u32 dst, const TensorMap* map, u32 bar, int row, int rows_there, int head, int batch) {
+    const int clip = Config::kPacked ? max(0, kRows - rows_there) : 0;
+    const int c1 = Config::kPacked ? clip : row, c4 = Config::kPacked ? row - clip + kRows : batch;
+    if (Config::kWholePanels) {
+      tma_load_5d(dst, map, bar, 0, c1, 0, head, c4);
+    } else {
+#pragma unroll
+      for (int panel = 0; panel < panels(kColumns); ++panel)
+        tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel, c1, 0, head, c4);
+    }
+  }
+  STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
+    k.wait_empty();
+    mbar_arrive_expect_tx(k.full_barrier(), kBytesK);
+    load<kBlockN, kDim>(smem + kOffsetK + k.stage * kBytesK, &p.map_k, k.full_barrier(), tile.first_key + n * kBlockN, tile.len_k - n * kBlockN, head, tile.slice);
+    k.next();
+  }
+  STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
+    v.wait_empty();
+    mbar_arrive_expect_tx(v.full_barrier(), kBytesV);
+    load<kBlockN, kDimV>(smem + kOffsetV + v.stage * kBytesV, &p.map_v, v.full_barrier(), tile.first_key + n * kBlockN, tile.len_k - n * kBlockN, head, tile.slice);
+    v.next();
+  }
+  STROBE_DEVICE void load_queries(const Tile& tile) {
+    mbar_arrive_expect_tx(q.full_barrier(), kConsumers * kBytesQ);
+#pragma unroll 1
+    for (int w = 0; w < kConsumers; ++w) {
+      const int row = tile.row0 + 64 * w;
+      load<64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), tile.first_row + row, tile.len_q - row, tile.head, tile.slice);
+    }
+  }
+
+  // Tiles are numbered from the longest to the shortest; whoever is done takes the next. A block begins with its own number and fetches
+  // once too often, so that p.tiles fetches happen in all: the counter wraps around to 0, ready for the next launch.
+  STROBE_DEVICE void produce() {
+    int index = block_idx();
+#pragma unroll 1
+    while (index < p.tiles) {
+      const int next = grid_dim() + atomic_inc_wrap(p.counter, p.tiles - 1);  // early: its latency passes during the copies
+      const Tile tile = decode_tile<Config>(index, p);
+      if (tile.row0 < tile.len_q) load_tile(tile, index);
+      index = next;
+    }
+    q.wait_empty();
+    st_shared(mailbox(), ~0u);  // no more
+    mbar_arrive(q.full_barrier());
+  }
+
+  STROBE_DEVICE void load_tile(const Tile& tile, int index) {
+    const KeyBlocks blocks = key_blocks(tile);
+    const int head_k = tile.head / p.group;
+    const bool any_keys = blocks.first < blocks.end;
+    int n = blocks.end - 1;
+    if (any_keys) load_keys(tile, head_k, n);
+    q.wait_empty();
+    st_shared(mailbox(), u32(index));  // the arrival on the barrier below publishes it
+    if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());
+    q.next();
+    if (!any_keys) return;
+#pragma unroll 1
+    for (; n > blocks.first; --n) {  // V one block behind K: the order in which the consumers need them
+      load_keys(tile, head_k, n - 1);
+      load_values(tile, head_k, n);
+    }
+    load_values(tile, head_k, n);
+  }
+
+  // ---- consumers ---------------------------------------------------------------------------------------------------------------------------------------
+  struct Fragments {
+    float o[kDimV / 2];
+    u32 weights[kScores / 2];
+    Softmax<Config::kSkip> softmax;
+  };
+
+  STROBE_DEVICE u64 k_desc() const { return k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16)); }
+  STROBE_DEVICE u64 v_desc() const { return mn_major(smem + kOffsetV, kBlockN) + u64(v.stage * (kBytesV / 16)); }
+  STROBE_DEVICE static bool elected() { return thread_idx() % 32 == 0; }  // one arrival a warp
+
+  template <bool kMasked> STROBE_DEVICE void prepare(float (&s)[kScores], const Tile& tile, int row, int n) const {
+    if (Config::kSoftcap) tanh_fragment(s, p.scale_before);
+    if (kMasked) {
+      const Mask m{tile.len_q, tile.len_k, p.mask};
+      const int column = n * kBlockN + 2 * (thread_idx() % 4);
+      const int lo[2] = {m.lo(row) - column, m.lo(row + 8) - column}, hi[2] = {m.hi(row) - column, m.hi(row + 8) - column};
+      mask_fragment<Mask::kHasLo>(s, lo, hi);
+    }
+  }
+
+  // S_n -> P_n, nothing else in flight.
+  template <bool kMasked> STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n) {
+    float s[kScores];
+    k.wait_full();
+    wgmma_fence();
+    gemm_qk<T, kBlockN, kDim>(s, q_desc, k_desc());
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(s);
+    if (elected()) k.release();
+    k.next();
+    prepare<kMasked>(s, tile, row, n);
+    f.softmax.template maxima<kMasked>(s);
+    f.softmax.template weights<0, kScores>(s);
+    pack_fragment<T>(f.weights, s);
+  }
+
+  // O += P V, nothing else in flight.
+  STROBE_DEVICE void values(Fragments& f) {
+    v.wait_full();
+    pin(f.o);
+    pin(f.weights);
+    wgmma_fence();
+    gemm_pv<T, kBlockN, kDimV>(f.o, f.weights, v_desc());
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(f.o);
+    if (elected()) v.release();
+    v.next();
+  }
+
+  // S_n and O += P_{n+1} V_{n+1} in flight together; P_n replaces P_{n+1}.
+  template <bool kMasked> STROBE_DEVICE void overlapped(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, int consumer) {
+    constexpr int kFirst = Config::kHold ? Config::kHold : kScores;
+    float s[kScores];
+    k.wait_full();
+    if (Config::kPingPong) bar_sync(1 + consumer, 256);  // the consumers take turns at issuing
+    pin(f.o);
+    pin(f.weights);
+    wgmma_fence();
+    gemm_qk<T, kBlockN, kDim>(s, q_desc, k_desc());
+    wgmma_commit();
+    v.wait_full();
+    wgmma_fence();  // a new basic block: without this one ptxas injects its own
+    gemm_pv<T, kBlockN, kDimV>(f.o, f.weights, v_desc());
+    wgmma_commit();
+    if (Config::kPingPong) bar_arrive(1 + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256);
+    wgmma_wait<1>();
+    pin(s);
+    if (elected()) k.release();
+    k.next();
+    prepare<kMasked>(s, tile, row, n);
+    f.softmax.template maxima<kMasked>(s);
+    f.softmax.template weights<0, kFirst>(s);
+    if (Config::kHold) hold(smem, f.softmax.l[0] + f.softmax.l[1]);
+    wgmma_wait<0>();
+    pin(f.o);
+    pin(s);
+    if (elected()) v.release();
+    v.next();
+    f.softmax.template weights<kFirst, kScores>(s);
+    pack_fragment<T>(f.weights, s);  // not before the wait: they are the operand of the product in flight
+    f.softmax.rescale(f.o);
+  }
+
+  // Normalise, round, stage over this warpgroup's Q, and let one bulk copy write it; rows beyond the sequence are clipped.
+  STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row, int consumer) {
+    const u32 tid = thread_idx() % 128, lane = tid % 32;
+    const u32 tile_smem = q_tile(consumer);
+    const float sink = Config::kSinks ? ld_global(p.sinks + tile.head) : 0.f;
+    bar_sync(1 + kConsumers + consumer, 128);  // every warp of this warpgroup is done with Q
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float lse;
+      const float inverse = f.softmax.template finish<Config::kSinks>(r, sink, lse);
+      if (p.lse && lane % 4 == 0 && row + 8 * r < tile.len_q)
+        st_global(p.lse + tile.slice * p.lse_batch + tile.head * p.lse_head + tile.first_row + row + 8 * r, lse);
+#pragma unroll
+      for (int i = 0; i < kDimV / 2; i += 4) {
+        f.o[i + 2 * r] *= inverse;
+        f.o[i + 2 * r + 1] *= inverse;
+      }
+    }
+    const int local_row = 16 * (tid / 32) + (lane & 15);
+#pragma unroll
+    for (int j = 0; j < kDimV / 16; ++j)
+      stmatrix_x4(tile_smem + chunk_offset(64, local_row, 2 * j + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]), pack2<T>(f.o[8 * j + 2], f.o[8 * j + 3]),
+                  pack2<T>(f.o[8 * j + 4], f.o[8 * j + 5]), pack2<T>(f.o[8 * j + 6], f.o[8 * j + 7]));
+    fence_proxy_async();
+    bar_sync(1 + kConsumers + consumer, 128);
+    if (tid == 0) {
+      const int first = tile.row0 + 64 * consumer;
+      if (first < tile.len_q) {
+        const int clip = Config::kPacked ? max(0, 64 - (tile.len_q - first)) : 0;
+        const int c1 = Config::kPacked ? clip : first, c4 = Config::kPacked ? tile.first_row + first - clip + 64 : tile.slice;
+        if (Config::kWholePanels) {
+          tma_store_5d(&p.map_o, tile_smem, 0, c1, 0, tile.head, c4);
+        } else {
+#pragma unroll
+          for (int panel = 0; panel < panels(kDimV); ++panel)
+            tma_store_5d(&p.map_o, tile_smem + panel * (64 * kPanelRowBytes), panel * kPanel, c1, 0, tile.head, c4);
+        }
+        tma_store_commit();
+        tma_store_wait_read<0>();
+      }
+      q.release();
+    }
+  }
+
+  STROBE_DEVICE void consume(int consumer) {
+    const int thread_row = 64 * consumer + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;  // and 8 further down
+    if (Config::kPingPong && consumer == kConsumers - 1) bar_arrive(1, 256);  // the first consumer gets the first turn
+#pragma unroll 1
+    for (;;) {
+      q.wait_full();
+      const int index = int(ld_shared(mailbox()));
+      if (index < 0) break;
+      const Tile tile = decode_tile<Config>(index, p);
+      const KeyBlocks blocks = key_blocks(tile);
+      const int row = tile.row0 + thread_row;
+      Fragments f;
+#pragma unroll
+      for (int i = 0; i < kDimV / 2; ++i) f.o[i] = 0.f;
+      f.softmax.reset(p.scale_log2);
+      if (blocks.first < blocks.end) {
+        const u64 q_desc = k_major(q_tile(consumer));
+        int n = blocks.end - 1;
+        scores<true>(q_desc, f, tile, row, n);
+        for (--n; n >= blocks.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
+        for (; n >= blocks.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);
+        if (Mask::kHasLo)
+          for (; n >= blocks.first; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
+        values(f);
+      }
+      store(f, tile, row, consumer);
+      q.next();
+    }
+  }
+};
+
+template <class Config, class Mask, class Params> STROBE_DEVICE void forward_sm90(const Params& p) {
+  using Forward = ForwardSm90<Config, Mask, Params>;
+  if (thread_idx() == 0) {
+    tma_prefetch_map(&p.map_q);
+    tma_prefetch_map(&p.map_k);
+    tma_prefetch_map(&p.map_v);
+    tma_prefetch_map(&p.map_o);
+    Forward::init_barriers();
+  }
+  sync_block();
+  const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  if (warpgroup == 0) {
+    regs_dec<Config::kRegsProducer>();
+    if (thread_idx() == 0) Forward(p, true).produce();
+  } else {
+    regs_inc<Config::kRegsConsumer>();
+    Forward(p, false).consume(warpgroup - 1);
+  }
+}
+
+}  // namespace strobe

@@ -1,0 +1,34 @@
+// A ring of buffers between one producer and its consumers, with two mbarriers a buffer: `full` (the copy has landed) and `empty`
+// (everybody has read it). Position and parity run on across tiles.
+#pragma once
+#include <strobe/ptx/tma.cuh>
+
+namespace strobe {
+
+template <int kStages> struct Ring {
+  u32 full, empty;     // shared-memory addresses of the first barrier of each kind
+  u32 stage = 0, parity;
+
+  // Consumers wait for the first fill (parity 0); the producer finds the buffers empty (parity 1 passes on a fresh barrier).
+  STROBE_DEVICE Ring(u32 barriers, bool producer) : full(barriers), empty(barriers + 8 * kStages), parity(producer) {}
+
+  static constexpr u32 kBytes = 16 * kStages;
+  STROBE_DEVICE static void init(u32 barriers, u32 arrivals_to_empty) {
+    for (int i = 0; i < kStages; ++i) {
+      mbar_init(barriers + 8 * i, 1);
+      mbar_init(barriers + 8 * (kStages + i), arrivals_to_empty);
+    }
+  }
+  STROBE_DEVICE u32 full_barrier() const { return full + 8 * stage; }
+  STROBE_DEVICE void wait_full() const { mbar_wait(full + 8 * stage, parity); }
+  STROBE_DEVICE void wait_empty() const { mbar_wait(empty + 8 * stage, parity); }
+  STROBE_DEVICE void release() const { mbar_arrive(empty + 8 * stage); }
+  STROBE_DEVICE void next() {
+    if (kStages == 1 || ++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace strobe

@@ -1,0 +1,53 @@
+// Which rows a block works on, and which key blocks they see.
+#pragma once
+#include <strobe/ptx/memory.cuh>
+
+namespace strobe {
+
+// Rows [row0, row0 + kBlockM) of one head of one sequence. Rows and keys count from the start of the sequence; first_row and first_key
+// say where that lies in packed tensors.
+struct Tile {
+  int batch, head, row0, len_q, len_k, first_row, first_key;
+  int slice;  // the batch index in the tensors: packed sequences share one
+};
+
+// Tiles are numbered so that heads whose keys and values fit into the L2 together form a section; inside a section the rows with the
+// most keys come first, so that the long tiles do not run last.
+template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int index, const Params& p) {
+  const int heads_in_all = p.batch * p.heads;
+  const int per_section = p.row_blocks * p.section, section = index / per_section, rest = index - section * per_section;
+  const int head0 = section * p.section, width = min(p.section, heads_in_all - head0);
+  const int block = rest / width, bh = head0 + rest - block * width;
+  Tile t;
+  t.batch = bh / p.heads;
+  t.head = bh - t.batch * p.heads;
+  t.row0 = (p.row_blocks - 1 - block) * Config::kBlockM;
+  t.len_q = p.len_q;
+  t.len_k = p.len_k;
+  t.first_row = t.first_key = 0;
+  t.slice = Config::kPacked ? 0 : t.batch;
+  if (Config::kPacked) {
+    t.first_row = ld_global(p.cu_q + t.batch);
+    t.first_key = ld_global(p.cu_k + t.batch);
+    t.len_q = ld_global(p.cu_q + t.batch + 1) - t.first_row;
+    t.len_k = ld_global(p.cu_k + t.batch + 1) - t.first_key;
+  }
+  return t;
+}
+
+// Key blocks [first, end) are visible to some of the rows; those in [first_full, end_full) to all of them, and need no mask.
+struct KeyBlocks {
+  int first, end, first_full, end_full;
+};
+
+// The ends of a mask's intervals never move left as rows grow, so the first and the last row tell everything.
+template <int kBlockN, class Mask> STROBE_DEVICE KeyBlocks visible_blocks(const Mask& mask, int first_row, int last_row) {
+  KeyBlocks b;
+  b.first = mask.lo(first_row) / kBlockN;
+  b.end = max(b.first, (mask.hi(last_row) + kBlockN - 1) / kBlockN);
+  b.first_full = Mask::kHasLo ? min(max((mask.lo(last_row) + kBlockN - 1) / kBlockN, b.first), b.end) : 0;
+  b.end_full = min(max(mask.hi(first_row) / kBlockN, b.first_full), b.end);
+  return b;
+}
+
+}  // namespace strobe

@@ -1,0 +1,129 @@
+// The online softmax on a fragment of scores.
+//
+// A warp holds 16 rows of N scores as the matrix units leave them: thread `lane` has rows g = lane/4 and g + 8, and register i of its
+// N/2 is row g + 8 * ((i >> 1) & 1), column 8 * (i >> 2) + 2 * (lane % 4) + (i & 1). Four neighbouring lanes share a row.
+#pragma once
+#include <strobe/ptx/math.cuh>
+#include <strobe/ptx/memory.cuh>
+#include <strobe/ptx/warp.cuh>
+
+namespace strobe {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+STROBE_DEVICE float neg_inf() { return as_float(0xff800000u); }
+
+STROBE_DEVICE float quad_max(float x) { x = fmax(x, shfl_xor(x, 1)); return fmax(x, shfl_xor(x, 2)); }
+STROBE_DEVICE float quad_sum(float x) { x += shfl_xor(x, 1); return x + shfl_xor(x, 2); }
+
+constexpr STROBE_DEVICE int fragment_row(int i) { return (i >> 1) & 1; }                // which of the thread's two rows
+constexpr STROBE_DEVICE int fragment_column(int i) { return 8 * (i >> 2) + (i & 1); }  // from the thread's first column, 2 * (lane % 4)
+
+// Scores outside [lo, hi) become -inf; both are counted from the thread's first column, one pair per row.
+template <bool kHasLo, int N> STROBE_DEVICE void mask_fragment(float (&s)[N], const int (&lo)[2], const int (&hi)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int row = fragment_row(i), column = fragment_column(i);
+    if (column >= hi[row] || (kHasLo && column < lo[row])) s[i] = neg_inf();
+  }
+}
+
+// tanh by one EX2 and one reciprocal: exact to a few ulp of 1, which is what counts under an exponential.
+template <int N> STROBE_DEVICE void tanh_fragment(float (&s)[N], float before) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) s[i] = fma(-2.f, rcp_approx(1.f + exp2_approx(s[i] * (before * 2.f * kLog2e))), 1.f);
+}
+
+// Row statistics of the thread's two rows: m, the largest score so far, and l, the thread's share of sum(exp(s - m)).
+//
+// kSkip: m is left behind until it would grow by more than 8 in log2 units, and with it the rescaling of O. p then stays below 2^8, which
+// fp32 sums and 16-bit weights bear, but the largest weight is no longer exactly 1.
+template <bool kSkip = false> struct Softmax {
+  float m[2], l[2];
+  float alpha[2];  // what the last `maxima` multiplied the past by
+  float shift[2];  // -m * scale
+  float scale;     // scores are in units of 1 / (scale * ln 2), so that exp(s) is exp2(s * scale): one FMA and one EX2
+  bool grew;       // some row of this thread has to rescale O
+
+  STROBE_DEVICE void reset(float scale_log2) {
+    m[0] = m[1] = neg_inf();
+    l[0] = l[1] = 0.f;
+    scale = scale_log2;
+  }
+
+  // Between two blocks of keys the statistics can rest in shared memory, 16 bytes a thread.
+  STROBE_DEVICE void save(u32 address) const { st_shared(address, u32x4{as_bits(m[0]), as_bits(m[1]), as_bits(l[0]), as_bits(l[1])}); }
+  STROBE_DEVICE void load(u32 address, float scale_log2) {
+    const u32x4 x = ld_shared_x4(address);
+    m[0] = as_float(x.x), m[1] = as_float(x.y), l[0] = as_float(x.z), l[1] = as_float(x.w);
+    scale = scale_log2;
+  }
+
+  // The new maxima; what was summed before is rescaled to them. kMaybeEmpty: rows may not have seen any key yet, and
+  // exp(-inf - -inf) must not become NaN.
+  template <bool kMaybeEmpty, int N> STROBE_DEVICE void maxima(const float (&s)[N]) {
+    grew = !kSkip || kMaybeEmpty;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float chain[4];  // independent maxima: few warps share a scheduler, so latency shows
+#pragma unroll
+      for (int i = 0; i < N; i += 8)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float x = s[i + 2 * row + (j & 1) + 4 * (j >> 1)];
+          chain[j] = i == 0 ? x : fmax(chain[j], x);
+        }
+      float now = fmax(m[row], quad_max(fmax(fmax(chain[0], chain[1]), fmax(chain[2], chain[3]))));
+      if (kSkip && !kMaybeEmpty) {
+        const bool far = (now - m[row]) * scale > 8.f;
+        now = far ? now : m[row];
+        grew |= far;
+      }
+      const float safe = kMaybeEmpty && now == neg_inf() ? 0.f : now;
+      alpha[row] = exp2_approx((m[row] - safe) * scale);
+      m[row] = now;
+      shift[row] = -safe * scale;
+      l[row] *= alpha[row];
+    }
+  }
+
+  // Scores From to To of the fragment become weights, p = exp(s - m), and are added to the sums.
+  template <int From, int To, int N> STROBE_DEVICE void weights(float (&s)[N]) {
+    float sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+#pragma unroll
+    for (int i = From; i < To; ++i) {
+      const int row = fragment_row(i);
+      s[i] = exp2_approx(fma(s[i], scale, shift[row]));
+      sum[row][i & 1] += s[i];
+    }
+    l[0] += sum[0][0] + sum[0][1];
+    l[1] += sum[1][0] + sum[1][1];
+  }
+
+  template <int N> STROBE_DEVICE void rescale(float (&o)[N]) const {
+    if (kSkip && !any(grew)) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) o[i] *= alpha[fragment_row(i)];
+  }
+
+  // After the last key: returns the factor that normalises the row's output, and its LSE (natural log). A sink is one more logit in
+  // the sum; rows that saw nothing give 0 and -inf.
+  template <bool kHasSink> STROBE_DEVICE float finish(int row, float sink, float& lse) const {
+    float sum = quad_sum(l[row]), top = m[row] * scale, keep = 1.f;
+    if (kHasSink) {
+      const float t = sink * kLog2e, higher = fmax(top, t);
+      keep = exp2_approx(top - higher);  // 0 if the row saw nothing
+      sum = sum * keep + exp2_approx(t - higher);
+      top = higher;
+    }
+    lse = sum > 0.f ? (top + log2_approx(sum)) * kLn2 : neg_inf();
+    return sum > 0.f ? keep / sum : 0.f;
+  }
+};
+
+// P as the left operand of the next product: the layout already fits, two neighbours make one register.
+template <class T, int N> STROBE_DEVICE void pack_fragment(u32 (&p)[N / 2], const float (&s)[N]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+}
+
+}  // namespace strobe

@@ -1,0 +1,249 @@
+"""From a problem to a launch: which kernel variant, how many blocks, which arguments. Facts and tables; no CUDA, no tensors.
+
+A `Variant` is everything that changes code, and prints the source that is compiled. A `Plan` adds what changes from problem to
+problem without changing code: lengths, strides, scale, window sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from strobe.cuda import wgmma
+from strobe.cuda.driver import TensorMapSpec
+from strobe.cuda.params import Field, Struct
+from strobe.cuda.tiles import DIMS, TileSm80, TileSm90, choose_sm80, choose_sm90, every_sm90, padded_dims
+from strobe.mask import MAX_CONSTANTS, Mask, causal, full, window
+from strobe.problem import Problem
+from strobe.score import kernel_constants
+
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# Pointers first: they change with every call and are patched together.
+_COMMON = [
+    Field("q", "const u16*"),
+    Field("k", "const u16*"),
+    Field("v", "const u16*"),
+    Field("o", "u16*"),
+    Field("lse", "float*"),  # may be null
+    Field("sinks", "const float*"),
+    Field("cu_q", "const int*"),
+    Field("cu_k", "const int*"),
+    Field("counter", "u32*"),  # hands out tiles; 0 before and after each launch. Null for kernels that have none
+    *(Field(f"{t}_{axis}", "i64") for t in "qkvo" for axis in ("batch", "head", "row")),  # strides in elements
+    Field("lse_batch", "i64"),
+    Field("lse_head", "i64"),
+    Field("scale_before", "float"),  # of the scores, before the softcap
+    Field("scale_log2", "float"),  # after it, in units of log 2
+    *(Field(n, "int") for n in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "row_blocks", "section", "tiles")),
+    Field("mask", "int", MAX_CONSTANTS),
+]
+POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "counter")
+PARAMS = {
+    "forward_sm80": Struct("Params", _COMMON),
+    "forward_sm90": Struct("Params", [*_COMMON, *(Field(f"map_{t}", "TensorMap") for t in "qkvo")]),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it is compiled. Two problems with equal variants share a cubin."""
+
+    arch: str
+    element: str
+    tile: TileSm80 | TileSm90
+    dim: int
+    dim_v: int
+    mask: Mask  # only its shape counts, see Mask.cpp
+    packed: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    whole_dims: bool = True  # the head dims are not rounded up (sm80), or are whole panels of 64 columns (sm90)
+
+    @property
+    def kernel(self) -> str:
+        """The header and function under include/strobe/kernels."""
+        return self.tile.kernel
+
+    @property
+    def name(self) -> str:
+        flags = "".join(f" {flag}" for flag in ("packed", "softcap", "sinks") if getattr(self, flag))
+        dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        return f"{self.kernel}[{self.element} {dims} {self.tile} {self.mask.name}{flags}{'' if self.whole_dims else ' padded'}]"
+
+    @property
+    def threads(self) -> int:
+        return self.tile.threads
+
+    @property
+    def smem(self) -> int:
+        return self.tile.smem(self.dim, self.dim_v)
+
+    @property
+    def params(self) -> Struct:
+        return PARAMS[self.kernel]
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The seam between host and device: the few generated lines that turn a kernel template into a kernel."""
+        numbers = {"kDim": self.dim, "kDimV": self.dim_v, "kThreads": self.threads, "kSmem": self.smem, **self.tile.numbers()}
+        flags = {"kPacked": self.packed, "kSoftcap": self.softcap, "kSinks": self.sinks, **self.tile.flags()}
+        flags["kWholePanels" if isinstance(self.tile, TileSm90) else "kWholeDims"] = self.whole_dims
+        shapes = [(self.tile.block_n, ("ss_zero", "ss")), (self.dim_v, ("rs_t",))]
+        return (
+            f"// {self.kernel} for {self.arch}\n"
+            f"#include <strobe/kernels/{self.kernel}.cuh>\n"
+            f"{wgmma.shapes(self.element, shapes) if isinstance(self.tile, TileSm90) else ''}"
+            "namespace strobe {\n"
+            "struct Config {\n"
+            f"  using Element = {self.element};\n"
+            f"  static constexpr int {', '.join(f'{k} = {v}' for k, v in numbers.items())};\n"
+            f"  static constexpr bool {', '.join(f'{k} = {str(v).lower()}' for k, v in flags.items())};\n"
+            "};\n"
+            f"{self.mask.cpp}"
+            f"{self.params.cpp()}"
+            "}  // namespace strobe\n"
+            f"STROBE_KERNEL({self.threads}, {self.tile.blocks_per_sm}) kernel(STROBE_GRID_CONSTANT strobe::Params p) {{\n"
+            f"  strobe::{self.kernel}<strobe::Config, strobe::Mask>(p);\n"
+            "}\n"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch without its addresses: they are patched in at each call, everything else stays."""
+
+    variant: Variant
+    grid: int
+    values: dict[str, object]  # of the variant's params; pointers are 0, tensor maps are missing
+    maps: dict[str, TensorMapSpec] = field(default_factory=dict)  # of q, k, v, o; the address counts from the tensor's
+
+    def describe(self) -> dict[str, object]:
+        t = self.variant.tile
+        return {
+            "kernel": self.variant.name, "arch": self.variant.arch, "tile": f"{t.block_m} queries x {t.block_n} keys",
+            "threads": self.variant.threads, "blocks": self.grid, "shared memory": f"{self.variant.smem} bytes",
+        }  # fmt: skip
+
+
+def shape_of(mask: Mask) -> Mask:
+    """One representative for all masks that print the same code, so that `Variant`s compare by code."""
+    return _shapes.setdefault(mask.cpp, mask)
+
+
+_shapes: dict[str, Mask] = {}
+Strides = tuple[int, ...]  # (batch, head, row) in elements
+
+
+def plan_sm80(
+    problem: Problem, arch: str, out_strides: Strides, tile: TileSm80 | None = None, l2_bytes: int = 32 << 20
+) -> Plan:
+    dim, dim_v = padded_dims("sm80", problem.dim, problem.dim_v)
+    tile = tile or choose_sm80(dim, dim_v, arch, problem.softcap is not None)
+    variant = _variant(problem, arch, tile, dim, dim_v, (dim, dim_v) == (problem.dim, problem.dim_v))
+    values = _values(problem, out_strides, tile.block_m, l2_bytes)
+    return Plan(variant, values["tiles"], values)
+
+
+def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20) -> Plan:
+    dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
+    tile = tile or choose_sm90(problem, dim, dim_v)
+    whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0
+    variant = _variant(problem, "sm_90a", tile, dim, dim_v, whole_panels)
+    values = _values(problem, out_strides, tile.block_m, l2_bytes)
+    tensors = {  # name: (heads, length, rows in all, head dim, strides, rows of a box, columns of a tile)
+        "q": (problem.heads, problem.len_q, problem.total_q, problem.dim, problem.strides[0], 64, dim),
+        "k": (problem.heads_k, problem.len_k, problem.total_k, problem.dim, problem.strides[1], tile.block_n, dim),
+        "v": (problem.heads_k, problem.len_k, problem.total_k, problem.dim_v, problem.strides[2], tile.block_n, dim_v),
+        "o": (problem.heads, problem.len_q, problem.total_q, problem.dim_v, out_strides, 64, dim_v),
+    }
+    maps = {name: _tensor_map(problem, whole_panels, variant.element, *facts) for name, facts in tensors.items()}
+    return Plan(variant, min(values["tiles"], sms), values, maps)
+
+
+def _tensor_map(
+    problem: Problem, whole_panels: bool, element: str,
+    heads: int, length: int, total: int, dim: int, strides: Strides, box_rows: int, columns: int,
+) -> TensorMapSpec:  # fmt: skip
+    """(columns, rows, panels, heads, batch); see `load` in forward_sm90.cuh.
+
+    Packed sequences end anywhere, and a box must not run into the next one: keys there may hold anything, and output there is
+    another's. So rows are addressed by the sum of two coordinates. The first counts to the height of a box and no further:
+    started at c instead of 0, the box ends c rows early. The second says where in memory the box begins; it is shifted by the
+    height of a box so that it is never negative.
+    """
+    batch_stride, head_stride, row_stride = (2 * s for s in strides)
+    # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
+    head_stride = head_stride if heads > 1 else row_stride
+    batch_stride = batch_stride if problem.batch > 1 else row_stride
+    return TensorMapSpec(
+        address=-box_rows * row_stride if problem.packed else 0,
+        element_bytes=2,
+        dims=(
+            64 if whole_panels else dim,
+            box_rows if problem.packed else length,
+            dim // 64 if whole_panels else 1,
+            heads,
+            total + box_rows if problem.packed else problem.batch,
+        ),
+        strides=(row_stride, 128, head_stride, row_stride if problem.packed else batch_stride),
+        box=(64, box_rows, -(-columns // 64) if whole_panels else 1, 1, 1),
+        swizzle=128,
+        kind=element,  # type: ignore[arg-type]
+    )
+
+
+def _variant(problem: Problem, arch: str, tile: TileSm80 | TileSm90, dim: int, dim_v: int, whole_dims: bool) -> Variant:
+    return Variant(
+        arch, ELEMENTS[problem.dtype], tile, dim, dim_v, shape_of(problem.mask), problem.packed, problem.softcap is not None,
+        problem.has_sinks, whole_dims,
+    )  # fmt: skip
+
+
+def _values(problem: Problem, out_strides: Strides, block_m: int, l2_bytes: int) -> dict:
+    before, after = kernel_constants(problem.scale, problem.softcap)
+    constants = problem.mask.constants
+    row_blocks = -(-problem.len_q // block_m)
+    values: dict[str, object] = dict.fromkeys(POINTERS, 0)
+    for t, strides in zip("qkvo", (*problem.strides, out_strides), strict=True):
+        values |= {f"{t}_{axis}": s for axis, s in zip(("batch", "head", "row"), strides, strict=True)}
+    rows = problem.total_q if problem.packed else problem.len_q
+    return values | {
+        "lse_batch": problem.heads * rows, "lse_head": rows, "scale_before": before, "scale_log2": after,
+        "batch": problem.batch, "heads": problem.heads, "group": problem.group, "len_q": problem.len_q, "len_k": problem.len_k,
+        "dim": problem.dim, "dim_v": problem.dim_v, "row_blocks": row_blocks, "section": _section(problem, l2_bytes),
+        "tiles": row_blocks * problem.batch * problem.heads, "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),
+    }  # fmt: skip
+
+
+def _section(problem: Problem, l2_bytes: int) -> int:
+    """Heads that run together (pipeline/schedule.cuh). Where all rows cost the same, one head at a time reuses its keys best;
+    else as many as the L2 holds, so that the longest rows of all of them can go first."""
+    if problem.mask.lo is not None or problem.mask.hi is None:
+        return 1
+    per_head = max(1, problem.len_k * (problem.dim + problem.dim_v) * problem.dtype.itemsize)
+    return max(1, min(problem.batch * problem.heads, l2_bytes // per_head * problem.group))
+
+
+def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
+    """The variants that calls produce, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are
+    the common ones. `exhaustive` adds every combination of features."""
+    plain, everything = (False,) * 3, (True,) * 3
+    flags = list(itertools.product((False, True), repeat=3)) if exhaustive else [plain, everything]
+    family = "sm90" if arch == "sm_90a" else "sm80"
+    for element in ELEMENTS.values():
+        for dim, dim_v in DIMS[family]:
+            for mask in (full, causal, window(1, 1)):
+                for packed, softcap, sinks in flags:
+                    tiles = list(every_sm90(dim, dim_v)) if family == "sm90" else [choose_sm80(dim, dim_v, arch, softcap)]
+                    for tile in tiles:
+                        # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
+                        whole = [dim % 64 == 0 and dim_v % 64 == 0] if family == "sm90" else [True]
+                        if exhaustive or not packed:
+                            whole = [True, False] if whole[0] else [False]
+                        for whole_dims in whole:
+                            yield Variant(arch, element, tile, dim, dim_v, shape_of(mask), packed, softcap, sinks, whole_dims)

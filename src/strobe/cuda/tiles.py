@@ -1,0 +1,163 @@
+"""Tile shapes: how a block of threads cuts the work, by head dim and GPU. The tables come from measurements (docs/design)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strobe.problem import Problem
+
+MAX_DIM = 256
+# (dim, dim_v) that have kernels of their own. Others use the next larger ones: the columns in between are zeros that never
+# touch memory.
+DIMS = {
+    "sm80": [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)],
+    "sm90": [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)],
+}
+
+
+def padded_dims(family: str, dim: int, dim_v: int) -> tuple[int, int]:
+    able = [(d, dv) for d, dv in DIMS[family] if d >= dim and dv >= dim_v]
+    return min(able, key=lambda pair: pair[0] + pair[1])
+
+
+def tile_bytes(rows: int, columns: int) -> int:
+    """Panels of 64 columns, 128 bytes a row, as in tile/swizzle.cuh."""
+    return -(-columns // 64) * rows * 128
+
+
+# ---- mma.sync --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TileSm80:
+    block_m: int  # query rows
+    block_n: int  # keys at a time
+    warps: int
+    stages: int  # buffers for K and for V
+    blocks_per_sm: int  # what the register allocation aims at
+
+    kernel = "forward_sm80"
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def smem(self, dim: int, dim_v: int) -> int:
+        keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
+        rows_of_a_warp, place = self.block_m // self.warps, 48
+        statistics = self.block_m // 16 * 32 * 16 if rows_of_a_warp > 16 else 0  # see forward_sm80.cuh
+        return tile_bytes(self.block_m, max(dim, dim_v)) + self.stages * keys_and_values + statistics + place
+
+    def numbers(self) -> dict[str, int]:
+        return {"kBlockM": self.block_m, "kBlockN": self.block_n, "kWarps": self.warps, "kStages": self.stages}
+
+    def flags(self) -> dict[str, bool]:
+        return {}
+
+
+# Head dim (up to) -> tile, by generation: they differ in shared memory, and ptxas fills their registers differently.
+_SM80 = {
+    "sm_80": {
+        64: TileSm80(128, 128, 4, 1, 2), 128: TileSm80(128, 64, 4, 1, 2), 192: TileSm80(64, 64, 4, 1, 2),
+        256: TileSm80(128, 64, 8, 1, 1),
+    },
+    "sm_86": {
+        64: TileSm80(128, 64, 4, 1, 2), 128: TileSm80(128, 64, 4, 1, 1), 192: TileSm80(64, 64, 4, 1, 1),
+        256: TileSm80(64, 64, 4, 1, 1),
+    },
+    "sm_90": {
+        64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2), 128: TileSm80(128, 64, 4, 1, 2),
+        192: TileSm80(64, 64, 4, 1, 3), 256: TileSm80(64, 64, 4, 1, 2),
+    },
+    "sm_100": {
+        64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2), 128: TileSm80(128, 48, 4, 1, 2),
+        192: TileSm80(64, 64, 4, 1, 3), 256: TileSm80(64, 64, 4, 1, 2),
+    },
+}  # fmt: skip
+SMEM_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # of one block
+
+
+def generation(arch: str) -> str:
+    """The oldest architecture with the same tiles: consumer Ampere, Ada and consumer Blackwell have little shared memory."""
+    number = int("".join(c for c in arch if c.isdigit()))
+    if number in (86, 89) or number >= 120:
+        return "sm_86"
+    return "sm_80" if number < 90 else "sm_90" if number < 100 else "sm_100"
+
+
+def choose_sm80(dim: int, dim_v: int, arch: str, softcap: bool = False) -> TileSm80:
+    table = _SM80[generation(arch)]
+    tile = table[min(limit for limit in table if limit >= max(dim, dim_v))]
+    if softcap and not 64 < max(dim, dim_v) <= 128:  # tanh needs a few registers more than the largest tiles leave
+        tile = dataclasses.replace(tile, block_n=tile.block_n // 2)
+    return tile
+
+
+# ---- wgmma -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TileSm90:
+    consumers: int  # warpgroups of 64 query rows each; one more fetches
+    block_n: int  # keys at a time
+    stages: int = 2  # buffers for K and for V
+    q_slots: int = 2  # query tiles in shared memory
+    hold: int = 0  # weights computed before the wait for P V; 0: where ptxas puts them
+    ping_pong: bool = False  # consumers take turns at issuing products
+    skip: bool = False  # leave the row maximum behind while it grows little
+
+    kernel = "forward_sm90"
+    blocks_per_sm = 1
+
+    def __str__(self) -> str:
+        switches = f"{' pp' if self.ping_pong else ''}{' skip' if self.skip else ''}"
+        return f"{self.block_m}x{self.block_n} s{self.stages} q{self.q_slots} h{self.hold}{switches}"
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producer and of a consumer: together they fill the register file."""
+        return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    def smem(self, dim: int, dim_v: int) -> int:
+        queries = self.q_slots * self.consumers * tile_bytes(64, dim)
+        keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
+        barriers, mailbox = 16 * self.q_slots + 32 * self.stages, 16
+        return queries + self.stages * keys_and_values + barriers + mailbox
+
+    def numbers(self) -> dict[str, int]:
+        producer, consumer = self.registers
+        return {
+            "kBlockM": self.block_m, "kBlockN": self.block_n, "kConsumers": self.consumers, "kStages": self.stages,
+            "kQSlots": self.q_slots, "kHold": self.hold, "kRegsProducer": producer, "kRegsConsumer": consumer,
+        }  # fmt: skip
+
+    def flags(self) -> dict[str, bool]:
+        return {"kPingPong": self.ping_pong, "kSkip": self.skip}
+
+
+_SM90 = {
+    (64, 64): TileSm90(3, 128, ping_pong=True),
+    (96, 96): TileSm90(2, 128, hold=8),
+    (128, 128): TileSm90(2, 128, hold=8),
+    (192, 192): TileSm90(2, 96, q_slots=1),
+    (192, 128): TileSm90(2, 128, q_slots=1),
+    (256, 256): TileSm90(2, 80, q_slots=1),
+}
+
+
+def choose_sm90(problem: Problem, dim: int, dim_v: int) -> TileSm90:
+    return _SM90[dim, dim_v]
+
+
+def every_sm90(dim: int, dim_v: int) -> Iterator[TileSm90]:
+    """All tiles that `choose_sm90` may return for these head dims."""
+    yield _SM90[dim, dim_v]

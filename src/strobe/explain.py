@@ -1,0 +1,86 @@
+"""`strobe.explain`: which backend would run a call, why each other would not, and what the call costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from strobe import dispatch
+from strobe.problem import check
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Plain data; `print` it for reading, `to_dict` it for machines."""
+
+    backend: str
+    summary: str
+    problem: str
+    rejected: dict[str, str]  # the backends that would not run it, with the reason
+    slower: tuple[str, ...]  # those that could, but are not chosen
+    details: dict[str, object]  # tile sizes, threads, …
+    flops: int
+    ideal_bytes: int
+    extra_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem}", f"runs on      {self.backend}: {self.summary}"]
+        lines += [f"with         {name} = {value}" for name, value in self.details.items()]
+        lines += [f"also able    {name}" for name in self.slower]
+        lines += [f"not          {name}: {reason}" for name, reason in self.rejected.items()]
+        lines += [
+            f"work         {_si(self.flops, 1000)}FLOP, at least {_si(self.ideal_bytes, 1024)}B to move",
+            f"extra memory {_si(self.extra_bytes, 1024)}B besides inputs, output and LSE",
+        ]
+        return "\n".join(lines)
+
+
+def _si(value: float, base: int) -> str:
+    """1234567 -> '1.23 M' (base 1000) or '1.18 Mi' (base 1024)."""
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if value < base or unit == "P":
+            break
+        value /= base
+    return f"{value:.3g} {unit}{'i' if base == 1024 and unit else ''}"
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None = None,
+    cu_k: torch.Tensor | None = None,
+    *,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    backend: str | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Takes the arguments of `strobe.attention` (or `attention_varlen`) and computes nothing."""
+    if (cu_q is None) != (cu_k is None):
+        raise ValueError("cu_q and cu_k go together: give both, or neither")
+    problem, _ = check(q, k, v, cu=None if cu_q is None else (cu_q, cu_k, max_q, max_k), **arguments)
+    chosen = dispatch.choose(problem, backend)
+    reasons = dispatch.rejections(problem)
+    kv = f", {problem.heads_k} key heads" if problem.heads_k != problem.heads else ""
+    dims = f"{problem.dim}" if problem.dim == problem.dim_v else f"{problem.dim}/{problem.dim_v}"
+    return Explanation(
+        backend=chosen.name,
+        summary=chosen.summary,
+        problem=(
+            f"{'packed ' if problem.packed else ''}attention: batch {problem.batch}, {problem.heads} heads{kv}, "
+            f"{problem.len_q} x {problem.len_k}, dim {dims}, {problem.mask.name}, "
+            f"{str(problem.dtype).removeprefix('torch.')} on {problem.device}"
+        ),
+        rejected={name: reason for name, reason in reasons.items() if reason is not None},
+        slower=tuple(name for name, reason in reasons.items() if reason is None and name != chosen.name),
+        details=chosen.details(problem),
+        flops=problem.flops(),
+        ideal_bytes=problem.bytes(),
+        extra_bytes=chosen.extra_bytes(problem),
+    )

@@ -1,0 +1,180 @@
+"""Every instruction wrapper compiles, without spills, for every architecture that has it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from strobe.cuda import cubin, jit, wgmma
+
+pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
+
+PTX = Path(jit.__file__).parent / "include" / "strobe" / "ptx"
+
+AMPERE = """
+#include <strobe/ptx/base.cuh>
+#include <strobe/ptx/math.cuh>
+#include <strobe/ptx/memory.cuh>
+#include <strobe/ptx/mma.cuh>
+#include <strobe/ptx/warp.cuh>
+namespace strobe {  // where our fma, any, min win over CUDA's own
+struct Params { const u16* x; const float* f; const int* n; float* out; u16* out16; u32* out32; };
+template <class T> STROBE_DEVICE void products(const Params& p, u32 smem) {
+  u32 a, b, c, d;
+  ldmatrix_x4(smem, a, b, c, d);
+  u32 e, f, g, h;
+  ldmatrix_x4_trans(smem + 512, e, f, g, h);
+  float s[4];
+  mma_m16n8k16_zero<T>(s[0], s[1], s[2], s[3], a, b, c, d, e, f);
+  mma_m16n8k16<T>(s[0], s[1], s[2], s[3], a, b, c, d, g, h);
+  st_shared(smem, pack2<T>(s[0], s[1]));
+  st_shared(smem + 4, s[2] + to_float<T>(ld_global(p.x)));
+}
+STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
+  const u32 tid = thread_idx(), smem = smem_base() + 1024 * warp_uniform(tid / 32);
+  cp_async_16(smem + 16 * (tid % 32), p.x + 8 * tid);
+  cp_async_16(smem + 512 + 16 * (tid % 32), p.x + 8 * tid, int(tid) < ld_global(p.n));
+  cp_async_commit();
+  cp_async_wait<0>();
+  sync_block();
+  products<bf16>(p, smem);
+  products<fp16>(p, smem);
+  const float y = rcp_approx(shfl_xor(ld_shared_f32(smem + 8), 1));
+  float x = fma(exp2_approx(ld_global(p.f)), log2_approx(ld_shared_f32(smem)), y);
+  if (any(x > 0.f)) x = fmax(x, as_float(shfl(as_bits(x), max(0, min(3, int(tid))))));
+  sync_warp();
+  bar_arrive(1, 256);
+  bar_sync(2, 128);
+  u32x4 v = ld_shared_x4(smem);
+  st_shared(smem + 16, v);
+  st_global(p.out + tid, x);
+  st_global(p.out16 + tid, u16(ld_shared(smem)));
+  st_global(p.out32 + tid, atomic_inc_wrap(p.out32, grid_dim() - 1) + block_idx());
+  st_global(static_cast<void*>(p.out32 + 4 * tid), v);
+}
+}  // namespace strobe
+"""
+
+HOPPER = """
+#include <strobe/ptx/memory.cuh>
+#include <strobe/ptx/tma.cuh>
+#include <strobe/ptx/warp.cuh>
+#include <strobe/ptx/wgmma.cuh>
+{shapes}
+namespace strobe {{
+struct Params {{ TensorMap in, out; float* sums; }};
+STROBE_KERNEL(256, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
+  const u32 tile = smem_base(), bar = tile + 65536;
+  if (thread_idx() == 0) {{
+    tma_prefetch_map(&p.in);
+    mbar_init(bar, 1);
+    mbar_init(bar + 8, 1);
+    mbar_init_fence();
+  }}
+  sync_block();
+  wait_for_previous_grid();
+  if (warp_uniform(thread_idx() / 128) == 0) {{
+    regs_dec<40>();
+    if (thread_idx() == 0) {{
+      mbar_wait(bar + 8, 1);
+      mbar_arrive_expect_tx(bar, 16384);
+      tma_load_5d(tile, &p.in, bar, 0, 0, 0, 0, block_idx());
+    }}
+    return;
+  }}
+  regs_inc<232>();
+  mbar_wait(bar, 0);
+  constexpr int N = {n};
+  float d[N / 2];
+  u32 a[4] = {{1, 2, 3, 4}};
+  const u64 desc = wgmma_desc(tile, 0, 1024);
+  wgmma_fence();
+  Wgmma<{element}, N>::ss_zero(d, desc, desc);
+  Wgmma<{element}, N>::ss(d, desc, desc);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(d);
+  pin(a);
+  hold(tile, d[0]);
+  float e[N / 2];
+  wgmma_fence();
+  Wgmma<{element}, N>::rs_zero(e, a[0], a[1], a[2], a[3], desc);
+  Wgmma<{element}, N>::rs(e, a[0], a[1], a[2], a[3], desc);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(e);
+  const u64 desc_t = wgmma_desc(tile, 8192, 1024);
+  for (int i = 0; i < N / 2; ++i) st_global(p.sums + thread_idx() * N + i, d[i] + e[i]);
+  wgmma_fence();
+  Wgmma<{element}, N>::rs_t_zero(d, a[0], a[1], a[2], a[3], desc_t);
+  Wgmma<{element}, N>::rs_t(d, a[0], a[1], a[2], a[3], desc_t);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(d);
+  mbar_arrive(bar + 8);
+  for (int i = 0; i < N / 2; ++i) st_global(p.sums + thread_idx() * N + i, d[i]);
+  stmatrix_x4(tile + 16 * thread_idx(), a[0], a[1], a[2], a[3]);
+  fence_proxy_async();
+  bar_sync(1, 128);
+  launch_dependents();
+  if (thread_idx() == 128) {{
+    tma_store_5d(&p.out, tile, 0, 0, 0, 0, block_idx());
+    tma_store_commit();
+    tma_store_wait_read<0>();
+  }}
+}}
+}}  // namespace strobe
+"""
+
+
+def check(source, arch):
+    compiled = jit.compile(source, arch)
+    info = cubin.inspect(compiled.cubin)["kernel"]
+    assert cubin.spills(compiled.log) == 0, compiled.log
+    assert cubin.warnings(compiled.log) == [], compiled.log
+    assert info.stack_frame == 0
+    return info
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_ampere_wrappers_compile(arch):
+    info = check(AMPERE, arch)
+    assert info.max_threads == 128 and 0 < info.registers <= 128
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize("n", [64, 128])
+def test_hopper_wrappers_compile(element, n):
+    source = HOPPER.format(shapes=wgmma.shapes(element, [(n, wgmma.FORMS)]), element=element, n=n)
+    assert check(source, "sm_90a").max_threads == 256
+
+
+def test_every_wrapper_is_used_here():
+    ours = AMPERE + HOPPER
+    definition = re.compile(r"^(?:template <.*?> )?(?:constexpr )?STROBE_DEVICE \w+ (\w+)(?:<\w+>)?\(", re.M)
+    wrappers = {name: header.name for header in PTX.glob("*.cuh") for name in definition.findall(header.read_text())}
+    assert len(wrappers) > 50
+    assert {name: header for name, header in wrappers.items() if not re.search(rf"\b{name}\b", ours)} == {}
+
+
+def test_wgmma_prints_only_the_forms_asked_for():
+    text = wgmma.shapes("fp16", [(64, ["rs_t"]), (128, ["ss_zero"]), (64, ["rs_t_zero"])])
+    assert re.findall(r"void (\w+)\(", text) == ["rs_t_zero", "rs_t", "ss_zero"]
+    assert text.count("struct Wgmma<fp16, 64>") == 1
+    assert "m64n64k16.f32.f16.f16" in text and "float (&d)[32]" in text
+    assert text.startswith("#ifdef __CUDACC__") and text.endswith("#endif\n")  # invisible to the emulator's compiler
+
+
+@pytest.mark.parametrize(
+    ("element", "ns", "named"),
+    [
+        ("fp8", [(64, ["ss"])], "fp8"),
+        ("bf16", [(60, ["ss"])], "60"),
+        ("bf16", [(264, ["ss"])], "264"),
+        ("bf16", [(64, ["sr"])], "sr"),
+        ("bf16", [(64, [])], "forms"),
+    ],
+)
+def test_wgmma_names_what_it_cannot_print(element, ns, named):
+    with pytest.raises(ValueError, match=named):
+        wgmma.shapes(element, ns)

@@ -1,0 +1,43 @@
+"""Fixed seeds, one kernel cache for all tests, and the rule that tests/gpu needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+# Kernels compiled by one run are found by the next. A cache is keyed by content, so this cannot hide a change.
+os.environ.setdefault("STROBE_CACHE_DIR", str(_ROOT / ".cache" / "strobe"))
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))  # else the workers' threads fight for the cores
+
+try:
+    import hypothesis
+except ImportError:  # `make gpu-test` installs nothing and may not have it
+    pass
+else:
+    # No deadline: the first example of a test compiles kernels. Derandomised: a red run can be repeated.
+    hypothesis.settings.register_profile("strobe", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("strobe")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if _ROOT / "tests" / "gpu" in item.path.parents]
+    missing = None if torch.cuda.is_available() else pytest.mark.skip(reason="no NVIDIA GPU")
+    for item in gpu_tests:
+        item.add_marker(pytest.mark.gpu)
+    for item in items:
+        if missing is not None and item.get_closest_marker("gpu") is not None:
+            item.add_marker(missing)

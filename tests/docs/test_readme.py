@@ -1,0 +1,84 @@
+"""The documents are true: code blocks run, generated tables are current, files that are mentioned exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from strobe import support
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, in one namespace, as a reader would type them."""
+    namespace: dict[str, object] = {}
+    for code in blocks(README, "python"):
+        assert "help(" not in code, "waits for a key on a terminal"
+        exec(compile(code, str(README), "exec"), namespace)
+    assert tuple(namespace["out"].shape) == (2, 1024, 8, 64) and bool(namespace["out"].isfinite().all())
+    assert tuple(namespace["lse"].shape) == (2, 8, 1024)
+    assert "runs on" in capsys.readouterr().out
+
+
+def test_the_example_has_six_lines() -> None:
+    lines = [line for line in blocks(README, "python")[0].splitlines() if line]
+    assert len(lines) <= 6
+
+
+def test_support_table_is_current() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text == support.with_table(text), "run `make docs`"
+
+
+def test_support_table_differs_between_backends() -> None:
+    """A table of ticks only would mean that nobody was asked."""
+    cells = {name: support.answers(name) for name in ("sm80", "aten_cpu", "tiled", "emulator")}
+    assert support.NO not in cells["tiled"].values()
+    assert cells["sm80"]["float64"] == support.NO and cells["sm80"]["float16, bfloat16"] == support.YES
+    assert cells["aten_cpu"]["sinks"] == support.NO
+    assert (cells["sm80"]["devices"], cells["emulator"]["devices"], cells["aten_cpu"]["devices"]) == ("CUDA", "CPU", "CPU")
+
+
+def test_a_text_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="support table"):
+        support.with_table("# no table here")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_paths_exist(document: Path) -> None:
+    """Whatever stands in backticks and looks like a file or a directory of ours, and every relative link."""
+    text = document.read_text(encoding="utf-8")
+    quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    links = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
+    tops = {p.name for p in ROOT.iterdir()}
+    paths = [q for q in quoted if re.fullmatch(r"[\w./-]+", q) and (q.split("/")[0] in tops and not q.startswith(".venv"))]
+    gone = [p for p in paths if not (ROOT / p).exists()] + [t for t in links if not (document.parent / t).exists()]
+    assert gone == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_make_targets_and_commands_exist(document: Path) -> None:
+    from strobe import cli
+
+    text = document.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    assert set(re.findall(r"`strobe ([a-z]+)", text)) <= commands
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("2*.md")), ids=lambda p: p.stem)
+def test_design_pages_have_their_parts(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    date = page.name[:10]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date) and f"\n{date}\n" in text
+    assert all(part in text for part in ("**Decided.**", "**Because.**", "**Revisit when**"))

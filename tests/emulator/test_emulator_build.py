@@ -1,0 +1,114 @@
+"""Finding a compiler, keeping what it made, and the promise that every PTX wrapper has an emulated twin."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from emulator.toy_kernels import Toy, aligned
+
+import strobe.cuda.jit as jit
+from strobe import emulator
+
+INCLUDE = Path(jit.__file__).parent / "include" / "strobe"
+COUNT = Toy(
+    """
+STROBE_KERNEL(32, 1) kernel(STROBE_GRID_CONSTANT Params p) {  // a persistent kernel that takes tiles from a counter
+  for (;;) {
+    u32 tile = 0;
+    if (thread_idx() == 0) tile = atomic_inc_wrap(p.counter, p.tiles + grid_dim() - 1);
+    tile = shfl(tile, 0);
+    if (tile >= u32(p.tiles)) break;
+    if (thread_idx() == 0) st_global(p.done + tile, block_idx() + 1);
+  }
+}
+""",
+    {"counter": "uint32", "done": "uint32"},
+    ("tiles",),
+)
+
+
+def wrapper_names(header: Path) -> set[str]:
+    text = re.sub(r"//[^\n]*", "", header.read_text())
+    text = re.sub(r"namespace emu \{.*?\n\}  // namespace emu\n", "", text, flags=re.DOTALL)
+    functions = re.findall(r"STROBE_DEVICE\s+(?:[\w:]+[\s&*]+)+?(\w+)\s*(?:<[^<>]*>)?\(", text)
+    return (
+        set(functions)
+        | set(re.findall(r"^#define (STROBE_\w+)", text, re.MULTILINE))
+        | set(re.findall(r"\bstruct (?:alignas\(\d+\) )?(\w+)", text))
+    )
+
+
+@pytest.mark.parametrize("header", sorted(path.name for path in (INCLUDE / "ptx").glob("*.cuh")))
+def test_every_ptx_wrapper_has_an_emulated_twin(header: str) -> None:
+    real = wrapper_names(INCLUDE / "ptx" / header)
+    assert len(real) > 1 or header == "mma.cuh"
+    assert real <= wrapper_names(INCLUDE / "emu" / header), "missing in emu"
+
+
+def test_emulated_wrappers_hold_no_assembly_but_the_fiber_switch() -> None:
+    for header in (INCLUDE / "emu").glob("*.cuh"):
+        assert "asm volatile" not in header.read_text()
+        assert ("__asm__" in header.read_text()) == (header.name == "fiber.cuh")
+
+
+def test_missing_compiler_sayshow_to_install_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert emulator.compiler() is None
+    with pytest.raises(emulator.CompilerMissing, match=r"none of c\+\+, g\+\+, clang\+\+ is on the path") as caught:
+        emulator.build(COUNT.source())
+    for word in ("apt install g++", "dnf install gcc-c++", "xcode-select --install", "WSL"):
+        assert word in str(caught.value)
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(emulator.CompilerMissing, match=r"CXX is ./nowhere/c\+\+., which cannot be found"):
+        emulator.build(COUNT.source())
+
+
+def test_compile_error_shows_the_compilers_words() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)cannot compile broken for the emulator:.*toy\.cu:1:.*no_such_name"):
+        emulator.build(Toy("int x = no_such_name;", {}).source(), name="broken")
+
+
+def test_flattened_source_builds_to_the_same_library() -> None:
+    source = COUNT.source()
+    assert emulator.build(jit.flatten(source, "emu")).library == emulator.build(source).library
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_blocks_share_an_atomic_counter(workers: int) -> None:
+    counter, done = aligned(1, "uint32"), aligned(40, "uint32")
+    for _ in range(2):  # the counter has wrapped to 0: a second launch works
+        done[:] = 0
+        COUNT.run(counter=counter, done=done, tiles=40, grid=5, workers=workers)
+        assert ((done >= 1) & (done <= 5)).all()
+        assert counter[0] == 0
+
+
+@pytest.fixture
+def copying_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A "compiler" that always delivers COUNT's library: these tests are about files."""
+    script = tmp_path / "fake-c++"
+    script.write_text(
+        f'#!/bin/sh\nfor last; do :; done\ncase "$last" in *.so) cp {emulator.build(COUNT.source()).library} "$last";; esac\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+
+
+def test_unwritable_cache_is_survived(copying_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(blocked))
+    program = emulator.build(COUNT.source())
+    assert str(blocked) not in str(program.library) and program.library.exists()
+
+
+def test_cache_holds_source_beside_library(copying_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
+    program = emulator.build(COUNT.source())
+    names = sorted(path.suffix for path in program.library.parent.iterdir())
+    assert names == [".cpp", ".so"]
+    assert program.library.is_relative_to(tmp_path) and os.stat(program.library.parent).st_mode & 0o077 == 0

@@ -1,0 +1,173 @@
+"""Kernels with one thing wrong. The emulator has to notice each of them, else passing on it would prove nothing.
+
+A mutation is a replacement in the flattened source. Noticed means: an EmulatorError (a race, a deadlock, a stray access) or a
+result outside the tolerance, for one of a few seeds in asynchronous mode. Tiles are fixed here, so that the mutations stay the same
+when the tables are tuned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import tolerance
+import torch
+from cases import Case
+from emulator.emulate import poisoned_outputs, with_source
+from oracle import expected, prepare
+
+from strobe.cuda.plan import Plan, plan_sm80, plan_sm90
+from strobe.cuda.tiles import TileSm80, TileSm90
+from strobe.emulator import EmulatorError, backend, compiler
+from strobe.mask import causal, window
+from strobe.problem import Problem
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+SEEDS = (1, 2, 3)
+CAUSAL = Case("causal", 150, 300, batch=1, heads=3, heads_k=1, dim=64, mask=causal)
+WINDOW = Case("window", 150, 300, batch=1, heads=2, dim=64, mask=window(100, 10))
+RISING = Case("rising", 70, 300, batch=1, dim=64, scores="rising")
+PACKED = Case("packed", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 129), (130, 70)))
+TILES = {
+    "sm80": TileSm80(64, 64, 4, 1, 1),
+    "sm80_two_buffers": TileSm80(64, 64, 4, 2, 1),
+    "sm90": TileSm90(2, 64),
+    "sm90_ping_pong": TileSm90(2, 64, ping_pong=True),
+    "sm90_one_slot": TileSm90(2, 64, q_slots=1),
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    old: str
+    new: str = ""
+    case: Case = CAUSAL
+    times: int = 1  # how often `old` stands in the source; all are replaced
+    tile: str = "sm80"
+
+    def __str__(self) -> str:
+        return f"{self.tile}-{self.name}"
+
+    def __call__(self, source: str) -> str:
+        assert source.count(self.old) == self.times, f"{self.old!r} occurs {source.count(self.old)} times, not {self.times}"
+        return source.replace(self.old, self.new)
+
+
+LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have landed"
+VALUES = "cp_async_wait<0>();\n    sync_block();  // V_n is here"
+ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel : src, row_there && column_there);"
+
+# Wrong for both kernels: the mask, the range of key blocks, the running softmax.
+ARITHMETIC = [
+    ("mask_one_too_far", "if (column >= hi[row] ||", "if (column > hi[row] ||", CAUSAL),
+    ("mask_one_too_early", "if (column >= hi[row] ||", "if (column + 1 >= hi[row] ||", CAUSAL),
+    ("mask_low_end", "column < lo[row])) s[i]", "column < lo[row] - 1)) s[i]", WINDOW),
+    ("last_block_missing", "(mask.hi(last_row) + kBlockN - 1) / kBlockN", "mask.hi(last_row) / kBlockN", CAUSAL),
+    ("diagonal_unmasked", "min(max(mask.hi(first_row) / kBlockN,", "min(max((mask.hi(first_row) + kBlockN - 1) / kBlockN,", CAUSAL),
+    ("first_block_skipped", "b.first = mask.lo(first_row) / kBlockN;", "b.first = mask.lo(first_row) / kBlockN + 1;", WINDOW),
+    ("sum_not_rescaled", "l[row] *= alpha[row];", "", RISING),
+    ("other_rows_of_a_packed_sequence", "t.first_key = ld_global(p.cu_k + t.batch);", "t.first_key = ld_global(p.cu_q + t.batch);", PACKED),
+]  # fmt: skip
+
+MUTATIONS = [
+    *(Mutation(name, old, new, case, tile=tile) for tile in ("sm80", "sm90") for name, old, new, case in ARITHMETIC),
+    # ---- sm80: copies and block barriers ----
+    Mutation("no_wait_for_keys", LANDED, "sync_block();  //"),
+    Mutation("no_barrier_before_keys", LANDED, "cp_async_wait<0>();  //"),
+    Mutation("no_wait_for_values", VALUES, "sync_block();  //"),
+    Mutation("no_barrier_before_values", VALUES, "cp_async_wait<0>();  //"),
+    Mutation("no_wait", LANDED, "sync_block();  //", tile="sm80_two_buffers"),
+    Mutation("no_barrier", LANDED, "cp_async_wait<0>();  //", tile="sm80_two_buffers"),
+    Mutation("wait_leaves_one_group", LANDED, LANDED.replace("<0>", "<1>"), tile="sm80_two_buffers"),
+    Mutation("one_buffer_for_two", "kOffsetK + (n & (kStages - 1)) * kBytesK", "kOffsetK", tile="sm80_two_buffers"),
+    Mutation("tail_not_filled_with_zeros", ZERO_FILL, f"if (row_there && column_there) {ZERO_FILL}"),
+    Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel);"),
+    Mutation("output_not_rescaled", "softmax[t].rescale(o[t]);", case=RISING),
+    Mutation("output_staged_too_early", "sync_warp();  // all lanes are done with this warp's rows of Q"),
+    Mutation("output_read_too_early", "sync_warp();\n    constexpr int kChunks", "constexpr int kChunks"),
+    Mutation("rows_beyond_the_sequence_written", "if (warp_row + row < tile.len_q && (Config::kWholeDims", "if ((Config::kWholeDims", PACKED),
+    # ---- sm90: rings of buffers ----
+    *(Mutation(*m, tile="sm90") for m in [
+        ("keys_not_released", "if (elected()) k.release();", "", CAUSAL, 2),
+        ("values_not_released", "if (elected()) v.release();", "", CAUSAL, 2),
+        ("queries_not_released", "q.release();", "", CAUSAL),
+        ("keys_released_by_every_thread", "if (elected()) k.release();", "k.release();", CAUSAL, 2),
+        ("keys_released_in_flight", "wgmma_wait<1>();\n    pin(s);\n    if (elected()) k.release();", "if (elected()) k.release();\n    wgmma_wait<1>();", CAUSAL),
+        ("keys_not_awaited", "k.wait_full();", "", CAUSAL, 2),
+        ("values_not_awaited", "v.wait_full();", "", CAUSAL, 2),
+        ("queries_not_awaited", "q.wait_full();", "", CAUSAL),
+        ("keys_overwritten", "k.wait_empty();", "", CAUSAL),
+        ("values_overwritten", "v.wait_empty();", "", CAUSAL),
+        ("queries_overwritten", "q.wait_empty();", "", CAUSAL),
+        ("parity_never_flips", "parity ^= 1;", "", CAUSAL),
+        ("parity_begins_wrong", "parity(producer)", "parity(!producer)", CAUSAL),
+        ("too_few_bytes_expected", "mbar_arrive_expect_tx(k.full_barrier(), kBytesK);", "mbar_arrive_expect_tx(k.full_barrier(), kBytesK / 2);", CAUSAL),
+        ("too_many_bytes_expected", "mbar_arrive_expect_tx(v.full_barrier(), kBytesV);", "mbar_arrive_expect_tx(v.full_barrier(), 2 * kBytesV);", CAUSAL),
+        ("fewer_arrivals_than_warps", "RingKV::init(at + RingQ::kBytes, 4 * kConsumers);", "RingKV::init(at + RingQ::kBytes, 4 * kConsumers - 1);", CAUSAL),
+        ("barriers_not_fenced", "    mbar_init_fence();\n  }", "  }", CAUSAL),
+        ("barriers_not_published", "sync_block();\n  const u32 warpgroup", "const u32 warpgroup", CAUSAL),
+        # ---- matrix products in flight ----
+        ("no_wait_for_scores", "wgmma_wait<1>();", "", CAUSAL),
+        ("wait_leaves_one_more", "wgmma_wait<1>();", "wgmma_wait<2>();", CAUSAL),
+        ("no_wait_for_the_first_scores", "wgmma_wait<0>();\n    pin(s);\n    if", "if", CAUSAL),
+        ("no_wait_for_the_output", "wgmma_wait<0>();\n    pin(f.o);\n    pin(s);", "", CAUSAL),
+        ("no_wait_for_the_last_output", "wgmma_wait<0>();\n    pin(f.o);\n    if", "if", CAUSAL),
+        ("no_fence", "wgmma_fence();", "", CAUSAL, 4),
+        ("weights_overwritten_in_flight", "if (Config::kHold) hold(", "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(", CAUSAL),
+        ("output_not_rescaled", "f.softmax.rescale(f.o);", "", RISING),
+        # ---- output through shared memory ----
+        ("no_proxy_fence", "fence_proxy_async();", "", CAUSAL),
+        ("staged_over_queries_in_use", "bar_sync(1 + kConsumers + consumer, 128);  // every warp", "//", CAUSAL),
+        ("stored_before_staged", "fence_proxy_async();\n    bar_sync(1 + kConsumers + consumer, 128);", "fence_proxy_async();", CAUSAL),
+        ("store_not_committed", "tma_store_commit();", "", CAUSAL),
+        ("store_not_awaited", "tma_store_wait_read<0>();", "", CAUSAL),
+        # ---- packed sequences, rounds ----
+        ("load_runs_into_the_next_sequence", "const int clip = Config::kPacked ? max(0, kRows - rows_there) : 0;", "const int clip = 0;", PACKED),
+        ("store_runs_into_the_next_sequence", "const int clip = Config::kPacked ? max(0, 64 - (tile.len_q - first)) : 0;", "const int clip = 0;", PACKED),
+        ("rounds_overlap", "(round & 1 ? blocks - 1 - block : block)", "(round & 1 ? blocks - 2 - block : block)", CAUSAL),
+    ]),
+    Mutation("turn_not_passed_on", "if (Config::kPingPong) bar_arrive(", "if (false) bar_arrive(", tile="sm90_ping_pong"),
+    Mutation("queries_overwritten", "q.wait_empty();", tile="sm90_one_slot"),
+]  # fmt: skip
+
+
+def plan_of(problem: Problem, tile: str, out_strides: tuple[int, int, int]) -> Plan:
+    chosen = TILES[tile]
+    if isinstance(chosen, TileSm80):
+        return plan_sm80(problem, "sm_80", out_strides, chosen)
+    return plan_sm90(problem, out_strides, 2, chosen)
+
+
+def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str | None:
+    """What is wrong with a run; None if nothing is."""
+    problem, inputs = prepare(case, torch.bfloat16)
+    if problem.packed:  # the keys of the sequence without queries are nobody's: they must not be read
+        for t in (inputs.k, inputs.v):
+            t[:, :, int(inputs.cu_k[1]) : int(inputs.cu_k[2])] = torch.nan  # type: ignore[index]
+    out, lse = poisoned_outputs(problem, inputs)
+    plan = plan_of(problem, tile, out.stride()[:3])  # type: ignore[arg-type]
+    plan = plan if mutation is None else with_source(plan, mutation)
+    tensors = dataclasses.asdict(inputs)
+    tensors = {name: tensors[name] for name in ("q", "k", "v", "sinks", "cu_q", "cu_k")} | {"o": out, "lse": lse}
+    try:
+        backend.launch(plan, tensors, mode="async", seed=seed)
+        (exact, exact_lse), (same, same_lse) = expected(case, torch.bfloat16)
+        tolerance.check("out", out, exact, same)
+        tolerance.check("lse", lse, exact_lse, same_lse, floor=tolerance.lse_floor(same_lse))
+    except (EmulatorError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("case", [CAUSAL, WINDOW, RISING, PACKED], ids=str)
+def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> None:
+    assert [finding(case, tile, None, seed) for seed in SEEDS] == [None] * len(SEEDS)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_mutation_is_caught(mutation: Mutation) -> None:
+    assert any(finding(mutation.case, mutation.tile, mutation, seed) for seed in SEEDS), f"{mutation} passes unnoticed"

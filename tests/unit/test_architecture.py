@@ -1,0 +1,209 @@
+"""Dependencies point one way, `asm` stays behind its wrappers, importing stays cheap. Read from the source, not from memory."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "strobe"
+HEADERS = SOURCE / "cuda" / "include" / "strobe"
+
+# A module may import modules of its own layer and of those below it. Unlisted modules are of the layer named by their package.
+LAYERS = [
+    ["mask", "score", "dropout"],
+    ["problem"],
+    ["backend"],
+    ["reference", "slab", "tiled", "tiled_backward", "aten_cpu", "autograd", "cuda", "emulator"],
+    ["dispatch"],
+    ["api", "explain"],
+    ["support", "demo", "demo_inputs", "doctor", "worked_example", "bench", "ladder", "learn"],
+    ["terminal"],
+    ["cli", "__main__"],
+]
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+HEADER_LAYERS = ["ptx", "tile", "pipeline", "kernels"]  # emu stands in for ptx
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def layer_of(module: str) -> str | None:
+    """"strobe.cuda.jit" -> "cuda"; None for the package itself, which only lists the public names."""
+    return module.split(".")[1] if "." in module else None
+
+
+def imports(path: Path, *, lazy: bool = True) -> set[str]:
+    """The modules of ours that a file imports, with or without those inside functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    nodes = ast.walk(tree) if lazy else _executed_on_import(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: write imports in full"
+            base = node.module or ""
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names}
+    return found
+
+
+def _executed_on_import(tree: ast.AST) -> list[ast.AST]:
+    nodes: list[ast.AST] = []
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            continue
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, functions)]
+    return nodes
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if layer_of(m)])
+def test_imports_point_down(module: str) -> None:
+    layer = layer_of(module)
+    assert layer in RANK, f"{module} is in no layer: add it to LAYERS where it belongs"
+    for imported in imports(MODULES[module]):
+        if imported == "strobe":
+            assert RANK[layer] > RANK["api"], f"{module} imports the public package, which stands above it"
+        elif imported.startswith("strobe."):
+            below = layer_of(imported)
+            assert below in RANK, f"{module} imports {imported}, which is in no layer"
+            assert RANK[below] <= RANK[layer], f"{module} ({layer}) imports {imported}: {below} stands above {layer}"
+
+
+def test_no_cycles_on_import() -> None:
+    graph = {m: {i for i in imports(path, lazy=False) if i in MODULES and i != m} for m, path in MODULES.items()}
+    graph = {m: targets for m, targets in graph.items() if m != "strobe"}
+    resolved: set[str] = {"strobe"}
+    while graph:
+        ready = {m for m, targets in graph.items() if targets <= resolved}
+        assert ready, f"these modules import one another in a circle: {sorted(graph)}"
+        resolved |= ready
+        graph = {m: targets for m, targets in graph.items() if m not in ready}
+
+
+def test_only_the_cuda_layer_knows_cuda_packages() -> None:
+    users = {m for m, path in MODULES.items() if any(i.split(".")[0] == "cuda" for i in imports(path))}
+    assert users, "nothing imports cuda.bindings: has it moved?"
+    assert all(layer_of(m) == "cuda" for m in users), users
+
+
+@pytest.mark.parametrize("module", ["strobe.cuda.jit", "strobe.cuda.driver"])
+def test_jit_and_driver_know_no_torch(module: str) -> None:
+    assert not any(i.split(".")[0] == "torch" for i in imports(MODULES[module]))
+
+
+# ---- headers -----------------------------------------------------------------------------------------------------------
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+_HEADER_FILES = sorted(path for path in HEADERS.rglob("*.cuh"))
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", _HEADER_FILES, ids=lambda p: str(p.relative_to(HEADERS)))
+def test_includes_point_down(path: Path) -> None:
+    text = without_comments(path.read_text(encoding="utf-8"))
+    layer = path.relative_to(HEADERS).parts[0]
+    assert layer in [*HEADER_LAYERS, "emu"], f"{path.relative_to(HEADERS)} is in no layer"
+    for bracket, included in _INCLUDE.findall(text):
+        if not included.startswith("strobe/"):
+            assert layer == "emu", f"{path.name} includes <{included}>: kernels include no header but ours"
+            continue
+        assert bracket == "<", f"{path.name} includes {included} in quotes; write <{included}>"
+        assert (HEADERS.parent / included).is_file(), f"{path.name} includes {included}, which does not exist"
+        below = included.split("/")[1]
+        if layer == "emu":
+            assert below in ("emu", "ptx"), f"{path.name} includes {included}"
+        else:
+            assert below in HEADER_LAYERS[: HEADER_LAYERS.index(layer) + 1], f"{layer}/{path.name} includes {included}"
+
+
+def test_asm_only_in_wrappers() -> None:
+    """In every C++ text we ship, and in every Python string that might print one."""
+    word = re.compile(r"\b(asm|__asm__)\b")
+    sources = [p for p in SOURCE.rglob("*") if p.suffix in (".cuh", ".cu", ".h", ".hpp", ".cpp")]
+    holders = {p for p in sources if word.search(without_comments(p.read_text(encoding="utf-8")))}
+    on_the_host = HEADERS / "emu" / "fiber.cuh"  # the emulator's switch of stacks: the CPU's instructions, not PTX
+    wrong = [str(p.relative_to(SOURCE)) for p in holders if HEADERS / "ptx" not in p.parents and p != on_the_host]
+    assert holders and not wrong, wrong
+    allowed = {"strobe.cuda.wgmma"}  # prints one wrapper per shape of an instruction that names up to 128 registers
+    printers = {m for m, p in MODULES.items() if any(re.search(r"\basm\s*(volatile|\()", s) for s in strings(p))}
+    assert printers <= allowed, printers - allowed
+
+
+def strings(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_every_wrapper_has_a_second_implementation() -> None:
+    for ptx in sorted((HEADERS / "ptx").glob("*.cuh")):
+        assert (HEADERS / "emu" / ptx.name).is_file(), f"ptx/{ptx.name} has no emulation in emu/"
+
+
+# ---- importing -----------------------------------------------------------------------------------------------------------
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT / "src")
+
+
+def test_import_loads_neither_cuda_packages_nor_the_command_line() -> None:
+    found = python("-c", "import sys, strobe; print(*sorted({m.split('.')[0] for m in sys.modules}))").stdout.split()
+    assert "strobe" in found and "torch" in found
+    assert not {"cuda", "nvidia", "typer", "rich", "click", "numba", "triton"} & (set(found) - set(torch_alone()))
+
+
+def torch_alone() -> list[str]:
+    return python("-c", "import sys, torch; print(*sorted({m.split('.')[0] for m in sys.modules}))").stdout.split()
+
+
+_TIMED_IMPORT = "import time, torch; t = time.process_time(); import strobe; print(time.process_time() - t)"
+
+
+def test_import_costs_at_most_50_ms_more_than_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time, because other tests run beside this one; the best of three, with compiled bytecode as any second import has."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    python("-c", "import strobe")
+    assert min(float(python("-c", _TIMED_IMPORT).stdout) for _ in range(3)) <= 0.050
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------------
+
+_TEXT = (".py", ".cuh", ".cu", ".h", ".cpp", ".md", ".toml", ".yml", ".json", ".txt", ".sh", ".ipynb")
+_SKIP = {".git", ".venv", ".cache", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__", "dist"}
+
+
+def test_no_paths_of_one_machine() -> None:
+    """Nobody else has these directories."""
+    local = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+|opt/(?:wheels|pypi))/")
+    files = [p for p in ROOT.rglob("*") if p.is_file() and not _SKIP & set(p.relative_to(ROOT).parts)]
+    files = [p for p in files if p.suffix in _TEXT or p.name in ("Makefile", "run")]
+    assert len(files) > 20
+    texts = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in files if p != Path(__file__)}
+    guilty = {name: found[0] for name, text in texts.items() if (found := local.search(text))}
+    assert not guilty
+
+
+def test_modules_say_what_they_are_and_stay_small() -> None:
+    for module, path in MODULES.items():
+        text = path.read_text(encoding="utf-8")
+        assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
+        assert text.count("\n") <= 400, f"{module} has {text.count(chr(10))} lines: split it by subject"
+        assert path.stem not in ("utils", "util", "helpers", "common", "misc"), f"{module}: name it after what it does"

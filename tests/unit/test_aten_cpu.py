@@ -1,0 +1,112 @@
+"""PyTorch's CPU kernel under our semantics, and refused where it does not have them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tolerance
+import torch
+from cases import CASES, Case
+from oracle import cotangents, expected, expected_gradients, prepare
+
+from strobe import aten_cpu, mask as masks
+from strobe.problem import check
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+BACKEND = aten_cpu.BACKENDS["aten_cpu"]
+
+
+def supported(case: Case) -> bool:
+    return BACKEND.supports(prepare(case, torch.float32)[0]) is None
+
+
+COVERED = [case for case in CASES if supported(case)]
+
+
+def test_covers_what_it_should() -> None:
+    names = {case.name for case in COVERED}
+    assert {"plain", "causal", "ragged", "top_left", "top_left_more_queries", "one_query", "dim_odd", "dim_256"} <= names
+    assert {"huge", "rising", "scale_negative", "sliced_group", "group_8", "mask_tensor", "mask_padding", "bias"} <= names
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", COVERED, ids=str)
+def test_forward(case: Case, dtype: torch.dtype) -> None:
+    p, inputs = prepare(case, dtype)
+    out, lse = BACKEND.forward(p, inputs, None)
+    assert (out.dtype, lse.dtype) == (dtype, p.lse_dtype)
+    exact, same = expected(case, dtype)
+    tolerance.check("out", out, exact[0], same[0])
+    # In 16 bits its exponentials, and so the LSE, are good to about 1e-4 only.
+    tolerance.check("lse", lse, exact[1], same[1], floor=tolerance.lse_floor(lse) + (2e-4 if dtype.itemsize == 2 else 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [c for c in COVERED if c.bias is None], ids=str)
+def test_backward(case: Case, dtype: torch.dtype) -> None:
+    p, inputs = prepare(case, dtype)
+    out, lse = BACKEND.forward(p, inputs, None)
+    dout, dlse = cotangents(p, inputs)
+    for direction in (None, dlse) if dtype == torch.float32 else (None,):  # through the LSE it is `tiled` that runs
+        found = BACKEND.backward(p, inputs, out, lse, dout, direction)
+        exact, same = expected_gradients(case, dtype, direction is not None)
+        for name, gradient, e, s in zip("qkv", found, exact, same, strict=False):
+            floor = tolerance.gradient_floor(name, p, inputs, lse, dout, e)
+            tolerance.check(f"d{name}", gradient, e, s, tolerance.GRADIENTS, floor)
+
+
+def test_rows_without_keys() -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    visible = torch.ones(8, 8, dtype=torch.bool)
+    visible[3] = False
+    p, inputs = check(q, k, v, mask=visible)
+    out, lse = BACKEND.forward(p, inputs, None)
+    assert (out[:, :, 3] == 0).all() and (lse[:, :, 3] == -torch.inf).all() and torch.isfinite(lse[:, :, 4:]).all()
+    gradients = BACKEND.backward(p, inputs, out, lse, torch.ones_like(out), None)
+    assert (gradients.q[:, :, 3] == 0).all() and all(torch.isfinite(g).all() for g in gradients[:3])
+
+
+@pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_of_any_dtype(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16).to(dtype) for _ in range(3))
+    p, inputs = check(q, k, v, bias=torch.randn(8, 8).to(bias_dtype))
+    out, _ = BACKEND.forward(p, inputs, None)
+    s = inputs.q.double() @ inputs.k.double().mT / 4 + inputs.bias.double()
+    torch.testing.assert_close(out.double(), s.softmax(-1) @ inputs.v.double(), atol=8 * torch.finfo(dtype).eps, rtol=0)
+
+
+def test_writes_into_out() -> None:
+    p, inputs = prepare(CASES[0], torch.float32)
+    out = torch.full_like(inputs.q, torch.nan)
+    result, _ = BACKEND.forward(p, inputs, out)
+    assert result is out and torch.isfinite(out).all()
+
+
+def plain(**changes: object) -> str | None:
+    p, _ = prepare(CASES[0], torch.float32)
+    return BACKEND.supports(dataclasses.replace(p, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": torch.device("cuda")}, "CPU"),
+        ({"packed": True}, "packed"),
+        ({"total_k": 0}, "empty"),
+        ({"batch": 0}, "empty"),
+        ({"dim_v": 8}, "dims must be equal, got 32 and 8"),
+        ({"softcap": 2.0}, "softcap"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"has_sinks": True}, "sinks"),
+        ({"mask": masks.window(3, 0)}, "window"),
+        ({"mask": masks.causal, "len_k": 65}, "unequal lengths"),
+        ({"mask": masks.causal, "has_bias": True}, "bias together"),
+        ({"has_bias": True, "needs_grad": True}, "gradient of the bias"),
+    ],
+    ids=str,
+)
+def test_says_why_not(changes: dict[str, object], reason: str) -> None:
+    assert plain() is None
+    assert reason in (plain(**changes) or "")

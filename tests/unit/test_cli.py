@@ -1,0 +1,321 @@
+"""The command line, run in this process: what it prints, what it returns, and that user errors are a line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import strobe
+from strobe import cli, demo, demo_inputs, dispatch, worked_example
+from strobe.cuda import jit
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def strobe_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name, value in WIDE.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["strobe", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+SMALL = ("demo", "--seq-len", "48", "--head-dim", "16", "--device", "cpu")
+
+
+def test_version(strobe_command) -> None:
+    assert strobe_command("--version").out.strip() == f"strobe {strobe.__version__}"
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (("--help",), ("demo", "doctor", "compile", "--version")),
+    (("demo", "--help"), ("--seq-len", "--head-dim", "--heads", "--block-q", "--block-k", "--init", "--seed", "--dtype",
+                          "--causal", "--device", "--backend", "--print", "--example", "ramp", "FILE")),
+    (("doctor", "--help"), ("--json",)),
+    (("compile", "--help"), ("--arch", "--out", "--dtype", "--head-dim", "no GPU")),
+])  # fmt: skip
+def test_help(strobe_command, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    result = strobe_command(*arguments)
+    assert result.code == 0
+    assert [word for word in words if word not in result.out] == []
+
+
+# ---- demo ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [
+    (), ("--causal",), ("--heads", "2"), ("--dtype", "float64"), ("--dtype", "bfloat16"), ("--init", "uniform"),
+    ("--init", "ones"), ("--init", "ramp"), ("--seed", "7"), ("--backend", "reference"), ("--seq-len", "20"),
+    ("--block-q", "16", "--block-k", "8"),
+], ids=" ".join)  # fmt: skip
+def test_demo_runs(strobe_command, extra: tuple[str, ...]) -> None:
+    result = strobe_command(*SMALL, *extra)
+    assert result.code == 0, result.err
+    assert "standard" in result.out and "48" in result.out and "MiB" in result.out
+
+
+def test_block_sizes_reach_the_tiles() -> None:
+    seen = []
+    settings = demo.Settings(lengths=(40,), head_dim=8, block_q=16, block_k=8)
+    q, k, v = demo.first_inputs(settings)
+    for row in demo.run(settings, lambda what: seen.append(strobe.explain(q, k, v, backend="tiled").details)):
+        assert row.exact
+    assert seen and all((d["block_q"], d["block_k"]) == (16, 8) for d in seen)
+    assert list(demo.methods(settings, demo.QKV(q, k, v))) == ["standard", "tiled"]
+
+
+def test_print_shows_the_tensors(strobe_command) -> None:
+    result = strobe_command("demo", "--seq-len", "3", "--head-dim", "2", "--init", "ones", "--device", "cpu", "--print")
+    assert result.code == 0
+    for name in ("Query", "Key", "Value", "Output"):
+        assert f"{name}, 3 x 2\n[[1., 1.],\n [1., 1.],\n [1., 1.]]" in result.out
+
+
+def test_demo_finds_a_wrong_result(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = strobe.attention
+    monkeypatch.setattr(strobe, "attention", lambda *a, **k: right(*a, **k) + 1e-3)
+    result = strobe_command(*SMALL)
+    assert result.code == 1 and "larger than rounding" in result.err
+
+
+def test_demo_finds_nan(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = strobe.attention
+    monkeypatch.setattr(strobe, "attention", lambda *a, **k: right(*a, **k) * float("nan"))
+    assert strobe_command(*SMALL).code == 1
+
+
+def test_standard_attention_that_does_not_fit_is_skipped(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "free_bytes", lambda device: 1000)
+    result = strobe_command(*SMALL)
+    assert result.code == 0 and "not run" in result.out and "do not fit" in result.out
+
+
+def test_memory_is_really_measured() -> None:
+    """Standard attention holds at least its matrix; ours, a hundred times less than the two matrices."""
+    n = 1024
+    rows = {row.method: row for row in demo.run(demo.Settings(lengths=(n,), head_dim=16))}
+    matrix = n * n * 4
+    assert 2 * matrix <= rows["standard"].extra_bytes <= 3 * matrix
+    assert n * 16 * 4 <= rows["tiled"].extra_bytes < matrix
+    assert demo.free_bytes(torch.device("cpu")) > 1 << 20
+
+
+def test_worked_example(strobe_command) -> None:
+    result = strobe_command("demo", "--example")
+    assert result.code == 0
+    assert "0.697084216" in result.out and "alpha = 2.064853e-04" in result.out and "48 of 48" in result.out
+
+
+@pytest.mark.parametrize("backend", ["aten_cpu", "tiled", "reference"])
+def test_worked_example_on_each_backend(backend: str) -> None:
+    assert [c for c in worked_example.checks(backend) if not c.passed] == []
+
+
+def test_a_wrong_example_is_found(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worked_example, "V", ((0.1, 0.2), (0.3, 0.4), (0.5, 0.6), (0.7, 0.9)))
+    result = strobe_command("demo", "--example")
+    assert result.code == 1 and "should be" in result.out
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (("--backend", "fa2"), ("--backend", "fa2", "tiled")),
+    (("--backend", "sm80"), ("sm80",)),
+    (("--dtype", "int8"), ("--dtype", "int8", "bfloat16")),
+    (("--device", "nowhere"), ("--device", "nowhere")),
+    (("--device", "meta"), ("--device", "meta")),
+    (("--init", "nothing.txt"), ("--init", "nothing.txt", "--seq-len")),
+    (("--block-q", "8", "--backend", "reference"), ("--block-q", "tiled", "reference")),
+    (("--seq-len", "0"), ("--seq-len", "1")),
+    (("--head-dim", "many"), ("--head-dim", "integer")),
+    (("--unknown",), ("--unknown",)),
+], ids=" ".join)  # fmt: skip
+def test_user_errors_of_demo(strobe_command, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    result = strobe_command(*SMALL, *arguments)
+    assert result.code == 2 and "Traceback" not in result.err
+    assert [word for word in says if word not in result.err] == []
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", demo_inputs.FILES)
+def test_inputs_from_a_file(tmp_path: Path, suffix: str, strobe_command) -> None:
+    q = torch.arange(12.0).reshape(6, 2) / 10
+    path = tmp_path / f"inputs{suffix}"
+    if suffix == ".pt":
+        torch.save({"q": q, "k": q + 1, "v": q + 2}, path)
+    elif suffix == ".npz":
+        numpy.savez(path, q=q.numpy(), k=(q + 1).numpy(), v=(q + 2).numpy())
+    elif suffix == ".npy":
+        numpy.save(path, q.numpy())
+    else:
+        separator = "," if suffix == ".csv" else " "
+        path.write_text("# a comment\n" + "\n".join(separator.join(map(str, row)) for row in q.tolist()) + "\n\n")
+    read = demo_inputs.read(path)
+    torch.testing.assert_close(read.q, q[None, :, None])
+    torch.testing.assert_close(read.v, (q + 2 if suffix in (".pt", ".npz") else q)[None, :, None])
+    result = strobe_command("demo", "--init", str(path), "--device", "cpu")
+    assert result.code == 0 and "1 x 2" in result.out
+
+
+@pytest.mark.parametrize("len_q, len_k, code", [(3, 5, 0), (5, 3, 2)])
+def test_causal_with_unequal_lengths(tmp_path: Path, strobe_command, len_q: int, len_k: int, code: int) -> None:
+    path = tmp_path / "unequal.pt"
+    torch.save({"q": torch.randn(len_q, 4), "k": torch.randn(len_k, 4), "v": torch.randn(len_k, 6)}, path)
+    result = strobe_command("demo", "--init", str(path), "--device", "cpu", "--causal")
+    assert result.code == code
+    assert code == 0 or "5 queries but 3 keys" in result.err
+
+
+def test_heads_from_a_file(tmp_path: Path) -> None:
+    torch.save(torch.ones(6, 3, 2), tmp_path / "heads.pt")
+    assert tuple(demo_inputs.read(tmp_path / "heads.pt").q.shape) == (1, 6, 3, 2)
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("missing.txt", None, "no file"),
+    ("inputs.json", "[]", ".csv"),
+    ("words.txt", "1 2\nthree four\n", "line 2"),
+    ("ragged.csv", "1,2\n3\n", "line 2"),
+    ("empty.txt", "# nothing\n", "no numbers"),
+    ("broken.pt", "not a pickle", "cannot be read"),
+    ("broken.npy", "not an array", "cannot be read"),
+])  # fmt: skip
+def test_bad_files(tmp_path: Path, strobe_command, name: str, content: str | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    result = strobe_command("demo", "--init", str(tmp_path / name), "--device", "cpu")
+    assert result.code == 2 and says in result.err and name in result.err
+
+
+@pytest.mark.parametrize("content, says", [
+    ({"q": torch.ones(4, 2)}, "no k, v"),
+    (torch.ones(4), "(4,)"),
+    (torch.ones(4, 2, dtype=torch.bool), "not a tensor of numbers"),
+    ({"q": torch.ones(4, 2), "k": torch.ones(4, 3), "v": torch.ones(4, 3)}, "q (4, 1, 2), k (4, 1, 3)"),
+    ({"q": torch.ones(4, 2), "k": torch.ones(5, 2), "v": torch.ones(4, 2)}, "do not go together"),
+])  # fmt: skip
+def test_bad_tensors_in_a_file(tmp_path: Path, content: object, says: str) -> None:
+    torch.save(content, tmp_path / "bad.pt")
+    with pytest.raises(ValueError) as caught:
+        demo_inputs.read(tmp_path / "bad.pt")
+    assert says in str(caught.value)
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_as_json(strobe_command) -> None:
+    result = strobe_command("doctor", "--json")
+    found = json.loads(result.out)
+    assert result.code == 0
+    assert found["strobe"] == strobe.__version__ and found["torch"]["version"] == torch.__version__
+    assert tuple(found["backends"]) == dispatch.NAMES
+    assert found["backends"]["tiled"] is None and found["backends"]["reference"] is None
+    assert (found["backends"]["sm80"] is None) <= torch.cuda.is_available()
+
+
+def test_doctor_for_people(strobe_command) -> None:
+    result = strobe_command("doctor")
+    assert result.code == 0
+    for word in ("torch", "GPU", "driver", "NVRTC", "cuda-bindings", "cache", "C++ compiler", *dispatch.NAMES):
+        assert word in result.out
+
+
+def test_doctor_survives_what_is_missing(strobe_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "file" / "cache"))  # cannot be made
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(jit, "nvrtc_status", lambda: "NVRTC is not there")
+    found = json.loads(strobe_command("doctor", "--json").out)
+    assert found["cache"]["directory"] is None and "STROBE_CACHE_DIR" in found["cache"]["problem"]
+    assert found["compiler"]["path"] is None and "g++" in found["compiler"]["problem"]
+    assert found["nvrtc"] == {"problem": "NVRTC is not there", "version": None}
+    assert found["backends"]["emulator"] is not None and found["backends"]["tiled"] is None
+    assert strobe_command("doctor").code == 0
+
+
+# ---- compile ---------------------------------------------------------------------------------------------------------
+
+needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason="no NVRTC")
+
+
+@pytest.fixture
+def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernel of each (dtype, head dim): every one takes its half second."""
+    from strobe.cuda import plan
+
+    every = plan.variants
+
+    def first_of_each(arch: str):
+        seen = set()
+        for variant in every(arch):
+            if (key := (variant.element, variant.dim, variant.dim_v)) not in seen:
+                seen.add(key)
+                yield variant
+
+    monkeypatch.setattr(plan, "variants", first_of_each)
+
+
+@needs_nvrtc
+def test_compile_makes_a_layer(strobe_command, few_variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strobe.cuda import plan
+
+    out = tmp_path / "kernels"
+    result = strobe_command("compile", "--arch", "sm_80", "--out", str(out), "--dtype", "bfloat16", "--head-dim", "60")
+    assert result.code == 0, result.err
+    assert f"STROBE_CUBIN_PATH={out}" in result.out
+    variants = [v for v in plan.variants("sm_80") if (v.element, v.dim, v.dim_v) == ("bf16", 64, 64)]
+    assert len(list(out.glob("*.cubin"))) == len(list(out.glob("*.cu"))) == len(variants) == 1
+    monkeypatch.setenv("STROBE_CUBIN_PATH", str(out))
+    monkeypatch.setenv("STROBE_NO_COMPILE", "1")
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(jit, "_memory", {})
+    assert jit.get(variants[0].source, "sm_80").origin == "layer"
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (("--arch", "ampere"), ("--arch", "ampere", "sm_80")),
+    (("--arch", "sm_80", "--dtype", "float32"), ("--dtype", "float32", "bfloat16")),
+    (("--arch", "sm_80", "--head-dim", "999"), ("--head-dim", "999")),
+    ((), ("--arch",)),
+], ids=" ".join)  # fmt: skip
+@needs_nvrtc
+def test_user_errors_of_compile(strobe_command, tmp_path: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    result = strobe_command("compile", *arguments, "--out", str(tmp_path / "out"))
+    assert result.code == 2 and "Traceback" not in result.err
+    assert [word for word in says if word not in result.err] == []
+    assert not (tmp_path / "out").exists()
+
+
+@needs_nvrtc
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX paths")
+def test_compile_into_an_impossible_directory(strobe_command, tmp_path: Path, few_variants) -> None:
+    (tmp_path / "file").write_text("")
+    result = strobe_command("compile", "--arch", "sm_80", "--out", str(tmp_path / "file" / "below"))
+    assert result.code == 2 and "--out" in result.err
+
+
+def test_compile_without_nvrtc(strobe_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "nvrtc_status", lambda: "NVRTC is not there; install strobe[cu13]")
+    result = strobe_command("compile", "--arch", "sm_80", "--out", str(tmp_path))
+    assert result.code == 2 and "strobe[cu13]" in result.err

@@ -1,0 +1,110 @@
+"""The generator of dropout: uniform, independent along every axis, the same whatever the tiling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from strobe import dropout
+
+GOLDEN = 580751894, 2422238437, ".x.x..xx...xxxx."
+
+
+def mix(x: int) -> int:
+    """As a kernel would write it, in unsigned 32-bit arithmetic."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def uniform(seed: int, batch: int, head: int, query: int, key: int) -> int:
+    r = mix((seed >> 32 & 0xFFFFFFFF) ^ 0x9E3779B9)
+    r = mix(r ^ seed & 0xFFFFFFFF)
+    r = mix((mix(r ^ batch) + head) & 0xFFFFFFFF)
+    a = mix(r ^ query)
+    b = mix(a ^ 0x85EBCA6B)
+    return mix((mix(key ^ a) + b) & 0xFFFFFFFF)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 0xFFFFFFFF, 1234567890123456789, (1 << 64) - 1, -1])
+def test_is_the_formula(seed: int) -> None:
+    indices = range(2), range(5, 8), range(1000, 1004), range(70000, 70016)
+    found = dropout.keep(seed, *indices, 0.4)
+    for b, batch in enumerate(indices[0]):
+        for h, head in enumerate(indices[1]):
+            for q, query in enumerate(indices[2]):
+                for k, key in enumerate(indices[3]):
+                    expected = uniform(seed, batch, head, query, key) >> 8 >= dropout.threshold(0.4)
+                    assert found[b, h, q, k].item() == expected
+
+
+def test_golden_values() -> None:
+    """Seeds in the wild must go on meaning the same."""
+    assert uniform(42, 0, 0, 0, 0) == GOLDEN[0] and uniform(42, 1, 2, 3, 4) == GOLDEN[1]
+    row = dropout.keep(42, range(1), range(1), range(1), range(16), 0.5)[0, 0, 0]
+    assert "".join("x" if kept else "." for kept in row.tolist()) == GOLDEN[2]
+
+
+def test_tiles_and_index_tensors_give_the_same() -> None:
+    whole = dropout.keep(7, range(2), range(3), range(40), range(50), 0.3)
+    assert torch.equal(whole[1:, 1:, 9:31, 17:], dropout.keep(7, range(1, 2), range(1, 3), range(9, 31), range(17, 50), 0.3))
+    order = torch.randperm(50)
+    assert torch.equal(whole[..., order], dropout.keep(7, range(2), range(3), range(40), order, 0.3))
+
+
+def bits(seed: int, p: float = 0.5, batch: int = 1, heads: int = 1, rows: int = 512, keys: int = 512) -> torch.Tensor:
+    return dropout.keep(seed, range(batch), range(heads), range(rows), range(keys), p).double()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9])
+def test_keeps_the_right_share(p: float) -> None:
+    kept = bits(3, p, batch=2, heads=2)
+    deviation = (kept.mean().item() - (1 - p)) * math.sqrt(kept.numel() / max(p * (1 - p), 1e-9))
+    assert abs(deviation) < 4.5
+    per_row = (kept.sum(-1) - 512 * (1 - p)) / math.sqrt(512 * max(p * (1 - p), 1e-9))
+    assert per_row.abs().max() < 7  # no row is special
+    if p:
+        assert 0.8 < per_row.var().item() < 1.2
+
+
+def test_is_uniform() -> None:
+    """Chi-square over 32 classes, read off by their thresholds."""
+    dropped = [(1 - bits(11, i / 32, rows=256)).sum().double() for i in range(32)]
+    counts, expected = torch.stack([*dropped, torch.tensor(256.0 * 512).double()]).diff(), 256 * 512 / 32
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert 31 - 4 * math.sqrt(62) < chi_square < 31 + 5 * math.sqrt(62)
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """In standard deviations."""
+    return ((a - 0.5) * (b - 0.5)).mean().item() * 4 * math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 8, 16, 32, 64, 128, 256])
+def test_neighbours_are_independent(step: int) -> None:
+    x = bits(5)[0, 0]
+    assert abs(correlation(x[:, step:], x[:, :-step])) < 5, "keys"
+    assert abs(correlation(x[step:], x[:-step])) < 5, "rows"
+    assert abs(correlation(x[step:, step:], x[:-step, :-step])) < 5, "diagonal"
+
+
+@pytest.mark.parametrize("other", [6, 4, 5 + (1 << 32), 5 ^ (1 << 31), -5])
+def test_seeds_are_independent(other: int) -> None:
+    assert abs(correlation(bits(5), bits(other))) < 5
+
+
+def test_heads_and_batches_are_independent() -> None:
+    x = bits(5, batch=3, heads=4, rows=256, keys=256).flatten(0, 1)
+    for i in range(12):
+        for j in range(i):
+            assert abs(correlation(x[i], x[j])) < 5
+            assert abs(correlation(x[i], x[j].T)) < 5
+
+
+def test_no_two_rows_are_alike() -> None:
+    x = bits(5, heads=4, rows=256, keys=64).flatten(0, 2)
+    assert torch.unique(x, dim=0).shape[0] == x.shape[0]

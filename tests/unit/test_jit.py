@@ -1,0 +1,387 @@
+"""Header resolution, the compiler's messages, and a cache that survives everything but costs a compilation."""
+
+import dataclasses
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from strobe.cuda import cubin, jit
+
+needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
+SOURCE = 'extern "C" __global__ void kernel(float* p) { p[threadIdx.x] = 1.5f; }\n'
+OTHER = SOURCE.replace("1.5f", "2.5f")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of this test's own."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(directory))
+    for name in ("STROBE_CUBIN_PATH", "STROBE_NO_COMPILE", "STROBE_VERBOSE"):
+        monkeypatch.delenv(name, raising=False)
+    forget(monkeypatch)
+    jit._warn_once.cache_clear()
+    return directory
+
+
+def forget(monkeypatch):
+    """As if the process had just started."""
+    monkeypatch.setattr(jit, "_memory", {})
+
+
+@pytest.fixture
+def headers(tmp_path, monkeypatch):
+    def write(**files):
+        for name, text in files.items():
+            path = tmp_path / "include" / "strobe" / (name.replace("__", "/") + ".cuh")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    monkeypatch.setattr(jit, "_HEADERS", tmp_path / "include")
+    return write
+
+
+# ---- flatten -------------------------------------------------------------------------------------------------------
+def test_each_header_comes_once_with_markers_that_name_it(headers):
+    headers(
+        ptx__base="#pragma once\nint base;\n",
+        tile__a="#pragma once\n#include <strobe/ptx/base.cuh>\nint a;",
+        tile__b="#include <strobe/ptx/base.cuh>\n#include <cmath>\nint b;\n",
+    )
+    text = "// top\n#include <strobe/tile/a.cuh>\n#include <strobe/tile/b.cuh>\nint end;\n"
+    assert jit.flatten(text).splitlines() == [
+        "// top",
+        '#line 1 "strobe/tile/a.cuh"',
+        "",
+        '#line 1 "strobe/ptx/base.cuh"',
+        "",
+        "int base;",
+        '#line 3 "strobe/tile/a.cuh"',
+        "int a;",
+        '#line 3 "kernel.cu"',
+        '#line 1 "strobe/tile/b.cuh"',
+        "",
+        "#include <cmath>",
+        "int b;",
+        '#line 4 "kernel.cu"',
+        "int end;",
+    ]
+    assert jit.flatten(jit.flatten(text)) == jit.flatten(text)
+
+
+def test_the_emulator_gets_its_own_instructions(headers):
+    headers(ptx__base="int real;\n", emu__base="int emulated;\n", tile__a="#include <strobe/ptx/base.cuh>\nint a;\n")
+    text = "#include <strobe/tile/a.cuh>\n#include <strobe/ptx/base.cuh>\n#include <strobe/emu/base.cuh>\n"
+    flat = jit.flatten(text, "emu")
+    assert flat.count("int emulated;") == 1 and "real" not in flat and 'line 1 "strobe/emu/base.cuh"' in flat
+    assert "int real;" in jit.flatten(text, "ptx")
+
+
+def test_an_unknown_header_is_named_with_the_line_that_wants_it(headers):
+    headers(tile__a="\n#include <strobe/tile/none.cuh>\n")
+    with pytest.raises(FileNotFoundError, match=r"strobe/tile/a.cuh:2: #include <strobe/tile/none.cuh>"):
+        jit.flatten("#include <strobe/tile/a.cuh>\n")
+    with pytest.raises(ValueError, match="cpu"):
+        jit.flatten("", "cpu")
+
+
+def test_the_shipped_headers_resolve():
+    flat = jit.flatten("#include <strobe/ptx/mma.cuh>\n#include <strobe/ptx/memory.cuh>\n")
+    assert flat.count("typedef unsigned short u16;") == 1
+    assert not re.search(r"^\s*#\s*(include|pragma once)", flat, re.M)
+
+
+# ---- compile -------------------------------------------------------------------------------------------------------
+@needs_nvrtc
+def test_compile_gives_machine_code_and_the_assemblers_log():
+    compiled = jit.compile(SOURCE, "sm_90a")
+    assert set(cubin.inspect(compiled.cubin)) == {"kernel"}
+    assert "registers" in compiled.log and cubin.spills(compiled.log) == 0
+    assert compiled.nvrtc == jit.nvrtc_version() and compiled.seconds > 0
+
+
+@needs_nvrtc
+def test_the_log_and_the_cubin_show_what_a_kernel_costs():
+    source = """extern "C" __global__ void __launch_bounds__(256) kernel(const float* x, float* y) {
+      __shared__ float s[64]; float r[64];
+      for (int i = 0; i < 64; ++i) r[i] = x[i * 256 + threadIdx.x];
+      s[threadIdx.x % 64] = r[3]; __syncthreads();
+      for (int i = 0; i < 64; ++i) y[i * 256 + threadIdx.x] = r[i] * r[63 - i] + s[i];
+    }"""
+    roomy, tight = (jit.compile(source.replace("(256)", bounds), "sm_80") for bounds in ("(256)", "(256, 8)"))
+    info = cubin.inspect(roomy.cubin)["kernel"]
+    assert info.registers == int(re.search(r"Used (\d+) registers", roomy.log)[1])
+    assert (info.static_smem, info.max_threads, info.stack_frame) == (256, 256, 0)
+    assert [size for _, size in info.params] == [8, 8]
+    assert cubin.spills(roomy.log) == 0 < cubin.spills(tight.log)
+    assert cubin.inspect(tight.cubin)["kernel"].stack_frame > 0
+
+
+@needs_nvrtc
+def test_options_reach_the_compiler():
+    source = SOURCE.replace("1.5f", "VALUE")
+    assert jit.compile(source, "sm_80", options=["-DVALUE=1.5f"]).cubin == jit.compile(SOURCE, "sm_80").cubin
+    with pytest.raises(jit.CompileError, match="VALUE"):
+        jit.compile(source, "sm_80")
+
+
+def test_warnings_are_found_in_a_log():
+    log = "ptxas info : (C7512) wgmma.mma_async instructions are serialized due to x\nptxas info : Used 24 registers\n"
+    log += "ptxas info : (C7508) Potential: 'setmaxnreg' ignored to maintain minimum register requirements.\n"
+    assert [line[13:20] for line in cubin.warnings(log)] == ["(C7512)", "(C7508)"]
+
+
+@needs_nvrtc
+def test_a_compile_error_names_the_header_the_line_and_the_saved_source(headers, cache):
+    headers(tile__bad="#pragma once\n// fine\nint broken = nonsense;\n")
+    source = "#include <strobe/tile/bad.cuh>\n" + SOURCE
+    with pytest.raises(jit.CompileError) as caught:
+        jit.get(source, "sm_80", name="forward[bf16]")
+    message = str(caught.value)
+    assert "forward[bf16] for sm_80" in message
+    assert re.search(r"strobe/tile/bad\.cuh\(3\): error: .*nonsense", message)
+    saved = Path(re.search(r"source: (\S+)", message)[1])
+    assert saved.is_relative_to(cache) and saved.read_text() == jit.flatten(source)
+
+
+@needs_nvrtc
+def test_an_error_behind_an_include_has_the_line_of_the_kernel(headers):
+    headers(tile__good="int a;\nint b;\nint c;\n")
+    with pytest.raises(jit.CompileError, match=r"kernel\.cu\(3\): error"):
+        jit.compile("// first\n#include <strobe/tile/good.cuh>\nnonsense;\n", "sm_80")
+
+
+@needs_nvrtc
+def test_without_a_cache_the_rejected_source_is_still_saved(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit, "cache_dir", lambda: None)
+    monkeypatch.setattr(jit.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(jit.CompileError) as caught:
+        jit.compile("nonsense;", "sm_80")
+    assert Path(re.search(r"source: (\S+)", str(caught.value))[1]).read_text() == "nonsense;\n"
+
+
+@pytest.mark.parametrize("arch", ["90a", "compute_80", "sm_90x", ""])
+def test_a_bad_architecture_is_named(arch):
+    with pytest.raises(ValueError, match=repr(arch)):
+        jit.compile(SOURCE, arch)
+
+
+def test_a_missing_compiler_is_said_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert 'pip install "strobe[cu13]"' in jit.nvrtc_status()
+    with pytest.raises(RuntimeError, match=r"cannot compile forward for sm_80: .*strobe\[cu13\]"):
+        jit.get(SOURCE, "sm_80", name="forward")
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+@needs_nvrtc
+def test_compiled_then_memory_then_disk(cache, monkeypatch):
+    first = jit.get(SOURCE, "sm_80")
+    assert first.origin == "compiled" and first.log
+    assert first.path.is_relative_to(cache) and first.path.read_bytes() == first.cubin
+    assert first.path.with_suffix(".cu").read_text() == first.source
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+    again = jit.get(SOURCE, "sm_80")
+    assert (again.origin, again.cubin) == ("memory", first.cubin)
+
+    forget(monkeypatch)
+    monkeypatch.setattr(jit, "compile", None)  # a hit must not compile
+    loaded = jit.get(SOURCE, "sm_80")
+    assert (loaded.origin, loaded.cubin, loaded.path) == ("disk", first.cubin, first.path)
+
+
+def test_a_key_depends_on_source_headers_arch_and_options(headers, tmp_path, monkeypatch):
+    headers(tile__a="int a;\n")
+    source = "#include <strobe/tile/a.cuh>\n" + SOURCE
+    keys = {jit.key_of(source, "sm_80"), jit.key_of(source, "sm_90"), jit.key_of(source, "sm_80", ["-lineinfo"])}
+    keys.add(jit.key_of(source + " ", "sm_80"))
+    headers(tile__a="int changed;\n")
+    jit._read_text.cache_clear()
+    keys.add(jit.key_of(source, "sm_80"))
+    assert len(keys) == 5
+    assert jit.key_of(jit.flatten(source), "sm_80") in keys
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", ["empty", "garbage", "half", "last byte"])
+def test_a_damaged_file_is_compiled_anew(damage, monkeypatch):
+    good = jit.get(SOURCE, "sm_80")
+    cut = {"empty": b"", "garbage": b"not an ELF" * 100, "half": good.cubin[: len(good.cubin) // 2]}
+    bad = cut.get(damage, good.cubin[:-1])
+    assert not cubin.is_complete(bad)
+    good.path.write_bytes(bad)
+    forget(monkeypatch)
+    again = jit.get(SOURCE, "sm_80")
+    assert (again.origin, again.cubin) == ("compiled", good.cubin)
+    assert good.path.read_bytes() == good.cubin
+
+
+@needs_nvrtc
+def test_no_directory_can_be_made(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert jit.cache_dir() is None
+    artifact = jit.get(SOURCE, "sm_80")
+    assert (artifact.origin, artifact.path) == ("compiled", None)
+
+
+@needs_nvrtc
+def test_an_unwritable_directory_is_survived(monkeypatch, cache):
+    def refuse(*args, **kwargs):
+        raise PermissionError("read-only file system")
+
+    cache.mkdir(mode=0o700)
+    monkeypatch.setattr(jit.tempfile, "mkstemp", refuse)
+    artifact = jit.get(SOURCE, "sm_80")
+    assert (artifact.origin, artifact.path) == ("compiled", None)
+    assert cubin.is_complete(artifact.cubin)
+
+
+def test_no_home_is_survived(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("STROBE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(jit.Path, "home", homeless)
+    assert jit.cache_dir() is None
+
+
+def test_the_default_place_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.delenv("STROBE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert jit.cache_dir() == tmp_path / "xdg" / "strobe"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_directory_that_others_can_write_is_ignored_with_one_warning(cache, monkeypatch, mode):
+    planted = jit.get(SOURCE, "sm_80")
+    forget(monkeypatch)
+    cache.chmod(mode)
+    with pytest.warns(RuntimeWarning, match="others may write"):
+        artifact = jit.get(SOURCE, "sm_80")
+    assert (artifact.origin, artifact.path) == ("compiled", None) and planted.path.exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jit.cache_dir() is None
+
+
+def test_a_directory_of_someone_else_is_ignored(cache, monkeypatch):
+    cache.mkdir(mode=0o700)
+    monkeypatch.setattr(jit.os, "getuid", lambda: os.stat(cache).st_uid + 1)
+    with pytest.warns(RuntimeWarning, match="belongs to another user"):
+        assert jit.cache_dir() is None
+
+
+@needs_nvrtc
+def test_a_layer_serves_without_a_compiler(tmp_path, monkeypatch, cache):
+    made = jit.get(SOURCE, "sm_80")
+    layer = tmp_path / "layer"
+    written = jit.write_layer(layer, made)
+    assert {p.name for p in layer.iterdir()} == {f"{made.key}.cubin", f"{made.key}.cu"}
+    assert written.with_suffix(".cu").read_text() == made.source
+
+    forget(monkeypatch)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("STROBE_CUBIN_PATH", os.pathsep.join([str(tmp_path / "absent"), str(layer)]))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert jit.layers() == [tmp_path / "absent", layer]
+    artifact = jit.get(SOURCE, "sm_80")
+    assert (artifact.origin, artifact.cubin, artifact.path) == ("layer", made.cubin, written)
+
+
+def test_compiling_can_be_forbidden(tmp_path, monkeypatch, cache):
+    monkeypatch.setenv("STROBE_NO_COMPILE", "1")
+    monkeypatch.setenv("STROBE_CUBIN_PATH", str(tmp_path / "layer"))
+    with pytest.raises(jit.CompileForbidden) as caught:
+        jit.get(SOURCE, "sm_80", name="forward")
+    for said in ("forward", "sm_80", jit.key_of(SOURCE, "sm_80"), str(tmp_path / "layer"), str(cache)):
+        assert said in str(caught.value)
+
+
+@needs_nvrtc
+def test_verbose_says_one_line_per_kernel(monkeypatch, capsys):
+    monkeypatch.setenv("STROBE_VERBOSE", "1")
+    artifact = jit.get(SOURCE, "sm_80", name="forward[bf16]")
+    version = ".".join(map(str, jit.nvrtc_version()))
+    said = capsys.readouterr()
+    assert re.fullmatch(rf"strobe: compiled forward\[bf16\] for sm_80 in \d+\.\d\d s \(NVRTC {version}\)\n", said.err)
+    assert said.out == ""
+    jit.get(SOURCE, "sm_80", name="forward[bf16]")
+    assert capsys.readouterr().err == ""
+    forget(monkeypatch)
+    jit.get(SOURCE, "sm_80", name="forward[bf16]")
+    path = re.escape(str(artifact.path))
+    assert re.fullmatch(
+        rf"strobe: loaded forward\[bf16\] for sm_80 from {path} in \d+\.\d ms\n", capsys.readouterr().err
+    )
+
+
+@needs_nvrtc
+def test_without_verbose_nothing_is_said(capsys):
+    jit.get(SOURCE, "sm_80")
+    assert capsys.readouterr().err == ""
+
+
+@needs_nvrtc
+def test_two_threads_compile_a_kernel_once(monkeypatch):
+    made = jit.compile(SOURCE, "sm_80")
+    calls = []
+    together = threading.Barrier(4)
+
+    def slow(source, arch, **kwargs):
+        calls.append(source)
+        threading.Event().wait(0.1)
+        return made
+
+    def ask(source):
+        together.wait()
+        origins.append(jit.get(source, "sm_80").origin)
+
+    origins: list[str] = []
+    monkeypatch.setattr(jit, "compile", slow)
+    threads = [threading.Thread(target=ask, args=(source,)) for source in (SOURCE, OTHER) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(calls) == [SOURCE, OTHER]
+    assert sorted(origins) == ["compiled", "compiled", "memory", "memory"]
+
+
+RACE = """
+import hashlib, sys, types
+sys.modules["strobe"] = types.ModuleType("strobe")  # the CUDA layer alone: it needs no torch, which is slow to import
+sys.modules["strobe"].__path__ = [sys.argv[1]]
+from strobe.cuda import jit
+artifact = jit.get(sys.argv[2], "sm_80")
+assert "torch" not in sys.modules
+print(artifact.key, hashlib.sha256(artifact.cubin).hexdigest())
+"""
+
+
+@needs_nvrtc
+def test_six_processes_race_for_one_kernel(cache):
+    command = [sys.executable, "-c", RACE, str(Path(jit.__file__).parents[1]), SOURCE]
+    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    answers = {racer.communicate(timeout=120)[0] for racer in racers}
+    assert [racer.returncode for racer in racers] == [0] * 6
+    assert len(answers) == 1
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert sorted(path.suffix for path in files) == [".cu", ".cubin"]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+
+
+def test_an_artifact_cannot_be_changed():
+    artifact = jit.Artifact(b"", "key", "memory", None, 0.0, "", "")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        artifact.key = "other"
