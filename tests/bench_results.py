@@ -1,5 +1,5 @@
-"""Made-up results with the shape of real ones: a fast fused provider, standard attention that runs out of memory, reasons, clocks.
-For tests of the report and the documents; no number here was measured."""
+"""Made-up results with the shape of real ones: a fast fused provider, standard attention that runs out of memory, reasons,
+clocks. For tests of the report and the documents; no number here was measured."""
 
 from __future__ import annotations
 
@@ -13,19 +13,38 @@ from strobe.bench.suites import Case, cases
 
 MEMORY = 140 << 30
 RATES = {  # provider: (kind, TFLOP/s reached by long sequences, length at which half of it is reached, bytes per score)
-    "strobe-sm90": ("ours", 680, 350, 0), "strobe-sm80": ("ours", 330, 300, 0), "torch-cudnn": ("peer", 610, 400, 0),
-    "torch-flash": ("peer", 340, 300, 0), "torch-efficient": ("peer", 250, 300, 0), "torch-math": ("standard", 38, 200, 8),
-    "torch-math-half": ("standard", 110, 250, 4), "cuda-mma": ("standard", 90, 300, 4),
-}  # fmt: skip
+    "strobe-sm90": ("ours", 680, 350, 0),
+    "strobe-sm80": ("ours", 330, 300, 0),
+    "torch-cudnn": ("peer", 610, 400, 0),
+    "torch-flash": ("peer", 340, 300, 0),
+    "torch-efficient": ("peer", 250, 300, 0),
+    "torch-math": ("standard", 38, 200, 8),
+    "torch-math-half": ("standard", 110, 250, 4),
+    "cuda-mma": ("standard", 90, 300, 4),
+}
 
 
-def synthetic(suites: tuple[str, ...] = ("grid36", "sweep", "overhead", "tiles"), faster: float = 1.0, seed: int = 0) -> Results:
+def synthetic(
+    suites: tuple[str, ...] = ("grid36", "sweep", "overhead", "tiles"), faster: float = 1.0, seed: int = 0
+) -> Results:
     """`faster`: how much faster our providers are than in another made-up run."""
     results = Results(
         provenance={
-            "strobe": "0.0.0", "date": "2026-01-01T00:00:00+00:00", "command": "strobe bench --suite grid36", "seed": 0,
-            "git": {"commit": "0" * 40, "dirty": False}, "driver": "580.0", "cuda": "13.0", "cudnn": 91900, "nvrtc": "13.0",
-            "torch": "2.11.0", "python": "3.12.0", "system": "Linux", "host_cpu": "made up", "host_cores": 16, "packages": {},
+            "strobe": "0.0.0",
+            "date": "2026-01-01T00:00:00+00:00",
+            "command": "strobe bench --suite grid36",
+            "seed": 0,
+            "git": {"commit": "0" * 40, "dirty": False},
+            "driver": "580.0",
+            "cuda": "13.0",
+            "cudnn": 91900,
+            "nvrtc": "13.0",
+            "torch": "2.11.0",
+            "python": "3.12.0",
+            "system": "Linux",
+            "host_cpu": "made up",
+            "host_cores": 16,
+            "packages": {},
             "environment": {},
             "device": {"kind": "cuda", "name": "Made-up GPU", "arch": "sm_90", "memory_bytes": MEMORY, "multiprocessors": 132},
         },
@@ -33,11 +52,13 @@ def synthetic(suites: tuple[str, ...] = ("grid36", "sweep", "overhead", "tiles")
         ceilings=Ceilings({"bfloat16": 800.0}, 4200.0, "made up"),
         complete=True,
         seconds=60.0,
-    )  # fmt: skip
+    )
     chance = random.Random(seed)
     for suite in suites:
         for case in cases(suite, on_gpu=True):
-            results.rows += [_row(case, name, chance, faster) for name in RATES if case.tile is None or name.startswith("strobe")]
+            results.rows += [
+                _row(case, name, chance, faster) for name in RATES if case.tile is None or name.startswith("strobe")
+            ]
             if case.tile is None:
                 results.rows.append(Row(case, "flash-attn-3", "peer", "not installed", "flash-attn 3 is not installed"))
     return results
@@ -48,20 +69,27 @@ def _row(case: Case, provider: str, chance: random.Random, faster: float) -> Row
     kind, rate, half, per_score = RATES[provider]
     flops, ideal = case.flops(device), case.ideal_bytes(device)
     extra = per_score * case.score_elements() + 4 * case.batch * case.heads * case.len_q
-    row = Row(case, provider, kind, flops=flops, ideal_bytes=ideal, repeat=f"strobe bench --only '{case.key}' --provider {provider}")
+    row = Row(
+        case, provider, kind, flops=flops, ideal_bytes=ideal, repeat=f"strobe bench --only '{case.key}' --provider {provider}"
+    )
     if extra > MEMORY:
         row.status, row.reason = "out of memory", f"needs at least {extra >> 30} GiB at one time, the device has {MEMORY >> 30}"
         return row
     if provider == "torch-efficient" and case.heads_k != case.heads:
         row.status, row.reason = "unsupported", "grouped heads"
         return row
-    reached = rate * case.len_k / (case.len_k + half) * (faster if kind == "ours" else 1.0) * (0.6 + 0.4 * min(case.dim, 128) / 128)
+    reached = (
+        rate * case.len_k / (case.len_k + half) * (faster if kind == "ours" else 1.0) * (0.6 + 0.4 * min(case.dim, 128) / 128)
+    )
     if case.tile is not None:
         reached *= 0.4 + 0.6 * min(1, case.tile[0] * case.tile[1] / (128 * 128))
     ms = 0.012 * (1 if kind == "ours" else 1.6) if case.measure == "call" else flops / reached / 1e9 + 0.004
     samples = [ms * (1 + abs(chance.gauss(0, 0.006))) for _ in range(40)]
     row.timing = Timing(samples, summarise(samples), "device events", "flushed")
-    row.kernels, row.error = [f"{provider}_kernel"], Error(2e-3, 2.1e-3 * (1 if kind != "standard" else 1.4), 1e-2, 1e-2, "every head")
+    row.kernels, row.error = (
+        [f"{provider}_kernel"],
+        Error(2e-3, 2.1e-3 * (1 if kind != "standard" else 1.4), 1e-2, 1e-2, "every head"),
+    )
     row.extra_bytes, row.peak_bytes = extra, extra + case.tensor_bytes()
     row.clock = Clock(1755.0, 560.0, 55.0, [], 12)
     if case.measure != "call":

@@ -37,7 +37,7 @@ KERNEL_CASES = [
     Case("k_256_rounds", 260, 90, batch=2, heads=3, heads_k=3, dim=256),
     Case("k_40", 140, 200, batch=1, heads=3, heads_k=1, dim=40, mask=causal),
     Case("k_72", 70, 140, batch=1, dim=72, memory="sliced"),
-    Case("k_72_packed", 0, 0, dim=72, dim_v=40, lengths=((65, 140), (0, 2), (3, 129))),
+    Case("k_72_packed", 0, 0, dim=72, dim_v=40, lengths=((65, 140), (3, 129), (0, 2))),
     Case("k_prefix", 200, 300, batch=1, dim=64, mask=prefix(150)),
     Case("k_chunked", 260, 260, batch=1, dim=64, mask=chunked(70) & causal),
     Case("k_top_left", 300, 200, batch=1, dim=64, mask=causal_top_left),

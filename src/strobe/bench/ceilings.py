@@ -8,8 +8,8 @@ from strobe.bench.measure import Call, Stopwatch
 from strobe.bench.results import Ceilings
 from strobe.bench.suites import DTYPES
 
-# Dense 16-bit multiplications and additions with fp32 sums, per multiprocessor and clock. Where products of one architecture differ
-# (GeForce and professional Ampere, Ada), nothing is said.
+# Dense 16-bit multiplications and additions with fp32 sums, per multiprocessor and clock. Where products of one
+# architecture differ (GeForce and professional Ampere, Ada), nothing is said.
 _MATRIX_FLOP_PER_CLOCK = {"sm_80": 2048, "sm_90": 4096, "sm_100": 8192}
 
 
@@ -17,7 +17,9 @@ def matrix_flop_per_clock(arch: str | None, dtype: str) -> int | None:
     return _MATRIX_FLOP_PER_CLOCK.get(arch or "") if dtype in ("bfloat16", "float16") else None
 
 
-def matrix_unit_use(flops: int, ms: float, sm_mhz: float | None, arch: str | None, dtype: str, multiprocessors: int | None) -> float | None:
+def matrix_unit_use(
+    flops: int, ms: float, sm_mhz: float | None, arch: str | None, dtype: str, multiprocessors: int | None
+) -> float | None:
     """Cycles that the matrix units need for so many FLOP / cycles that passed."""
     per_clock = matrix_flop_per_clock(arch, dtype)
     if per_clock is None or sm_mhz is None or not multiprocessors:
@@ -30,7 +32,8 @@ def measure(watch: Stopwatch, dtypes: list[str]) -> Ceilings:
     on_gpu = watch.on_gpu
     sizes = (4096, 8192) if on_gpu else (512, 1024, 2048)
     statistic = "median" if on_gpu else "fastest call"
-    how = f"{statistic} of the best of {', '.join(f'{n}³' for n in sizes)} matrix products; copy of {'1 GiB' if on_gpu else '128 MiB'}, bytes read plus written"
+    products, copied = ", ".join(f"{n}³" for n in sizes), "1 GiB" if on_gpu else "128 MiB"
+    how = f"{statistic} of the best of {products} matrix products; copy of {copied}, bytes read plus written"
     found = Ceilings(how=how)
     for dtype in dtypes:
         of_dtype = (4096,) if dtype == "float32" and on_gpu else sizes

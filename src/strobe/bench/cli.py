@@ -17,20 +17,31 @@ def bench(
     suite: Annotated[list[str] | None, typer.Option(help=f"{_SUITES}; may be repeated; quick by default.")] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the results here, after each case.")] = None,
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "forward",
-    provider: Annotated[list[str] | None, typer.Option(help="A name, a kind (ours, standard, peer) or a prefix (torch); may be repeated; all by default.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Cases whose label or key matches this pattern, such as 'd128-causal-*'.")] = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(help="A name, a kind (ours, standard, peer) or a prefix (torch); may be repeated; all by default."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Cases whose label or key matches this pattern, such as 'd128-causal-*'.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default a GPU if there is one.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
     budget_ms: Annotated[float, typer.Option(min=1.0, help="Of timed calls, per row.")] = 150.0,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each provider.")] = 5,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Per provider and case.")] = 30.0,
     l2: Annotated[str, typer.Option(help="flushed: the cache is overwritten before each launch; warm.")] = "flushed",
-    compile_limit_s: Annotated[float, typer.Option(min=1.0, help="For each provider that compiles, all shapes together.")] = 90.0,
+    compile_limit_s: Annotated[
+        float, typer.Option(min=1.0, help="For each provider that compiles, all shapes together.")
+    ] = 90.0,
     profile: Annotated[bool, typer.Option(help="Record which kernels ran.")] = True,
-    compare: Annotated[Path | None, typer.Option(dir_okay=False, help="Compare with these results; exit 1 on a regression outside noise.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Compare with these results; exit 1 on a regression outside noise.")
+    ] = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Differences up to this fraction are no regression.")] = 0.03,
     result: Annotated[Path | None, typer.Option(dir_okay=False, help="Compare these results instead of measuring.")] = None,
-    report_to: Annotated[Path | None, typer.Option("--report", file_okay=False, help="Also write the report into this directory.")] = None,
+    report_to: Annotated[
+        Path | None, typer.Option("--report", file_okay=False, help="Also write the report into this directory.")
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Print suites, cases and providers, and measure nothing.")] = False,
 ) -> None:
     """Measure attention: every provider checked against float64, then timed in turns with the others."""
@@ -45,9 +56,22 @@ def bench(
         _list(suite)
         return
     try:
-        found = files.load(result) if result is not None else _measure(
-            suite, out, direction, provider, only, device, seed, (budget_ms, rounds, warmup_ms, l2), compile_limit_s, profile
-        )  # fmt: skip
+        found = (
+            files.load(result)
+            if result is not None
+            else _measure(
+                suite,
+                out,
+                direction,
+                provider,
+                only,
+                device,
+                seed,
+                (budget_ms, rounds, warmup_ms, l2),
+                compile_limit_s,
+                profile,
+            )
+        )
         old = None if compare is None else files.load(compare)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -67,8 +91,12 @@ def bench(
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Files written by `strobe bench`; a second run is compared with the first.")],
-    out: Annotated[Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")] = Path("report"),
+    results: Annotated[
+        list[Path], typer.Argument(help="Files written by `strobe bench`; a second run is compared with the first.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")] = Path(
+        "report"
+    ),
     figures: Annotated[bool, typer.Option(help="Also PNG and SVG files (needs matplotlib).")] = True,
 ) -> None:
     """A self-contained HTML page from results, and its figures as PNG and SVG."""
@@ -107,9 +135,17 @@ def _list(suite: list[str] | None) -> None:
 
 
 def _measure(
-    suite: list[str] | None, out: Path | None, direction: str, provider: list[str] | None, only: list[str] | None, device: str | None,
-    seed: int, timing: tuple[float, int, float, str], compile_limit_s: float, profile: bool,
-) -> Results:  # fmt: skip
+    suite: list[str] | None,
+    out: Path | None,
+    direction: str,
+    provider: list[str] | None,
+    only: list[str] | None,
+    device: str | None,
+    seed: int,
+    timing: tuple[float, int, float, str],
+    compile_limit_s: float,
+    profile: bool,
+) -> Results:
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -124,9 +160,17 @@ def _measure(
         torch.cuda.set_device(where)
     budget_ms, rounds, warmup_ms, l2 = timing
     request = runner.Request(
-        suites=tuple(suite or ("quick",)), device=where, direction=direction, providers=tuple(provider or ()), only=tuple(only or ()),
-        seed=seed, settings=measure.Settings(budget_ms, rounds, warmup_ms, l2), out=out, profile=profile, compile_limit_s=compile_limit_s,
-    )  # fmt: skip
+        suites=tuple(suite or ("quick",)),
+        device=where,
+        direction=direction,
+        providers=tuple(provider or ()),
+        only=tuple(only or ()),
+        seed=seed,
+        settings=measure.Settings(budget_ms, rounds, warmup_ms, l2),
+        out=out,
+        profile=profile,
+        compile_limit_s=compile_limit_s,
+    )
     work = runner.Runner(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

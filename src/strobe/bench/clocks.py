@@ -1,7 +1,7 @@
 """The GPU's clock, power, temperature and throttle reasons while a benchmark runs, sampled by a thread.
 
-NVML is part of the driver and is called directly; where its library cannot be loaded, `nvidia-smi` is asked instead. Nothing is ever
-set: the card is measured as it is found.
+NVML is part of the driver and is called directly; where its library cannot be loaded, `nvidia-smi` is asked instead.
+Nothing is ever set: the card is measured as it is found.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from strobe.bench.results import Clock
 
 _INTERVAL_S = 0.01
 _REASONS = {
-    0x2: "application clocks setting", 0x4: "power cap (software)", 0x8: "hardware slowdown", 0x10: "sync boost",
-    0x20: "thermal (software)", 0x40: "thermal (hardware)", 0x80: "power brake (hardware)", 0x100: "display clock setting",
-}  # fmt: skip
+    0x2: "application clocks setting",
+    0x4: "power cap (software)",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal (software)",
+    0x40: "thermal (hardware)",
+    0x80: "power brake (hardware)",
+    0x100: "display clock setting",
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,12 @@ class Nvml:
         power = self._read("nvmlDeviceGetPowerUsage")
         bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", ctype=ctypes.c_ulonglong)
         return Sample(
-            time.perf_counter(), self._read("nvmlDeviceGetClockInfo", sm_clock), None if power is None else power / 1e3,
-            self._read("nvmlDeviceGetTemperature", on_die), reasons(bits or 0),
-        )  # fmt: skip
+            time.perf_counter(),
+            self._read("nvmlDeviceGetClockInfo", sm_clock),
+            None if power is None else power / 1e3,
+            self._read("nvmlDeviceGetTemperature", on_die),
+            reasons(bits or 0),
+        )
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -93,8 +102,10 @@ class NvidiaSmi:
         fields = "clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
         self._process = subprocess.Popen(
             ["nvidia-smi", f"--id={which}", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "50"],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
 
     def sample(self) -> Sample:
         assert self._process.stdout is not None
@@ -187,10 +198,12 @@ class Monitor:
             return known[len(known) // 2] if known else None
 
         return Clock(
-            sm_mhz=median([s.sm_mhz for s in inside]), power_w=median([s.power_w for s in inside]),
+            sm_mhz=median([s.sm_mhz for s in inside]),
+            power_w=median([s.power_w for s in inside]),
             temperature_c=median([s.temperature_c for s in inside]),
-            throttle=sorted({reason for s in inside for reason in s.throttle}), n=len(inside),
-        )  # fmt: skip
+            throttle=sorted({reason for s in inside for reason in s.throttle}),
+            n=len(inside),
+        )
 
     def close(self) -> None:
         self._quit.set()

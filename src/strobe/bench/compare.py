@@ -29,8 +29,8 @@ class Change:
 
 
 def compare(old: Results, new: Results, tolerance: float = 0.03) -> list[Change]:
-    """A regression needs both: intervals of the medians that do not overlap, and a difference above `tolerance`. What was timed and is
-    no longer is broken. Rows of cases that were not run again are left out."""
+    """A regression needs both: intervals of the medians that do not overlap, and a difference above `tolerance`. What was
+    timed and is no longer is broken. Rows of cases that were not run again are left out."""
     changes = []
     cases = {row.case.key for row in new.rows}
     before = {(row.case.key, row.provider): row for row in old.rows if row.case.key in cases}

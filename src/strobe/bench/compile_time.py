@@ -19,7 +19,8 @@ _REPEATS = 3
 
 
 def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Callable[[Case, str], str]) -> list[Row]:
-    """Three for each backend of ours that compiles: provider "…: first" (compiled), "…: disk" (another process's), "…: memory"."""
+    """Three for each backend of ours that compiles: provider "…: first" (compiled), "…: disk" (another process's), "…:
+    memory"."""
     from strobe.cuda import jit
 
     found = []
@@ -33,7 +34,9 @@ def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Ca
             variant = _variant(backend, case, device)
             times = _times(variant)
         except Exception as error:
-            row = Row(case, provider.name, "ours", "failed", str(error).splitlines()[0][:300], repeat=repeat(case, provider.name))
+            row = Row(
+                case, provider.name, "ours", "failed", str(error).splitlines()[0][:300], repeat=repeat(case, provider.name)
+            )
             found.append(row)
             continue
         for origin, samples in times.items():

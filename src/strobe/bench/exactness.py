@@ -1,4 +1,5 @@
-"""Every provider against float64, before it is timed: a few rows of the score matrix at a time, on a few heads where there are many."""
+"""Every provider against float64, before it is timed: a few rows of the score matrix at a time, on a few heads where there
+are many."""
 
 from __future__ import annotations
 
@@ -43,9 +44,7 @@ def units_of(case: Case, device: torch.device) -> list[Unit]:
     """Evenly spread, first and last included, as many as the budget allows. Gradients of keys need all heads of a group."""
     wide = case.group if case.direction != "forward" else 1
     per_head = 2 * (case.dim + case.dim_v) * case.len_q * case.len_k * (1 if case.direction == "forward" else 3.5)
-    every = [
-        Unit(b, slice(h, h + wide), h // case.group) for b in range(case.batch) for h in range(0, case.heads, wide)
-    ]
+    every = [Unit(b, slice(h, h + wide), h // case.group) for b in range(case.batch) for h in range(0, case.heads, wide)]
     most = max(1, min(len(every), int(_FLOP_BUDGET.get(device.type, 4e9) / (per_head * wide)), 64))
     if most == 1:
         return every[-1:]
@@ -118,19 +117,28 @@ class Judge:
         return "every head" if heads == every else f"{heads} of {every} heads"
 
     def judge(self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None) -> Error:
-        """The output and gradients of a provider, (batch, heads, length, dim). The quantity that is worst against its allowance counts."""
+        """The output and gradients of a provider, (batch, heads, length, dim). The quantity that is worst against its
+        allowance counts."""
         worst: Error | None = None
         for name, found in self._pick(out, gradients):
             largest, relative = _distance(found, self._exact[name])
-            error = Error(largest, relative, *self._allowed[name], checked=f"{self.checked}, {name}" if name != "out" else self.checked)
-            if worst is None or not error.passed or error.relative / error.allowed_relative > worst.relative / worst.allowed_relative:
+            error = Error(
+                largest, relative, *self._allowed[name], checked=f"{self.checked}, {name}" if name != "out" else self.checked
+            )
+            if (
+                worst is None
+                or not error.passed
+                or error.relative / error.allowed_relative > worst.relative / worst.allowed_relative
+            ):
                 worst = error
                 if not error.passed:
                     break
         assert worst is not None
         return worst
 
-    def _pick(self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    def _pick(
+        self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None
+    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
         if out is not None:
             yield "out", [out[u.batch, u.heads] for u in self.units]
         if gradients is not None:

@@ -1,8 +1,9 @@
 """How time is taken.
 
-On a GPU: a pair of device events around each launch, after a warm-up by time; the L2 cache is overwritten before each launch, or left
-warm, and the result says which. Calls too short for events are captured into a CUDA graph and replayed. Contenders take turns, A-B-A-B, so
-that a clock that moves moves for all of them. On a CPU: `time.perf_counter` around each call, in turns as well.
+On a GPU: a pair of device events around each launch, after a warm-up by time; the L2 cache is overwritten before each
+launch, or left warm, and the result says which. Calls too short for events are captured into a CUDA graph and replayed.
+Contenders take turns, A-B-A-B, so that a clock that moves moves for all of them. On a CPU: `time.perf_counter` around each
+call, in turns as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Settings:
         if self.l2 not in ("flushed", "warm"):
             raise ValueError(f"l2 must be 'flushed' or 'warm', got {self.l2!r}")
         if self.rounds < 1 or self.budget_ms <= 0 or self.warmup_ms < 0:
-            raise ValueError(f"rounds ({self.rounds}) and budget_ms ({self.budget_ms}) must be positive, warmup_ms ({self.warmup_ms}) not negative")
+            raise ValueError(
+                f"rounds ({self.rounds}) and budget_ms ({self.budget_ms}) must be positive, "
+                f"warmup_ms ({self.warmup_ms}) not negative"
+            )
 
 
 @dataclass
@@ -66,7 +70,8 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def times_ms(self, call: Call, n: int, flush: bool = True) -> list[float]:
-        """Of n calls. On a GPU all are queued before the first is waited for: the CPU runs ahead and its own time does not show."""
+        """Of n calls. On a GPU all are queued before the first is waited for: the CPU runs ahead and its own time does not
+        show."""
         if not self.on_gpu:
             times = []
             for _ in range(n):
@@ -152,7 +157,9 @@ def _take_turn(contender: Contender, watch: Stopwatch, measure: str) -> None:
         calls = max(20, min(200, contender.repeats * 10))
         contender.samples_ms += [watch.host_ms(contender.call, calls) for _ in range(5)]
     elif contender.graph is not None:
-        contender.samples_ms += [t / _CALLS_IN_GRAPH for t in watch.times_ms(contender.graph.replay, contender.repeats, flush=False)]
+        contender.samples_ms += [
+            t / _CALLS_IN_GRAPH for t in watch.times_ms(contender.graph.replay, contender.repeats, flush=False)
+        ]
     else:
         contender.samples_ms += watch.times_ms(contender.call, contender.repeats)
     contender.intervals.append((begun, time.perf_counter()))

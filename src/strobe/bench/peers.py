@@ -27,9 +27,17 @@ def _import(module: str, package: str, name: str | None = None) -> Any:
         return found if name is None else getattr(found, name)
     except ModuleNotFoundError as error:
         missing = error.name or module
-        raise Refusal("not installed", f"{package} is not installed" if module.startswith(missing) else f"{package} needs {missing}, which is not installed") from None
+        raise Refusal(
+            "not installed",
+            f"{package} is not installed"
+            if module.startswith(missing)
+            else f"{package} needs {missing}, which is not installed",
+        ) from None
     except Exception as error:  # binary packages fail in many ways: other ABI, other CUDA, other torch
-        raise Refusal("not installed", f"{package} cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+        raise Refusal(
+            "not installed",
+            f"{package} cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+        ) from None
 
 
 # ---- FlexAttention -----------------------------------------------------------------------------------------------------
@@ -81,7 +89,12 @@ def _flash_attn_2(case: Case, x: Tensors) -> Prepared:
     refuse(case, sinks="no sinks", bias="no bias", unequal="key and value dims differ", float32="float32 inputs")
     _needs_gpu(x)
     function = _import("flash_attn", "flash-attn", "flash_attn_func")
-    options = {"causal": case.mask == "causal", "window_size": _window(case), "softcap": case.softcap or 0.0, "softmax_scale": case.scale}
+    options = {
+        "causal": case.mask == "causal",
+        "window_size": _window(case),
+        "softcap": case.softcap or 0.0,
+        "softmax_scale": case.scale,
+    }
     return Prepared(lambda q, k, v: function(q, k, v, **options), "bshd")
 
 
@@ -89,7 +102,12 @@ def _flash_attn_3(case: Case, x: Tensors) -> Prepared:
     refuse(case, sinks="no sinks", bias="no bias", float32="float32 inputs")
     _needs_gpu(x)
     function = _import("flash_attn_interface", "flash-attn 3", "flash_attn_func")
-    options = {"causal": case.mask == "causal", "window_size": _window(case), "softcap": case.softcap or 0.0, "softmax_scale": case.scale}
+    options = {
+        "causal": case.mask == "causal",
+        "window_size": _window(case),
+        "softcap": case.softcap or 0.0,
+        "softmax_scale": case.scale,
+    }
     return Prepared(lambda q, k, v: _first(function(q, k, v, **options)), "bshd")
 
 
@@ -98,7 +116,12 @@ def _flash_attn_4(case: Case, x: Tensors) -> Prepared:
     _needs_gpu(x)
     function = _import("flash_attn.cute", "flash-attn-4", "flash_attn_func")
     window = tuple(None if side < 0 else side for side in _window(case))
-    options = {"causal": case.mask == "causal", "window_size": window, "softcap": case.softcap or 0.0, "softmax_scale": case.scale}
+    options = {
+        "causal": case.mask == "causal",
+        "window_size": window,
+        "softcap": case.softcap or 0.0,
+        "softmax_scale": case.scale,
+    }
     return Prepared(lambda q, k, v: _first(function(q, k, v, **options)), "bshd")
 
 
@@ -130,9 +153,18 @@ def _flashinfer(case: Case, x: Tensors) -> Prepared:
     if right > 0:
         raise Refusal("unsupported", f"a window to the right, {case.mask}")
     wrapper.plan(
-        ends_q, ends_k, case.heads, case.heads_k, case.dim, head_dim_vo=case.dim_v, causal=case.mask != "full", window_left=left,
-        sm_scale=case.scale, logits_soft_cap=case.softcap, q_data_type=DTYPES[case.dtype],
-    )  # fmt: skip
+        ends_q,
+        ends_k,
+        case.heads,
+        case.heads_k,
+        case.dim,
+        head_dim_vo=case.dim_v,
+        causal=case.mask != "full",
+        window_left=left,
+        sm_scale=case.scale,
+        logits_soft_cap=case.softcap,
+        q_data_type=DTYPES[case.dtype],
+    )
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return wrapper.run(*(t.flatten(0, 1) for t in (q, k, v))).unflatten(0, (case.batch, case.len_q))
@@ -183,16 +215,24 @@ def _megatron(fused_softmax: bool) -> Any:
         if "model-parallel-rng" not in tracker.get_states():
             tracker.add("model-parallel-rng", 1)
         config = config_class(
-            num_layers=1, hidden_size=case.heads * case.dim, num_attention_heads=case.heads, num_query_groups=case.heads_k,
-            kv_channels=case.dim, attention_dropout=0.0, bf16=case.dtype == "bfloat16", fp16=case.dtype == "float16",
+            num_layers=1,
+            hidden_size=case.heads * case.dim,
+            num_attention_heads=case.heads,
+            num_query_groups=case.heads_k,
+            kv_channels=case.dim,
+            attention_dropout=0.0,
+            bf16=case.dtype == "bfloat16",
+            fp16=case.dtype == "float16",
             masked_softmax_fusion=fused_softmax,
-        )  # fmt: skip
+        )
         mask_type = mask_types.causal if case.mask == "causal" else mask_types.no_mask
         groups = types.SimpleNamespace(tp=_OneProcess())
         layer = module.DotProductAttention(config, 1, mask_type, "self", pg_collection=groups).eval()
         taken = layer.scale_mask_softmax.is_kernel_available(None, case.batch, case.heads, case.len_q, case.len_k)
         if fused_softmax and not taken:
-            raise Refusal("fell back", "the fused softmax takes lengths above 16 and up to 4096 only; beyond it is torch's softmax")
+            raise Refusal(
+                "fell back", "the fused softmax takes lengths above 16 and up to 4096 only; beyond it is torch's softmax"
+            )
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return layer(q, k, v, None).unflatten(-1, (case.heads, case.dim_v))
@@ -212,12 +252,45 @@ def providers() -> list[Provider]:
         return "compiling takes seconds per shape; name it to time it" if device.type == "cuda" else None
 
     return [
-        Provider("megatron-local", "standard", "Megatron-LM's local attention", _megatron(False), matrices=_two_matrices, device="cuda"),
-        Provider("megatron-fused-softmax", "standard", "the same with Apex's fused softmax", _megatron(True), matrices=_two_matrices, device="cuda"),
-        Provider("flex", "peer", "FlexAttention, compiled", _flex, kernels="triton|flex", skipped=compiling, compiles=True, device="cuda"),
+        Provider(
+            "megatron-local",
+            "standard",
+            "Megatron-LM's local attention",
+            _megatron(False),
+            matrices=_two_matrices,
+            device="cuda",
+        ),
+        Provider(
+            "megatron-fused-softmax",
+            "standard",
+            "the same with Apex's fused softmax",
+            _megatron(True),
+            matrices=_two_matrices,
+            device="cuda",
+        ),
+        Provider(
+            "flex",
+            "peer",
+            "FlexAttention, compiled",
+            _flex,
+            kernels="triton|flex",
+            skipped=compiling,
+            compiles=True,
+            device="cuda",
+        ),
         Provider("flash-attn-2", "peer", "flash-attn 2", _flash_attn_2, kernels="flash", device="cuda"),
         Provider("flash-attn-3", "peer", "flash-attn 3", _flash_attn_3, kernels="flash", device="cuda"),
-        Provider("flash-attn-4", "peer", "flash-attn 4 (CuTe DSL)", _flash_attn_4, kernels="flash|cute|kernel", compiles=True, device="cuda"),
+        Provider(
+            "flash-attn-4",
+            "peer",
+            "flash-attn 4 (CuTe DSL)",
+            _flash_attn_4,
+            kernels="flash|cute|kernel",
+            compiles=True,
+            device="cuda",
+        ),
         Provider("xformers", "peer", "xformers", _xformers, kernels="fmha|flash|attention", device="cuda"),
-        Provider("flashinfer", "peer", "FlashInfer", _flashinfer, kernels="(?i)prefill|flash", differentiable=False, device="cuda"),
-    ]  # fmt: skip
+        Provider(
+            "flashinfer", "peer", "FlashInfer", _flashinfer, kernels="(?i)prefill|flash", differentiable=False, device="cuda"
+        ),
+    ]

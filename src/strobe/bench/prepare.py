@@ -38,16 +38,24 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def compile_ahead(cases: list[Case], providers: list[Provider], device: torch.device, threads: int = 12) -> float:
-    """Runs each of our CUDA kernels once on a small problem of the same kind, in threads; returns the seconds it took. What cannot be
-    compiled fails again, with its reason, when it is measured."""
+    """Runs each of our CUDA kernels once on a small problem of the same kind, in threads; returns the seconds it took.
+    What cannot be compiled fails again, with its reason, when it is measured."""
     begun = time.perf_counter()
     own = [p for p in providers if p.device == "cuda" and (p.kind == "ours" or p.name.startswith("cuda-"))]
     jobs: dict[Any, tuple[Provider, Case]] = {}
     for case in cases:
         if case.measure != "compile":
             small = dataclasses.replace(
-                case, label="", batch=1, heads=case.group, heads_k=1, len_q=min(case.len_q, 256), len_k=min(case.len_k, 256), direction="forward", measure="time"
-            )  # fmt: skip
+                case,
+                label="",
+                batch=1,
+                heads=case.group,
+                heads_k=1,
+                len_q=min(case.len_q, 256),
+                len_k=min(case.len_k, 256),
+                direction="forward",
+                measure="time",
+            )
             jobs |= {(p.name, small): (p, small) for p in own if p.tiles or case.tile is None}
 
     def compile_one(job: tuple[Provider, Case]) -> None:

@@ -56,9 +56,13 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         return {
-            "kind": "cuda", "name": p.name, "arch": f"sm_{p.major}{p.minor}", "memory_bytes": p.total_memory,
-            "multiprocessors": p.multi_processor_count, "l2_bytes": getattr(p, "L2_cache_size", None),
-        }  # fmt: skip
+            "kind": "cuda",
+            "name": p.name,
+            "arch": f"sm_{p.major}{p.minor}",
+            "memory_bytes": p.total_memory,
+            "multiprocessors": p.multi_processor_count,
+            "l2_bytes": getattr(p, "L2_cache_size", None),
+        }
     return {"kind": device.type, "name": f"{cpu_name()}, {torch.get_num_threads()} threads", "memory_bytes": _host_memory()}
 
 

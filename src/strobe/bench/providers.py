@@ -43,7 +43,9 @@ class Provider:
     kind: str  # "ours", "standard", "peer"
     summary: str
     prepare: Callable[[Case, Tensors], Prepared]  # raises Refusal
-    matrices: Callable[[Case], int] = field(default=lambda case: 0)  # bytes of the N x N matrices it holds at one time, at least
+    matrices: Callable[[Case], int] = field(
+        default=lambda case: 0
+    )  # bytes of the N x N matrices it holds at one time, at least
     kernels: str | None = None  # a regular expression that some kernel's name on a GPU must match
     differentiable: bool = True
     skipped: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)  # unless named: why not
@@ -75,9 +77,14 @@ def dense_mask(case: Case, device: torch.device) -> torch.Tensor | None:
 def refuse(case: Case, **features: str) -> None:
     """Raises for what a provider lacks: softcap, sinks, bias, window, unequal."""
     has = {
-        "softcap": case.softcap is not None, "sinks": case.sinks, "bias": case.bias, "window": case.mask.startswith("window"),
-        "unequal": case.dim != case.dim_v, "gradients": case.direction != "forward", "float32": case.dtype == "float32",
-    }  # fmt: skip
+        "softcap": case.softcap is not None,
+        "sinks": case.sinks,
+        "bias": case.bias,
+        "window": case.mask.startswith("window"),
+        "unequal": case.dim != case.dim_v,
+        "gradients": case.direction != "forward",
+        "float32": case.dtype == "float32",
+    }
     for feature, reason in features.items():
         if has[feature]:
             raise Refusal("unsupported", reason)
@@ -95,9 +102,13 @@ def _ours(backend: str) -> Callable[[Case, Tensors], Prepared]:
         note = None
         if case.direction != "forward" and found.backward is None:
             note = "the gradients are computed by the backend tiled"
-        options = {
-            "mask": case.mask_object(), "softcap": case.softcap, "bias": x.bias, "sinks": x.sinks, "backend": backend,
-        }  # fmt: skip
+        options: dict[str, Any] = {
+            "mask": case.mask_object(),
+            "softcap": case.softcap,
+            "bias": x.bias,
+            "sinks": x.sinks,
+            "backend": backend,
+        }
         if case.tile is not None:
             return _with_tile(backend, case, device, options)
         return Prepared(lambda q, k, v: strobe.attention(q, k, v, **options), "bshd", note=note)
@@ -123,7 +134,7 @@ def _with_tile(backend: str, case: Case, device: torch.device, options: dict[str
     else:
         ampere = tiles.TileSm80(block_q, block_k, warps=4, stages=1, blocks_per_sm=1)
         made = plan.plan_sm80(case.problem(device), f"sm_{facts.major}{facts.minor}", strides, tile=ampere)
-    limit = facts.shared_memory_per_block_optin
+    limit = getattr(facts, "shared_memory_per_block_optin", 227 << 10)
     if made.variant.smem > limit:
         raise Refusal("unsupported", f"the tile needs {made.variant.smem} bytes of shared memory, a block has {limit}")
     launch = cuda_backend.Call(made, device.index or 0)
@@ -142,7 +153,13 @@ def _slow_unless_named(backend: str) -> Callable[[Case, torch.device], str | Non
             return "emulated, thousands of times slower than anything else; name it to time it"
         if backend == "reference" and case.len_q * case.len_k > 1 << 20:
             return "the oracle stores the whole matrix in float64; name it to time it"
-        if backend == "tiled" and device.type == "cuda" and case.tile is None and case.direction == "forward" and case.suite != "quick":
+        if (
+            backend == "tiled"
+            and device.type == "cuda"
+            and case.tile is None
+            and case.direction == "forward"
+            and case.suite != "quick"
+        ):
             return "on a GPU the tiles written in PyTorch stand in for missing features; name it to time it"
         return None
 
@@ -153,12 +170,18 @@ def ours() -> list[Provider]:
     needs = {"sm80": "cuda", "sm90": "cuda", "aten_cpu": "cpu", "emulator": "cpu"}
     return [
         Provider(
-            f"strobe-{name}", "ours", dispatch.get(name).summary, _ours(name), skipped=_slow_unless_named(name),
+            f"strobe-{name}",
+            "ours",
+            dispatch.get(name).summary,
+            _ours(name),
+            skipped=_slow_unless_named(name),
             matrices=(lambda case: 16 * case.score_elements()) if name == "reference" else (lambda case: 0),
-            kernels="kernel" if needs.get(name) == "cuda" else None, tiles=name in ("tiled", "sm80", "sm90"), device=needs.get(name),
+            kernels="kernel" if needs.get(name) == "cuda" else None,
+            tiles=name in ("tiled", "sm80", "sm90"),
+            device=needs.get(name),
         )
         for name in dispatch.NAMES
-    ]  # fmt: skip
+    ]
 
 
 # ---- PyTorch's scaled_dot_product_attention ----------------------------------------------------------------------------
@@ -193,7 +216,7 @@ def _sdpa(backend: str, half: bool = False) -> Callable[[Case, Tensors], Prepare
         mask = None if causal else dense_mask(case, device)
         if x.bias is not None:
             mask = x.bias if mask is None else x.bias.masked_fill(~mask, -torch.inf)
-        options = {"attn_mask": mask, "is_causal": causal, "scale": case.scale, "enable_gqa": case.group > 1}
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": case.scale, "enable_gqa": case.group > 1}
         sdpa = torch.nn.functional.scaled_dot_product_attention
         return Prepared(lambda q, k, v: sdpa(q, k, v, **options), scope=lambda: _sdpa_scope(backend, half))
 
@@ -209,7 +232,11 @@ def why_no_kernel(backend: str, case: Case, x: Tensors, prepared: Prepared) -> s
         with contextlib.suppress(RuntimeError), sdpa_kernel(getattr(SDPBackend, backend)):
             prepared.forward(x.q, x.k, x.v)
     texts = [str(w.message).split("(Triggered")[0].strip() for w in caught]
-    useful = [t for t in texts if "was not enabled" not in t and "kernel not used because" not in t and "has been runtime disabled" not in t]
+    useful = [
+        t
+        for t in texts
+        if "was not enabled" not in t and "kernel not used because" not in t and "has been runtime disabled" not in t
+    ]
     return "; ".join(dict.fromkeys(useful)) or "PyTorch has no such kernel for this problem"
 
 
@@ -224,11 +251,31 @@ def torch_providers() -> list[Provider]:
     math = "PyTorch's math backend"
     return [
         Provider("torch-cudnn", "peer", "PyTorch's cuDNN backend", _sdpa("CUDNN_ATTENTION"), kernels="cudnn|sdpa"),
-        Provider("torch-flash", "peer", "PyTorch's flash backend (FlashAttention-2)", _sdpa("FLASH_ATTENTION"), kernels="flash"),
-        Provider("torch-efficient", "peer", "PyTorch's memory-efficient backend (CUTLASS)", _sdpa("EFFICIENT_ATTENTION"), kernels="fmha|efficient|attention_kernel"),
-        Provider("torch-math", "standard", f"{math}, which computes 16-bit inputs in fp32", _sdpa("MATH"), matrices=lambda c: 8 * c.score_elements()),
-        Provider("torch-math-half", "standard", f"{math} in half precision", _sdpa("MATH", half=True), matrices=lambda c: 2 * _width(c) * c.score_elements()),
-    ]  # fmt: skip
+        Provider(
+            "torch-flash", "peer", "PyTorch's flash backend (FlashAttention-2)", _sdpa("FLASH_ATTENTION"), kernels="flash"
+        ),
+        Provider(
+            "torch-efficient",
+            "peer",
+            "PyTorch's memory-efficient backend (CUTLASS)",
+            _sdpa("EFFICIENT_ATTENTION"),
+            kernels="fmha|efficient|attention_kernel",
+        ),
+        Provider(
+            "torch-math",
+            "standard",
+            f"{math}, which computes 16-bit inputs in fp32",
+            _sdpa("MATH"),
+            matrices=lambda c: 8 * c.score_elements(),
+        ),
+        Provider(
+            "torch-math-half",
+            "standard",
+            f"{math} in half precision",
+            _sdpa("MATH", half=True),
+            matrices=lambda c: 2 * _width(c) * c.score_elements(),
+        ),
+    ]
 
 
 # ---- softmax(q k^T) v, as written --------------------------------------------------------------------------------------
@@ -273,10 +320,15 @@ def eager_providers() -> list[Provider]:
     return [
         Provider("eager", "standard", "softmax(q kᵀ) v in PyTorch", _eager, matrices=matrices),
         Provider(
-            "eager-compiled", "standard", "the same under torch.compile", _compiled, matrices=lambda c: _width(c) * c.score_elements(),
-            skipped=_costs_a_compilation, compiles=True,
+            "eager-compiled",
+            "standard",
+            "the same under torch.compile",
+            _compiled,
+            matrices=lambda c: _width(c) * c.score_elements(),
+            skipped=_costs_a_compilation,
+            compiles=True,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def every() -> list[Provider]:
@@ -295,6 +347,9 @@ def select(names: list[str] | None) -> list[Provider]:
     for name in names:
         hits = [p for p in found if name in (p.name, p.kind)] or [p for p in found if p.name.startswith(f"{name}-")]
         if not hits:
-            raise ValueError(f"provider must be one of {', '.join(p.name for p in found)}, a kind (ours, standard, peer) or a prefix, got {name!r}")
+            raise ValueError(
+                f"provider must be one of {', '.join(p.name for p in found)}, "
+                f"a kind (ours, standard, peer) or a prefix, got {name!r}"
+            )
         chosen += [p for p in hits if p not in chosen]
     return chosen

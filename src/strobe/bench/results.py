@@ -123,15 +123,25 @@ def to_json(results: Results) -> dict[str, Any]:
             data[name] = None if data[name] is None else dataclasses.asdict(data[name])
         rows.append({name: value for name, value in data.items() if value not in (None, [])})
     return {
-        "kind": "strobe bench", "schema": SCHEMA, "complete": results.complete, "seconds": results.seconds,
-        "provenance": results.provenance, "method": results.method, "ceilings": dataclasses.asdict(results.ceilings),
-        "clocks": results.clocks, "rows": rows,
-    }  # fmt: skip
+        "kind": "strobe bench",
+        "schema": SCHEMA,
+        "complete": results.complete,
+        "seconds": results.seconds,
+        "provenance": results.provenance,
+        "method": results.method,
+        "ceilings": dataclasses.asdict(results.ceilings),
+        "clocks": results.clocks,
+        "rows": rows,
+    }
 
 
 def from_json(data: dict[str, Any]) -> Results:
+    if not isinstance(data, dict):
+        raise ValueError(f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}")
     if data.get("kind") != "strobe bench" or data.get("schema") != SCHEMA:
-        raise ValueError(f"not a result of `strobe bench` with schema {SCHEMA}: kind {data.get('kind')!r}, schema {data.get('schema')!r}")
+        raise ValueError(
+            f"not a result of `strobe bench` with schema {SCHEMA}: kind {data.get('kind')!r}, schema {data.get('schema')!r}"
+        )
     rows = []
     for entry in data["rows"]:
         values = dict(entry)
@@ -145,9 +155,14 @@ def from_json(data: dict[str, Any]) -> Results:
             values["clock"] = Clock(**values["clock"])
         rows.append(Row(**values))
     return Results(
-        provenance=data["provenance"], method=data["method"], ceilings=Ceilings(**data["ceilings"]), rows=rows,
-        clocks=data["clocks"], complete=data["complete"], seconds=data["seconds"],
-    )  # fmt: skip
+        provenance=data["provenance"],
+        method=data["method"],
+        ceilings=Ceilings(**data["ceilings"]),
+        rows=rows,
+        clocks=data["clocks"],
+        complete=data["complete"],
+        seconds=data["seconds"],
+    )
 
 
 def load(path: Path) -> Results:

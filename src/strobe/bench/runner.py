@@ -1,4 +1,5 @@
-"""One run: for every case, prepare the providers, check them, see which kernels they run, time them in turns, write the rows down."""
+"""One run: for every case, prepare the providers, check them, see which kernels they run, time them in turns, write the
+rows down."""
 
 from __future__ import annotations
 
@@ -119,10 +120,16 @@ class Runner:
     def _method(self, monitor: Monitor) -> dict[str, Any]:
         s = self.request.settings
         return {
-            "budget_ms": s.budget_ms, "rounds": s.rounds, "warmup_ms": s.warmup_ms, "l2": s.l2 if self.device.type == "cuda" else None,
-            "order": "providers in turns, forwards and backwards", "data": "standard normal", "interval": "95 % of the median, by order statistics",
-            "flops": "exact count of visible pairs; forward 2, backward 5 matrix products", "clock_source": monitor.source or monitor.unavailable,
-        }  # fmt: skip
+            "budget_ms": s.budget_ms,
+            "rounds": s.rounds,
+            "warmup_ms": s.warmup_ms,
+            "l2": s.l2 if self.device.type == "cuda" else None,
+            "order": "providers in turns, forwards and backwards",
+            "data": "standard normal",
+            "interval": "95 % of the median, by order statistics",
+            "flops": "exact count of visible pairs; forward 2, backward 5 matrix products",
+            "clock_source": monitor.source or monitor.unavailable,
+        }
 
     # ---- one case ------------------------------------------------------------------------------------------------------
 
@@ -131,9 +138,19 @@ class Runner:
         if case.measure == "compile":
             return compile_time.rows(case, providers, self.device, self.request.repeat)
         entries = [
-            Entry(p, Row(case, p.name, p.kind, flops=case.flops(self.device), ideal_bytes=case.ideal_bytes(self.device), repeat=self.request.repeat(case, p.name)))
+            Entry(
+                p,
+                Row(
+                    case,
+                    p.name,
+                    p.kind,
+                    flops=case.flops(self.device),
+                    ideal_bytes=case.ideal_bytes(self.device),
+                    repeat=self.request.repeat(case, p.name),
+                ),
+            )
             for p in providers
-        ]  # fmt: skip
+        ]
         try:
             self._measure(case, entries, monitor)
         except Exception as error:  # making the inputs or the reference failed: a reason for everyone
@@ -185,9 +202,13 @@ class Runner:
             elif not named and (reason := p.skipped(case, self.device)) is not None:
                 entry.refuse("skipped", reason)
             elif (need := p.matrices(case) + case.tensor_bytes()) > total:
-                entry.refuse("out of memory", f"needs at least {need / 2**30:.0f} GiB at one time, the device has {total / 2**30:.0f}")
+                entry.refuse(
+                    "out of memory", f"needs at least {need / 2**30:.0f} GiB at one time, the device has {total / 2**30:.0f}"
+                )
             elif p.compiles and self._compiling.get(p.name, 0.0) > self.request.compile_limit_s:
-                entry.refuse("skipped", f"compiling took more than the {self.request.compile_limit_s:g} s allowed, see --compile-limit-s")
+                entry.refuse(
+                    "skipped", f"compiling took more than the {self.request.compile_limit_s:g} s allowed, see --compile-limit-s"
+                )
 
     def _prepare(self, entry: Entry, case: Case, tensors: Tensors, layouts: dict[str, tuple[torch.Tensor, ...]]) -> None:
         limit = max(1.0, self.request.compile_limit_s - self._compiling.get(entry.provider.name, 0.0))
@@ -203,7 +224,9 @@ class Runner:
             if entry.provider.compiles:
                 with self._scope(entry)():
                     step(entry, "both" if case.direction != "forward" else "forward")
-                self._compiling[entry.provider.name] = self._compiling.get(entry.provider.name, 0.0) + time.perf_counter() - begun
+                self._compiling[entry.provider.name] = (
+                    self._compiling.get(entry.provider.name, 0.0) + time.perf_counter() - begun
+                )
 
     def _check(self, entry: Entry, case: Case, judge: Judge) -> None:
         """Error, memory, and the call that will be timed."""
@@ -222,7 +245,10 @@ class Runner:
             entry.row.error = error = judge.judge(from_layout(out.detach(), prepared.layout), back)
             del back, gradients
             if not error.passed:
-                reason = f"relative error {error.relative:.1e} (allowed {error.allowed_relative:.1e}), largest {error.max_abs:.1e} (allowed {error.allowed_max_abs:.1e})"
+                reason = (
+                    f"relative error {error.relative:.1e} (allowed {error.allowed_relative:.1e}), "
+                    f"largest {error.max_abs:.1e} (allowed {error.allowed_max_abs:.1e}), {error.checked}"
+                )
                 raise Refusal("wrong", reason)
             del out
         with scope():
@@ -283,7 +309,12 @@ class Runner:
             row.of_copy = row.gbytes_per_s / ceiling.copy_gbytes_per_s
         device = found.provenance["device"]
         row.matrix_unit = ceilings.matrix_unit_use(
-            row.flops or 0, ms, row.clock.sm_mhz if row.clock else None, device.get("arch"), row.case.dtype, device.get("multiprocessors")
+            row.flops or 0,
+            ms,
+            row.clock.sm_mhz if row.clock else None,
+            device.get("arch"),
+            row.case.dtype,
+            device.get("multiprocessors"),
         )
 
     @contextlib.contextmanager

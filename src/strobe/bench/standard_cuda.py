@@ -1,4 +1,5 @@
-"""Standard attention in CUDA of our own, as three unfused kernels, naive and on the matrix units: to show what the N x N matrix costs.
+"""Standard attention in CUDA of our own, as three unfused kernels, naive and on the matrix units: to show what the N x N
+matrix costs.
 
 The kernels go through the same compiler, cache and launcher as the library's, and run on the emulator as well.
 """
@@ -57,21 +58,31 @@ class Kernel:
         if self.style == "naive":
             return 2 * 16 * 17 * 4
         if self.step == "scores":
-            return max(tile_bytes(self.block_m, self.dim) + tile_bytes(self.block_n, self.dim), tile_bytes(self.block_m, self.block_n))
+            return max(
+                tile_bytes(self.block_m, self.dim) + tile_bytes(self.block_n, self.dim), tile_bytes(self.block_m, self.block_n)
+            )
         if self.step == "values":
             return 2 * (tile_bytes(self.block_m, _KEYS) + tile_bytes(_KEYS, self.dim))
         return 0
 
     @property
     def params(self) -> Struct:
-        element, matrix = ("float", "float") if self.element == "float" else ("u16", "float" if self.style == "naive" else "u16")
-        return Struct("Params", [
-            *(Field(t, f"const {element}*") for t in "qkv"), Field("o", f"{element}*"), Field("s", f"{matrix}*"), Field("p", f"{matrix}*"),
-            *(Field(f"{t}_{axis}", "i64") for t in "qkvo" for axis in ("batch", "head", "row")),
-            Field("scale", "float"),
-            *(Field(name, "int") for name in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "stride_s")),
-            Field("mask", "int", MAX_CONSTANTS),
-        ])  # fmt: skip
+        element, matrix = (
+            ("float", "float") if self.element == "float" else ("u16", "float" if self.style == "naive" else "u16")
+        )
+        return Struct(
+            "Params",
+            [
+                *(Field(t, f"const {element}*") for t in "qkv"),
+                Field("o", f"{element}*"),
+                Field("s", f"{matrix}*"),
+                Field("p", f"{matrix}*"),
+                *(Field(f"{t}_{axis}", "i64") for t in "qkvo" for axis in ("batch", "head", "row")),
+                Field("scale", "float"),
+                *(Field(name, "int") for name in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "stride_s")),
+                Field("mask", "int", MAX_CONSTANTS),
+            ],
+        )
 
     @functools.cached_property
     def source(self) -> str:
@@ -133,10 +144,17 @@ def values(problem: Problem, strides: dict[str, tuple[int, ...]], addresses: dic
     for t, s in strides.items():
         found |= {f"{t}_{axis}": stride for axis, stride in zip(("batch", "head", "row"), s, strict=True)}
     return found | {
-        "scale": problem.scale, "batch": problem.batch, "heads": problem.heads, "group": problem.group, "len_q": problem.len_q,
-        "len_k": problem.len_k, "dim": problem.dim, "dim_v": problem.dim_v, "stride_s": row_stride(problem),
+        "scale": problem.scale,
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "group": problem.group,
+        "len_q": problem.len_q,
+        "len_k": problem.len_k,
+        "dim": problem.dim,
+        "dim_v": problem.dim_v,
+        "stride_s": row_stride(problem),
         "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),
-    }  # fmt: skip
+    }
 
 
 def matrices(problem: Problem, style: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,16 +211,31 @@ def _prepare(style: str) -> Any:
 def providers() -> list[Provider]:
     def slow(case: Case, device: torch.device) -> str | None:
         work = case.score_elements() * case.dim
-        return "scalar arithmetic: it would take seconds; name it to time it" if device.type == "cuda" and work > 1 << 34 else None
+        return (
+            "scalar arithmetic: it would take seconds; name it to time it" if device.type == "cuda" and work > 1 << 34 else None
+        )
 
     width = lambda case: DTYPES[case.dtype].itemsize  # noqa: E731
     return [
         Provider(
-            "cuda-naive", "standard", "our three CUDA kernels, scalar fp32", _prepare("naive"), matrices=lambda c: 8 * c.score_elements(),
-            kernels="standard_naive", differentiable=False, skipped=slow, device="cuda",
+            "cuda-naive",
+            "standard",
+            "our three CUDA kernels, scalar fp32",
+            _prepare("naive"),
+            matrices=lambda c: 8 * c.score_elements(),
+            kernels="standard_naive",
+            differentiable=False,
+            skipped=slow,
+            device="cuda",
         ),
         Provider(
-            "cuda-mma", "standard", "our three CUDA kernels on the matrix units", _prepare("mma"),
-            matrices=lambda c: 2 * width(c) * c.score_elements(), kernels="standard_mma", differentiable=False, device="cuda",
+            "cuda-mma",
+            "standard",
+            "our three CUDA kernels on the matrix units",
+            _prepare("mma"),
+            matrices=lambda c: 2 * width(c) * c.score_elements(),
+            kernels="standard_mma",
+            differentiable=False,
+            device="cuda",
         ),
-    ]  # fmt: skip
+    ]

@@ -53,9 +53,14 @@ def summarise(samples: Sequence[float]) -> Summary:
     ordered = sorted(samples)
     low, high, confidence = median_ranks(len(ordered))
     return Summary(
-        n=len(ordered), median=percentile(ordered, 0.5), low=ordered[low], high=ordered[high],
-        p5=percentile(ordered, 0.05), p95=percentile(ordered, 0.95), confidence=confidence,
-    )  # fmt: skip
+        n=len(ordered),
+        median=percentile(ordered, 0.5),
+        low=ordered[low],
+        high=ordered[high],
+        p5=percentile(ordered, 0.05),
+        p95=percentile(ordered, 0.95),
+        confidence=confidence,
+    )
 
 
 def separated(a: Summary, b: Summary) -> bool:

@@ -62,15 +62,36 @@ class Case:
 
     def problem(self, device: torch.device) -> Problem:
         """The facts that FLOPs and bytes are counted from; tensors lie as (batch, length, heads, dim)."""
-        widths = ((self.len_q, self.heads, self.dim), (self.len_k, self.heads_k, self.dim), (self.len_k, self.heads_k, self.dim_v))
+        widths = (
+            (self.len_q, self.heads, self.dim),
+            (self.len_k, self.heads_k, self.dim),
+            (self.len_k, self.heads_k, self.dim_v),
+        )
         return Problem(
-            dtype=DTYPES[self.dtype], device=device, batch=self.batch, heads=self.heads, heads_k=self.heads_k, len_q=self.len_q,
-            len_k=self.len_k, dim=self.dim, dim_v=self.dim_v, mask=self.mask_object(), scale=self.scale, softcap=self.softcap,
-            dropout=0.0, has_mask_tensor=False, has_bias=self.bias, has_sinks=self.sinks, packed=False,
-            total_q=self.batch * self.len_q, total_k=self.batch * self.len_k, needs_grad=self.direction != "forward",
-            return_lse=False, deterministic=False,
+            dtype=DTYPES[self.dtype],
+            device=device,
+            batch=self.batch,
+            heads=self.heads,
+            heads_k=self.heads_k,
+            len_q=self.len_q,
+            len_k=self.len_k,
+            dim=self.dim,
+            dim_v=self.dim_v,
+            mask=self.mask_object(),
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=0.0,
+            has_mask_tensor=False,
+            has_bias=self.bias,
+            has_sinks=self.sinks,
+            packed=False,
+            total_q=self.batch * self.len_q,
+            total_k=self.batch * self.len_k,
+            needs_grad=self.direction != "forward",
+            return_lse=False,
+            deterministic=False,
             strides=tuple((length * heads * dim, dim, heads * dim) for length, heads, dim in widths),
-        )  # fmt: skip
+        )
 
     @property
     def scale(self) -> float:
@@ -85,11 +106,8 @@ class Case:
     def ideal_bytes(self, device: torch.device) -> int:
         """Each input read once, each output written once."""
         forward = self.problem(device).bytes()
-        width = DTYPES[self.dtype].itemsize
-        gradients = width * self.batch * (
-            2 * self.heads * self.len_q * (self.dim + self.dim_v) + 2 * self.heads_k * self.len_k * (self.dim + self.dim_v)
-        )  # q, k, v, o, do read, dq, dk, dv written: the forward's tensors and as many again
-        backward = gradients + width * self.batch * self.heads * self.len_q * self.dim_v + 4 * self.batch * self.heads * self.len_q
+        o = self.batch * self.heads * self.len_q * self.dim_v * DTYPES[self.dtype].itemsize
+        backward = forward + o + (self.tensor_bytes() - o)  # what the forward read and wrote, and do; dq, dk, dv
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.direction]
 
     def tensor_bytes(self) -> int:
@@ -132,25 +150,50 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 def grid36(direction: str = "forward") -> list[Case]:
     """3 head dims x 2 masks x 6 lengths; 16384 tokens in all, heads x dim = 2048."""
     return [
-        case("grid36", f"d{dim}-{mask}-{_short(n)}", batch=16384 // n, heads=2048 // dim, length=n, dim=dim, mask=mask, direction=direction)
-        for dim in (64, 128, 256) for mask in ("full", "causal") for n in LENGTHS
-    ]  # fmt: skip
+        case(
+            "grid36",
+            f"d{dim}-{mask}-{_short(n)}",
+            batch=16384 // n,
+            heads=2048 // dim,
+            length=n,
+            dim=dim,
+            mask=mask,
+            direction=direction,
+        )
+        for dim in (64, 128, 256)
+        for mask in ("full", "causal")
+        for n in LENGTHS
+    ]
 
 
 def sweep(direction: str = "forward") -> list[Case]:
     """Length against model dimension, one sequence: where memory grows, and with it the distance to standard attention."""
     return [
         case("sweep", f"m{model}-{mask}-{_short(n)}", heads=model // 128, length=n, dim=128, mask=mask, direction=direction)
-        for model in (1024, 2048, 4096, 8192) for mask in ("full",) for n in (1024, 2048, 4096, 8192, 16384, 32768)
-    ]  # fmt: skip
+        for model in (1024, 2048, 4096, 8192)
+        for mask in ("full",)
+        for n in (1024, 2048, 4096, 8192, 16384, 32768)
+    ]
 
 
 def gqa(direction: str = "forward") -> list[Case]:
     """Fewer key heads than query heads; one query against a long cache."""
     grouped = [
-        case("gqa", f"{heads}h{heads_k}-{mask}-{_short(n)}", batch=2, heads=heads, heads_k=heads_k, length=n, dim=128, mask=mask, direction=direction)
-        for heads, heads_k in ((64, 8), (32, 8), (32, 1)) for mask in ("full", "causal") for n in (2048, 8192)
-    ]  # fmt: skip
+        case(
+            "gqa",
+            f"{heads}h{heads_k}-{mask}-{_short(n)}",
+            batch=2,
+            heads=heads,
+            heads_k=heads_k,
+            length=n,
+            dim=128,
+            mask=mask,
+            direction=direction,
+        )
+        for heads, heads_k in ((64, 8), (32, 8), (32, 1))
+        for mask in ("full", "causal")
+        for n in (2048, 8192)
+    ]
     if direction != "forward":
         return grouped
     return grouped + [
@@ -164,16 +207,36 @@ def models(direction: str = "forward") -> list[Case]:
     shapes: list[tuple[str, str, dict[str, Any]]] = [
         ("llama3-8b", "Llama 3 8B", {"heads": 32, "heads_k": 8, "length": 8192, "dim": 128, "mask": "causal"}),
         ("llama3-70b", "Llama 3 70B", {"heads": 64, "heads_k": 8, "length": 8192, "dim": 128, "mask": "causal"}),
-        ("gemma2-global", "Gemma 2 9B, global", {"heads": 16, "heads_k": 8, "length": 8192, "dim": 256, "mask": "causal", "softcap": 50.0}),
-        ("gemma2-local", "Gemma 2 9B, local", {"heads": 16, "heads_k": 8, "length": 8192, "dim": 256, "mask": "window(4095, 0)", "softcap": 50.0}),
-        ("gemma3-local", "Gemma 3 27B, local", {"heads": 32, "heads_k": 16, "length": 8192, "dim": 128, "mask": "window(1023, 0)"}),
+        (
+            "gemma2-global",
+            "Gemma 2 9B, global",
+            {"heads": 16, "heads_k": 8, "length": 8192, "dim": 256, "mask": "causal", "softcap": 50.0},
+        ),
+        (
+            "gemma2-local",
+            "Gemma 2 9B, local",
+            {"heads": 16, "heads_k": 8, "length": 8192, "dim": 256, "mask": "window(4095, 0)", "softcap": 50.0},
+        ),
+        (
+            "gemma3-local",
+            "Gemma 3 27B, local",
+            {"heads": 32, "heads_k": 16, "length": 8192, "dim": 128, "mask": "window(1023, 0)"},
+        ),
         ("deepseek-v3", "DeepSeek-V3, prefill", {"heads": 128, "length": 4096, "dim": 192, "dim_v": 128, "mask": "causal"}),
-        ("gpt-oss-full", "gpt-oss, full", {"heads": 64, "heads_k": 8, "length": 8192, "dim": 64, "mask": "causal", "sinks": True}),
-        ("gpt-oss-local", "gpt-oss, local", {"heads": 64, "heads_k": 8, "length": 8192, "dim": 64, "mask": "window(127, 0)", "sinks": True}),
+        (
+            "gpt-oss-full",
+            "gpt-oss, full",
+            {"heads": 64, "heads_k": 8, "length": 8192, "dim": 64, "mask": "causal", "sinks": True},
+        ),
+        (
+            "gpt-oss-local",
+            "gpt-oss, local",
+            {"heads": 64, "heads_k": 8, "length": 8192, "dim": 64, "mask": "window(127, 0)", "sinks": True},
+        ),
         ("vit-l-224", "ViT-L/16, 224 pixels", {"batch": 64, "heads": 16, "length": 197, "dim": 64}),
         ("vit-l-384", "ViT-L/16, 384 pixels", {"batch": 32, "heads": 16, "length": 577, "dim": 64}),
         ("t5-large", "T5 large encoder", {"batch": 16, "heads": 16, "length": 512, "dim": 64, "bias": True}),
-    ]  # fmt: skip
+    ]
     return [case("models", label, model=model, direction=direction, **shape) for label, model, shape in shapes]
 
 
@@ -181,62 +244,100 @@ def overhead(direction: str = "forward") -> list[Case]:
     """Short lengths: what one call costs the CPU, and what the device needs when a graph replays it."""
     return [
         case("overhead", f"d128-{n}", heads=16, length=n, dim=128, measure=measure, direction=direction)
-        for n in (16, 128, 256, 512, 1024) for measure in ("call", "graph")
+        for n in (16, 128, 256, 512, 1024)
+        for measure in ("call", "graph")
         if direction == "forward" or measure == "call"
-    ]  # fmt: skip
+    ]
 
 
 def tiles(direction: str = "forward") -> list[Case]:
     """Queries x keys in a tile, for our backends whose tiles can be chosen."""
     return [
-        case("tiles", f"d{dim}-{mask}-{_short(n)}-{bq}x{bk}", heads=16, length=n, dim=dim, mask=mask, tile=(bq, bk), direction=direction)
-        for dim in (64, 128) for mask, n in (("full", 4096),) for bq in (64, 128, 192) for bk in (32, 64, 96, 128)
-    ]  # fmt: skip
+        case(
+            "tiles",
+            f"d{dim}-{mask}-{_short(n)}-{bq}x{bk}",
+            heads=16,
+            length=n,
+            dim=dim,
+            mask=mask,
+            tile=(bq, bk),
+            direction=direction,
+        )
+        for dim in (64, 128)
+        for mask, n in (("full", 4096),)
+        for bq in (64, 128, 192)
+        for bk in (32, 64, 96, 128)
+    ]
 
 
 def compile(direction: str = "forward") -> list[Case]:
     """First-call and cached compile time of our kernels; lengths do not matter."""
     return [
         case("compile", f"d{dim}-{mask}", heads=8, length=512, dim=dim, mask=mask, measure="compile", direction=direction)
-        for dim in (64, 128, 256) for mask in ("full", "causal")
-    ]  # fmt: skip
+        for dim in (64, 128, 256)
+        for mask in ("full", "causal")
+    ]
 
 
 def cpu(direction: str = "forward") -> list[Case]:
     return [
         case("cpu", f"d{dim}-{mask}-{_short(n)}", heads=4, length=n, dim=dim, mask=mask, dtype=dtype, direction=direction)
-        for dtype in ("float32", "bfloat16") for dim in (64, 128) for mask in ("full", "causal") for n in (512, 1024, 2048, 4096)
-    ]  # fmt: skip
+        for dtype in ("float32", "bfloat16")
+        for dim in (64, 128)
+        for mask in ("full", "causal")
+        for n in (512, 1024, 2048, 4096)
+    ]
 
 
 def quick(direction: str = "forward", on_gpu: bool = False) -> list[Case]:
     """A look at everything: the lengths over which standard attention falls behind, forward and backward, a call, a compile."""
     if on_gpu:
         made = [
-            case("quick", f"d128-{mask}-{_short(n)}", batch=max(1, 8192 // n), heads=16, length=n, dim=128, mask=mask, direction=direction)
-            for mask in ("full", "causal") for n in (1024, 4096, 16384)
-        ]  # fmt: skip
+            case(
+                "quick",
+                f"d128-{mask}-{_short(n)}",
+                batch=max(1, 8192 // n),
+                heads=16,
+                length=n,
+                dim=128,
+                mask=mask,
+                direction=direction,
+            )
+            for mask in ("full", "causal")
+            for n in (1024, 4096, 16384)
+        ]
     else:
         made = [
             case("quick", f"d64-{mask}-{_short(n)}", heads=2, length=n, dim=64, mask=mask, dtype="float32", direction=direction)
-            for mask in ("full", "causal") for n in (256, 512, 1024, 2048)
-        ]  # fmt: skip
+            for mask in ("full", "causal")
+            for n in (256, 512, 1024, 2048)
+        ]
     dtype = "bfloat16" if on_gpu else "float32"
     if direction == "forward":
-        made.append(case("quick", "d64-causal-1k", heads=4, length=1024, dim=64, mask="causal", dtype=dtype, direction="backward"))
+        made.append(
+            case("quick", "d64-causal-1k", heads=4, length=1024, dim=64, mask="causal", dtype=dtype, direction="backward")
+        )
         made.append(case("quick", "d64-128", heads=4, length=128, dim=64, dtype=dtype, measure="call"))
         sides = ((64, 128) if on_gpu else (64, 256, 1024), (64, 128) if on_gpu else (64, 256, 1024))
         made += [
             case("quick", f"d64-full-1k-{bq}x{bk}", heads=2, length=1024, dim=64, dtype=dtype, tile=(bq, bk))
-            for bq in sides[0] for bk in sides[1]
-        ]  # fmt: skip
+            for bq in sides[0]
+            for bk in sides[1]
+        ]
     return made
 
 
 SUITES = {
-    "grid36": grid36, "sweep": sweep, "gqa": gqa, "models": models, "overhead": overhead, "tiles": tiles, "compile": compile,
-    "cpu": cpu, "quick": quick,
-}  # fmt: skip
+    "grid36": grid36,
+    "sweep": sweep,
+    "gqa": gqa,
+    "models": models,
+    "overhead": overhead,
+    "tiles": tiles,
+    "compile": compile,
+    "cpu": cpu,
+    "quick": quick,
+}
 
 
 def cases(suite: str, direction: str = "forward", on_gpu: bool = False) -> list[Case]:

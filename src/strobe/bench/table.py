@@ -67,11 +67,16 @@ def _table(key: str, rows: list[Row], clocked: bool) -> Table:
         clock = row.clock.sm_mhz if row.clock else None
         name = f"  {row.provider}" + (" (fell back)" if row.status == "fell back" else "")
         table.add_row(
-            name, milliseconds(summary.median), f"{summary.noise:.1%}", rate(row), percent(row.of_matmul),
+            name,
+            milliseconds(summary.median),
+            f"{summary.noise:.1%}",
+            rate(row),
+            percent(row.of_matmul),
             *([percent(row.matrix_unit), "–" if clock is None else f"{clock:.0f} MHz"] if clocked else []),
-            size(row.extra_bytes), "–" if row.error is None else f"{row.error.relative:.1e}",
+            size(row.extra_bytes),
+            "–" if row.error is None else f"{row.error.relative:.1e}",
             style={"ours": "bold", "standard": "dim"}.get(row.kind),
-        )  # fmt: skip
+        )
     return table
 
 

@@ -159,7 +159,7 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         "q": (problem.heads, problem.len_q, problem.total_q, problem.dim, problem.strides[0], 64, dim),
         "k": (problem.heads_k, problem.len_k, problem.total_k, problem.dim, problem.strides[1], tile.block_n, dim),
         "v": (problem.heads_k, problem.len_k, problem.total_k, problem.dim_v, problem.strides[2], tile.block_n, dim_v),
-        "o": (problem.heads, problem.len_q, problem.total_q, problem.dim_v, out_strides, 64, dim_v),
+        "o": (problem.heads, problem.len_q, problem.total_q, problem.dim_v, out_strides, 64, 64 * (tile.store_panels or -(-dim_v // 64))),
     }
     maps = {name: _tensor_map(problem, whole_panels, variant.element, *facts) for name, facts in tensors.items()}
     return Plan(variant, min(values["tiles"], sms), values, maps)

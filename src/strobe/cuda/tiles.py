@@ -106,12 +106,13 @@ class TileSm90:
     hold: int = 0  # weights computed before the wait for P V; 0: where ptxas puts them
     ping_pong: bool = False  # consumers take turns at issuing products
     skip: bool = False  # leave the row maximum behind while it grows little
+    store_panels: int = 0  # 64-column panels of O staged at a time in a buffer of their own; 0: all of them, over Q
 
     kernel = "forward_sm90"
     blocks_per_sm = 1
 
     def __str__(self) -> str:
-        switches = f"{' pp' if self.ping_pong else ''}{' skip' if self.skip else ''}"
+        switches = f"{' pp' if self.ping_pong else ''}{' skip' if self.skip else ''}{f' o{self.store_panels}' if self.store_panels else ''}"
         return f"{self.block_m}x{self.block_n} s{self.stages} q{self.q_slots} h{self.hold}{switches}"
 
     @property
@@ -130,14 +131,16 @@ class TileSm90:
     def smem(self, dim: int, dim_v: int) -> int:
         queries = self.q_slots * self.consumers * tile_bytes(64, dim)
         keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
+        output = self.consumers * tile_bytes(64, 64 * self.store_panels)
         barriers, mailbox = 16 * self.q_slots + 32 * self.stages, 16
-        return queries + self.stages * keys_and_values + barriers + mailbox
+        return queries + self.stages * keys_and_values + output + barriers + mailbox
 
     def numbers(self) -> dict[str, int]:
         producer, consumer = self.registers
         return {
             "kBlockM": self.block_m, "kBlockN": self.block_n, "kConsumers": self.consumers, "kStages": self.stages,
             "kQSlots": self.q_slots, "kHold": self.hold, "kRegsProducer": producer, "kRegsConsumer": consumer,
+            "kStorePanels": self.store_panels,
         }  # fmt: skip
 
     def flags(self) -> dict[str, bool]:
@@ -147,10 +150,10 @@ class TileSm90:
 _SM90 = {
     (64, 64): TileSm90(3, 128, ping_pong=True),
     (96, 96): TileSm90(2, 128, hold=8),
-    (128, 128): TileSm90(2, 128, hold=8),
-    (192, 192): TileSm90(2, 96, q_slots=1),
-    (192, 128): TileSm90(2, 128, q_slots=1),
-    (256, 256): TileSm90(2, 80, q_slots=1),
+    (128, 128): TileSm90(2, 128, hold=16),
+    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, hold=12),
+    (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=12),
+    (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2),
 }
 
 

@@ -32,7 +32,11 @@ const bytes = b => {
 };
 const time = ms => ms >= 1000 ? round(ms / 1000) + " s" : ms >= 0.1 ? round(ms) + " ms" : round(ms * 1000) + " µs";
 
-function ticks(low, high, log) {
+function ticks(low, high, log, base = 10) {
+  if (log && base !== 10) {
+    const exponents = [Math.ceil(Math.log2(low) - 1e-9), Math.floor(Math.log2(high) + 1e-9)], step = Math.max(1, Math.ceil((exponents[1] - exponents[0]) / 6));
+    return Array.from({ length: Math.floor((exponents[1] - exponents[0]) / step) + 1 }, (_, i) => 2 ** (exponents[0] + i * step));
+  }
   if (log) {
     const found = [], step = Math.max(1, Math.ceil((Math.log10(high) - Math.log10(low)) / 6));
     for (let e = Math.ceil(Math.log10(low) - 1e-9); e <= Math.log10(high) + 1e-9; e += step) found.push(10 ** e);
@@ -48,7 +52,7 @@ function ticks(low, high, log) {
 // series: [{name, style: {colour, dash, shape}, points: [{x, y, text, low, high}], missing: [{x, text}]}]
 // options: {x: {log, ticks, format, label}, y: {log, format, label, zero}, guides: [{points, label}], lines: [{y, label}]}
 function lineChart(series, options) {
-  const W = 440, H = 290, left = 52, right = 12, top = 14, bottom = 38;
+  const W = 440, H = 290, left = 52, right = 12, top = 26, bottom = 38;
   const all = series.flatMap(s => s.points), missing = series.flatMap(s => s.missing || []);
   const svg = el("svg:svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": options.title || "" });
   if (!all.length) { svg.append(el("svg:text", { x: W / 2, y: H / 2, "text-anchor": "middle" }, "no data")); return svg; }
@@ -59,7 +63,7 @@ function lineChart(series, options) {
   if (Y.log) { y0 = y0 / 1.4; y1 = y1 * (missing.length ? 2.2 : 1.4); } else { y0 = Y.zero === false ? y0 : Math.min(0, y0); y1 = y1 * (missing.length ? 1.16 : 1.06) || 1; }
   const scale = (v, a, b, from, to, log) => from + (log ? (Math.log(v) - Math.log(a)) / (Math.log(b) - Math.log(a)) : (v - a) / (b - a)) * (to - from);
   const px = v => scale(v, x0, x1, left + 10, W - right - 10, X.log), py = v => scale(v, y0, y1, H - bottom, top, Y.log);
-  for (const v of ticks(y0, y1, Y.log)) {
+  for (const v of ticks(y0, y1, Y.log, Y.base)) {
     svg.append(el("svg:line", { class: "grid", x1: left, x2: W - right, y1: py(v), y2: py(v) }),
       el("svg:text", { x: left - 6, y: py(v) + 4, "text-anchor": "end" }, (Y.format || round)(v)));
   }
@@ -72,14 +76,14 @@ function lineChart(series, options) {
     el("svg:text", { x: 4, y: 10 }, Y.label));
   for (const line of options.lines || []) {
     svg.append(el("svg:line", { class: "guide", x1: left, x2: W - right, y1: py(line.y), y2: py(line.y) }),
-      el("svg:text", { x: W - right - 2, y: py(line.y) - 4, "text-anchor": "end" }, line.label));
+      el("svg:text", { x: left + 4, y: py(line.y) - 4 }, line.label));
   }
   for (const guide of options.guides || []) {
     const inside = guide.points.filter(p => p.y >= y0 && p.y <= y1 && p.x >= x0 && p.x <= x1);
     if (inside.length < 2) continue;
     const last = inside[inside.length - 1];
     svg.append(el("svg:path", { class: "guide", d: inside.map((p, i) => `${i ? "L" : "M"}${px(p.x)} ${py(p.y)}`).join("") }),
-      el("svg:text", { x: px(last.x) - 4, y: py(last.y) - 5, "text-anchor": "end" }, guide.label));
+      el("svg:text", { x: px(last.x), y: py(last.y) + 14, "text-anchor": "end" }, guide.label));
   }
   for (const s of series) {
     const sorted = [...s.points].sort((a, b) => a.x - b.x);
@@ -91,7 +95,7 @@ function lineChart(series, options) {
     }
     for (const p of s.missing || []) {
       const row = [...series].filter(o => (o.missing || []).some(m => m.x === p.x)).indexOf(s);
-      const [cx, cy] = [px(p.x), top + 4 + 10 * row];
+      const [cx, cy] = [px(p.x), top - 2 + 10 * row];
       svg.append(hover(el("svg:g", { class: "hot oom" }, el("svg:circle", { cx, cy, r: 8, fill: "transparent" }),
         el("svg:path", { d: `M${cx - 3.5} ${cy - 3.5}L${cx + 3.5} ${cy + 3.5}M${cx + 3.5} ${cy - 3.5}L${cx - 3.5} ${cy + 3.5}`, stroke: s.style.colour, "stroke-width": 2 })), p.text));
     }

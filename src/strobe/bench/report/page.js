@@ -106,6 +106,8 @@ function speedUp(rows) {
     return series.some(s => s.points.length) ? figure(title, lineChart(series, { title, x: lengthAxis(list), y: { label: "times as fast (our fastest)" }, lines: [{ y: 1, label: "" }] })) : null;
   }).filter(Boolean);
 }
+// Guides make sense where only the length changes; the grid keeps the number of tokens and changes the batch with it.
+const one = list => new Set(list.map(r => r.scores / r.length ** 2)).size === 1;
 function memory(rows) {
   return panelsOf(rows.filter(r => r.peak || r.status === "out of memory")).map(([title, list]) => {
     const series = seriesOf(list, r => r.extra), ns = lengths(list), limit = RUN.provenance.device.memory_bytes;
@@ -117,7 +119,7 @@ function memory(rows) {
       return anchor ? { label, points: ns.map(n => ({ x: n, y: anchor * 0.72 * (n / ns[0]) ** power })) } : { label, points: [] };
     };
     const top = Math.max(...points.map(p => p.y)), lines = limit && (limit < 40 * top || list.some(r => r.status === "out of memory")) ? [{ y: limit, label: `the device's ${bytes(limit)}` }] : [];
-    return figure(title, lineChart(series, { title, x: lengthAxis(list), y: { log: true, label: "extra memory over q, k, v, o", format: bytes }, guides: [guide(1, "∝ N"), guide(2, "∝ N²")], lines }));
+    return figure(title, lineChart(series, { title, x: lengthAxis(list), y: { log: true, base: 2, label: "extra memory over q, k, v, o", format: bytes }, guides: one(list) ? [guide(1, "∝ N"), guide(2, "∝ N²")] : [], lines }));
   }).filter(Boolean);
 }
 function roofline(rows) {
@@ -128,7 +130,6 @@ function roofline(rows) {
     for (const s of series) s.points = list.filter(r => r.provider === s.name && r.timed).map(r => ({ x: r.intensity, y: r.tflops, text: describe(r) + `\n${round(r.intensity)} FLOP per byte` }));
     const xs = list.map(r => r.intensity), ridge = peak * 1000 / copy, from = Math.min(...xs, ridge / 2), to = Math.max(...xs, ridge * 2);
     const at = x => Math.min(peak, x * copy / 1000);
-    series.push({ name: "roof", style: { colour: "var(--soft)", shape: "circle", width: 1.5 }, points: [] });
     return figure(`roofline, ${dtype}`, lineChart(
       [...series, { name: "roof", style: { colour: "var(--soft)", width: 1.5 }, points: [from, ridge, to].map(x => ({ x, y: at(x), text: `roof: ${round(at(x))} TFLOP/s at ${round(x)} FLOP per byte` })) }],
       { title: "roofline", x: { log: true, label: "FLOP per byte that must move" }, y: { log: true, label: "TFLOP/s" } }));
@@ -170,11 +171,10 @@ function comparison(entry) {
 function draw() {
   const chosen = ROWS.filter(r => r.suite === suite), plain = chosen.filter(r => r.measure === "time" && !r.tile), open = new Set([...document.querySelectorAll("section:has(details[open])")].map(s => s.id));
   const families = new Set(panelsOf(plain).map(([t]) => t)), single = chosen.filter(r => !r.tile && (r.measure !== "time" || !families.has(panelTitle(r))));
-  const text = { ...{} };
   const parts = [
     section("speed", "Speed against length", "Medians; the bars are 95 % intervals. A cross on top is a provider that ran out of memory. The dotted line is the matrix product measured in the same run.", speed(plain), plain, pick("case who ms low high n rate of units clock status")),
     section("speedup", "Against standard attention", "How many times as fast our fastest provider is as each standard baseline; below 1 it is slower.", speedUp(plain), plain.filter(r => r.kind !== "peer"), pick("case who ms rate status")),
-    section("memory", "Memory against length", "What a call needs on top of q, k, v and the output, at its worst moment. Both axes are logarithmic; the guides grow with N and N².", memory(plain), plain, pick("case who length peak extra status")),
+    section("memory", "Memory against length", "What a call needs on top of q, k, v and the output, at its worst moment. Both axes are logarithmic. Where only the length changes, guides grow with N and N²; where the number of tokens is kept, the batch shrinks as the length grows.", memory(plain), plain, pick("case who length peak extra status")),
     section("bars", "Case by case", "Those that did not run say why.", bars(single), single, pick("case who ms low high n rate of gbs extra status")),
     section("tiles", "Tile sizes", "The darker the faster.", tiles(chosen.filter(r => r.tile)), chosen.filter(r => r.tile), pick("case who ms rate status")),
     section("roofline", "Roofline", "Against the work per byte that has to move at least once. The roof is measured in the same run: a copy, a matrix product.", roofline(chosen), chosen.filter(r => r.tflops), pick("case who rate gbs of units clock")),

@@ -38,7 +38,7 @@ def page_data(runs: list[Results]) -> dict[str, Any]:
     """What the script draws from: runs of the same device are one run, what stands alone is compared with the first."""
     first, others = runs[0], runs[1:]
     merged = [first]
-    compared = []
+    compared: list[Results] = []
     for run in others:
         keys = {(row.case.key, row.provider) for row in merged[0].rows}
         again = any((row.case.key, row.provider) in keys for row in run.rows)
@@ -52,11 +52,14 @@ def page_data(runs: list[Results]) -> dict[str, Any]:
 def _run(parts: list[Results]) -> dict[str, Any]:
     rows = [row for part in parts for row in part.rows]
     return {
-        "provenance": parts[0].provenance, "method": parts[0].method, "ceilings": vars(parts[0].ceilings),
-        "complete": all(part.complete for part in parts), "seconds": sum(part.seconds or 0 for part in parts),
+        "provenance": parts[0].provenance,
+        "method": parts[0].method,
+        "ceilings": vars(parts[0].ceilings),
+        "complete": all(part.complete for part in parts),
+        "seconds": sum(part.seconds or 0 for part in parts),
         "throttled": sorted({reason for row in rows if row.clock for reason in row.clock.throttle}),
         "rows": [flat(row, panel) for row, panel in zip(rows, panels(rows), strict=True)],
-    }  # fmt: skip
+    }
 
 
 def panels(rows: list[Row]) -> list[str]:
@@ -68,24 +71,54 @@ def panels(rows: list[Row]) -> list[str]:
 
 
 def _family(row: Row) -> str:
-    return row.case.label.rsplit("-", 1)[0] if "-" in row.case.label else row.case.label
+    """Models are cases of their own, whatever their names have in common."""
+    return row.case.label.rsplit("-", 1)[0] if "-" in row.case.label and row.case.model is None else row.case.label
 
 
 def flat(row: Row, panel: str) -> dict[str, Any]:
     case, summary = row.case, row.timing.summary if row.timing else None
     found = {
-        "suite": case.suite, "key": case.key, "label": case.label, "panel": panel, "length": case.len_k, "dim": case.dim,
-        "mask": case.mask, "dtype": case.dtype, "direction": case.direction, "measure": case.measure, "model": case.model,
-        "tile": case.tile, "scores": case.score_elements(), "provider": row.provider, "kind": row.kind, "status": row.status,
-        "reason": row.reason, "note": row.note, "kernels": row.kernels[:4], "repeat": row.repeat, "tflops": row.tflops,
-        "gbs": row.gbytes_per_s, "of": row.of_matmul, "units": row.matrix_unit, "peak": row.peak_bytes, "extra": row.extra_bytes,
+        "suite": case.suite,
+        "key": case.key,
+        "label": case.label,
+        "panel": panel,
+        "length": case.len_k,
+        "dim": case.dim,
+        "mask": case.mask,
+        "dtype": case.dtype,
+        "direction": case.direction,
+        "measure": case.measure,
+        "model": case.model,
+        "tile": case.tile,
+        "scores": case.score_elements(),
+        "provider": row.provider,
+        "kind": row.kind,
+        "status": row.status,
+        "reason": row.reason,
+        "note": row.note,
+        "kernels": row.kernels[:4],
+        "repeat": row.repeat,
+        "tflops": row.tflops,
+        "gbs": row.gbytes_per_s,
+        "of": row.of_matmul,
+        "units": row.matrix_unit,
+        "peak": row.peak_bytes,
+        "extra": row.extra_bytes,
         "tensors": case.tensor_bytes(),
         "intensity": row.flops / row.ideal_bytes if row.flops and row.ideal_bytes else None,
-        "error": row.error.relative if row.error else None, "clock": row.clock.sm_mhz if row.clock else None,
+        "error": row.error.relative if row.error else None,
+        "clock": row.clock.sm_mhz if row.clock else None,
         "timed": row.timed,
-    }  # fmt: skip
+    }
     if summary is not None:
-        found |= {"ms": summary.median, "low": summary.low, "high": summary.high, "n": summary.n, "p5": summary.p5, "p95": summary.p95}
+        found |= {
+            "ms": summary.median,
+            "low": summary.low,
+            "high": summary.high,
+            "n": summary.n,
+            "p5": summary.p5,
+            "p95": summary.p95,
+        }
     return {name: _short(value) for name, value in found.items() if value is not None}
 
 
@@ -96,7 +129,14 @@ def _short(value: Any) -> Any:
 def _comparison(base: list[Results], other: Results) -> dict[str, Any]:
     old = Results(base[0].provenance, base[0].method, base[0].ceilings, [row for part in base for row in part.rows])
     changes = [
-        {"key": c.key, "provider": c.provider, "kind": c.kind, "ratio": _short(c.ratio), "old": _short(_ms(c.old)), "new": _short(_ms(c.new))}
+        {
+            "key": c.key,
+            "provider": c.provider,
+            "kind": c.kind,
+            "ratio": _short(c.ratio),
+            "old": _short(_ms(c.old)),
+            "new": _short(_ms(c.new)),
+        }
         for c in compare(old, other)
         if c.old is not None and (c.old.timed or (c.new is not None and c.new.timed))
     ]

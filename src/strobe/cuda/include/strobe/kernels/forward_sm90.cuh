@@ -23,11 +23,18 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   static constexpr int kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kConsumers = Config::kConsumers, kBlockM = 64 * kConsumers, kStages = Config::kStages, kQSlots = Config::kQSlots;
   static constexpr int kScores = kBlockN / 2;  // of one thread
-  static_assert(kBlockM == Config::kBlockM && kDimV <= kDim, "O is staged over Q");
+  static_assert(kBlockM == Config::kBlockM && kDimV <= kDim, "O fits over Q");
 
-  // ---- shared memory: Q (later O) slots, one part a consumer | K buffers | V buffers | barriers | tile numbers ------------------------------------------------
+  // O is staged in shared memory on its way out: over the Q of its own tile or, where there is only one Q slot, in a buffer of its own, some
+  // panels at a time, so that the next Q can be on its way already.
+  static constexpr bool kPrivateO = Config::kStorePanels > 0;
+  static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
+  static_assert(kPrivateO || kQSlots > 1, "a Q slot that also stages O is given back only when the next tile is under way");
+
+  // ---- shared memory: Q slots, one part a consumer | K buffers | V buffers | O | barriers | tile numbers ------------------------------------------------
   static constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
-  static constexpr u32 kOffsetK = kQSlots * kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetBarriers = kOffsetV + kStages * kBytesV;
+  static constexpr u32 kOffsetK = kQSlots * kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetO = kOffsetV + kStages * kBytesV;
+  static constexpr u32 kBytesO = tile_bytes(64, kPanel * kStorePanels), kOffsetBarriers = kOffsetO + (kPrivateO ? kConsumers * kBytesO : 0);
   using RingQ = Ring<kQSlots>;
   using RingKV = Ring<kStages>;
   static constexpr u32 kOffsetMailbox = kOffsetBarriers + RingQ::kBytes + 2 * RingKV::kBytes;  // the number of the tile in each Q slot
@@ -44,15 +51,17 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 
   STROBE_DEVICE static void init_barriers() {
     const u32 at = smem_base() + kOffsetBarriers;
-    RingQ::init(at, kConsumers);  // one arrival a warpgroup, after its output has left
-    RingKV::init(at + RingQ::kBytes, 4 * kConsumers);  // one arrival a warp
+    RingQ::init(at, kPrivateO ? 4 * kConsumers : kConsumers);  // a warp is done with Q, or a warpgroup's O has left from there
+    RingKV::init(at + RingQ::kBytes, 4 * kConsumers);          // one arrival a warp
     RingKV::init(at + RingQ::kBytes + RingKV::kBytes, 4 * kConsumers);
     mbar_init_fence();
   }
 
   STROBE_DEVICE u32 q_tile(int consumer) const { return smem + (q.stage * kConsumers + consumer) * kBytesQ; }
-  STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile) const {
-    return visible_blocks<kBlockN>(Mask{tile.len_q, tile.len_k, p.mask}, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
+  // The key blocks that some of `rows` rows of the tile see; none if they lie beyond the sequence.
+  STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile, int first_row, int rows) const {
+    if (first_row >= tile.len_q) return KeyBlocks{0, 0, 0, 0};
+    return visible_blocks<kBlockN>(Mask{tile.len_q, tile.len_k, p.mask}, first_row, min(first_row + rows, tile.len_q) - 1);
   }
 
   STROBE_DEVICE u32 mailbox() const { return smem + kOffsetMailbox + 4 * q.stage; }
@@ -110,7 +119,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   }
 
   STROBE_DEVICE void load_tile(const Tile& tile, int index) {
-    const KeyBlocks blocks = key_blocks(tile);
+    const KeyBlocks blocks = key_blocks(tile, tile.row0, kBlockM);
     const int head_k = tile.head / p.group;
     const bool any_keys = blocks.first < blocks.end;
     int n = blocks.end - 1;
@@ -138,6 +147,26 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   STROBE_DEVICE u64 k_desc() const { return k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16)); }
   STROBE_DEVICE u64 v_desc() const { return mn_major(smem + kOffsetV, kBlockN) + u64(v.stage * (kBytesV / 16)); }
   STROBE_DEVICE static bool elected() { return thread_idx() % 32 == 0; }  // one arrival a warp
+
+  // Ping-pong: the consumers take turns at issuing products, one turn for every key block of the tile but the first, used or not.
+  STROBE_DEVICE static void wait_turn(int consumer) { if (Config::kPingPong) bar_sync(1 + consumer, 256); }
+  STROBE_DEVICE static void pass_turn(int consumer) { if (Config::kPingPong) bar_arrive(1 + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256); }
+
+  // A key block of the tile of which this consumer's rows see nothing.
+  STROBE_DEVICE void skip(int consumer, bool has_turn) {
+    if (has_turn) {
+      wait_turn(consumer);
+      pass_turn(consumer);
+    }
+    pass_over(k);
+    pass_over(v);
+  }
+  STROBE_DEVICE static void pass_over(RingKV& ring) {
+    ring.wait_full();
+    sync_warp();  // no lane may find the barrier a whole round further on because another gave the buffer back
+    if (elected()) ring.release();
+    ring.next();
+  }
 
   template <bool kMasked> STROBE_DEVICE void prepare(float (&s)[kScores], const Tile& tile, int row, int n) const {
     if (Config::kSoftcap) tanh_fragment(s, p.scale_before);
@@ -185,7 +214,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     constexpr int kFirst = Config::kHold ? Config::kHold : kScores;
     float s[kScores];
     k.wait_full();
-    if (Config::kPingPong) bar_sync(1 + consumer, 256);  // the consumers take turns at issuing
+    wait_turn(consumer);
     pin(f.o);
     pin(f.weights);
     wgmma_fence();
@@ -195,7 +224,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     wgmma_fence();  // a new basic block: without this one ptxas injects its own
     gemm_pv<T, kBlockN, kDimV>(f.o, f.weights, v_desc());
     wgmma_commit();
-    if (Config::kPingPong) bar_arrive(1 + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256);
+    pass_turn(consumer);
     wgmma_wait<1>();
     pin(s);
     if (elected()) k.release();
@@ -214,12 +243,11 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     f.softmax.rescale(f.o);
   }
 
-  // Normalise, round, stage over this warpgroup's Q, and let one bulk copy write it; rows beyond the sequence are clipped.
+  // Normalise, round, stage in shared memory, and let bulk copies write it; rows beyond the sequence are clipped.
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row, int consumer) {
     const u32 tid = thread_idx() % 128, lane = tid % 32;
-    const u32 tile_smem = q_tile(consumer);
+    const u32 staging = kPrivateO ? smem + kOffsetO + consumer * kBytesO : q_tile(consumer);
     const float sink = Config::kSinks ? ld_global(p.sinks + tile.head) : 0.f;
-    bar_sync(1 + kConsumers + consumer, 128);  // every warp of this warpgroup is done with Q
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float lse;
@@ -232,60 +260,89 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
         f.o[i + 2 * r + 1] *= inverse;
       }
     }
-    const int local_row = 16 * (tid / 32) + (lane & 15);
+    const int local_row = 16 * (tid / 32) + (lane & 15), first = tile.row0 + 64 * consumer;
 #pragma unroll
-    for (int j = 0; j < kDimV / 16; ++j)
-      stmatrix_x4(tile_smem + chunk_offset(64, local_row, 2 * j + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]), pack2<T>(f.o[8 * j + 2], f.o[8 * j + 3]),
-                  pack2<T>(f.o[8 * j + 4], f.o[8 * j + 5]), pack2<T>(f.o[8 * j + 6], f.o[8 * j + 7]));
-    fence_proxy_async();
-    bar_sync(1 + kConsumers + consumer, 128);
-    if (tid == 0) {
-      const int first = tile.row0 + 64 * consumer;
-      if (first < tile.len_q) {
+    for (int panel = 0; panel < panels(kDimV); panel += kStorePanels) {
+      if (kPrivateO && tid == 0) tma_store_wait_read<0>();  // what was staged here before has left
+      bar_sync(1 + kConsumers + consumer, 128);             // or: every warp of this warpgroup is done with Q
+#pragma unroll
+      for (int j = panel * 4; j < min(kDimV / 16, (panel + kStorePanels) * 4); ++j)
+        stmatrix_x4(staging + chunk_offset(64, local_row, 2 * (j - panel * 4) + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]),
+                    pack2<T>(f.o[8 * j + 2], f.o[8 * j + 3]), pack2<T>(f.o[8 * j + 4], f.o[8 * j + 5]), pack2<T>(f.o[8 * j + 6], f.o[8 * j + 7]));
+      fence_proxy_async();
+      bar_sync(1 + kConsumers + consumer, 128);
+      if (tid == 0 && first < tile.len_q) {
         const int clip = Config::kPacked ? max(0, 64 - (tile.len_q - first)) : 0;
         const int c1 = Config::kPacked ? clip : first, c4 = Config::kPacked ? tile.first_row + first - clip + 64 : tile.slice;
         if (Config::kWholePanels) {
-          tma_store_5d(&p.map_o, tile_smem, 0, c1, 0, tile.head, c4);
+          tma_store_5d(&p.map_o, staging, 0, c1, panel, tile.head, c4);
         } else {
 #pragma unroll
-          for (int panel = 0; panel < panels(kDimV); ++panel)
-            tma_store_5d(&p.map_o, tile_smem + panel * (64 * kPanelRowBytes), panel * kPanel, c1, 0, tile.head, c4);
+          for (int i = 0; i < min(kStorePanels, panels(kDimV) - panel); ++i)
+            tma_store_5d(&p.map_o, staging + i * (64 * kPanelRowBytes), (panel + i) * kPanel, c1, 0, tile.head, c4);
         }
         tma_store_commit();
-        tma_store_wait_read<0>();
       }
-      q.release();
     }
+  }
+
+  // O staged over Q: its slot is free once the copy has read it. Called well after `store`, so that nobody waits.
+  STROBE_DEVICE void release_stored(RingQ& stored, bool& pending) {
+    if (kPrivateO || !pending) return;
+    pending = false;
+    if (thread_idx() % 128 == 0) {
+      tma_store_wait_read<0>();
+      stored.release();
+    }
+    stored.next();
   }
 
   STROBE_DEVICE void consume(int consumer) {
     const int thread_row = 64 * consumer + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;  // and 8 further down
-    if (Config::kPingPong && consumer == kConsumers - 1) bar_arrive(1, 256);  // the first consumer gets the first turn
+    if (consumer == kConsumers - 1) pass_turn(consumer);  // the first consumer gets the first turn
+    RingQ stored = q;
+    bool pending = false;
 #pragma unroll 1
     for (;;) {
       q.wait_full();
       const int index = int(ld_shared(mailbox()));
       if (index < 0) break;
+      sync_warp();  // all lanes have read the number before one of them gives the slot back
       const Tile tile = decode_tile<Config>(index, p);
-      const KeyBlocks blocks = key_blocks(tile);
+      const KeyBlocks all = key_blocks(tile, tile.row0, kBlockM), mine = key_blocks(tile, tile.row0 + 64 * consumer, 64);
       const int row = tile.row0 + thread_row;
       Fragments f;
 #pragma unroll
       for (int i = 0; i < kDimV / 2; ++i) f.o[i] = 0.f;
       f.softmax.reset(p.scale_log2);
-      if (blocks.first < blocks.end) {
+      const int last = all.end - 1;
+      int n = last;
+      if (mine.first < mine.end) {
         const u64 q_desc = k_major(q_tile(consumer));
-        int n = blocks.end - 1;
+        for (; n >= mine.end; --n) skip(consumer, n < last);
+        if (n < last) {
+          wait_turn(consumer);
+          pass_turn(consumer);
+        }
         scores<true>(q_desc, f, tile, row, n);
-        for (--n; n >= blocks.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
-        for (; n >= blocks.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);
+        release_stored(stored, pending);
+        for (--n; n >= mine.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
+        for (; n >= mine.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);
         if (Mask::kHasLo)
-          for (; n >= blocks.first; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
+          for (; n >= mine.first; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
+        if (kPrivateO && elected()) q.release();
         values(f);
+      } else {
+        release_stored(stored, pending);
+        if (kPrivateO && elected()) q.release();
       }
+      for (; n >= all.first; --n) skip(consumer, n < last);
       store(f, tile, row, consumer);
+      pending = true;
       q.next();
     }
+    release_stored(stored, pending);
+    if (kPrivateO && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copies
   }
 };
 

@@ -1,0 +1,83 @@
+"""What the tests on GPUs share: the kernels of this machine, compiled beforehand and side by side, and the reference there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import tolerance
+import torch
+from cases import Case, make
+from oracle import prepare
+
+import strobe
+from strobe import dispatch, reference
+from strobe.cuda import backend, jit
+from strobe.problem import Inputs, Problem
+
+DTYPES = (torch.bfloat16, torch.float16)
+KERNELS = ("sm80", "sm90")
+
+
+def hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def kernels_here() -> list[str]:
+    return [kernel for kernel in KERNELS if kernel != "sm90" or hopper()]
+
+
+def fastest() -> str:
+    return kernels_here()[-1]
+
+
+def compile_together(problems: Iterable[tuple[str, Problem]]) -> None:
+    """Variants one by one would take minutes; NVRTC runs in as many threads as there are."""
+    planners = {"sm80": backend._plan_sm80, "sm90": backend._plan_sm90}
+    variants = set()
+    for kernel, problem in problems:
+        if not problem.empty and dispatch.get(kernel).supports(problem) is None:
+            rows = problem.total_q if problem.packed else problem.len_q
+            strides = (rows * problem.heads * problem.dim_v, problem.dim_v, problem.heads * problem.dim_v)
+            variants.add(planners[kernel](problem, strides).variant)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda v: jit.get(v.source, v.arch, name=v.name), variants))
+
+
+def attend(case: Case, dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in (batch, heads, …) order, through the public call, written over NaN."""
+    q, k, v, kwargs = make(case, dtype, "cuda")
+    dim_v = v.shape[-1]
+    out = q.new_full((*q.shape[:-1], dim_v), torch.nan)
+    leave_nan_behind(q.shape[:-1].numel())
+    call = strobe.attention if case.lengths is None else strobe.attention_varlen
+    result, lse = call(q, k, v, **kwargs, out=out, return_lse=True, backend=kernel)
+    assert result is out
+    if case.lengths is not None:
+        out, lse = out[None], lse[None]
+    return out.transpose(1, 2), lse
+
+
+def leave_nan_behind(count: int) -> None:
+    """Memory that the allocator will hand out next for `count` floats (the LSE) holds NaN."""
+    del_me = [torch.full((count,), torch.nan, device="cuda") for _ in range(2)]
+    del del_me
+
+
+def references(problem: Problem, inputs: Inputs) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """(exact, same dtype), each (out, lse): as oracle.expected, on the inputs' device."""
+    exact = reference.attention(problem, inputs)
+    same, _ = reference.attention(problem, inputs, problem.dtype)
+    return exact, (same, reference.attention(problem, inputs, problem.lse_dtype)[1])
+
+
+def check(
+    out: torch.Tensor, lse: torch.Tensor, expected: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    (exact, exact_lse), (same, same_lse) = expected
+    tolerance.check("out", out, exact, same)
+    tolerance.check("lse", lse, exact_lse, same_lse, floor=tolerance.lse_floor(same_lse))
+
+
+def problem_of(case: Case, dtype: torch.dtype) -> Problem:
+    return prepare(case, dtype, "cuda")[0]

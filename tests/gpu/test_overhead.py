@@ -1,0 +1,71 @@
+"""What a call costs besides the kernel: the first one, one from the cache of kernels, and each of many."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from gpu.kernels import KERNELS, kernels_here
+
+import strobe
+from strobe.mask import causal
+
+FIRST_S, CACHED_S = 2.0, 0.05
+CPU_US = {"sm80": 20.0, "sm90": 25.0}
+SLACK = 1.3  # shared machines differ; the numbers themselves are printed
+
+each_kernel = pytest.mark.parametrize(
+    "kernel", [pytest.param(k, marks=() if k in kernels_here() else pytest.mark.skip("no Hopper GPU")) for k in KERNELS]
+)
+
+_FIRST_CALL = """
+import json, sys, time
+import torch, strobe
+from strobe.cuda import backend, driver
+driver.available()
+q = torch.randn(1, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize()
+start = time.perf_counter()
+strobe.attention(q, q, q, mask=strobe.causal, backend=sys.argv[1])
+torch.cuda.synchronize()
+print(json.dumps(time.perf_counter() - start))
+"""
+
+
+@each_kernel
+def test_first_call_and_cached_call(kernel: str, tmp_path: Path) -> None:
+    source = str(Path(strobe.__file__).parent.parent)
+    environment = os.environ | {"STROBE_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": source}
+
+    def seconds() -> float:
+        command = [sys.executable, "-c", _FIRST_CALL, kernel]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first = seconds()
+    cached = min(seconds() for _ in range(3))
+    print(f"{kernel}: first call {first:.2f} s, from the cache {1000 * cached:.0f} ms")
+    assert first <= FIRST_S * SLACK and cached <= CACHED_S * SLACK
+
+
+@each_kernel
+def test_cpu_time_of_a_call(kernel: str) -> None:
+    """A problem so small that the GPU is never behind."""
+    q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            strobe.attention(q, q, q, mask=causal, backend=kernel)
+        best = min(best, (time.perf_counter() - start) / 100)
+    torch.cuda.synchronize()
+    print(f"{kernel}: {best * 1e6:.1f} µs of CPU time a call")
+    assert best * 1e6 <= CPU_US[kernel] * SLACK

@@ -1,0 +1,52 @@
+"""Medians, their intervals, and when a difference may be called one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, strategies as st
+
+from strobe.bench.statistics import geometric_mean, growth_exponent, median_ranks, percentile, separated, summarise
+
+
+@pytest.mark.parametrize(
+    ("n", "low", "high", "confidence"),
+    [(5, 0, 4, 0.9375), (6, 0, 5, 0.96875), (10, 1, 8, 0.978515625), (20, 5, 14, 0.95861), (100, 39, 60, 0.9648)],
+)
+def test_ranks_from_the_tables(n: int, low: int, high: int, confidence: float) -> None:
+    """The textbook's order statistics (counted from 0 here)."""
+    found = median_ranks(n)
+    assert found[:2] == (low, high) and found[2] == pytest.approx(confidence, abs=1e-4)
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    chance = random.Random(1)
+    true_median = 2**0.5  # of max(u1, u2) * 2 with u uniform on [0, 1]
+    inside = 0
+    for _ in range(2000):
+        s = summarise([2 * max(chance.random(), chance.random()) for _ in range(15)])
+        inside += s.low <= true_median <= s.high
+    assert 0.94 <= inside / 2000 <= 0.995
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=60))
+def test_ordered(samples: list[float]) -> None:
+    s = summarise(samples)
+    assert s.low <= s.median <= s.high and min(samples) <= s.p5 <= s.p95 <= max(samples) and s.n == len(samples)
+
+
+def test_separated_needs_a_gap() -> None:
+    slow, fast = summarise([2.0, 2.1, 2.2, 2.3, 2.1, 2.2]), summarise([1.0, 1.1, 1.2, 1.3, 1.1, 1.2])
+    assert separated(slow, fast) and separated(fast, slow)
+    assert not separated(slow, summarise([1.0, 2.15, 3.0, 2.0, 1.5, 2.5]))
+
+
+def test_small_facts() -> None:
+    assert percentile([1.0, 2.0, 3.0], 0.5) == 2.0 and percentile([1.0, 3.0], 0.5) == 2.0
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert growth_exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
+    assert growth_exponent([1, 2, 4], [3, 6, 12]) == pytest.approx(1.0)
+    assert growth_exponent([4, 4], [1, 2]) is None
+    with pytest.raises(ValueError, match="empty"):
+        summarise([])

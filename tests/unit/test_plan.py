@@ -1,0 +1,213 @@
+"""From problem to launch: padded head dims, tensor maps that the hardware takes, sources that do not depend on what may change
+between calls."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import Case
+from hypothesis import given, settings, strategies as st
+from kernel_cases import SUPPORTED
+from oracle import prepare
+
+from strobe.cuda import plan, tiles
+from strobe.cuda.plan import Plan, plan_sm80, plan_sm90
+from strobe.mask import causal, causal_top_left, chunked, full, prefix, window
+from strobe.problem import Problem, check
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def problem_of(case: Case, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    return prepare(case, dtype)[0]
+
+
+def out_strides(p: Problem) -> tuple[int, int, int]:
+    rows = p.total_q if p.packed else p.len_q
+    return rows * p.heads * p.dim_v, p.dim_v, p.heads * p.dim_v
+
+
+def plans(p: Problem) -> list[Plan]:
+    return [plan_sm80(p, "sm_80", out_strides(p)), plan_sm90(p, out_strides(p), 132)]
+
+
+# ---- head dims ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", tiles.DIMS)
+def test_every_head_dim_has_a_kernel(family: str) -> None:
+    steps = range(8, tiles.MAX_DIM + 1, 8)
+    for dim, dim_v in itertools.product(steps, steps):
+        padded, padded_v = tiles.padded_dims(family, dim, dim_v)
+        assert padded >= dim and padded_v >= dim_v and (padded, padded_v) in tiles.DIMS[family]
+
+
+def test_head_dims_are_rounded_up_no_further_than_needed() -> None:
+    assert tiles.padded_dims("sm80", 33, 8) == (64, 64)
+    assert tiles.padded_dims("sm80", 64, 64) == (64, 64)
+    assert tiles.padded_dims("sm90", 72, 72) == (96, 96)
+    assert tiles.padded_dims("sm90", 192, 128) == (192, 128)
+    assert tiles.padded_dims("sm90", 160, 120) == (192, 128)
+    assert tiles.padded_dims("sm90", 128, 192) == (192, 192)
+    assert tiles.padded_dims("sm90", 200, 8) == (256, 256)
+
+
+def test_a_tile_is_whole_panels() -> None:
+    assert tiles.tile_bytes(64, 64) == 64 * 128
+    assert tiles.tile_bytes(64, 65) == tiles.tile_bytes(64, 128) == 2 * 64 * 128
+
+
+# ---- variants ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("arch", [*ARCHS, "sm_90a"])
+def test_variants_fit_into_shared_memory(arch: str) -> None:
+    found = list(plan.variants(arch, exhaustive=True))
+    assert found and len({v.name for v in found}) == len(set(found)), "two variants of one name"
+    for variant in found:
+        most = tiles.SMEM_BYTES[tiles.generation(arch)] // variant.tile.blocks_per_sm
+        assert variant.smem <= most, f"{variant.name}: {variant.smem} bytes of {most}"
+        assert variant.threads <= 1024 and variant.threads % 32 == 0
+        assert variant.kernel == ("forward_sm90" if arch == "sm_90a" else "forward_sm80")
+
+
+def test_common_variants_are_among_all() -> None:
+    for arch in ("sm_80", "sm_90a"):
+        assert set(plan.variants(arch)) <= set(plan.variants(arch, exhaustive=True))
+
+
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_plans_use_listed_tiles_and_dims(case: Case) -> None:
+    """What is compiled ahead of time has the tiles that calls will ask for."""
+    p = problem_of(case)
+    for found, arch in zip(plans(p), ("sm_80", "sm_90a"), strict=True):
+        listed = {(v.tile, v.dim, v.dim_v, v.softcap) for v in plan.variants(arch, exhaustive=True)}
+        v = found.variant
+        assert (v.tile, v.dim, v.dim_v, v.softcap) in listed
+        assert found.values["row_blocks"] == -(-p.len_q // v.tile.block_m)
+        assert found.values["tiles"] == found.values["row_blocks"] * p.batch * p.heads  # type: ignore[operator]
+        assert 1 <= found.grid <= found.values["tiles"]  # type: ignore[operator]
+
+
+def test_source_does_not_depend_on_what_changes_between_calls() -> None:
+    """Lengths, strides, scale, heads, window sizes: one kernel serves them all."""
+    base = Case("base", 100, 200, dim=64, mask=window(10, 3))
+    others = [
+        Case("lengths", 300, 77, dim=64, mask=window(10, 3)),
+        Case("constants", 100, 200, dim=64, mask=window(99, 0)),
+        Case("heads", 100, 200, batch=5, heads=8, heads_k=1, dim=64, mask=window(10, 3)),
+        Case("scale", 100, 200, dim=64, mask=window(10, 3), scale=0.5),
+        Case("strides", 100, 200, dim=64, mask=window(10, 3), memory="sliced"),
+    ]
+    for i, kernel in enumerate(("sm80", "sm90")):
+        wanted = plans(problem_of(base))[i].variant
+        for other in others:
+            found = plans(problem_of(other))[i].variant
+            assert found == wanted and found.source == wanted.source and hash(found) == hash(wanted), f"{kernel}, {other}"
+
+
+def test_source_depends_on_what_changes_code() -> None:
+    base = Case("base", 100, 200, dim=64)
+    others = [
+        Case("dim", 100, 200, dim=128),
+        Case("dim_v", 100, 200, dim=192, dim_v=128),
+        Case("padded", 100, 200, dim=56),
+        Case("softcap", 100, 200, dim=64, softcap=2.0),
+        Case("sinks", 100, 200, dim=64, sinks=True),
+        Case("packed", 0, 0, dim=64, lengths=((100, 200),)),
+        *(Case(str(m), 100, 200, dim=64, mask=m)
+          for m in (causal, causal_top_left, window(1, 1), window(5, None), prefix(3), chunked(8))),
+    ]  # fmt: skip
+    for i in range(2):
+        variants = [plans(problem_of(case))[i].variant for case in (base, *others)]
+        variants.append(plans(problem_of(base, torch.float16))[i].variant)
+        assert len({v.source for v in variants}) == len(variants)
+        assert len({v.name for v in variants}) == len(variants)
+
+
+def test_masks_of_one_shape_are_one() -> None:
+    assert plan.shape_of(window(5, 7)) is plan.shape_of(window(100, 0))
+    assert plan.shape_of(causal) is not plan.shape_of(full)
+
+
+def test_names_say_what_is_compiled() -> None:
+    p = problem_of(Case("x", 100, 200, heads=4, dim=40, mask=causal, softcap=2.0, sinks=True))
+    ampere, hopper = (found.variant.name for found in plans(p))
+    for name, kernel in ((ampere, "forward_sm80"), (hopper, "forward_sm90")):
+        assert name.startswith(kernel) and "bf16 64" in name and name.endswith("softcap sinks padded]")
+    described = plans(p)[1].describe()
+    assert described["kernel"] == hopper and "queries" in str(described["tile"])
+
+
+def test_source_carries_the_numbers_python_sends() -> None:
+    for found in plans(problem_of(Case("x", 100, 200, dim=128))):
+        v = found.variant
+        assert f"kSmem = {v.smem}" in v.source and f"kThreads = {v.threads}" in v.source
+        assert f"sizeof(Params) == {v.params.size}" in v.source and f"kernels/{v.kernel}.cuh" in v.source
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_values_are_all_the_arguments_but_the_maps(case: Case) -> None:
+    for found in plans(problem_of(case)):
+        names = {field.name for field in found.variant.params.fields}
+        assert set(found.values) | {f"map_{t}" for t in found.maps} == names
+        assert all(found.values[name] == 0 for name in plan.POINTERS)
+
+
+def test_sections_put_heads_together_only_where_rows_differ() -> None:
+    even = problem_of(Case("full", 512, 512, heads=8, heads_k=2, dim=64))
+    uneven = problem_of(Case("causal", 512, 512, heads=8, heads_k=2, dim=64, mask=causal))
+    banded = problem_of(Case("window", 512, 512, heads=8, heads_k=2, dim=64, mask=window(9, 0)))
+    assert plans(even)[1].values["section"] == 1 == plans(banded)[1].values["section"]
+    assert plans(uneven)[1].values["section"] == 16  # two sequences of eight heads: all of it fits
+    per_head = 512 * 128 * 2
+    one = plan_sm90(uneven, out_strides(uneven), 132, l2_bytes=per_head)
+    assert one.values["section"] == uneven.group  # the heads that share one head's keys
+    assert plan_sm90(uneven, out_strides(uneven), 132, l2_bytes=0).values["section"] == 1
+
+
+# ---- tensor maps -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_tensor_maps_are_valid(case: Case) -> None:
+    p = problem_of(case)
+    found = plan_sm90(p, out_strides(p), 132)
+    assert list(found.maps) == ["q", "k", "v", "o"]
+    for name, spec in found.maps.items():
+        spec.validate()
+        assert len(spec.dims) == 5 and spec.box[0] * spec.element_bytes == spec.swizzle == 128, name
+        assert spec.dims[3] == (p.heads if name in "qo" else p.heads_k)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([1, 2, 3]), st.integers(1, 300), st.integers(1, 300), st.sampled_from([1, 2, 5]), st.sampled_from([1, 3]),
+    st.integers(1, 32).map(lambda n: 8 * n), st.integers(0, 3), st.booleans(),
+)  # fmt: skip
+def test_tensor_maps_of_odd_strides(
+    batch: int, len_q: int, len_k: int, heads_k: int, group: int, dim: int, extra: int, size_one: bool
+) -> None:
+    """Strides of any multiple of 8 elements; a dimension of size 1 may have any stride at all."""
+
+    def tensor(length: int, heads: int) -> torch.Tensor:
+        wide = torch.empty(batch, length + extra, heads + extra, dim + 8 * extra, dtype=torch.bfloat16)
+        t = wide[:, :length, :heads, :dim]
+        strides = list(t.stride())
+        for axis in range(3):
+            if size_one and t.shape[axis] == 1:
+                strides[axis] = 3  # never used to address anything
+        return torch.as_strided(wide, t.shape, strides)
+
+    q, k, v = tensor(len_q, heads_k * group), tensor(len_k, heads_k), tensor(len_k, heads_k)
+    if size_one and 1 in (len_q, len_k):
+        return  # rows always have a stride of their own here
+    p, _ = check(q, k, v)
+    for spec in plan_sm90(p, out_strides(p), 132).maps.values():
+        spec.validate()
+
+
+def test_packed_boxes_begin_before_the_tensor() -> None:
+    """Rows are the sum of two coordinates, shifted by a box so that neither is negative."""
+    p = problem_of(Case("packed", 0, 0, dim=64, lengths=((70, 100), (0, 3), (65, 129))))
+    for name, spec in plan_sm90(p, out_strides(p), 132).maps.items():
+        rows = p.total_q if name in "qo" else p.total_k
+        assert spec.dims[1] == spec.box[1] and spec.dims[4] == rows + spec.box[1]
+        assert spec.strides[0] == spec.strides[3] and spec.address == -spec.box[1] * spec.strides[0]
