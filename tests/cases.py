@@ -27,7 +27,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     scale: float | None = None
-    scores: str = "normal"  # or "huge": around 1000; "rising": every later key beats all before it
+    scores: str = "normal"  # or "huge": around 1000; "rising", "falling": every later key beats all before it, or is beaten
     memory: str = "dense"  # or "sliced": a part of a larger tensor, the rest of which is NaN
     lengths: tuple[tuple[int, int], ...] | None = None  # packed: (len_q, len_k) of each sequence
 
@@ -130,9 +130,10 @@ def make(
     if case.scores == "huge":  # all of one sign, so that none of the numbers that a softmax subtracts is small
         q, k = q.abs().add_(1), k.abs().add_(1)
         q *= 1000 / (scale * (q.mean() ** 2 * case.dim).item())
-    elif case.scores == "rising":
+    elif case.scores in ("rising", "falling"):
         q = q.abs().add_(0.5)
-        k = torch.linspace(-3, 3, totals[1], dtype=torch.float64)[:, None, None].expand_as(k) + 0.1 * k
+        ends = (-3, 3) if case.scores == "rising" else (3, -3)
+        k = torch.linspace(*ends, totals[1], dtype=torch.float64)[:, None, None].expand_as(k) + 0.1 * k
 
     kwargs: dict[str, Any] = {}
     if case.mask_tensor is not None:

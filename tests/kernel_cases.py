@@ -29,6 +29,8 @@ KERNEL_CASES = [
     Case("k_128_sliced", 131, 259, dim=128, memory="sliced", mask=causal),
     Case("k_128_packed", 0, 0, dim=128, heads=8, heads_k=1, lengths=((128, 129), (0, 7), (3, 0), (257, 130), (1, 1))),
     Case("k_128_rising", 64, 520, batch=1, dim=128, scores="rising"),
+    Case("k_128_falling", 64, 520, batch=1, dim=128, scores="falling"),  # kernels go from the last key to the first
+    Case("k_64_falling", 200, 300, batch=1, dim=64, scores="falling", mask=causal),
     Case("k_128_huge", 64, 260, batch=1, dim=128, scores="huge", mask=causal),
     Case("k_192", 130, 200, batch=1, dim=192, mask=causal),
     Case("k_192_128", 130, 260, batch=1, heads=3, heads_k=1, dim=192, dim_v=128, mask=causal),

@@ -1,8 +1,8 @@
 """Kernels with one thing wrong. The emulator has to notice each of them, else passing on it would prove nothing.
 
 A mutation is a replacement in the flattened source. Noticed means: an EmulatorError (a race, a deadlock, a stray access) or a
-result outside the tolerance, for one of a few seeds in asynchronous mode. Tiles are fixed here, so that the mutations stay the same
-when the tables are tuned.
+result outside the tolerance, for one of a few seeds in asynchronous mode. Tiles are fixed here, so that the mutations stay the
+same when the tables are tuned.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 SEEDS = (1, 2, 3)
 CAUSAL = Case("causal", 150, 300, batch=1, heads=3, heads_k=1, dim=64, mask=causal)
 WINDOW = Case("window", 150, 300, batch=1, heads=2, dim=64, mask=window(100, 10))
-RISING = Case("rising", 70, 300, batch=1, dim=64, scores="rising")
+FALLING = Case("falling", 70, 300, batch=1, dim=64, scores="falling")  # kernels go from the last key to the first
 PACKED = Case("packed", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 129), (130, 70)))
 TILES = {
     "sm80": TileSm80(64, 64, 4, 1, 1),
     "sm80_two_buffers": TileSm80(64, 64, 4, 2, 1),
     "sm90": TileSm90(2, 64),
     "sm90_ping_pong": TileSm90(2, 64, ping_pong=True),
-    "sm90_one_slot": TileSm90(2, 64, q_slots=1),
+    "sm90_one_slot": TileSm90(2, 64, q_slots=1, store_panels=1),
 }
 
 
@@ -66,10 +66,10 @@ ARITHMETIC = [
     ("mask_one_too_early", "if (column >= hi[row] ||", "if (column + 1 >= hi[row] ||", CAUSAL),
     ("mask_low_end", "column < lo[row])) s[i]", "column < lo[row] - 1)) s[i]", WINDOW),
     ("last_block_missing", "(mask.hi(last_row) + kBlockN - 1) / kBlockN", "mask.hi(last_row) / kBlockN", CAUSAL),
-    ("diagonal_unmasked", "min(max(mask.hi(first_row) / kBlockN,", "min(max((mask.hi(first_row) + kBlockN - 1) / kBlockN,", CAUSAL),
+    ("diagonal_unmasked", "max(mask.hi(first_row) / kBlockN,", "max((mask.hi(first_row) + kBlockN - 1) / kBlockN,", CAUSAL),
     ("first_block_skipped", "b.first = mask.lo(first_row) / kBlockN;", "b.first = mask.lo(first_row) / kBlockN + 1;", WINDOW),
-    ("sum_not_rescaled", "l[row] *= alpha[row];", "", RISING),
-    ("other_rows_of_a_packed_sequence", "t.first_key = ld_global(p.cu_k + t.batch);", "t.first_key = ld_global(p.cu_q + t.batch);", PACKED),
+    ("sum_not_rescaled", "l[row] *= alpha[row];", "", FALLING),
+    ("keys_of_another", "first_key = ld_global(p.cu_k + t.batch);", "first_key = ld_global(p.cu_q + t.batch);", PACKED),
 ]  # fmt: skip
 
 MUTATIONS = [
@@ -85,28 +85,29 @@ MUTATIONS = [
     Mutation("one_buffer_for_two", "kOffsetK + (n & (kStages - 1)) * kBytesK", "kOffsetK", tile="sm80_two_buffers"),
     Mutation("tail_not_filled_with_zeros", ZERO_FILL, f"if (row_there && column_there) {ZERO_FILL}"),
     Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel);"),
-    Mutation("output_not_rescaled", "softmax[t].rescale(o[t]);", case=RISING),
-    Mutation("output_staged_too_early", "sync_warp();  // all lanes are done with this warp's rows of Q"),
+    Mutation("output_not_rescaled", "softmax[t].rescale(o[t]);", case=FALLING),
     Mutation("output_read_too_early", "sync_warp();\n    constexpr int kChunks", "constexpr int kChunks"),
-    Mutation("rows_beyond_the_sequence_written", "if (warp_row + row < tile.len_q && (Config::kWholeDims", "if ((Config::kWholeDims", PACKED),
+    Mutation("rows_beyond_the_sequence_written", "if (warp_row + row < tile.len_q && (Config::", "if ((Config::", PACKED),
     # ---- sm90: rings of buffers ----
     *(Mutation(*m, tile="sm90") for m in [
         ("keys_not_released", "if (elected()) k.release();", "", CAUSAL, 2),
         ("values_not_released", "if (elected()) v.release();", "", CAUSAL, 2),
-        ("queries_not_released", "q.release();", "", CAUSAL),
+        ("skipped_buffers_not_released", "if (elected()) ring.release();", "", CAUSAL),
+        ("queries_not_released", "stored.release();", "", CAUSAL),
         ("keys_released_by_every_thread", "if (elected()) k.release();", "k.release();", CAUSAL, 2),
-        ("keys_released_in_flight", "wgmma_wait<1>();\n    pin(s);\n    if (elected()) k.release();", "if (elected()) k.release();\n    wgmma_wait<1>();", CAUSAL),
+        ("keys_released_in_flight", "wgmma_wait<1>();\n    pin(s);\n    if (elected()) k.release();",
+         "if (elected()) k.release();\n    wgmma_wait<1>();", CAUSAL),
         ("keys_not_awaited", "k.wait_full();", "", CAUSAL, 2),
         ("values_not_awaited", "v.wait_full();", "", CAUSAL, 2),
         ("queries_not_awaited", "q.wait_full();", "", CAUSAL),
         ("keys_overwritten", "k.wait_empty();", "", CAUSAL),
         ("values_overwritten", "v.wait_empty();", "", CAUSAL),
-        ("queries_overwritten", "q.wait_empty();", "", CAUSAL),
+        ("queries_overwritten", "q.wait_empty();", "", CAUSAL, 2),
         ("parity_never_flips", "parity ^= 1;", "", CAUSAL),
         ("parity_begins_wrong", "parity(producer)", "parity(!producer)", CAUSAL),
-        ("too_few_bytes_expected", "mbar_arrive_expect_tx(k.full_barrier(), kBytesK);", "mbar_arrive_expect_tx(k.full_barrier(), kBytesK / 2);", CAUSAL),
-        ("too_many_bytes_expected", "mbar_arrive_expect_tx(v.full_barrier(), kBytesV);", "mbar_arrive_expect_tx(v.full_barrier(), 2 * kBytesV);", CAUSAL),
-        ("fewer_arrivals_than_warps", "RingKV::init(at + RingQ::kBytes, 4 * kConsumers);", "RingKV::init(at + RingQ::kBytes, 4 * kConsumers - 1);", CAUSAL),
+        ("too_few_bytes_expected", "(k.full_barrier(), kBytesK);", "(k.full_barrier(), kBytesK / 2);", CAUSAL),
+        ("too_many_bytes_expected", "(v.full_barrier(), kBytesV);", "(v.full_barrier(), 2 * kBytesV);", CAUSAL),
+        ("too_few_arrivals", "(at + RingQ::kBytes, 4 * kConsumers);", "(at + RingQ::kBytes, 4 * kConsumers - 1);", CAUSAL),
         ("barriers_not_fenced", "    mbar_init_fence();\n  }", "  }", CAUSAL),
         ("barriers_not_published", "sync_block();\n  const u32 warpgroup", "const u32 warpgroup", CAUSAL),
         # ---- matrix products in flight ----
@@ -116,22 +117,46 @@ MUTATIONS = [
         ("no_wait_for_the_output", "wgmma_wait<0>();\n    pin(f.o);\n    pin(s);", "", CAUSAL),
         ("no_wait_for_the_last_output", "wgmma_wait<0>();\n    pin(f.o);\n    if", "if", CAUSAL),
         ("no_fence", "wgmma_fence();", "", CAUSAL, 4),
-        ("weights_overwritten_in_flight", "if (Config::kHold) hold(", "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(", CAUSAL),
-        ("output_not_rescaled", "f.softmax.rescale(f.o);", "", RISING),
+        ("weights_overwritten_in_flight", "if (Config::kHold) hold(",
+         "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(", CAUSAL),
+        ("output_not_rescaled", "f.softmax.rescale(f.o);", "", FALLING),
         # ---- output through shared memory ----
         ("no_proxy_fence", "fence_proxy_async();", "", CAUSAL),
-        ("staged_over_queries_in_use", "bar_sync(1 + kConsumers + consumer, 128);  // every warp", "//", CAUSAL),
-        ("stored_before_staged", "fence_proxy_async();\n    bar_sync(1 + kConsumers + consumer, 128);", "fence_proxy_async();", CAUSAL),
+        ("staged_over_queries_in_use", "bar_sync(1 + kConsumers + consumer, 128);             // or: every warp", "//", CAUSAL),
+        ("stored_before_staged", "fence_proxy_async();\n      bar_sync(1 + kConsumers + consumer, 128);",
+         "fence_proxy_async();", CAUSAL),
         ("store_not_committed", "tma_store_commit();", "", CAUSAL),
-        ("store_not_awaited", "tma_store_wait_read<0>();", "", CAUSAL),
-        # ---- packed sequences, rounds ----
-        ("load_runs_into_the_next_sequence", "const int clip = Config::kPacked ? max(0, kRows - rows_there) : 0;", "const int clip = 0;", PACKED),
-        ("store_runs_into_the_next_sequence", "const int clip = Config::kPacked ? max(0, 64 - (tile.len_q - first)) : 0;", "const int clip = 0;", PACKED),
-        ("rounds_overlap", "(round & 1 ? blocks - 1 - block : block)", "(round & 1 ? blocks - 2 - block : block)", CAUSAL),
+        ("store_not_awaited", "tma_store_wait_read<0>();\n      stored.release();", "stored.release();", CAUSAL),
+        # ---- packed sequences, the tile counter ----
+        ("load_runs_into_the_next_sequence", "clip = Config::kPacked ? max(0, kRows - rows_there) : 0;", "clip = 0;", PACKED),
+        ("store_runs_into_the_next_sequence", "clip = Config::kPacked ? max(0, 64 - (tile.len_q - first)) : 0;",
+         "clip = 0;", PACKED),
+        ("tiles_handed_out_twice", "grid_dim() + atomic_inc_wrap(p.counter,", "atomic_inc_wrap(p.counter,", CAUSAL),
     ]),
-    Mutation("turn_not_passed_on", "if (Config::kPingPong) bar_arrive(", "if (false) bar_arrive(", tile="sm90_ping_pong"),
-    Mutation("queries_overwritten", "q.wait_empty();", tile="sm90_one_slot"),
+    Mutation("turn_not_passed_on", "pass_turn(consumer);\n    wgmma_wait<1>();", "wgmma_wait<1>();", tile="sm90_ping_pong"),
+    Mutation("turn_not_passed_on_by_a_skip", "wait_turn(consumer);\n      pass_turn(consumer);\n    }\n    pass_over(k);",
+             "wait_turn(consumer);\n    }\n    pass_over(k);", tile="sm90_ping_pong"),
+    # ---- one Q slot, O in a buffer of its own ----
+    *(Mutation(*m, tile="sm90_one_slot") for m in [
+        ("queries_not_released", "if (kPrivateO && elected()) q.release();", "", CAUSAL, 2),
+        ("queries_overwritten", "q.wait_empty();", "", CAUSAL, 2),
+        ("queries_released_in_use", "scores<true>(q_desc, f, tile, row, n);",
+         "if (elected()) q.release();\n        scores<true>(q_desc, f, tile, row, n);", CAUSAL),
+        ("number_read_too_late", "sync_warp();  // all lanes have read the number", "//", CAUSAL),
+        ("staged_over_output_in_flight", "if (kPrivateO && tid == 0) tma_store_wait_read<0>();", "", CAUSAL),
+        ("last_store_not_awaited", "if (kPrivateO && thread_idx() % 128 == 0) tma_store_wait_read<0>();", "", CAUSAL),
+    ]),
 ]  # fmt: skip
+
+
+# Redundant as things are, and kept for the reader: neither the emulator nor a GPU can tell the difference. If one of these is
+# caught one day, what made it redundant has gone.
+REDUNDANT = [
+    # Between a warp's last read of Q and its first write over it there is a P V, and that meets at sync_warp between its steps.
+    Mutation("output_staged_early", "sync_warp();  // all lanes are done with this warp's rows of Q"),
+    # The last step of the loop commits an empty group: there is nothing to wait for.
+    Mutation("no_last_wait", "cp_async_wait<0>();\n    }\n    store();", "}\n    store();"),
+]
 
 
 def plan_of(problem: Problem, tile: str, out_strides: tuple[int, int, int]) -> Plan:
@@ -163,7 +188,7 @@ def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str 
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("case", [CAUSAL, WINDOW, RISING, PACKED], ids=str)
+@pytest.mark.parametrize("case", [CAUSAL, WINDOW, FALLING, PACKED], ids=str)
 def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> None:
     assert [finding(case, tile, None, seed) for seed in SEEDS] == [None] * len(SEEDS)
 
@@ -171,3 +196,8 @@ def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> No
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_mutation_is_caught(mutation: Mutation) -> None:
     assert any(finding(mutation.case, mutation.tile, mutation, seed) for seed in SEEDS), f"{mutation} passes unnoticed"
+
+
+@pytest.mark.parametrize("mutation", REDUNDANT, ids=str)
+def test_redundant_parts_are_known(mutation: Mutation) -> None:
+    assert not any(finding(mutation.case, mutation.tile, mutation, seed) for seed in SEEDS)

@@ -38,6 +38,7 @@ LARGE = [
     Case("g_80", 1000, 1300, batch=2, heads=6, heads_k=2, dim=80, mask=causal),
     Case("g_one_query", 1, 4000, batch=8, heads=16, heads_k=2, dim=128),
     Case("g_rising", 256, 4096, batch=1, heads=4, heads_k=4, dim=128, scores="rising"),
+    Case("g_falling", 256, 4096, batch=1, heads=4, heads_k=4, dim=128, scores="falling", mask=causal),
     Case("g_huge", 300, 2000, batch=1, heads=4, heads_k=4, dim=128, scores="huge", mask=causal),
 ]  # fmt: skip
 ALL = [*SUPPORTED, *LARGE]

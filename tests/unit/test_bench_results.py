@@ -46,6 +46,19 @@ def test_a_file_holds_everything(made: Results, tmp_path: Path) -> None:
     assert again.provenance == made.provenance and not list(tmp_path.glob("a/.tmp*"))
 
 
+def test_not_a_number_survives(tmp_path: Path) -> None:
+    """JSON has no NaN, and results that are wrong have little else."""
+    run = synthetic(("tiles",))
+    row = run.rows[0]
+    row.status, row.reason, row.timing = "wrong", "NaN", None
+    row.error = files.Error(float("nan"), float("nan"), 1.0, 1.0, "every head")
+    files.save(run, tmp_path / "r.json")
+    json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    again = files.load(tmp_path / "r.json").rows[0]
+    assert again.error is not None and not again.error.passed
+    assert "Attention on" in page.html([run])
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "strobe bench", "schema": 99}'])
 def test_other_files_are_refused_by_name(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"

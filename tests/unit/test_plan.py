@@ -33,7 +33,7 @@ def plans(p: Problem) -> list[Plan]:
     return [plan_sm80(p, "sm_80", out_strides(p)), plan_sm90(p, out_strides(p), 132)]
 
 
-# ---- head dims ---------------------------------------------------------------------------------------------------------------
+# ---- head dims -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", tiles.DIMS)
 def test_every_head_dim_has_a_kernel(family: str) -> None:
     steps = range(8, tiles.MAX_DIM + 1, 8)
@@ -57,7 +57,7 @@ def test_a_tile_is_whole_panels() -> None:
     assert tiles.tile_bytes(64, 65) == tiles.tile_bytes(64, 128) == 2 * 64 * 128
 
 
-# ---- variants ----------------------------------------------------------------------------------------------------------------
+# ---- variants --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arch", [*ARCHS, "sm_90a"])
 def test_variants_fit_into_shared_memory(arch: str) -> None:
     found = list(plan.variants(arch, exhaustive=True))
@@ -144,7 +144,7 @@ def test_source_carries_the_numbers_python_sends() -> None:
         assert f"sizeof(Params) == {v.params.size}" in v.source and f"kernels/{v.kernel}.cuh" in v.source
 
 
-# ---- arguments -----------------------------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_values_are_all_the_arguments_but_the_maps(case: Case) -> None:
     for found in plans(problem_of(case)):
@@ -165,7 +165,7 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
     assert plan_sm90(uneven, out_strides(uneven), 132, l2_bytes=0).values["section"] == 1
 
 
-# ---- tensor maps -----------------------------------------------------------------------------------------------------------------
+# ---- tensor maps -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_tensor_maps_are_valid(case: Case) -> None:
     p = problem_of(case)

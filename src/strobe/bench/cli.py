@@ -30,6 +30,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each provider.")] = 5,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Per provider and case.")] = 30.0,
     l2: Annotated[str, typer.Option(help="flushed: the cache is overwritten before each launch; warm.")] = "flushed",
+    call_limit_s: Annotated[
+        float, typer.Option(min=0.001, help="A provider that takes longer for one call is not timed.")
+    ] = 3.0,
     compile_limit_s: Annotated[
         float, typer.Option(min=1.0, help="For each provider that compiles, all shapes together.")
     ] = 90.0,
@@ -68,7 +71,7 @@ def bench(
                 device,
                 seed,
                 (budget_ms, rounds, warmup_ms, l2),
-                compile_limit_s,
+                (call_limit_s, compile_limit_s),
                 profile,
             )
         )
@@ -143,7 +146,7 @@ def _measure(
     device: str | None,
     seed: int,
     timing: tuple[float, int, float, str],
-    compile_limit_s: float,
+    limits: tuple[float, float],
     profile: bool,
 ) -> Results:
     import torch
@@ -169,7 +172,8 @@ def _measure(
         settings=measure.Settings(budget_ms, rounds, warmup_ms, l2),
         out=out,
         profile=profile,
-        compile_limit_s=compile_limit_s,
+        call_limit_s=limits[0],
+        compile_limit_s=limits[1],
     )
     work = runner.Runner(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -164,6 +164,8 @@ def _provenance(machine: str, name: str, run: Results) -> list[str]:
     matmul = ", ".join(f"{dtype} {value:.3g} TFLOP/s" for dtype, value in run.ceilings.matmul_tflops.items())
     copy = "" if run.ceilings.copy_gbytes_per_s is None else f", copy {run.ceilings.copy_gbytes_per_s:.0f} GB/s"
     unfinished = "" if run.complete else " Stopped before its end."
+    if p["device"]["kind"] == "cpu" and (p.get("host_load") or 0) > p["host_cores"] / 4:
+        unfinished += f" Other work ran on the machine (load {p['host_load']} on {p['host_cores']} cores): the times are noisy."
     return [
         f"- `benchmarks/results/{machine}/{name}.json`: {p['date'][:10]}, commit {commit}, {versions}; "
         f"matrix product {matmul}{copy}.{unfinished}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from strobe.bench.exactness import Tensors
-from strobe.bench.providers import Prepared, Provider, Refusal, refuse
+from strobe.bench.providers import Prepared, Provider, Refusal, keep_buffers, refuse
 from strobe.bench.suites import DTYPES, Case
 
 
@@ -23,7 +24,9 @@ def _needs_gpu(x: Tensors) -> None:
 def _import(module: str, package: str, name: str | None = None) -> Any:
     """A module, or a name in it; whatever goes wrong is a reason."""
     try:
-        found = importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # packages tell at length what they could do with yet others
+            found = importlib.import_module(module)
         return found if name is None else getattr(found, name)
     except ModuleNotFoundError as error:
         missing = error.name or module
@@ -69,6 +72,7 @@ def _flex(case: Case, x: Tensors) -> Prepared:
             return score if bias is None else score + bias[0, h, q, k]
 
     torch._dynamo.reset()
+    keep_buffers()
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     options = {"block_mask": block_mask, "score_mod": score_mod, "scale": case.scale, "enable_gqa": case.group > 1}
     return Prepared(lambda q, k, v: compiled(q, k, v, **options))

@@ -36,6 +36,7 @@ def collect(device: torch.device, seed: int, command: str | None = None) -> dict
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "host_cpu": cpu_name(),
         "host_cores": cores(),
+        "host_load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # before the run
         "packages": {name: version for name in _PEERS if (version := _version(name))},
         "environment": {name: value for name, value in sorted(os.environ.items()) if _matters(name)},
     }

@@ -306,8 +306,16 @@ def _eager(case: Case, x: Tensors) -> Prepared:
     return Prepared(_textbook(case, x))
 
 
+def keep_buffers() -> None:
+    """Compiled backward passes may overwrite what the forward saved, which forbids timing them again and again."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
 def _compiled(case: Case, x: Tensors) -> Prepared:
     torch._dynamo.reset()
+    keep_buffers()
     return Prepared(torch.compile(_textbook(case, x), dynamic=False))
 
 

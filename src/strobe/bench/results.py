@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -147,7 +148,9 @@ def from_json(data: dict[str, Any]) -> Results:
         values = dict(entry)
         values["case"] = Case.from_dict(values["case"])
         if "error" in values:
-            values["error"] = Error(**values["error"])
+            # JSON has no NaN; a result that is not a number is stored as null
+            stored: dict[str, Any] = values["error"]
+            values["error"] = Error(**{name: math.nan if value is None else value for name, value in stored.items()})
         if "timing" in values:
             timing = dict(values["timing"])
             values["timing"] = Timing(**{**timing, "summary": Summary(**timing["summary"])})
@@ -199,7 +202,7 @@ def _text(data: dict[str, Any]) -> str:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value

@@ -42,6 +42,7 @@ class Request:
     settings: measure.Settings = field(default_factory=measure.Settings)
     out: Path | None = None
     profile: bool = True
+    call_limit_s: float = 3.0  # a provider that takes longer for one call is not timed
     compile_limit_s: float = 90.0  # for one provider that compiles, all its shapes together
 
     def cases(self) -> list[Case]:
@@ -238,7 +239,11 @@ class Runner:
             poison(out)  # the next output is likely to lie where this one was
             shape = out.shape
             del out, gradients
+            self.watch.synchronize()
+            begun = time.perf_counter()
             out, gradients = step(entry, whole)
+            self.watch.synchronize()
+            seconds = time.perf_counter() - begun
             if out.shape != shape:
                 raise RuntimeError(f"two calls gave shapes {tuple(shape)} and {tuple(out.shape)}")
             back = None if gradients is None else tuple(from_layout(g, prepared.layout) for g in gradients)
@@ -251,6 +256,8 @@ class Runner:
                 )
                 raise Refusal("wrong", reason)
             del out
+        if seconds > self.request.call_limit_s:
+            raise Refusal("skipped", f"one call takes {seconds:.1f} s, more than --call-limit-s {self.request.call_limit_s:g}")
         with scope():
             peak = measure.peak_memory(lambda: step(entry, whole), self.device)
         if peak is not None:

@@ -134,8 +134,8 @@ _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def _counter(device: int, stream: int) -> int:
-    """The address of a zero that launches on this stream may count with. They run one after the other and leave it zero. A graph may be
-    replayed beside anything, so each launch in one gets a zero of its own."""
+    """The address of a zero that launches on this stream may count with. They run one after the other and leave it zero. A
+    graph may be replayed beside anything, so each launch in one gets a zero of its own."""
     if torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(1, dtype=torch.int32, device=device).data_ptr()  # the graph keeps its memory
     found = _counters.get((device, stream))

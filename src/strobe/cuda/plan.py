@@ -93,7 +93,8 @@ class Variant:
         numbers = {"kDim": self.dim, "kDimV": self.dim_v, "kThreads": self.threads, "kSmem": self.smem, **self.tile.numbers()}
         flags = {"kPacked": self.packed, "kSoftcap": self.softcap, "kSinks": self.sinks, **self.tile.flags()}
         flags["kWholePanels" if isinstance(self.tile, TileSm90) else "kWholeDims"] = self.whole_dims
-        shapes = [(self.tile.block_n, ("ss_zero", "ss")), (self.dim_v, ("rs_t",))]
+        scores = {self.tile.block_n, self.tile.block_n // 2} if self.tile.block_n % 32 == 0 else {self.tile.block_n}
+        shapes = [*((n, ("ss_zero", "ss")) for n in sorted(scores)), (self.dim_v, ("rs_t",))]
         return (
             f"// {self.kernel} for {self.arch}\n"
             f"#include <strobe/kernels/{self.kernel}.cuh>\n"
@@ -155,11 +156,12 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0
     variant = _variant(problem, "sm_90a", tile, dim, dim_v, whole_panels)
     values = _values(problem, out_strides, tile.block_m, l2_bytes)
+    store_columns = 64 * tile.store_panels or dim_v
     tensors = {  # name: (heads, length, rows in all, head dim, strides, rows of a box, columns of a tile)
         "q": (problem.heads, problem.len_q, problem.total_q, problem.dim, problem.strides[0], 64, dim),
         "k": (problem.heads_k, problem.len_k, problem.total_k, problem.dim, problem.strides[1], tile.block_n, dim),
         "v": (problem.heads_k, problem.len_k, problem.total_k, problem.dim_v, problem.strides[2], tile.block_n, dim_v),
-        "o": (problem.heads, problem.len_q, problem.total_q, problem.dim_v, out_strides, 64, 64 * (tile.store_panels or -(-dim_v // 64))),
+        "o": (problem.heads, problem.len_q, problem.total_q, problem.dim_v, out_strides, 64, store_columns),
     }
     maps = {name: _tensor_map(problem, whole_panels, variant.element, *facts) for name, facts in tensors.items()}
     return Plan(variant, min(values["tiles"], sms), values, maps)

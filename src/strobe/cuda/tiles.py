@@ -112,7 +112,8 @@ class TileSm90:
     blocks_per_sm = 1
 
     def __str__(self) -> str:
-        switches = f"{' pp' if self.ping_pong else ''}{' skip' if self.skip else ''}{f' o{self.store_panels}' if self.store_panels else ''}"
+        switches = f"{' pp' if self.ping_pong else ''}{' skip' if self.skip else ''}"
+        switches += f" o{self.store_panels}" if self.store_panels else ""
         return f"{self.block_m}x{self.block_n} s{self.stages} q{self.q_slots} h{self.hold}{switches}"
 
     @property
@@ -148,12 +149,12 @@ class TileSm90:
 
 
 _SM90 = {
-    (64, 64): TileSm90(3, 128, ping_pong=True),
-    (96, 96): TileSm90(2, 128, hold=8),
-    (128, 128): TileSm90(2, 128, hold=16),
-    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, hold=12),
-    (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=12),
-    (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2),
+    (64, 64): TileSm90(3, 128, stages=3, ping_pong=True, skip=True),
+    (96, 96): TileSm90(3, 96, ping_pong=True, skip=True),
+    (128, 128): TileSm90(2, 128, hold=14, skip=True),
+    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, hold=12, skip=True),
+    (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=12, skip=True),
+    (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True, skip=True),
 }
 
 

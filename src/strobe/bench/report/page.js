@@ -208,6 +208,7 @@ function start() {
   const warnings = [];
   if (!RUN.complete) warnings.push("The run was stopped before its end; what it had is shown.");
   if (RUN.throttled.length) warnings.push(`While it ran the GPU reported: ${RUN.throttled.join(", ")}.`);
+  if (d.kind === "cpu" && p.host_load > p.host_cores / 4) warnings.push(`Other work ran on this machine when the run began (load ${p.host_load} on ${p.host_cores} cores): the times are noisy.`);
   const wrong = ROWS.filter(r => r.status === "wrong" || r.status === "failed").length;
   if (wrong) warnings.push(`${wrong} rows are wrong or failed; see the table.`);
   document.getElementById("warnings").replaceChildren(...warnings.map(w => el("div", { class: "warning" }, w)));

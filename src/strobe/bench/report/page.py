@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,9 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
 
 
 def _comparison(base: list[Results], other: Results) -> dict[str, Any]:

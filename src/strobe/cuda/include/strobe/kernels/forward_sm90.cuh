@@ -168,7 +168,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     ring.next();
   }
 
-  template <bool kMasked> STROBE_DEVICE void prepare(float (&s)[kScores], const Tile& tile, int row, int n) const {
+  template <bool kMasked, int N> STROBE_DEVICE void prepare(float (&s)[N], const Tile& tile, int row, int n) const {
     if (Config::kSoftcap) tanh_fragment(s, p.scale_before);
     if (kMasked) {
       const Mask m{tile.len_q, tile.len_k, p.mask};
@@ -178,21 +178,31 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     }
   }
 
-  // S_n -> P_n, nothing else in flight.
-  template <bool kMasked> STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n) {
-    float s[kScores];
+  // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys: then the other half is
+  // not computed.
+  static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
+  STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, int consumer) {
+    const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
+    if (kTrim && Mask{tile.len_q, tile.len_k, p.mask}.hi(last_row) <= n * kBlockN + kBlockN / 2)
+      scores_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n);
+    else
+      scores_of<kBlockN>(q_desc, f, tile, row, n);
+  }
+  template <int kKeys> STROBE_DEVICE void scores_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n) {
+    float s[kKeys / 2];
     k.wait_full();
     wgmma_fence();
-    gemm_qk<T, kBlockN, kDim>(s, q_desc, k_desc());
+    gemm_qk<T, kKeys, kDim, kBlockN>(s, q_desc, k_desc());
     wgmma_commit();
     wgmma_wait<0>();
     pin(s);
     if (elected()) k.release();
     k.next();
-    prepare<kMasked>(s, tile, row, n);
-    f.softmax.template maxima<kMasked>(s);
-    f.softmax.template weights<0, kScores>(s);
-    pack_fragment<T>(f.weights, s);
+    prepare<true>(s, tile, row, n);
+    f.softmax.template maxima<true>(s);
+    f.softmax.template weights<0, kKeys / 2>(s);
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
   }
 
   // O += P V, nothing else in flight.
@@ -218,7 +228,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pin(f.o);
     pin(f.weights);
     wgmma_fence();
-    gemm_qk<T, kBlockN, kDim>(s, q_desc, k_desc());
+    gemm_qk<T, kBlockN, kDim, kBlockN>(s, q_desc, k_desc());
     wgmma_commit();
     v.wait_full();
     wgmma_fence();  // a new basic block: without this one ptxas injects its own
@@ -324,7 +334,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
           wait_turn(consumer);
           pass_turn(consumer);
         }
-        scores<true>(q_desc, f, tile, row, n);
+        scores(q_desc, f, tile, row, n, consumer);
         release_stored(stored, pending);
         for (--n; n >= mine.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
         for (; n >= mine.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);

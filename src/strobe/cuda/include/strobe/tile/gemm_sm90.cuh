@@ -16,14 +16,14 @@ STROBE_DEVICE u64 mn_major_step(u64 desc, int step) { return desc + step * (16 *
 STROBE_DEVICE u64 k_major(u32 tile) { return wgmma_desc(tile, 0, kGroupBytes); }
 STROBE_DEVICE u64 mn_major(u32 tile, int rows) { return wgmma_desc(tile, rows * kPanelRowBytes, kGroupBytes); }
 
-// S = Q K^T: q a 64-row tile, k a tile of kKeys rows, both in shared memory.
-template <class T, int kKeys, int kDim> STROBE_DEVICE void gemm_qk(float (&s)[kKeys / 2], u64 q, u64 k) {
+// S = Q K^T: q a 64-row tile, k the first kKeys rows of a tile of kRowsK, both in shared memory.
+template <class T, int kKeys, int kDim, int kRowsK> STROBE_DEVICE void gemm_qk(float (&s)[kKeys / 2], u64 q, u64 k) {
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     if (step == 0)
       Wgmma<T, kKeys>::ss_zero(s, q, k);
     else
-      Wgmma<T, kKeys>::ss(s, k_major_step(q, 64, step), k_major_step(k, kKeys, step));
+      Wgmma<T, kKeys>::ss(s, k_major_step(q, 64, step), k_major_step(k, kRowsK, step));
   }
 }
 
