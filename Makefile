@@ -5,10 +5,10 @@ WORKERS ?= 2
 
 VENV  := .venv
 READY := $(VENV)/.ready
-TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs)
+TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs tests/browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test docs clean
+.PHONY: help setup demo test lint gpu-test bench bench-gpu docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,8 +44,16 @@ test: lint ## lint, types and every test that needs no GPU
 gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q --durations=15
 
-docs: $(READY) ## bring the generated tables of README.md up to date
+bench: $(READY) ## the quick suite on this machine; the report is report/index.html
+	$(VENV)/bin/strobe bench --suite quick --out report/quick.json --report report
+
+SUITES ?= grid36 sweep overhead
+bench-gpu: ## SUITES (grid36 sweep overhead) with the python3 at hand, into OUT (report); installs nothing
+	for suite in $(SUITES); do PYTHONPATH=src $(PYTHON) -m strobe bench --suite $$suite --out $(or $(OUT),report)/$$suite.json || exit 1; done
+
+docs: $(READY) ## bring the generated tables and figures of the documents up to date
 	$(VENV)/bin/python -m strobe.support --write README.md
+	$(VENV)/bin/python -m strobe.bench.docs --write
 
 clean: ## remove caches (not .venv)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -14,6 +14,8 @@ import typer
 import strobe
 from strobe import demo as demonstration, demo_inputs, dispatch, doctor as examination, terminal, worked_example
 from strobe.bench import cli as benchmark
+from strobe.ladder import cli as ladder
+from strobe.learn import cli as learning
 
 app = typer.Typer(
     help="Exact attention in tiles that fit on-chip: see it run, see what this machine offers, compile its kernels.",
@@ -223,10 +225,45 @@ def _serves(variant: Any, head_dim: int) -> bool:
     return head_dim <= variant.dim_v and tiles.padded_dims(family, head_dim, head_dim)[0] == variant.dim
 
 
+@app.command()
+def tune(
+    head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
+    seq_len: Annotated[list[int] | None, typer.Option(help="Lengths to time; 1024, 4096 and 16384 by default.")] = None,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write what was found.")] = Path("tiles.json"),
+) -> None:
+    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best. About half a minute a head dim."""
+    import torch
+
+    from strobe import tune as tuning
+    from strobe.cuda import backend
+
+    device = torch.device("cuda", 0)
+    if (reason := backend.hopper_missing(device)) is not None:
+        raise UserError(f"there is nothing to tune here: {reason}")
+    dims = tuning.dims_of(head_dim)
+    if not dims:
+        raise UserError(f"no Hopper kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
+    with terminal.progress() as bar:
+        task = bar.add_task("tuning", total=None)
+        result = tuning.sweep(
+            dims, seq_len or (1024, 4096, 16384), device,
+            lambda what, step, of: bar.update(task, description=what, completed=step, total=of),
+        )  # fmt: skip
+    tuning.write(result, out)
+    for dims_name, tile in result["best"].items():
+        print(f"head dim {dims_name}: {', '.join(f'{k}={v}' for k, v in tile.items())}")
+    print(f"use them: export STROBE_TILES={out.resolve()}")
+
+
 # ---- bench, report: strobe.bench.cli -----------------------------------------------------------------------------------
 
 app.command()(benchmark.bench)
 app.command()(benchmark.report)
+app.add_typer(ladder.app, name="ladder")
+
+# ---- explain-page: strobe.learn.cli -------------------------------------------------------------------------------------
+
+app.command()(learning.explain_page)
 
 
 if __name__ == "__main__":

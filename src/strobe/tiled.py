@@ -7,6 +7,8 @@ relative to the old maximum is brought to the new one by the factor exp(m_old - 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from strobe.backend import Backend
@@ -14,12 +16,29 @@ from strobe.problem import Inputs, Problem
 from strobe.slab import LN2, Slab, add_product_, block_sizes, choose_blocks, slabs
 from strobe.tiled_backward import backward
 
-__all__ = ["BACKENDS", "backward", "block_sizes", "forward"]
+__all__ = ["BACKENDS", "Observer", "backward", "block_sizes", "forward"]
+
+
+class Observer(Protocol):
+    """Watches `forward` tile by tile. What it is shown lives in buffers that are overwritten: keep copies. Rows are those of a
+    tile, scores and maxima in units of log2."""
+
+    def scored(self, rows: range, keys: range, whole: bool, s: torch.Tensor, m: torch.Tensor) -> None:
+        """Before the softmax of a tile: its scores, and the largest of each row before it."""
+
+    def summed(self, p: torch.Tensor, rescale: torch.Tensor, m: torch.Tensor, ell: torch.Tensor, o: torch.Tensor) -> None:
+        """After the same tile."""
 
 
 @torch.no_grad()
 def forward(
-    problem: Problem, inputs: Inputs, out: torch.Tensor | None = None, *, block_q: int | None = None, block_k: int | None = None
+    problem: Problem,
+    inputs: Inputs,
+    out: torch.Tensor | None = None,
+    *,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    observer: Observer | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), (batch, heads, len_q, dim_v) and (batch, heads, len_q)."""
     blocks = choose_blocks(problem, block_q, block_k)
@@ -32,13 +51,15 @@ def forward(
     for slab in slabs(problem, inputs, blocks.pairs):
         slab_out, slab_lse = slab.of_queries(out), slab.of_queries(lse)
         for block in slab.row_blocks(blocks.q):
-            o, row_lse = _block_of_rows(slab, block, blocks.k, buffer)
+            o, row_lse = _block_of_rows(slab, block, blocks.k, buffer, observer)
             slab_out[:, :, :, block.start : block.stop] = slab.spread(o, block)
             slab_lse[:, :, :, block.start : block.stop] = slab.spread(row_lse, block).squeeze(-1)
     return out, lse
 
 
-def _block_of_rows(slab: Slab, rows: range, block_k: int, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_of_rows(
+    slab: Slab, rows: range, block_k: int, buffer: torch.Tensor, observer: Observer | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     problem = slab.problem
     q = slab.query_tile(rows)  # (b*hk, g*rows, dim)
     o = q.new_zeros((*q.shape[:2], problem.dim_v), dtype=slab.accumulate)
@@ -46,6 +67,8 @@ def _block_of_rows(slab: Slab, rows: range, block_k: int, buffer: torch.Tensor) 
     for keys, whole in slab.key_tiles(rows, block_k):
         k, v = slab.keys_of(slab.k, keys), slab.keys_of(slab.v, keys)
         s, _ = slab.scores(q, k, rows, keys, whole, buffer)
+        if observer is not None:
+            observer.scored(rows, keys, whole, s, m)
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         p = s.sub_(m_new).exp2_()
         rescale = m.sub_(m_new).exp2_()
@@ -54,6 +77,8 @@ def _block_of_rows(slab: Slab, rows: range, block_k: int, buffer: torch.Tensor) 
             p.mul_(slab.kept(rows, keys))
         add_product_(o.mul_(rescale), p.to(slab.operand), v)
         m = m_new
+        if observer is not None:
+            observer.summed(p, rescale, m, ell, o)
     o.div_(torch.where(ell == 0, 1, ell) * (1 - problem.dropout))
     return o, m.add_(ell.log2()).mul_(LN2)  # log2(0) = -inf for a row that saw nothing
 

@@ -52,7 +52,7 @@ def test_the_page_states_what_the_rows_show(written: Path) -> None:
     assert "| `strobe-sm90` | ours | 1.00 |" in text and "| `torch-math` | standard | 2.00 |" in text
     assert "`strobe-sm80` is 0.5" in text and "slower in 36" in text
     assert "was run twice: " in text and "What one call costs the CPU" in text
-    assert "- `flash-attn-3`, not installed: flash-attn 3 is not installed" in text
+    assert "- not installed: flash-attn 3 is not installed: `flash-attn-3`" in text
 
 
 def test_the_readme_has_the_grid(written: Path) -> None:

@@ -76,7 +76,9 @@ def check(
 ) -> None:
     (exact, exact_lse), (same, same_lse) = expected
     tolerance.check("out", out, exact, same)
-    tolerance.check("lse", lse, exact_lse, same_lse, floor=tolerance.lse_floor(same_lse))
+    # Tensor cores keep fewer bits below the last one than an FMA does: scores around 1000 are a few roundings off, more than
+    # fp32 arithmetic in the reference would be.
+    tolerance.check("lse", lse, exact_lse, same_lse, floor=4 * tolerance.lse_floor(same_lse))
 
 
 def problem_of(case: Case, dtype: torch.dtype) -> Problem:

@@ -329,17 +329,17 @@ def _repeatability(results: dict[str, Results]) -> list[str]:
 
 
 def _unmeasured(results: dict[str, Results]) -> list[str]:
-    reasons: dict[tuple[str, str], set[str]] = defaultdict(set)
+    """Reason by reason. Out of memory is a result, and stands in the tables."""
+    who: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in results.values():
         for row in run.rows:
             if not row.timed and row.status != "out of memory":
-                reasons[row.provider, row.status].add(row.reason or "")
-    if not reasons:
-        return []
-    lines = ["### Not measured", ""]
-    for (provider, status), texts in sorted(reasons.items()):
-        lines.append(f"- `{provider}`, {status}: {'; '.join(sorted(texts)[:3])}{' …' if len(texts) > 3 else ''}")
-    return [*lines, ""]
+                who[row.status, row.reason or ""].add(row.provider)
+    lines = [
+        f"- {status}: {reason}: {', '.join(f'`{name}`' for name in sorted(names))}"
+        for (status, reason), names in sorted(who.items())
+    ]
+    return ["### Not measured", "", *lines, ""] if lines else []
 
 
 def outdated(root: Path) -> list[Path]:

@@ -150,7 +150,8 @@ def from_json(data: dict[str, Any]) -> Results:
         if "error" in values:
             # JSON has no NaN; a result that is not a number is stored as null
             stored: dict[str, Any] = values["error"]
-            values["error"] = Error(**{name: math.nan if value is None else value for name, value in stored.items()})
+            restored: dict[str, Any] = {name: math.nan if value is None else value for name, value in stored.items()}
+            values["error"] = Error(**restored)
         if "timing" in values:
             timing = dict(values["timing"])
             values["timing"] = Timing(**{**timing, "summary": Summary(**timing["summary"])})

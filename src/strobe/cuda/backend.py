@@ -60,6 +60,11 @@ def _machine_limits(device: torch.device, hopper: bool) -> str | None:
     return driver.available() or jit.nvrtc_status()
 
 
+def hopper_missing(device: torch.device) -> str | None:
+    """Why the Hopper kernel cannot run here; None if it can."""
+    return _machine_limits(device, True)
+
+
 def _supports_sm80(problem: Problem) -> str | None:
     return feature_limits(problem) or _machine_limits(problem.device, False)
 
@@ -125,8 +130,8 @@ class Call:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         counter = _counter(self._device, stream) if self._maps else 0
         self._patch(self._launch.params, *addresses, counter)
-        for (slot, offset), address in zip(self._maps, addresses, strict=False):
-            slot.point_to(address + offset)
+        for slot, address in zip(self._maps, addresses, strict=False):
+            slot.point_to(address)
         self._launch.launch(stream)
 
 

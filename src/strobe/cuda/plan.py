@@ -121,7 +121,7 @@ class Plan:
     variant: Variant
     grid: int
     values: dict[str, object]  # of the variant's params; pointers are 0, tensor maps are missing
-    maps: dict[str, TensorMapSpec] = field(default_factory=dict)  # of q, k, v, o; the address counts from the tensor's
+    maps: dict[str, TensorMapSpec] = field(default_factory=dict)  # of q, k, v, o; without addresses
 
     def describe(self) -> dict[str, object]:
         t = self.variant.tile
@@ -138,6 +138,7 @@ def shape_of(mask: Mask) -> Mask:
 
 _shapes: dict[str, Mask] = {}
 Strides = tuple[int, ...]  # (batch, head, row) in elements
+FAR = 1 << 30  # see _tensor_map; also in forward_sm90.cuh
 
 
 def plan_sm80(
@@ -152,8 +153,8 @@ def plan_sm80(
 
 def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20) -> Plan:
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
-    tile = tile or choose_sm90(problem, dim, dim_v)
-    whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0
+    tile = tile or choose_sm90(dim, dim_v)
+    whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed
     variant = _variant(problem, "sm_90a", tile, dim, dim_v, whole_panels)
     values = _values(problem, out_strides, tile.block_m, l2_bytes)
     store_columns = 64 * tile.store_panels or dim_v
@@ -171,32 +172,31 @@ def _tensor_map(
     problem: Problem, whole_panels: bool, element: str,
     heads: int, length: int, total: int, dim: int, strides: Strides, box_rows: int, columns: int,
 ) -> TensorMapSpec:  # fmt: skip
-    """(columns, rows, panels, heads, batch); see `load` in forward_sm90.cuh.
+    """(columns, rows, panels, heads, batch); see `Box` in forward_sm90.cuh.
 
     Packed sequences end anywhere, and a box must not run into the next one: keys there may hold anything, and output there is
-    another's. So rows are addressed by the sum of two coordinates. The first counts to the height of a box and no further:
-    started at c instead of 0, the box ends c rows early. The second says where in memory the box begins; it is shifted by the
-    height of a box so that it is never negative.
+    another's. Their maps are (columns, rows in a box, heads, rows in memory, far away). A row is addressed by the sum of two
+    coordinates. The first counts to the height of a box and no further: started at c instead of 0, the box ends c rows early. The
+    second says where in memory the box begins, c rows before its place, which may be before the tensor; coordinates must not be
+    negative, though, so it is raised by FAR, and the last coordinate, also FAR, takes that back: its stride of 2^34 bytes less a row,
+    FAR = 2^30 times, is less than nothing by FAR rows, modulo the 2^64 of an address. (The obvious way, to encode an address before
+    the tensor, faults if no memory is mapped there.)
     """
     batch_stride, head_stride, row_stride = (2 * s for s in strides)
     # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
+    row_stride = row_stride if max(length, total) > 1 else 128
     head_stride = head_stride if heads > 1 else row_stride
     batch_stride = batch_stride if problem.batch > 1 else row_stride
-    return TensorMapSpec(
-        address=-box_rows * row_stride if problem.packed else 0,
-        element_bytes=2,
-        dims=(
-            64 if whole_panels else dim,
-            box_rows if problem.packed else length,
-            dim // 64 if whole_panels else 1,
-            heads,
-            total + box_rows if problem.packed else problem.batch,
-        ),
-        strides=(row_stride, 128, head_stride, row_stride if problem.packed else batch_stride),
-        box=(64, box_rows, -(-columns // 64) if whole_panels else 1, 1, 1),
-        swizzle=128,
-        kind=element,  # type: ignore[arg-type]
-    )
+    if problem.packed:
+        dims: tuple[int, ...] = (dim, box_rows, heads, 2 * FAR, FAR + 1)
+        strides, box = (row_stride, head_stride, row_stride, (1 << 34) - row_stride), (64, box_rows, 1, 1, 1)
+    elif whole_panels:
+        dims = (64, length, dim // 64, heads, problem.batch)
+        strides, box = (row_stride, 128, head_stride, batch_stride), (64, box_rows, -(-columns // 64), 1, 1)
+    else:
+        dims = (dim, length, 1, heads, problem.batch)
+        strides, box = (row_stride, 128, head_stride, batch_stride), (64, box_rows, 1, 1, 1)
+    return TensorMapSpec(0, 2, dims, strides, box, 128, element)  # type: ignore[arg-type]
 
 
 def _variant(problem: Problem, arch: str, tile: TileSm80 | TileSm90, dim: int, dim_v: int, whole_dims: bool) -> Variant:
@@ -244,8 +244,6 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
                     tiles = list(every_sm90(dim, dim_v)) if family == "sm90" else [choose_sm80(dim, dim_v, arch, softcap)]
                     for tile in tiles:
                         # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
-                        whole = [dim % 64 == 0 and dim_v % 64 == 0] if family == "sm90" else [True]
-                        if exhaustive or not packed:
-                            whole = [True, False] if whole[0] else [False]
-                        for whole_dims in whole:
+                        able = family == "sm80" or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
+                        for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
                             yield Variant(arch, element, tile, dim, dim_v, shape_of(mask), packed, softcap, sinks, whole_dims)

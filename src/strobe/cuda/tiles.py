@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from strobe.problem import Problem
+from pathlib import Path
 
 MAX_DIM = 256
 # (dim, dim_v) that have kernels of their own. Others use the next larger ones: the columns in between are zeros that never
@@ -151,17 +153,33 @@ class TileSm90:
 _SM90 = {
     (64, 64): TileSm90(3, 128, stages=3, ping_pong=True, skip=True),
     (96, 96): TileSm90(3, 96, ping_pong=True, skip=True),
-    (128, 128): TileSm90(2, 128, hold=14, skip=True),
+    (128, 128): TileSm90(2, 128, hold=12, skip=True),
     (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, hold=12, skip=True),
     (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=12, skip=True),
     (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True, skip=True),
 }
 
 
-def choose_sm90(problem: Problem, dim: int, dim_v: int) -> TileSm90:
-    return _SM90[dim, dim_v]
+SWEPT_WITH = "NVRTC 13.0 on an NVIDIA H200; benchmarks/results/h200/tiles.json, by `strobe tune`"
+
+
+@functools.cache
+def _overrides() -> dict[tuple[int, int], TileSm90]:
+    """What `strobe tune` found on this machine, if STROBE_TILES names its file."""
+    path = os.environ.get("STROBE_TILES")
+    if not path:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text())["best"]
+        return {tuple(map(int, dims.split("/"))): TileSm90(**tile) for dims, tile in found.items()}  # type: ignore[misc]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
+
+
+def choose_sm90(dim: int, dim_v: int) -> TileSm90:
+    return _overrides().get((dim, dim_v)) or _SM90[dim, dim_v]
 
 
 def every_sm90(dim: int, dim_v: int) -> Iterator[TileSm90]:
-    """All tiles that `choose_sm90` may return for these head dims."""
+    """All tiles that the table has for these head dims."""
     yield _SM90[dim, dim_v]

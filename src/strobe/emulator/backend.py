@@ -58,7 +58,7 @@ def launch(plan: Plan, tensors: dict[str, torch.Tensor | None], *, mode: Mode = 
     for name, spec in plan.maps.items():
         tensor = tensors[name]
         assert tensor is not None
-        values[f"map_{name}"] = encode_tensor_map(dataclasses.replace(spec, address=tensor.data_ptr() + spec.address))
+        values[f"map_{name}"] = encode_tensor_map(dataclasses.replace(spec, address=tensor.data_ptr()))
     variant = plan.variant
     program = build(variant.source, name=variant.name)
     params = bytes(variant.params.pack(values))

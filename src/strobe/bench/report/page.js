@@ -140,7 +140,7 @@ function errors(rows) {
     seriesOf(list, r => r.error).map(s => ({ ...s, missing: [] })), { title, x: lengthAxis(list), y: { log: true, label: "‖out − exact‖ / ‖exact‖", format: v => v.toExponential(0) } })));
 }
 function bars(rows) {
-  return [...groups(rows, r => r.measure + "|" + (r.model || panelTitle(r) + (r.measure !== "time" ? ` ${r.measure}` : "")))].map(([, list]) => {
+  return [...groups(rows, r => r.key)].map(([, list]) => {
     const title = list[0].model ? `${list[0].model}, ${list[0].direction}` : `${list[0].label}${list[0].measure === "call" ? ", CPU per call" : list[0].measure === "graph" ? ", graph replay" : list[0].measure === "compile" ? ", compile time" : ""}`;
     const shown = list.filter(r => !hidden.has(r.provider) && (r.timed || r.status !== "not installed") && r.status !== "skipped").sort((a, b) => (a.ms ?? 1e9) - (b.ms ?? 1e9));
     const items = shown.map(r => r.timed
@@ -214,8 +214,9 @@ function start() {
   document.getElementById("warnings").replaceChildren(...warnings.map(w => el("div", { class: "warning" }, w)));
   const suites = [...new Set(ROWS.map(r => r.suite))];
   suite = suites[0];
-  document.getElementById("suites").replaceChildren(...suites.map(name => el("button", { type: "button", on: { click: () => { suite = name; location.hash = name; draw(); } } }, name)));
-  if (suites.includes(location.hash.slice(1))) suite = location.hash.slice(1);
+  document.getElementById("suites").replaceChildren(...suites.map(name => el("button", { type: "button", on: { click: () => { suite = name; location.hash = "suite=" + name; draw(); } } }, name)));
+  const asked = location.hash.replace("#suite=", "");
+  if (suites.includes(asked)) suite = asked;
   document.getElementById("footer").textContent = `Made by: ${p.command}`;
   document.getElementById("theme").addEventListener("click", () => {
     const dark = (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";

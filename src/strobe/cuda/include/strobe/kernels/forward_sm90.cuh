@@ -1,8 +1,9 @@
 // FlashAttention forward for Hopper: TMA, mbarriers, wgmma, warp specialisation.
 //
 // A block is one producer warpgroup, of which a single thread issues every copy, and kConsumers consumer warpgroups that own 64 query rows
-// each. It stays on its multiprocessor and works through tile after tile, taking the next number from a counter in global memory; the rings of K and V buffers run on across tile boundaries, so the
-// next tile's first keys arrive while the last one is being written. In a consumer, block n of the keys goes like this:
+// each. It stays on its multiprocessor and works through tile after tile, taking the next number from a counter in global memory; the rings
+// of K and V buffers run on across tile boundaries, so the next tile's first keys arrive while the last one is being written. In a consumer,
+// block n of the keys goes like this:
 //     issue S_n = Q K_n^T            both in flight together; P is the register operand
 //     issue O  += P_{n+1} V_{n+1}
 //     wait for S_n:  row maxima, and the first kHold weights, beside P V
@@ -67,39 +68,44 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   STROBE_DEVICE u32 mailbox() const { return smem + kOffsetMailbox + 4 * q.stage; }
 
   // ---- producer: one thread ------------------------------------------------------------------------------------------------------------------------
-  // A tensor map is (columns, rows, panels, heads, batch), and one copy fetches all panels. If the head dim is not a whole number of panels it
-  // is (columns, rows, 1, heads, batch), one copy a panel, and what lies beyond the head dim reads as zero. Packed sequences have no batch:
-  // their last dimension moves along the rows too, and `clip` shifts the box so that it ends where the sequence does (see plan.py).
-  template <int kRows, int kColumns> STROBE_DEVICE void load(u32 dst, const TensorMap* map, u32 bar, int row, int rows_there, int head, int batch) {
-    const int clip = Config::kPacked ? max(0, kRows - rows_there) : 0;
-    const int c1 = Config::kPacked ? clip : row, c4 = Config::kPacked ? row - clip + kRows : batch;
-    if (Config::kWholePanels) {
-      tma_load_5d(dst, map, bar, 0, c1, 0, head, c4);
-    } else {
-#pragma unroll
-      for (int panel = 0; panel < panels(kColumns); ++panel)
-        tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel, c1, 0, head, c4);
-    }
+  // Where a box of kRows rows begins. A tensor map is (columns, rows, panels, heads, batch), and one copy fetches all panels. If the head
+  // dim is not a whole number of panels it is (columns, rows, 1, heads, batch), one copy a panel, and what lies beyond the head dim reads as
+  // zero. Packed sequences have (columns, rows in the box, heads, rows in memory, kFar): starting at `clip`, the box ends where the sequence
+  // does (see _tensor_map in plan.py).
+  static constexpr int kFar = 1 << 30;
+  struct Box {
+    int c1, c2, c3, c4;
+  };
+  template <int kRows> STROBE_DEVICE static Box box(int row, int rows_there, int head, int batch) {
+    if (!Config::kPacked) return Box{row, 0, head, batch};
+    const int clip = max(0, kRows - rows_there);
+    return Box{clip, head, kFar + row - clip, kFar};
   }
+  template <int kRows, int kColumns> STROBE_DEVICE void load(u32 dst, const TensorMap* map, u32 bar, const Box& b) {
+#pragma unroll
+    for (int panel = 0; panel < (Config::kWholePanels ? 1 : panels(kColumns)); ++panel)
+      tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel, b.c1, b.c2, b.c3, b.c4);
+  }
+  STROBE_DEVICE static Box key_box(const Tile& tile, int head, int n) {
+    return box<kBlockN>(tile.first_key + n * kBlockN, tile.len_k - n * kBlockN, head, tile.slice);
+  }
+  STROBE_DEVICE static Box query_box(const Tile& tile, int row) { return box<64>(tile.first_row + row, tile.len_q - row, tile.head, tile.slice); }
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
     k.wait_empty();
     mbar_arrive_expect_tx(k.full_barrier(), kBytesK);
-    load<kBlockN, kDim>(smem + kOffsetK + k.stage * kBytesK, &p.map_k, k.full_barrier(), tile.first_key + n * kBlockN, tile.len_k - n * kBlockN, head, tile.slice);
+    load<kBlockN, kDim>(smem + kOffsetK + k.stage * kBytesK, &p.map_k, k.full_barrier(), key_box(tile, head, n));
     k.next();
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
     v.wait_empty();
     mbar_arrive_expect_tx(v.full_barrier(), kBytesV);
-    load<kBlockN, kDimV>(smem + kOffsetV + v.stage * kBytesV, &p.map_v, v.full_barrier(), tile.first_key + n * kBlockN, tile.len_k - n * kBlockN, head, tile.slice);
+    load<kBlockN, kDimV>(smem + kOffsetV + v.stage * kBytesV, &p.map_v, v.full_barrier(), key_box(tile, head, n));
     v.next();
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * kBytesQ);
 #pragma unroll 1
-    for (int w = 0; w < kConsumers; ++w) {
-      const int row = tile.row0 + 64 * w;
-      load<64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), tile.first_row + row, tile.len_q - row, tile.head, tile.slice);
-    }
+    for (int w = 0; w < kConsumers; ++w) load<64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), query_box(tile, tile.row0 + 64 * w));
   }
 
   // Tiles are numbered from the longest to the shortest; whoever is done takes the next. A block begins with its own number and fetches
@@ -282,14 +288,13 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       fence_proxy_async();
       bar_sync(1 + kConsumers + consumer, 128);
       if (tid == 0 && first < tile.len_q) {
-        const int clip = Config::kPacked ? max(0, 64 - (tile.len_q - first)) : 0;
-        const int c1 = Config::kPacked ? clip : first, c4 = Config::kPacked ? tile.first_row + first - clip + 64 : tile.slice;
+        const Box b = query_box(tile, first);
         if (Config::kWholePanels) {
-          tma_store_5d(&p.map_o, staging, 0, c1, panel, tile.head, c4);
+          tma_store_5d(&p.map_o, staging, 0, b.c1, panel, b.c3, b.c4);
         } else {
 #pragma unroll
           for (int i = 0; i < min(kStorePanels, panels(kDimV) - panel); ++i)
-            tma_store_5d(&p.map_o, staging + i * (64 * kPanelRowBytes), (panel + i) * kPanel, c1, 0, tile.head, c4);
+            tma_store_5d(&p.map_o, staging + i * (64 * kPanelRowBytes), (panel + i) * kPanel, b.c1, b.c2, b.c3, b.c4);
         }
         tma_store_commit();
       }

@@ -1,0 +1,88 @@
+"""Keeps the generated part of docs/ladder.md in step with the rungs' headers and the committed measurements.
+
+`python -m strobe.ladder.docs --write` writes it; without `--write` it says whether it is up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from strobe.ladder.rung import Rung
+from strobe.ladder.rungs import RUNGS
+
+BEGIN, END = "<!-- ladder: begin (python -m strobe.ladder.docs --write) -->", "<!-- ladder: end -->"
+
+
+def measurements(root: Path) -> dict[str, dict[str, Any]]:
+    """Machine -> what `strobe ladder --json` wrote there."""
+    paths = sorted((root / "benchmarks" / "results").glob("*/ladder.json"))
+    return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def block(root: Path) -> str:
+    found = measurements(root)
+    lines = [line for machine, data in found.items() for line in _table(machine, data)]
+    if not found:
+        lines = ["No measurements are committed yet: `strobe ladder --json OUT` on a GPU makes them.", ""]
+    for rung in RUNGS:
+        lines += _section(rung)
+    return "\n".join(lines) + "\n"
+
+
+def _table(machine: str, data: dict[str, Any]) -> list[str]:
+    shape, facts = data["shape"], data["provenance"]
+    mask = ", causal" if shape["causal"] else ""
+    lines = [
+        f"**{facts['device']['name']}**, {shape['slices']} heads, {shape['len_q']} queries and keys, head dim {shape['dim']}{mask}; "
+        f"{data['method']}; {facts['date'][:10]}, `benchmarks/results/{machine}/ladder.json`:",
+        "",
+        "| rung | | time | TFLOP/s | faster | predicted |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in data["rungs"]:
+        if row["ms"] is None:
+            lines.append(f"| {row['number']} | {row['title']} | not run: {row['skipped']} | | | x {row['predicted']:g} |")
+            continue
+        faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}"
+        cells = (row["number"], row["title"], f"{row['ms']:.3f} ms", f"{row['tflops']:.3g}", faster, f"x {row['predicted']:g}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", "Faster: than the rung before; b1: than 05, for equal work.", ""]
+
+
+def _section(rung: Rung) -> list[str]:
+    lines = [f"### {rung.number} {rung.title}", "", f"`src/strobe/ladder/kernels/{rung.file}`", ""]
+    lines += [f"- *{name}:* {_plain(text)}" for name, text in rung.header.items()]
+    return [*lines, ""]
+
+
+def _plain(text: str) -> str:
+    """Comments are not Markdown."""
+    return text.replace("*", "\\*").replace("_", "\\_").replace("<", "\\<").replace("|", "\\|")
+
+
+def updated(text: str, root: Path) -> str:
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the text has no lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{block(root)}{END}{after}"
+
+
+def main(arguments: list[str], root: Path | None = None) -> int:
+    root = root or Path(__file__).resolve().parents[3]
+    page = root / "docs" / "ladder.md"
+    text = page.read_text(encoding="utf-8")
+    wanted = updated(text, root)
+    if "--write" in arguments:
+        page.write_text(wanted, encoding="utf-8")
+    elif wanted != text:
+        print("docs/ladder.md is out of date: python -m strobe.ladder.docs --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Is a rung right? Against float64, by the library's rule: finite, and no further off than twice what PyTorch's ordinary
+operations in the same dtype are, plus a few roundings; three times for gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from strobe import reference
+from strobe.ladder.execute import Tensors, problem_of
+from strobe.ladder.rung import Rung, Shape
+
+_FORWARD, _GRADIENTS = 2.0, 3.0
+_ROUNDINGS = 8  # of fp32: the LSE is kept in units of log 2, and gradients are made from an LSE and an output that were rounded
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest difference from float64, and what rounding explains."""
+
+    what: str
+    largest: float  # NaN if anything is
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.largest <= self.allowed
+
+
+def judge(rung: Rung, shape: Shape, x: Tensors) -> Error:
+    """Of the first and the last slice: the first result that is wrong, or the largest error."""
+    errors = [
+        _compare(name, found[index], exact[name], same[name], _GRADIENTS if rung.backward else _FORWARD)
+        for index in sorted({0, shape.slices - 1})
+        for exact, same in [(_expected(rung, shape, x, index, torch.float64), _expected(rung, shape, x, index, rung.dtype))]
+        for name, found in x.results(rung).items()
+    ]
+    return next((e for e in errors if not e.passed), max(errors, key=lambda e: e.largest))
+
+
+def _compare(name: str, found: torch.Tensor, exact: torch.Tensor, same: torch.Tensor, factor: float) -> Error:
+    finite = torch.isfinite(exact)
+    infinities_wrong = bool((found.double() != exact)[~finite].any())  # the LSE of a row that sees nothing
+    if infinities_wrong or not bool(torch.isfinite(found[finite]).all()):
+        return Error(name, float("nan"), 0.0)
+    if not finite.any():
+        return Error(name, 0.0, 0.0)
+    exact = exact[finite]
+    rounded = exact.to(same.dtype)
+    floor = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
+    if same.dtype == torch.float32:
+        floor += _ROUNDINGS * torch.finfo(torch.float32).eps * exact.abs().max().item()
+    distance = (same[finite].double() - exact).abs().max().item()
+    return Error(name, (found[finite].double() - exact).abs().max().item(), factor * distance + floor)
+
+
+def _expected(rung: Rung, shape: Shape, x: Tensors, index: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Textbook attention of one slice in `dtype`, the LSE at least in fp32; or its gradients by autograd."""
+    leaves = [t[index : index + 1].detach().to(dtype).requires_grad_(rung.backward) for t in (x.q, x.k, x.v)]
+    problem, inputs = problem_of(shape, *leaves)
+    out, lse = reference.attention(problem, inputs, dtype)
+    if rung.backward:
+        assert x.d_o is not None
+        found = torch.autograd.grad((out[0, 0] * x.d_o[index].to(dtype)).sum(), leaves)
+        return {name: gradient[0] for name, gradient in zip(("dq", "dk", "dv"), found, strict=True)}
+    if dtype == torch.bfloat16:
+        _, lse = reference.attention(problem, inputs, torch.float32)
+    return {"o": out[0, 0], "lse": lse[0, 0]}

@@ -1,0 +1,1 @@
+"""Lessons that run anywhere: a grid simulator in Python, exercises that check themselves, small CUDA C++ kernels."""

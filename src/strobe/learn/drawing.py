@@ -1,0 +1,98 @@
+"""Small figures for the lessons, each as text and as SVG: a terminal shows one, a notebook the other."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strobe.learn.simulator import Dim3
+
+# Light enough for black digits, different enough without colour vision: the hue turns and the lightness alternates.
+_FILLS = ("#bcd7f5", "#ffe3a8", "#cdebc5", "#f3c6c6", "#d9cdf0", "#f0f0c0", "#c2ecec", "#f5d5b5")
+_CELL = 30
+
+
+@dataclass(frozen=True)
+class Figure:
+    text: str
+    svg: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+def show(figure: Figure) -> None:
+    """Draw it in a notebook, print it elsewhere."""
+    shell = sys.modules.get("IPython")
+    if shell is not None and shell.get_ipython() is not None:
+        shell.display.display(figure)
+    else:
+        print(figure.text)
+
+
+def _svg(width: float, height: float, title: str, parts: list[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
+        f'aria-label="{html.escape(title)}" font-family="sans-serif" font-size="11">'
+        f'<rect width="{width:g}" height="{height:g}" fill="white"/><title>{html.escape(title)}</title>{"".join(parts)}</svg>'
+    )
+
+
+def thread_map(height: int, width: int, block: tuple[int, int] | int) -> Figure:
+    """Which thread of which block has which element of a (height, width) array; `block` is (x, y), as CUDA writes it.
+
+    Every cell says block.thread. Threads that stick out beyond the array are in brackets: they exist and must do nothing.
+    """
+    dims = Dim3(block) if isinstance(block, int) else Dim3(*block)
+    grid = Dim3(-(-width // dims.x), -(-height // dims.y))
+    title = f"{height} x {width} elements, {grid.size} blocks of {dims.x} x {dims.y} threads"
+    lines, parts = [title], [f'<text x="4" y="16">{html.escape(title)}</text>']
+    for row in range(grid.y * dims.y):
+        cells = []
+        for column in range(grid.x * dims.x):
+            number = (row // dims.y) * grid.x + column // dims.x
+            thread = (row % dims.y) * dims.x + column % dims.x
+            inside = row < height and column < width
+            name = f"{number}.{thread}"
+            cells.append(name.center(7) if inside else f"({name})".center(7))
+            x, y = 4 + column * _CELL, 24 + row * _CELL
+            fill = _FILLS[number % len(_FILLS)] if inside else "none"
+            dashes = "" if inside else ' stroke-dasharray="3 3"'
+            parts.append(f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" fill="{fill}" stroke="#555"{dashes}/>')
+            colour = "#000" if inside else "#777"
+            parts.append(f'<text x="{x + _CELL / 2}" y="{y + 19}" text-anchor="middle" fill="{colour}">{name}</text>')
+        lines.append("".join(cells).rstrip())
+    size = max(grid.x * dims.x * _CELL, 7 * len(title)) + 8
+    return Figure("\n".join(lines), _svg(size, 28 + grid.y * dims.y * _CELL, title, parts))
+
+
+def bars(title: str, values: Mapping[str, float], unit: str = "", *, logarithmic: bool = False) -> Figure:
+    """One bar per value, the value beside it."""
+    if not values or min(values.values()) < 0 or (logarithmic and min(values.values()) <= 0):
+        raise ValueError(f"values: {dict(values)}; at least one, none negative, none zero on a logarithmic scale")
+
+    def share(value: float) -> float:
+        most = max(values.values())
+        if logarithmic:
+            least = min(values.values()) / 2
+            return math.log(value / least) / math.log(most / least)
+        return value / most if most else 0.0
+
+    label_width = max(map(len, values))
+    lines, parts = [title], [f'<text x="4" y="16">{html.escape(title)}</text>']
+    left = 12 + 7 * label_width
+    for i, (label, value) in enumerate(values.items()):
+        shown = f"{value:.4g} {unit}".rstrip()
+        lines.append(f"{label:>{label_width}} {'█' * max(value > 0, round(40 * share(value)))} {shown}")
+        y, length = 26 + 22 * i, max(2.0, 320 * share(value))
+        parts.append(f'<text x="{left - 6}" y="{y + 13}" text-anchor="end">{html.escape(label)}</text>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="18" fill="{_FILLS[i % 2]}" stroke="#555"/>')
+        parts.append(f'<text x="{left + length + 6:.1f}" y="{y + 13}">{html.escape(shown)}</text>')
+    width = max(left + 330 + 90, 7 * len(title))
+    return Figure("\n".join(lines), _svg(width, 32 + 22 * len(values), title, parts))

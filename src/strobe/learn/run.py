@@ -1,0 +1,156 @@
+"""`run_kernel`: one of the lessons' CUDA C++ kernels, on the GPU if there is one, else on the emulator."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strobe.cuda import driver, jit
+from strobe.cuda.params import Field, Struct
+from strobe.emulator import Buffer, Counters, build
+
+KERNELS = Path(__file__).with_name("kernels")
+_POINTERS = {torch.float32: "float", torch.int32: "int"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a kernel ran and what is known of it: a GPU has a clock, the emulator counts."""
+
+    where: str
+    milliseconds: float | None = None
+    counters: Counters | None = None
+
+    def __str__(self) -> str:
+        if self.counters is None:
+            return f"on {self.where}: {self.milliseconds:.4f} ms"
+        counted = {field.name.replace("_", " "): getattr(self.counters, field.name) for field in fields(self.counters)}
+        return f"on the {self.where}: " + ", ".join(f"{count} {what}" for what, count in counted.items() if count)
+
+
+def source(name: str) -> str:
+    """The text of a kernel, to be read."""
+    path = KERNELS / f"{name}.cu"
+    if not path.is_file():
+        raise ValueError(f"name: {name!r}; the kernels are {', '.join(sorted(p.stem for p in KERNELS.glob('*.cu')))}")
+    return path.read_text(encoding="utf-8")
+
+
+def gpu() -> str | None:
+    """None if kernels can be compiled for, and run on, a GPU here; else why not."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    return driver.available() or jit.nvrtc_status()
+
+
+def params_of(text: str) -> Struct:
+    """The kernel's `struct Params`, read from its source: the one place where it is written."""
+    found = re.search(r"struct Params \{\n(.*?)\n\};", re.sub(r"//[^\n]*", "", text), re.DOTALL)
+    if found is None:
+        raise ValueError("the kernel has no `struct Params`")
+    fields = []
+    for declaration in found[1].split(";"):
+        if not declaration.strip():
+            continue
+        ctype, _, names = re.sub(r"\s*\*\s*", "* ", declaration.strip()).rpartition("* ")
+        if ctype:
+            ctype += "*"
+        else:
+            ctype, names = declaration.split(maxsplit=1)
+        fields += [Field(name.strip(), ctype) for name in names.split(",")]
+    return Struct("Params", fields)
+
+
+def run_kernel(name: str, *, grid: int, threads: int, smem: int = 0, **arguments: torch.Tensor | int | float) -> Run:
+    """Launch kernel `name` of `strobe/learn/kernels` with `grid` blocks of `threads` threads and `smem` bytes of shared memory.
+
+    The arguments are the fields of its `Params`. CPU tensors are copied to the GPU, and those that the kernel may write
+    (pointers without const) are copied back: the results are in the tensors that were passed, on either kind of machine.
+    """
+    text = source(name)
+    struct = params_of(text)
+    pointers = {f.name: f.ctype for f in struct.fields if f.ctype.endswith("*")}
+    tensors: dict[str, torch.Tensor] = {}
+    for argument, value in arguments.items():
+        if isinstance(value, torch.Tensor) != (argument in pointers):
+            wanted = "a tensor" if argument in pointers else "a number"
+            raise TypeError(f"{argument} must be {wanted}, got {type(value).__name__}")
+        if isinstance(value, torch.Tensor):
+            _check(argument, value, pointers[argument])
+            tensors[argument] = value
+    launch = _on_gpu if gpu() is None else _on_emulator
+    return launch(name, text, struct, grid, threads, smem, dict(arguments), tensors)
+
+
+def _check(name: str, tensor: torch.Tensor, ctype: str) -> None:
+    wanted = ctype.removeprefix("const ").removesuffix("*").strip()
+    if _POINTERS.get(tensor.dtype) != wanted:
+        raise TypeError(f"{name}: {tensor.dtype}; the kernel takes a pointer to {wanted}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()}; the lessons' kernels take contiguous tensors")
+
+
+def _written(struct: Struct) -> set[str]:
+    return {f.name for f in struct.fields if f.ctype.endswith("*") and not f.ctype.startswith("const")}
+
+
+def _on_emulator(
+    name: str,
+    text: str,
+    struct: Struct,
+    grid: int,
+    threads: int,
+    smem: int,
+    values: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+) -> Run:
+    buffers = []
+    for argument, tensor in tensors.items():
+        values[argument] = tensor.data_ptr()
+        size = tensor.numel() * tensor.element_size()
+        buffers.append(Buffer(argument, tensor.data_ptr(), size, writable=argument in _written(struct)))
+    called_kernel = re.sub(rf"\b{name}(?=\(STROBE_GRID_CONSTANT)", "kernel", text)  # the one name that the emulator calls
+    program = build(jit.flatten(called_kernel, "emu", f"{name}.cu"), name=name)
+    counters = program.run(bytes(struct.pack(values)), grid=grid, threads=threads, smem=smem, buffers=buffers)
+    return Run("emulator", counters=counters)
+
+
+@functools.cache
+def _loaded(name: str, text: str, arch: str, smem: int) -> driver.Kernel:
+    return driver.Kernel(jit.get(jit.flatten(text), arch, name=name).cubin, name, smem)
+
+
+def _on_gpu(
+    name: str,
+    text: str,
+    struct: Struct,
+    grid: int,
+    threads: int,
+    smem: int,
+    values: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+) -> Run:
+    checked = text + f'\nstatic_assert(sizeof(Params) == {struct.size}, "not the Params that the host sends");\n'
+    copies = {argument: tensor.cuda() for argument, tensor in tensors.items()}  # the very tensor if it is there already
+    values |= {argument: copy.data_ptr() for argument, copy in copies.items()}
+    device = torch.cuda.current_device()
+    torch.cuda.synchronize()
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    function = _loaded(name, checked, arch, smem).function(device)
+    launch = driver.Launch(function, grid, threads, smem, struct.pack(values))
+    stream = torch.cuda.current_stream()
+    launch.launch(stream.cuda_stream)  # once, so that the clock sees no first time
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    launch.launch(stream.cuda_stream)
+    end.record()
+    torch.cuda.synchronize()
+    for argument in _written(struct) & tensors.keys():
+        if copies[argument] is not tensors[argument]:
+            tensors[argument].copy_(copies[argument])
+    return Run(torch.cuda.get_device_name(device), milliseconds=start.elapsed_time(end))
