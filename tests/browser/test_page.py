@@ -301,3 +301,10 @@ def test_light_and_dark(page: Page, tmp_path: Path) -> None:
     page.click("#theme")
     assert not light()
     assert page.screenshot(tmp_path / "dark.png", whole=False).stat().st_size > 20_000
+
+
+def test_motion_can_be_reduced(page: Page) -> None:
+    moving = "getComputedStyle(document.querySelector('.track i')).transitionDuration"
+    assert page.js(moving) == "0.15s"
+    page.prefers(reduced_motion="reduce")
+    assert page.js(moving) == "0s"

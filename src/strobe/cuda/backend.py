@@ -116,10 +116,8 @@ class Call:
             function = kernel(variant).function(device)
         self._launch = launch = driver.Launch(function, plan.grid, variant.threads, variant.smem, params)
         self._patch = variant.params.patcher(*POINTERS)
-        self._maps = [  # in the order of the addresses
-            (driver.TensorMapSlot(launch.params, variant.params.offsets[f"map_{t}"]), spec.address)
-            for t, spec in plan.maps.items()
-        ]
+        slots = (variant.params.offsets[f"map_{t}"] for t in plan.maps)  # q, k, v, o: in the order of the addresses
+        self._maps = [driver.TensorMapSlot(launch.params, offset) for offset in slots]
         self._device = device
 
     def __call__(self, *addresses: int) -> None:

@@ -36,8 +36,8 @@ def _table(machine: str, data: dict[str, Any]) -> list[str]:
     shape, facts = data["shape"], data["provenance"]
     mask = ", causal" if shape["causal"] else ""
     lines = [
-        f"**{facts['device']['name']}**, {shape['slices']} heads, {shape['len_q']} queries and keys, head dim {shape['dim']}{mask}; "
-        f"{data['method']}; {facts['date'][:10]}, `benchmarks/results/{machine}/ladder.json`:",
+        f"**{facts['device']['name']}**, {shape['slices']} heads, {shape['len_q']} queries and keys, "
+        f"head dim {shape['dim']}{mask}; {data['method']}; {facts['date'][:10]}, `benchmarks/results/{machine}/ladder.json`:",
         "",
         "| rung | | time | TFLOP/s | faster | predicted |",
         "|---|---|---:|---:|---:|---:|",

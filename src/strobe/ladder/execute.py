@@ -44,8 +44,8 @@ def problem_of(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     return check(q[None], k[None], v[None], mask=mask, scale=shape.scale, layout="bhsd", return_lse=True)
 
 
-def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> Tensors:
-    """Random inputs, and outputs full of NaN: what a rung does not write shows."""
+def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int = 0, gain: float = 1.0) -> Tensors:
+    """Random inputs, the queries `gain` times as large, and outputs full of NaN: what a rung does not write shows."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(length: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int
     def poisoned(like: torch.Tensor) -> torch.Tensor:
         return torch.full_like(like, torch.nan)
 
-    q, k, v = random(shape.len_q), random(shape.len_k), random(shape.len_k)
+    q, k, v = random(shape.len_q) * gain, random(shape.len_k), random(shape.len_k)
     lse = torch.full((shape.slices, shape.len_q), torch.nan, device=device)
     workspace = torch.full((max(1, rung.workspace(shape)),), torch.nan, device=device)
     x = Tensors(q, k, v, poisoned(q), lse, workspace)

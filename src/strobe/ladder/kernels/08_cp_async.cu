@@ -4,7 +4,7 @@
 //   have two buffers each: while the block works on one pair, the next pair arrives in the other.
 // Why it should help: the latency of memory disappears behind arithmetic; copies cost a quarter of the instructions, and one barrier in
 //   two is gone.
-// Predicted: x 1.3 the speed of 07.
+// Predicted: x 1.3 the speed of 07: perhaps a quarter of the time went into waiting for copies and into making them.
 // What limits it now: operands still come 2 and 4 bytes at a time, and P takes a detour through shared memory.
 #include "ladder.cuh"
 

@@ -181,6 +181,7 @@ function start() {
   $("grid-legend").replaceChildren(...Object.entries(legend).map(([name, style]) => el("li", {}, el("svg:svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, el("svg:rect", { class: style, x: 1, y: 1, width: 12, height: 12 }), name === "skipped" ? el("svg:path", { class: "skipped", d: "M1 1l12 12m0 -12l-12 12" }) : null), name)),
     el("li", {}, el("svg:svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, el("svg:rect", { class: "rowline", x: 1, y: 4, width: 12, height: 5 })), "the row in panel 2"),
     el("li", {}, el("svg:svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, el("svg:rect", { class: "cell", x: 1, y: 1, width: 12, height: 12 }), el("svg:path", { class: "hidden-corner", d: "M6 1h7v7Z" })), "partly masked"));
+  document.querySelector("#gpus table").replaceChildren(...gpuTable(DATA.gpus));
   $("preset").addEventListener("change", () => choose(DATA.presets[numberOf("preset")]));
   for (const id of [...Object.keys(NUMBERS), "dtype", "mask"]) $(id).addEventListener("change", change);
   for (const id of ["detail", "cached"]) $(id).addEventListener("change", retrace);

@@ -77,7 +77,7 @@ function sentence(trace, moment, broken) {
 // ---- panel 1: the grid ---------------------------------------------------------------------------------------------------------
 const EDGE = 34, widthOf = id => Math.max(240, $(id).clientWidth || 420);  // one unit of a drawing is one pixel, so that letters keep their size
 function buildGrid(trace, jump) {
-  const GRID = Math.min(widthOf("grid"), 460) - 2 * EDGE, unit = GRID / trace.n, rows = Math.ceil(trace.n / trace.block_q), columns = Math.ceil(trace.n / trace.block_k), cells = new Map(), strips = { q: [], k: [], o: [] };
+  const GRID = Math.min(widthOf("grid"), 390) - 2 * EDGE, unit = GRID / trace.n, rows = Math.ceil(trace.n / trace.block_q), columns = Math.ceil(trace.n / trace.block_k), cells = new Map(), strips = { q: [], k: [], o: [] };
   const root = svg(GRID + 2 * EDGE, GRID + EDGE + 16, ""), fine = rows > 40 || columns > 40;
   const end = (i, block) => Math.min((i + 1) * block, trace.n) * unit;
   root.append(text(EDGE + GRID / 2, 11, `Kᵀ: ${columns} tiles of keys`, { "text-anchor": "middle" }), text(10, EDGE + GRID / 2, "Q", { "text-anchor": "middle" }), text(EDGE + GRID + 25, EDGE + GRID / 2, "O", { "text-anchor": "middle" }));
@@ -130,8 +130,8 @@ function drawGrid(drawn, trace, moment) {
 
 // ---- panel 2: one row --------------------------------------------------------------------------------------------------------
 function drawBars(trace, moment, broken) {
-  const { kind, seen, tile, result } = moment, width = widthOf("bars"), height = 190, base = 156, top = 34, few = trace.n <= 16;
-  const slot = width / trace.n, bar = Math.max(slot * (few ? 0.62 : 1), 0.3), finished = kind === "store", last = finished ? seen.at(-1) : null;
+  const { kind, seen, tile, result } = moment, width = widthOf("bars"), height = 172, base = 138, top = 18;
+  const few = trace.n <= 16 && width / trace.n >= 30, slot = width / trace.n, bar = Math.max(slot * (few ? 0.62 : 1), 0.3), finished = kind === "store", last = finished ? seen.at(-1) : null;
   const before = moment.before, after = kind === "rescale" || kind === "add";
   // Each old weight is e^(s - m): of the m that is valid at this moment. Without the rescale it is what it was when it was added.
   const m = finished ? last.m_new : after ? tile.m_new : before ? before.m_new : null;
@@ -146,14 +146,15 @@ function drawBars(trace, moment, broken) {
   const most = Math.max(1e-300, ...[...weights.values(), ...ghosts.values()].filter(Number.isFinite)), unit = broken === "max" ? most : Math.max(1, most);
   const share = p => (Number.isFinite(p) ? Math.min(1, p / unit) : 1), tall = p => share(p) * (base - top), at = key => key * slot + (slot - bar) / 2;
   const root = svg(width, height, `Weights of the keys for row ${moment.row}: ${[...weights].slice(0, 8).map(([k, p]) => `key ${k}: ${num(p)}`).join(", ") || "none yet"}`);
-  root.append(el("svg:line", { class: "top", x1: 0, x2: width, y1: top, y2: top }), text(0, 12, broken === "max" ? "Bars: the weights e^s that were summed" : `Bars: the weights e^(s − m)${ghosts.size ? (broken ? "; outlined: as they should be" : "; outlined: before the rescale") : " of the keys so far"}`));
+  const caption = el("p", { class: "caption" }, broken === "max" ? "Bars: the weights e^s that were summed." : `Bars: the weights e^(s − m)${ghosts.size ? (broken ? "; outlined: as they should be" : "; outlined: before the rescale") : " of the keys so far"}. Dotted line: 1.`, few ? " Below each key: its score s." : "");
+  root.append(el("svg:line", { class: "top", x1: 0, x2: width, y1: top, y2: top }));
   for (let key = trace.block_k; key < trace.n; key += trace.block_k) if (trace.n / trace.block_k <= 64) root.append(el("svg:line", { class: "boundary", x1: key * slot, x2: key * slot, y1: top, y2: base + 30 }));
   const box = (key, p) => `M${at(key)} ${base}v${-tall(p)}h${bar}v${tall(p)}Z`, fresh = key => kind === "add" && key >= tile.keys[0];
   if (!few) for (const style of ["bar", "bar new"]) root.append(el("svg:path", { class: style, d: [...weights].filter(([key]) => fresh(key) === (style !== "bar")).map(([key, p]) => box(key, p)).join("") }));
   if (few) for (const [key, p] of weights) {
     const isNew = fresh(key);
     root.append(el("svg:rect", { class: `bar${isNew ? " new" : ""}${!Number.isFinite(p) ? " wrong" : ""}`, x: at(key), width: bar, y: base - tall(p), height: tall(p) }));
-    root.append(text(key * slot + slot / 2, base - tall(p) - 3, num(p, 3), { "text-anchor": "middle", class: "strong" }));
+    root.append(text(key * slot + slot / 2, base - tall(p) - 3, num(p, slot > 48 ? 3 : 2), { "text-anchor": "middle", class: "strong" }));
   }
   for (const [key, p] of ghosts) root.append(el("svg:rect", { class: "ghost", x: at(key), width: bar, y: base - tall(p), height: Math.max(tall(p), 0.5) }));
   if (kind === "rescale" && seen.length && !broken && tile.alpha !== 1 && tile.m_old !== null) {
@@ -164,9 +165,9 @@ function drawBars(trace, moment, broken) {
   if (few) {
     const known = new Map();
     for (const t of [...seen, ...(tile && kind !== "load" ? [tile] : [])]) t.s.forEach((s, j) => known.set(t.keys[0] + j, s));
-    for (let key = 0; key < trace.n; key++) root.append(text(key * slot + slot / 2, base + 13, `key ${key}`.slice(trace.n > 8 ? 4 : 0), { "text-anchor": "middle" }), text(key * slot + slot / 2, base + 27, known.has(key) ? `${slot > 80 ? "s = " : ""}${num(known.get(key), slot > 60 ? 4 : 3)}` : "", { "text-anchor": "middle", class: "strong" }));
+    for (let key = 0; key < trace.n; key++) root.append(text(key * slot + slot / 2, base + 13, `key ${key}`.slice(trace.n > 8 ? 4 : 0), { "text-anchor": "middle" }), text(key * slot + slot / 2, base + 27, known.has(key) ? `${slot > 80 ? "s = " : ""}${num(known.get(key), slot > 60 ? 4 : slot > 48 ? 3 : 2)}` : "", { "text-anchor": "middle", class: "strong" }));
   } else root.append(text(0, base + 14, "key 0"), text(width, base + 14, `key ${trace.n - 1}`, { "text-anchor": "end" }));
-  $("bars").replaceChildren(root);
+  $("bars").replaceChildren(caption, root);
 }
 function drawNumbers(trace, moment, broken, right) {
   const { kind, tile, before, result, row } = moment, order = ["start", "begin", "skip", "load", "scores", "max", "rescale", "add", "store"], from = order.indexOf(kind);
@@ -230,9 +231,16 @@ function drawLanes(trace, moment, sums, gpu) {
   );
 }
 
+/** The figures that the panels reckon with. The ridge is where a kernel stops waiting for memory. */
+function gpuTable(gpus) {
+  const columns = { GPU: g => g.name, SMs: g => g.sms, "shared memory per SM, KiB": g => g.shared, "registers per SM, KiB": g => g.registers, "L2, MiB": g => g.l2, "memory, GB/s": g => g.bandwidth, "float16, TFLOP/s": g => g.tflops.float16, "float32, TFLOP/s": g => g.tflops.float32, "ridge in float16, operations per byte": g => Math.round((1000 * g.tflops.float16) / g.bandwidth) };
+  const head = el("thead", {}, el("tr", {}, ...Object.keys(columns).map(name => el("th", { scope: "col" }, name))));
+  return [head, el("tbody", {}, ...gpus.map(g => el("tr", {}, ...Object.values(columns).map((value, i) => el(i ? "td" : "th", i ? {} : { scope: "row" }, String(value(g)))))))];
+}
+
 // ---- panel 4: the roofline -----------------------------------------------------------------------------------------------------
 function drawRoof(trace, moment, sums, gpu) {
-  const width = widthOf("roof"), height = Math.min(Math.max(0.55 * width, 230), 340), left = 44, right = 8, top = 10, bottom = 32, lows = [-1, -2], spans = [5, 6];
+  const width = widthOf("roof"), height = Math.min(Math.max(0.55 * width, 230), 330), left = 44, right = 8, top = 10, bottom = 32, lows = [-1, -2], spans = [5, 6];
   const peak = gpu.tflops[trace.dtype] || gpu.tflops.float32, bandwidth = gpu.bandwidth / 1000;
   const x = v => left + ((Math.log10(v) - lows[0]) / spans[0]) * (width - left - right), y = v => height - bottom - ((Math.log10(v) - lows[1]) / spans[1]) * (height - top - bottom);
   const total = who => { const s = sums[who].at(-1); return s.hbm_read + s.hbm_written; };

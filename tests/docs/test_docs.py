@@ -1,0 +1,109 @@
+"""The site: every code block runs, every page can be reached, links and settings are real. README.md: test_readme.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+EVERY_PAGE = sorted(DOCS.rglob("*.md"))
+# Pages that other people or programs write; they are tested where they are made, but their code blocks run here too.
+EXPECTED = {
+    "index", "install", "use", "choosing-a-backend", "learn", "how-it-works", "ladder", "page", "results", "benchmark-method",
+    "contributing",
+}  # fmt: skip
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{re.escape(language)}\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_pages_that_were_promised_are_there() -> None:
+    assert {page.stem for page in PAGES} >= EXPECTED
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.stem)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """One after the other, as a reader would type them, in a process of its own."""
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("\n\n".join(blocks(page, "python")), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pages_with_claims_have_code_that_checks_them() -> None:
+    for name in ("index", "use", "choosing-a-backend", "how-it-works", "learn"):
+        assert "assert" in "".join(blocks(DOCS / f"{name}.md", "python")), name
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(DOCS)))
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}; there are {sorted(anchors(file))}"
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed: set[Path] = set()
+    for toctree in blocks(DOCS / "index.md", "{toctree}"):
+        for entry in toctree.splitlines():
+            if entry and not entry.startswith(":"):
+                found = sorted(DOCS.glob(f"{entry}.md"))
+                assert found, f"the table of contents names {entry}"
+                listed |= set(found)
+    assert {p for p in EVERY_PAGE if p.name != "index.md"} == listed
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(DOCS)))
+def test_included_files_have_what_is_included(page: Path) -> None:
+    for target, options in re.findall(r"^```\{include\} (\S+)\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL):
+        included = text_of(page.parent / target)
+        for marker in re.findall(r"^:(?:start-after|end-before): (.+)$", options, re.MULTILINE):
+            assert included.count(marker) == 1, f"{marker!r} is {included.count(marker)} times in {target}"
+
+
+def test_settings_are_those_of_the_code() -> None:
+    """Every variable that install.md names is read somewhere, under this name."""
+    named = set(re.findall(r"`(STROBE_\w+)`", text_of(DOCS / "install.md")))
+    code = "".join(text_of(path) for path in (ROOT / "src" / "strobe").rglob("*.py"))
+    assert named and all(f'"{name}"' in code for name in named), [name for name in named if f'"{name}"' not in code]
+
+
+def test_versions_are_those_of_the_package() -> None:
+    project = text_of(ROOT / "pyproject.toml")
+    python, torch = re.search(r'requires-python = ">=([\d.]+)"', project), re.search(r'"torch>=([\d.]+)"', project)
+    assert python and torch
+    assert f"Python {python[1]} or later and PyTorch {torch[1]} or later" in text_of(DOCS / "install.md")
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser")), reason="needs the extra `docs`"
+)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "index.html").exists()

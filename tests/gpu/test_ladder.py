@@ -1,0 +1,46 @@
+"""Every rung of the ladder on the GPU that there is, by the rule that the emulator's tests use."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from ladder_cases import CASES, GAIN, LARGE_SCORES
+
+from strobe.ladder import execute, measure, rungs
+from strobe.ladder.exact import judge
+from strobe.ladder.rung import Rung, Shape
+
+SHAPES = {**CASES, "long": Shape(slices=3, len_q=1000, len_k=1500, dim=64), "long, causal": Shape(2, 1500, 1500, 64, True)}
+
+
+def check(rung: Rung, shape: Shape, gain: float = 1.0) -> None:
+    device = torch.device("cuda", 0)
+    if (reason := execute.cannot_run(rung, device)) is not None:
+        pytest.skip(reason)
+    x = execute.make(rung, shape, device, gain=gain)
+    execute.prepare(rung, shape, x)()
+    torch.cuda.synchronize()
+    error = judge(rung, shape, x)
+    assert error.passed, f"{rung.name}, {shape}: {error}"
+
+
+@pytest.mark.parametrize("rung", rungs.RUNGS, ids=lambda rung: rung.number)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("case", SHAPES)
+def test_exact(rung: Rung, dim: int, case: str) -> None:
+    check(rung, dataclasses.replace(SHAPES[case], dim=dim))
+
+
+@pytest.mark.parametrize("rung", [r for r in rungs.RUNGS if not r.backward], ids=lambda rung: rung.number)
+def test_scores_of_a_thousand(rung: Rung) -> None:
+    check(rung, LARGE_SCORES, GAIN)
+
+
+def test_rows_are_timed() -> None:
+    shape = Shape(slices=4, len_q=512, len_k=512, dim=64)
+    rows = measure.run(shape, [rungs.get("05"), rungs.get("09")], torch.device("cuda", 0))
+    for row in rows:
+        assert row.skipped or (row.passed and row.ms and row.tflops and row.samples >= 3), row
+    assert rows[1].speed_up is None  # 08, against which 09 is measured, was not run

@@ -1,0 +1,16 @@
+"""What every rung has to pass, on the emulator and on GPUs alike."""
+
+from __future__ import annotations
+
+from strobe.ladder.rung import Shape
+
+CASES = {
+    "ragged": Shape(slices=2, len_q=70, len_k=150, dim=64),
+    "whole tiles": Shape(slices=1, len_q=128, len_k=128, dim=64),
+    "causal, more keys": Shape(slices=1, len_q=70, len_k=150, dim=64, causal=True),
+    "causal, rows that see nothing": Shape(slices=1, len_q=130, len_k=100, dim=64, causal=True),
+    "one query, one key": Shape(slices=1, len_q=1, len_k=1, dim=64),
+}
+LARGE_SCORES = Shape(slices=1, len_q=40, len_k=70, dim=64)
+GAIN = 300.0  # of the queries: scores of 1000 and more, of which exp would overflow without the maximum
+WIDE = Shape(slices=1, len_q=70, len_k=150, dim=128, causal=True)

@@ -1,0 +1,199 @@
+"""The ladder as a text: one idea a file, headers that say what and why, predictions, diffs, the document made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import io
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from strobe.cli import app
+from strobe.ladder import docs, measure, rungs, show
+from strobe.ladder.exact import Error
+from strobe.ladder.measure import Row
+from strobe.ladder.rung import KERNELS, LIBRARY_KERNEL, PARAMS, Rung, Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+FORWARD = [rung for rung in rungs.RUNGS if not rung.backward]
+every_rung = pytest.mark.parametrize("rung", rungs.RUNGS, ids=lambda rung: rung.number)
+
+
+def code(rung: Rung) -> list[str]:
+    return [line for line in rung.text.splitlines() if not line.startswith("//")]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_file_is_a_rung() -> None:
+    assert sorted(path.name for path in KERNELS.glob("*.cu")) == sorted(rung.file for rung in rungs.RUNGS)
+    assert all(rung.file.startswith(f"{rung.number}_") for rung in rungs.RUNGS)
+
+
+@every_rung
+def test_header_says_what_why_and_how_much(rung: Rung) -> None:
+    assert list(rung.header) == ["What changed", "Why it should help", "Predicted", "What limits it now"]
+    assert all(len(text) > 20 for text in rung.header.values()), rung.header
+    assert rung.predicted > 0
+    assert 5 <= len(rung.title) <= 70
+    before = rungs.before(rung)
+    if before is not None:
+        assert f"the speed of {before.number}" in rung.header["Predicted"]
+
+
+@every_rung
+def test_a_rung_is_short(rung: Rung) -> None:
+    assert rung.text.count("\n") <= 300
+    assert all(len(line) <= 160 for line in rung.text.splitlines())
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.pairwise(FORWARD[:-1])), ids=lambda rung: rung.number)
+def test_a_step_is_small(old: Rung, new: Rung) -> None:
+    """About 60 lines; the three that change the kind of machine or the role of a thread need more."""
+    changed = difflib.unified_diff(code(old), code(new), n=0, lineterm="")
+    added = [line for line in changed if line.startswith("+") and not line.startswith("+++") and len(line) > 1]
+    assert 0 < len(added) <= (95 if new.number in ("06", "10", "11") else 62), len(added)
+
+
+def test_swizzle_is_one_line() -> None:
+    old, new = code(rungs.get("06")), code(rungs.get("07"))
+    assert sum(a != b for a, b in zip(old, new, strict=True)) == 1
+
+
+@every_rung
+def test_source_has_one_kernel_and_one_argument_struct(rung: Rung) -> None:
+    if rung.library:
+        assert f"#include <strobe/kernels/{LIBRARY_KERNEL.name}>" in rung.text and LIBRARY_KERNEL.is_file()
+        return
+    source = rung.source(64)
+    assert source.count("STROBE_KERNEL(") == 1
+    assert source.count(PARAMS.cpp()) == 1
+    assert "kDim = 64" in source and f"kSmem = {rung.smem(64)}" in source
+    assert not re.search(r"\basm\b", source.split('"ladder.cuh"')[1])
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------------------
+
+
+def test_get() -> None:
+    assert rungs.get("5") is rungs.get("05")
+    with pytest.raises(ValueError, match=r"no rung '99'; there are 01, 02"):
+        rungs.get("99")
+
+
+def test_shape_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"dim: 80.*64 and 128"):
+        Shape(1, 8, 8, 80)
+    with pytest.raises(ValueError, match="len_k: 0"):
+        Shape(1, 8, 0, 64)
+
+
+def test_work() -> None:
+    shape = Shape(slices=3, len_q=4, len_k=6, dim=64)
+    assert shape.flops() == 4 * 64 * 3 * 24 and shape.flops(backward=True) == 10 * 64 * 3 * 24
+    assert dataclasses.replace(shape, causal=True).pairs == 3 * (3 + 4 + 5 + 6)
+    assert Shape(1, 6, 4, 64, causal=True).pairs == 0 + 0 + 1 + 2 + 3 + 4
+
+
+def test_why_tiles_must_be_bigger_than_half_the_head_dim() -> None:
+    """2 N^2 d / B numbers for K and V against 4 N^2 for S and P."""
+    shape = Shape(slices=1, len_q=4096, len_k=4096, dim=128)
+    standard = 4 * shape.len_q * shape.len_k
+    once = 2 * shape.len_q * shape.dim
+    five = rungs.get("05").predicted_bytes(shape)
+    assert five is not None and five / 4 - once == pytest.approx(standard)  # B = 64 = d / 2: a draw
+    three = rungs.get("03").predicted_bytes(shape)
+    assert three is not None and three / 4 > 5 * standard  # B = 16
+    assert rungs.get("05").predicted_bytes(dataclasses.replace(shape, causal=True)) is None
+
+
+def rows_of(times: dict[str, float]) -> list[Row]:
+    made = []
+    for number, ms in times.items():
+        rung = rungs.get(number)
+        before = rungs.before(rung)
+        against = before.number if before else None
+        made.append(Row(number, rung.title, "float32", against, rung.predicted, 1e6, Error("o", 1e-7, 1e-6), ms, 3, 10 / ms))
+    return made
+
+
+def test_speed_ups_compare_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(slices=1, len_q=64, len_k=64, dim=64)
+    found = {row.number: row for row in rows_of({"04": 8.0, "05": 2.0, "b1": 10.0})}
+    monkeypatch.setattr(measure, "_build", lambda *a: None)
+    monkeypatch.setattr(measure, "_count", lambda rung, shape: found[rung.number])
+    rows = measure.run(shape, [rungs.get(n) for n in found], torch.device("cpu"))
+    assert [row.speed_up for row in rows] == [None, 4.0, pytest.approx(0.5)]  # b1: 2.5 times the work in 5 times the time
+
+
+# ---- what is shown ------------------------------------------------------------------------------------------------------
+
+
+def shown(rows: list[Row]) -> str:
+    console = Console(file=io.StringIO(), width=140)
+    show.show(rows, Shape(1, 64, 64, 64), "a GPU", console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_times_stand_beside_predictions() -> None:
+    rows = rows_of({"04": 8.0, "05": 2.0})
+    rows[1].speed_up = 4.0
+    text = shown(rows)
+    assert "8.000 ms" in text and "x 4.00" in text and "x 8" in text and "█" in text
+
+
+def test_a_wrong_rung_and_one_that_cannot_run_are_said() -> None:
+    wrong, missing = rows_of({"04": 8.0, "12": 1.0})
+    wrong.error = Error("o", float("nan"), 1e-6)
+    missing.error = missing.ms = missing.tflops = None
+    missing.skipped = "wgmma exists on Hopper alone"
+    text = shown([wrong, missing])
+    assert "04 is wrong: o is off by nan" in text and "12 not run: wgmma exists on Hopper alone" in text
+
+
+def test_diff_command() -> None:
+    result = CliRunner().invoke(app, ["ladder", "diff", "04", "5"])
+    assert result.exit_code == 0, result.output
+    assert "What changed:" in result.output and "the loops are swapped" in result.output
+    assert "--- 04_bigger_tiles.cu" in result.output and "+++ 05_queries_outside.cu" in result.output
+    against_library = CliRunner().invoke(app, ["ladder", "diff", "12", "13"])
+    assert "+template <class Config, class Mask, class Params> struct ForwardSm90" in against_library.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--rung", "99"], "no rung '99'"), (["--head-dim", "80"], "64 and 128"), (["diff", "04", "xx"], "no rung 'xx'")],
+)
+def test_mistakes_are_explained(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["ladder", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(re.sub(r"[│╭╰╮╯─]", " ", result.output).split())
+
+
+# ---- the document -------------------------------------------------------------------------------------------------------
+
+
+def test_document_is_up_to_date() -> None:
+    text = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
+    assert docs.updated(text, ROOT) == text, "python -m strobe.ladder.docs --write"
+
+
+def test_document_has_measurements_beside_predictions(tmp_path: Path) -> None:
+    rows = rows_of({"04": 8.0, "05": 2.0})
+    rows[1].speed_up = 4.0
+    written = measure.as_json(Shape(16, 4096, 4096, 128), rows, torch.device("cpu"))
+    folder = tmp_path / "benchmarks" / "results" / "h200"
+    folder.mkdir(parents=True)
+    (folder / "ladder.json").write_text(json.dumps(written), encoding="utf-8")
+    block = docs.block(tmp_path)
+    assert "| 05 | FlashAttention-2: queries outside, one division at the end | 2.000 ms | 5 | x 4.00 | x 8 |" in block
+    assert "`benchmarks/results/h200/ladder.json`" in block and "No measurements" not in block
+    assert "### b1 The backward pass, by recomputation" in block
