@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs tests/browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test bench bench-gpu docs clean
+.PHONY: help setup demo test lint gpu-test bench bench-gpu learn site docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,15 @@ bench: $(READY) ## the quick suite on this machine; the report is report/index.h
 SUITES ?= grid36 sweep overhead
 bench-gpu: ## SUITES (grid36 sweep overhead) with the python3 at hand, into OUT (report); installs nothing
 	for suite in $(SUITES); do PYTHONPATH=src $(PYTHON) -m strobe bench --suite $$suite --out $(or $(OUT),report)/$$suite.json || exit 1; done
+
+learn: $(READY) ## build the notebooks and the page into build/learn and say where they are
+	@$(VENV)/bin/python notebooks/build.py build/learn
+	@$(VENV)/bin/strobe explain-page -o build/learn/page.html
+	@echo "open $(CURDIR)/build/learn/page.html in a browser, the .ipynb files in Jupyter or on Colab,"
+	@echo "or run a notebook as it is: $(VENV)/bin/python notebooks/01_cuda_starter.py"
+
+site: $(READY) ## the documents as a web site, in build/site; needs the extra `docs`
+	$(VENV)/bin/python -m sphinx -q -W --keep-going docs build/site
 
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
 	$(VENV)/bin/python -m strobe.support --write README.md

@@ -6,9 +6,9 @@ from strobe.ladder.rung import Shape
 
 CASES = {
     "ragged": Shape(slices=2, len_q=70, len_k=150, dim=64),
-    "whole tiles": Shape(slices=1, len_q=128, len_k=128, dim=64),
     "causal, more keys": Shape(slices=1, len_q=70, len_k=150, dim=64, causal=True),
     "causal, rows that see nothing": Shape(slices=1, len_q=130, len_k=100, dim=64, causal=True),
+    "many tiles of keys": Shape(slices=1, len_q=130, len_k=700, dim=64),
     "one query, one key": Shape(slices=1, len_q=1, len_k=1, dim=64),
 }
 LARGE_SCORES = Shape(slices=1, len_q=40, len_k=70, dim=64)

@@ -7,6 +7,17 @@ from strobe.problem import Unsupported
 
 __version__ = "0.1.0"
 
+
+
+def __getattr__(name: str) -> object:
+    """`strobe.trace`, for lessons, is loaded when it is asked for: `import strobe` stays light."""
+    if name == "trace":
+        from strobe.learn.trace import trace
+
+        return trace
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "Mask",
     "Unsupported",

@@ -113,14 +113,17 @@ def attention_varlen(
 def _run(
     backend: Backend, problem: Problem, inputs: Inputs, out: torch.Tensor | None, layout: str
 ) -> tuple[torch.Tensor, Any]:
-    """(out, lse) in (batch, heads, length, …) order. The memory of a fresh output has the caller's layout."""
+    """(out, lse) in (batch, heads, length, …) order. On a GPU the memory of a fresh output has the caller's layout."""
     if problem.empty:
         return _nothing_to_attend(problem, inputs, out)
     if problem.needs_grad:
         return autograd.attention(backend, problem, inputs)
-    if out is None and layout == "bshd":
+    if out is None and problem.device.type == "cuda":  # on CPUs backends return the memory they computed in
         batch, heads, rows, _ = inputs.q.shape
-        out = inputs.q.new_empty(batch, rows, heads, problem.dim_v).transpose(1, 2)
+        if layout == "bshd":
+            out = inputs.q.new_empty(batch, rows, heads, problem.dim_v).transpose(1, 2)
+        else:
+            out = inputs.q.new_empty(batch, heads, rows, problem.dim_v)
     with torch.no_grad():
         return backend.forward(problem, inputs, out)
 

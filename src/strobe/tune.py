@@ -6,6 +6,7 @@ compiler may want another. STROBE_TILES=FILE makes the library use what was foun
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,10 +94,10 @@ def _time(tiles: list[TileSm90], dim: int, dim_v: int, mask: Mask, length: int, 
         made = plan.plan_sm90(problem, out.transpose(1, 2).stride()[:3], sms, tile)
         call = backend.Call(made, watch.device.index or 0)
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0)
-        contenders[str(tile)] = Contender(lambda call=call, addresses=addresses: call(*addresses))  # type: ignore[misc]
-    views = [t.transpose(1, 2) for t in (q, k, v)]
+        contenders[str(tile)] = Contender(functools.partial(call, *addresses))
+    queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
     contenders["cudnn"] = Contender(
-        lambda: F.scaled_dot_product_attention(*views, is_causal=mask is causal),
+        lambda: F.scaled_dot_product_attention(queries, keys, values, is_causal=mask is causal),
         scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
     )
     interleave(list(contenders.values()), watch)

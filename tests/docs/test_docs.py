@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 EVERY_PAGE = sorted(DOCS.rglob("*.md"))
-# Pages that other people or programs write; they are tested where they are made, but their code blocks run here too.
 EXPECTED = {
     "index", "install", "use", "choosing-a-backend", "learn", "how-it-works", "ladder", "page", "results", "benchmark-method",
     "contributing",
@@ -44,8 +43,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """One after the other, as a reader would type them, in a process of its own."""
     script = tmp_path / f"{page.stem}.py"
     script.write_text("\n\n".join(blocks(page, "python")), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}  # tests run beside this one
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -128,7 +128,7 @@ def rows_of(times: dict[str, float]) -> list[Row]:
 def test_speed_ups_compare_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(slices=1, len_q=64, len_k=64, dim=64)
     found = {row.number: row for row in rows_of({"04": 8.0, "05": 2.0, "b1": 10.0})}
-    monkeypatch.setattr(measure, "_build", lambda *a: None)
+    monkeypatch.setattr(measure, "build_all", lambda *a: None)
     monkeypatch.setattr(measure, "_count", lambda rung, shape: found[rung.number])
     rows = measure.run(shape, [rungs.get(n) for n in found], torch.device("cpu"))
     assert [row.speed_up for row in rows] == [None, 4.0, pytest.approx(0.5)]  # b1: 2.5 times the work in 5 times the time

@@ -9,11 +9,12 @@ Where there are no results for something, nothing is said about it.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 
-from strobe.bench import claims, figure
+from strobe.bench import claims, figure, ledger
 from strobe.bench.results import Results, load
 from strobe.bench.table import milliseconds
 
@@ -25,7 +26,9 @@ def committed(root: Path) -> dict[str, dict[str, Results]]:
     """Machine -> name of a file -> its results."""
     found: dict[str, dict[str, Results]] = defaultdict(dict)
     for path in sorted((root / "benchmarks" / "results").glob("*/*.json")):
-        found[path.parent.name][path.stem] = load(path)
+        kind = json.loads(path.read_text(encoding="utf-8")).get("kind")
+        if kind == "strobe bench":  # the ladder and `strobe tune` write there too
+            found[path.parent.name][path.stem] = load(path)
     return dict(found)
 
 
@@ -36,6 +39,9 @@ def wanted(root: Path) -> dict[Path, str]:
     readme = root / "README.md"
     if readme.exists() and BEGIN in (text := readme.read_text(encoding="utf-8")):
         files[readme] = with_block(text, readme_block(machines))
+    hopper = root / "docs" / "design" / "hopper-forward.md"
+    if hopper.exists():
+        files[hopper] = with_block(hopper.read_text(encoding="utf-8"), ledger.block(root), ledger.BEGIN, ledger.END)
     for machine, results in machines.items():
         for name, run in results.items():
             for suite in run.suites():
@@ -45,12 +51,12 @@ def wanted(root: Path) -> dict[Path, str]:
     return files
 
 
-def with_block(text: str, block: str) -> str:
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def with_block(text: str, block: str, first: str = BEGIN, last: str = END) -> str:
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"the text has no lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{block}{END}{after}"
+        raise ValueError(f"the text has no lines {first!r} and {last!r}")
+    return f"{before}{first}\n{block}{last}{after}"
 
 
 # ---- README ------------------------------------------------------------------------------------------------------------

@@ -176,11 +176,11 @@ def _tensor_map(
 
     Packed sequences end anywhere, and a box must not run into the next one: keys there may hold anything, and output there is
     another's. Their maps are (columns, rows in a box, heads, rows in memory, far away). A row is addressed by the sum of two
-    coordinates. The first counts to the height of a box and no further: started at c instead of 0, the box ends c rows early. The
-    second says where in memory the box begins, c rows before its place, which may be before the tensor; coordinates must not be
-    negative, though, so it is raised by FAR, and the last coordinate, also FAR, takes that back: its stride of 2^34 bytes less a row,
-    FAR = 2^30 times, is less than nothing by FAR rows, modulo the 2^64 of an address. (The obvious way, to encode an address before
-    the tensor, faults if no memory is mapped there.)
+    coordinates. The first counts to the height of a box and no further: started at c instead of 0, the box ends c rows early.
+    The second says where in memory the box begins, c rows before its place, which may be before the tensor. Coordinates must
+    not be negative, though, so it is raised by FAR, and the last coordinate, also FAR, takes that back: its stride of 2^34
+    bytes less a row, FAR = 2^30 times, is less than nothing by FAR rows, modulo the 2^64 of an address. (The obvious way, to
+    encode an address before the tensor, faults if no memory is mapped there.)
     """
     batch_stride, head_stride, row_stride = (2 * s for s in strides)
     # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.

@@ -49,15 +49,19 @@ class TileSm80:
 
     def smem(self, dim: int, dim_v: int) -> int:
         keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        rows_of_a_warp, place = self.block_m // self.warps, 48
-        statistics = self.block_m // 16 * 32 * 16 if rows_of_a_warp > 16 else 0  # see forward_sm80.cuh
-        return tile_bytes(self.block_m, max(dim, dim_v)) + self.stages * keys_and_values + statistics + place
+        resting = self.block_m // 16 * 32 * 16 + 48 if self.rests else 0
+        return tile_bytes(self.block_m, max(dim, dim_v)) + self.stages * keys_and_values + resting
 
     def numbers(self) -> dict[str, int]:
         return {"kBlockM": self.block_m, "kBlockN": self.block_n, "kWarps": self.warps, "kStages": self.stages}
 
+    @property
+    def rests(self) -> bool:
+        """Whether registers are so scarce that the row statistics rest in shared memory."""
+        return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
+
     def flags(self) -> dict[str, bool]:
-        return {}
+        return {"kRest": self.rests}
 
 
 # Head dim (up to) -> tile, by generation: they differ in shared memory, and ptxas fills their registers differently.
@@ -93,8 +97,8 @@ def generation(arch: str) -> str:
 def choose_sm80(dim: int, dim_v: int, arch: str, softcap: bool = False) -> TileSm80:
     table = _SM80[generation(arch)]
     tile = table[min(limit for limit in table if limit >= max(dim, dim_v))]
-    if softcap and not 64 < max(dim, dim_v) <= 128:  # tanh needs a few registers more than the largest tiles leave
-        tile = dataclasses.replace(tile, block_n=tile.block_n // 2)
+    if softcap:  # tanh needs a few registers more than the largest tiles leave
+        tile = dataclasses.replace(tile, block_n=48 if 64 < max(dim, dim_v) <= 128 else tile.block_n // 2)
     return tile
 
 

@@ -56,7 +56,7 @@ class Row:
 
 def run(shape: Shape, wanted: Sequence[Rung], device: torch.device, say: Say = lambda what: None) -> list[Row]:
     """`say` is called once for each rung built and once for each rung run, before it happens."""
-    _build(shape, wanted, device, say)
+    build_all(shape, wanted, device, say)
     rows = []
     for rung in wanted:
         say(f"running {rung.number}")
@@ -81,7 +81,7 @@ def _new_row(rung: Rung, shape: Shape) -> Row:
     return Row(rung.number, rung.title, dtype, against, rung.predicted, rung.predicted_bytes(shape))
 
 
-def _build(shape: Shape, wanted: Sequence[Rung], device: torch.device, say: Say) -> None:
+def build_all(shape: Shape, wanted: Sequence[Rung], device: torch.device, say: Say = lambda what: None) -> None:
     """Side by side: a compiler runs in a process or a library of its own."""
 
     def one(rung: Rung) -> None:

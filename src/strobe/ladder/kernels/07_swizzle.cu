@@ -86,6 +86,7 @@ STROBE_DEVICE void attend(const Params& p) {
       s[i] = exp2_approx(s[i] - safe[r]);
       sum[r] += s[i];
     }
+    // To be read back as the left operand of the next product. Each thread happens to read what it wrote: no barrier is needed.
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 2)
       st_shared(p_tile.at(warp_row + g + 8 * fragment_row(i), t + fragment_column(i)), pack2<bf16>(s[i], s[i + 1]));
@@ -93,7 +94,6 @@ STROBE_DEVICE void attend(const Params& p) {
     for (int r = 0; r < 2; ++r) l[r] = alpha[r] * l[r] + quad_sum(sum[r]);
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[fragment_row(i)];
-    sync_warp();  // the warp's rows of P are complete
 
     // O = O + P V
 #pragma unroll

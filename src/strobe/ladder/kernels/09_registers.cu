@@ -1,8 +1,8 @@
 // 09  P in registers, and ldmatrix
 //
 // What changed: operands are fetched by ldmatrix.x4, four 8 x 8 matrices at once and already spread over the warp as mma wants them; for
-//   V it transposes on the way. P does not go through shared memory at all: two neighbouring scores of a thread are, once packed, exactly
-//   a register of the left operand of the next product.
+//   V it transposes on the way. P does not go through shared memory at all: in 08 each thread read back just what it had written, for
+//   two neighbouring scores of a thread are, once packed, a register of the left operand of the next product.
 // Why it should help: one load where there were four (Q, K) or eight (V) and some shifts; none at all for P.
 // Predicted: x 2 the speed of 08: load instructions fall to less than a fifth, and they were what it waited for.
 // What limits it now: each warp reads all of K and V for its 16 rows. The library's Ampere kernel, forward_sm80.cuh, is this rung with 32

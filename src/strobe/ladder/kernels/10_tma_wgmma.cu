@@ -47,6 +47,7 @@ STROBE_DEVICE void attend(const Params& p) {
       load_rows(k_tile, p.map_k, kv_barrier, key0, slice);
       load_rows(v_tile, p.map_v, kv_barrier, key0, slice);
     }
+    sync_warp();  // thread 0 is back with its warp
     mbar_wait(kv_barrier, key0 / kKeys & 1);
 
     float s[kKeys / 2];

@@ -7,8 +7,8 @@
 //     O = O + P V          the registers of S are already laid out as the left operand
 // and one division by the row sum at the end.
 //
-// O, S and the operands in flight fill the 255 registers of a thread. All else that must outlive a block of keys therefore rests in
-// shared memory: where the tile lies and, for warps with more than 16 rows, the row statistics m and l.
+// O, S and the operands in flight fill the registers that a thread may have. With kRest all else that must outlive a block of keys rests in
+// shared memory: where the tile lies, and the row statistics m and l.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/warp.cuh>
@@ -29,51 +29,56 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
   static constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim > kDimV ? kDim : kDimV);
   static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
   static constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetStatistics = kOffsetV + kStages * kBytesV;
-  static constexpr bool kRestStatistics = kTiles > 1;
-  static constexpr u32 kOffsetPlace = kOffsetStatistics + (kRestStatistics ? kThreads * kTiles * 16 : 0);
-  static_assert(kOffsetPlace + 48 == Config::kSmem, "the shared memory that Python asks for");
+  static constexpr bool kRest = Config::kRest;
+  static constexpr u32 kOffsetPlace = kOffsetStatistics + (kRest ? kThreads * kTiles * 16 : 0);
+  static_assert(kOffsetPlace + (kRest ? 48 : 0) == Config::kSmem, "the shared memory that Python asks for");
   STROBE_DEVICE static u32 q_tile() { return smem_base(); }
   STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + kOffsetK + (n & (kStages - 1)) * kBytesK; }
   STROBE_DEVICE static u32 v_tile(int n) { return smem_base() + kOffsetV + (n & (kStages - 1)) * kBytesV; }
   STROBE_DEVICE static u32 statistics(int t) { return smem_base() + kOffsetStatistics + (thread_idx_again() * kTiles + t) * 16; }
 
-  struct Place {
-    int row0, len_q, len_k, first;  // the tile's first row; the sequence's lengths; the first key block to visit
-  };
-  STROBE_DEVICE static Place place() {
-    const u32x4 x = ld_shared_x4(smem_base() + kOffsetPlace);
-    return Place{int(x.x), int(x.y), int(x.z), int(x.w)};
-  }
-  STROBE_DEVICE static const u16* pointer(u32 lo, u32 hi) { return reinterpret_cast<const u16*>(u64(hi) << 32 | lo); }
-  STROBE_DEVICE static const u16* keys() { const u32x4 x = ld_shared_x4(smem_base() + kOffsetPlace + 16); return pointer(x.x, x.y); }
-  STROBE_DEVICE static const u16* values() { const u32x4 x = ld_shared_x4(smem_base() + kOffsetPlace + 16); return pointer(x.z, x.w); }
-  // Every thread writes it for itself: all write the same.
-  STROBE_DEVICE static void remember(const Tile& tile, const KeyBlocks& blocks, const u16* k, const u16* v) {
-    const u64 a = reinterpret_cast<u64>(k), b = reinterpret_cast<u64>(v);
-    st_shared(smem_base() + kOffsetPlace, u32x4{u32(tile.row0), u32(tile.len_q), u32(tile.len_k), u32(blocks.first)});
-    st_shared(smem_base() + kOffsetPlace + 16, u32x4{u32(a), u32(a >> 32), u32(b), u32(b >> 32)});
-    st_shared(smem_base() + kOffsetPlace + 32, u32(blocks.first_full));
-    st_shared(smem_base() + kOffsetPlace + 36, u32(blocks.end_full));
-  }
-  STROBE_DEVICE static bool needs_mask(int n) {
-    return n >= int(ld_shared(smem_base() + kOffsetPlace + 36)) || (Mask::kHasLo && n < int(ld_shared(smem_base() + kOffsetPlace + 32)));
-  }
-
   const Params& p;
   float o[kTiles][kDimV / 2];
   Softmax<> softmax[kTiles];
+  struct Place {
+    int row0, len_q, len_k, first, first_full, end_full;  // the tile's first row; the sequence's lengths; key blocks, see KeyBlocks
+    const u16 *keys, *values;                             // the first of this head
+  } kept;
 
-  STROBE_DEVICE static int warp_offset() { return thread_idx_again() / 32 * kWarpRows; }  // the warp's first row in the tile
+  // Fields that are not used are not loaded.
+  STROBE_DEVICE Place place() const {
+    if (!kRest) return kept;
+    const u32 at = smem_base() + kOffsetPlace;
+    const u32x4 x = ld_shared_x4(at), y = ld_shared_x4(at + 16);
+    return Place{int(x.x), int(x.y), int(x.z), int(x.w), int(ld_shared(at + 32)), int(ld_shared(at + 36)), pointer(y.x, y.y), pointer(y.z, y.w)};
+  }
+  STROBE_DEVICE static const u16* pointer(u32 lo, u32 hi) { return reinterpret_cast<const u16*>(u64(hi) << 32 | lo); }
+  STROBE_DEVICE void remember(const Place& x) {
+    if (!kRest) {
+      kept = x;
+      return;
+    }
+    const u32 at = smem_base() + kOffsetPlace;  // every thread writes it for itself: all write the same
+    const u64 a = reinterpret_cast<u64>(x.keys), b = reinterpret_cast<u64>(x.values);
+    st_shared(at, u32x4{u32(x.row0), u32(x.len_q), u32(x.len_k), u32(x.first)});
+    st_shared(at + 16, u32x4{u32(a), u32(a >> 32), u32(b), u32(b >> 32)});
+    st_shared(at + 32, u32(x.first_full));
+    st_shared(at + 36, u32(x.end_full));
+  }
+  STROBE_DEVICE bool needs_mask(int n) const { return n >= place().end_full || (Mask::kHasLo && n < place().first_full); }
+  STROBE_DEVICE int first_block() const { return Mask::kHasLo ? place().first : 0; }
+
+  STROBE_DEVICE static int warp_offset() { return (kRest ? thread_idx_again() : thread_idx()) / 32 * kWarpRows; }  // the warp's first row in the tile
   STROBE_DEVICE Mask mask(const Place& at) const { return Mask{at.len_q, at.len_k, p.mask}; }
 
   // ---- copies -------------------------------------------------------------------------------------------------------------------------------
   // Only the last block of a sequence can be ragged, and it comes first.
   template <bool kRagged> STROBE_DEVICE void load_keys(int n) {
-    copy_tile_async<kBlockN, kDim, kThreads, !kRagged, Config::kWholeDims>(k_tile(n), keys() + i64(n) * kBlockN * p.k_row, p.k_row,
+    copy_tile_async<kBlockN, kDim, kThreads, !kRagged, Config::kWholeDims>(k_tile(n), place().keys + i64(n) * kBlockN * p.k_row, p.k_row,
                                                                            kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim);
   }
   template <bool kRagged> STROBE_DEVICE void load_values(int n) {
-    copy_tile_async<kBlockN, kDimV, kThreads, !kRagged, Config::kWholeDims>(v_tile(n), values() + i64(n) * kBlockN * p.v_row, p.v_row,
+    copy_tile_async<kBlockN, kDimV, kThreads, !kRagged, Config::kWholeDims>(v_tile(n), place().values + i64(n) * kBlockN * p.v_row, p.v_row,
                                                                             kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim_v);
   }
   // With one buffer, V_n arrives during Q K_n^T and K_{n-1} during P V_n; with two, all of block n-1 arrives during block n.
@@ -82,7 +87,7 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     sync_block();  // everybody's copies have landed, and nobody reads the buffers of the previous step any more
     if (kStages == 1) {
       load_values<kMasked>(n);
-    } else if (n > (Mask::kHasLo ? place().first : 0)) {
+    } else if (n > first_block()) {
       load_keys<false>(n - 1);
       load_values<false>(n - 1);
     }
@@ -92,7 +97,7 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     if (kStages > 1) return;
     cp_async_wait<0>();
     sync_block();  // V_n is here, and nobody reads K_n any more
-    if (n > (Mask::kHasLo ? place().first : 0)) load_keys<false>(n - 1);
+    if (n > first_block()) load_keys<false>(n - 1);
     cp_async_commit();
   }
 
@@ -112,11 +117,11 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     for (int t = 0; t < kTiles; ++t) {
       if (Config::kSoftcap) tanh_fragment(s[t], p.scale_before);
       if (kMasked) apply_mask(s[t], t, n);
-      if (kRestStatistics) softmax[t].load(statistics(t), p.scale_log2);
+      if (kRest) softmax[t].load(statistics(t), p.scale_log2);
       softmax[t].template maxima<kMasked>(s[t]);
       softmax[t].template weights<0, kBlockN / 2>(s[t]);
       softmax[t].rescale(o[t]);
-      if (kRestStatistics) softmax[t].save(statistics(t));
+      if (kRest) softmax[t].save(statistics(t));
       pack_fragment<T>(weights[t], s[t]);
     }
     gemm_pv<T, kTiles, kBlockN, kDimV>(o, weights, lane_address_a(v_tile(n), kBlockN));
@@ -146,7 +151,7 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     sync_warp();  // all lanes are done with this warp's rows of Q
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if (kRestStatistics) softmax[t].load(statistics(t), p.scale_log2);
+      if (kRest) softmax[t].load(statistics(t), p.scale_log2);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = 16 * t + lane / 4 + 8 * r;
@@ -173,7 +178,7 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       softmax[t].reset(p.scale_log2);
-      if (kRestStatistics) softmax[t].save(statistics(t));
+      if (kRest) softmax[t].save(statistics(t));
 #pragma unroll
       for (int i = 0; i < kDimV / 2; ++i) o[t][i] = 0.f;
     }
@@ -181,8 +186,9 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     const KeyBlocks blocks = visible_blocks<kBlockN>(m, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
     if (blocks.first < blocks.end) {
       const int head_k = tile.head / p.group;
-      remember(tile, blocks, p.k + tile.slice * p.k_batch + head_k * p.k_head + i64(tile.first_key) * p.k_row,
-               p.v + tile.slice * p.v_batch + head_k * p.v_head + i64(tile.first_key) * p.v_row);
+      remember(Place{tile.row0, tile.len_q, tile.len_k, blocks.first, blocks.first_full, blocks.end_full,
+                     p.k + tile.slice * p.k_batch + head_k * p.k_head + i64(tile.first_key) * p.k_row,
+                     p.v + tile.slice * p.v_batch + head_k * p.v_head + i64(tile.first_key) * p.v_row});
       const u16* q = p.q + tile.slice * p.q_batch + tile.head * p.q_head + i64(tile.first_row + tile.row0) * p.q_row;
       copy_tile_async<kBlockM, kDim, kThreads, false, Config::kWholeDims>(q_tile(), q, p.q_row, tile.len_q - tile.row0, p.dim);
       int n = blocks.end - 1;
@@ -192,7 +198,7 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
 #pragma unroll 1
       for (bool more = true; more; --n) {
         if (needs_mask(n)) step<true>(n); else step<false>(n);
-        more = n > (Mask::kHasLo ? place().first : 0);
+        more = n > first_block();
       }
       cp_async_wait<0>();
     }

@@ -1,0 +1,58 @@
+"""The table of docs/design/hopper-forward.md: what each change to the Hopper kernel was expected to bring and what it
+brought, from the measurements committed beside the benchmark's results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from strobe.bench.statistics import geometric_mean
+
+BEGIN, END = "<!-- ledger: begin (python -m strobe.bench.docs --write) -->", "<!-- ledger: end -->"
+DIMS = (64, 128, 256)
+MASKS = ("full", "causal")
+
+
+def study(root: Path) -> dict[str, Any] | None:
+    path = root / "benchmarks" / "results" / "h200" / "studies" / "hopper-forward.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def means(rows: list[dict[str, Any]], dim: int, mask: str) -> dict[str, float]:
+    """Of every tile that was timed at all lengths: the geometric mean of its speed over cuDNN's."""
+    mine = [row for row in rows if row["dim"] == row["dim_v"] == dim and row["mask"] == mask and row["tile"] != "cudnn"]
+    lengths = {row["length"] for row in mine}
+    speeds: dict[str, list[float]] = {}
+    for row in mine:
+        speeds.setdefault(row["tile"], []).append(row["vs_cudnn"])
+    return {tile: geometric_mean(found) for tile, found in speeds.items() if len(found) == len(lengths)}
+
+
+def block(root: Path) -> str:
+    found = study(root)
+    if found is None:
+        return ""
+    lines = [
+        f"{found['gpu']}, driver {found['driver']}, NVRTC {found['nvrtc']}, torch {found['torch']}; {found['method']}. Each cell: "
+        "the best tile of that run, speed over cuDNN's in the same run, geometric mean over 512 to 16k. Runs differ by a few "
+        "percent, with the clock.",
+        "",
+        "| change | expected | " + " | ".join(f"d{dim} {mask}" for dim in DIMS for mask in MASKS) + " |",
+        "|---|---|" + "---|" * (len(DIMS) * len(MASKS)),
+    ]
+    for stage in found["stages"]:
+        cells = [means(stage["rows"], dim, mask) for dim in DIMS for mask in MASKS]
+        best = [f"{max(cell.values()):.3f}" if cell else "" for cell in cells]
+        lines.append(f"| {stage['change']} | {stage['predicted']} | {' | '.join(best)} |")
+    lines += ["", "One switch at a time, each pair in one run:", ""]
+    lines += ["| switch | tile | mask | with | without |", "|---|---|---|---|---|"]
+    for name, marker in (("skip: the maximum is left behind", " skip"), ("ping-pong: consumers take turns", " pp")):
+        for stage in found["stages"][1:]:
+            for dim in DIMS:
+                for mask in MASKS:
+                    speeds = means(stage["rows"], dim, mask)
+                    for tile in [t for t in speeds if marker in t and t.replace(marker, "") in speeds]:
+                        other = tile.replace(marker, "")
+                        lines.append(f"| {name} | d{dim} {other} | {mask} | {speeds[tile]:.3f} | {speeds[other]:.3f} |")
+    return "\n".join(lines) + "\n"
