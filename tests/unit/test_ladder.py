@@ -134,6 +134,18 @@ def test_speed_ups_compare_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.speed_up for row in rows] == [None, 4.0, pytest.approx(0.5)]  # b1: 2.5 times the work in 5 times the time
 
 
+def test_a_rung_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*arguments: object) -> None:
+        raise RuntimeError("an illegal instruction\nmore")
+
+    monkeypatch.setattr(measure.execute, "cannot_run", lambda rung, device: "no wgmma" if rung.hopper else None)
+    monkeypatch.setattr(measure.execute, "make", explode)
+    monkeypatch.setattr(measure, "build_all", lambda *a: None)
+    failed, impossible = measure.run(Shape(1, 8, 8, 64), [rungs.get("05"), rungs.get("12")], torch.device("cuda"))
+    assert (failed.skipped, failed.failed, failed.passed) == ("an illegal instruction", True, False)
+    assert (impossible.skipped, impossible.failed) == ("no wgmma", False)
+
+
 # ---- what is shown ------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from kernel_cases import SUPPORTED
 from oracle import prepare
 
 from strobe.cuda import plan, tiles
-from strobe.cuda.plan import Plan, plan_sm80, plan_sm90
+from strobe.cuda.plan import FAR, Plan, plan_sm80, plan_sm90
 from strobe.mask import causal, causal_top_left, chunked, full, prefix, window
 from strobe.problem import Problem, check
 
@@ -174,7 +174,7 @@ def test_tensor_maps_are_valid(case: Case) -> None:
     for name, spec in found.maps.items():
         spec.validate()
         assert len(spec.dims) == 5 and spec.box[0] * spec.element_bytes == spec.swizzle == 128, name
-        assert spec.dims[3] == (p.heads if name in "qo" else p.heads_k)
+        assert spec.dims[2 if p.packed else 3] == (p.heads if name in "qo" else p.heads_k)
 
 
 @settings(max_examples=60)
@@ -197,17 +197,21 @@ def test_tensor_maps_of_odd_strides(
         return torch.as_strided(wide, t.shape, strides)
 
     q, k, v = tensor(len_q, heads_k * group), tensor(len_k, heads_k), tensor(len_k, heads_k)
-    if size_one and 1 in (len_q, len_k):
-        return  # rows always have a stride of their own here
     p, _ = check(q, k, v)
     for spec in plan_sm90(p, out_strides(p), 132).maps.values():
         spec.validate()
 
 
-def test_packed_boxes_begin_before_the_tensor() -> None:
-    """Rows are the sum of two coordinates, shifted by a box so that neither is negative."""
+def test_packed_boxes_end_with_their_sequence() -> None:
+    """A box whose first coordinate starts at c has its rows where it would have them without, less the last c: the two large
+    coordinates cancel, modulo the 2^64 of an address, and no coordinate is ever negative."""
     p = problem_of(Case("packed", 0, 0, dim=64, lengths=((70, 100), (0, 3), (65, 129))))
-    for name, spec in plan_sm90(p, out_strides(p), 132).maps.items():
-        rows = p.total_q if name in "qo" else p.total_k
-        assert spec.dims[1] == spec.box[1] and spec.dims[4] == rows + spec.box[1]
-        assert spec.strides[0] == spec.strides[3] and spec.address == -spec.box[1] * spec.strides[0]
+    for spec in plan_sm90(p, out_strides(p), 132).maps.values():
+        spec.validate()
+        rows = spec.box[1]
+        assert spec.dims[1] == rows and spec.address == 0
+        for first_row, clip in ((0, 0), (0, rows - 1), (70, 5), (100, rows)):
+            coordinates = (clip, 0, FAR + first_row - clip, FAR)
+            assert all(0 <= c < size for c, size in zip(coordinates[1:], spec.dims[2:], strict=True))
+            offset = sum(c * stride for c, stride in zip(coordinates, spec.strides, strict=True)) % 2**64
+            assert offset == first_row * spec.strides[0]

@@ -34,9 +34,9 @@ def block(root: Path) -> str:
     if found is None:
         return ""
     lines = [
-        f"{found['gpu']}, driver {found['driver']}, NVRTC {found['nvrtc']}, torch {found['torch']}; {found['method']}. Each cell: "
-        "the best tile of that run, speed over cuDNN's in the same run, geometric mean over 512 to 16k. Runs differ by a few "
-        "percent, with the clock.",
+        f"{found['gpu']}, driver {found['driver']}, NVRTC {found['nvrtc']}, torch {found['torch']}; {found['method']}. "
+        "Each cell: the best tile of that run, speed over cuDNN's in the same run, geometric mean over 512 to 16k. Runs differ "
+        "by a few percent, with the clock.",
         "",
         "| change | expected | " + " | ".join(f"d{dim} {mask}" for dim in DIMS for mask in MASKS) + " |",
         "|---|---|" + "---|" * (len(DIMS) * len(MASKS)),

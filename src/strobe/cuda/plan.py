@@ -184,7 +184,7 @@ def _tensor_map(
     """
     batch_stride, head_stride, row_stride = (2 * s for s in strides)
     # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
-    row_stride = row_stride if max(length, total) > 1 else 128
+    row_stride = row_stride if (total if problem.packed else length) > 1 else 128
     head_stride = head_stride if heads > 1 else row_stride
     batch_stride = batch_stride if problem.batch > 1 else row_stride
     if problem.packed:

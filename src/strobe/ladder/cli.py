@@ -57,7 +57,7 @@ def ladder(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(measure.as_json(shape, rows, where), indent=1) + "\n", encoding="utf-8")
-    if any(not row.passed and not row.skipped for row in rows):
+    if any(row.failed or not (row.passed or row.skipped) for row in rows):
         raise typer.Exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class Row:
     speed_up: float | None = None
     counters: dict[str, int] | None = None
     skipped: str | None = None
+    failed: bool = False  # skipped because something went wrong, not because this GPU cannot
 
     @property
     def passed(self) -> bool:
@@ -91,7 +93,8 @@ def build_all(shape: Shape, wanted: Sequence[Rung], device: torch.device, say: S
         if device.type != "cuda":
             build(rung.source(shape.dim), name=rung.name)
         elif execute.cannot_run(rung, device) is None:
-            jit.get(rung.source(shape.dim), execute.arch_of(rung, device), name=rung.name)
+            with contextlib.suppress(RuntimeError):  # it will be told of the rung, when that is run
+                jit.get(rung.source(shape.dim), execute.arch_of(rung, device), name=rung.name)
 
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(one, wanted))
@@ -119,6 +122,9 @@ def _time(rung: Rung, shape: Shape, device: torch.device) -> Row:
         times = watch.times_ms(launch, max(_FEWEST, min(_MOST, int(_BUDGET_MS / estimate))))
     except torch.OutOfMemoryError:
         row.skipped = "out of memory"
+        return row
+    except RuntimeError as error:  # of the compiler, the driver or the kernel: the other rungs still have something to say
+        row.skipped, row.failed = str(error).splitlines()[0], True
         return row
     row.ms, row.samples = statistics.median(times), len(times)
     row.tflops = _flops(row, shape) / row.ms / 1e9

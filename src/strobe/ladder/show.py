@@ -27,7 +27,8 @@ def show(rows: Sequence[Row], shape: Shape, machine: str, console: Console) -> N
     _chart(rows, timed, console)
     for row in rows:
         if row.skipped:
-            console.print(f"{row.number} not run: {row.skipped}", style="yellow", markup=False)
+            style = "bold red" if row.failed else "yellow"
+            console.print(f"{row.number} not run: {row.skipped}", style=style, markup=False)
         elif not row.passed:
             assert row.error is not None
             wrong = f"{row.error.what} is off by {row.error.largest:.1e}, rounding explains {row.error.allowed:.1e}"

@@ -1,0 +1,106 @@
+"""What a call on a GPU does before the driver sees it, with the driver replaced: arguments, tensor maps, counters, reuse."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+import strobe
+from strobe.cuda import backend, driver
+from strobe.cuda.plan import POINTERS, plan_sm80, plan_sm90
+from strobe.problem import check
+
+
+class Recorder:
+    """Stands in for driver.Launch and keeps what each launch would have sent."""
+
+    made: list[Recorder] = []
+
+    def __init__(self, function: Any, grid: int, threads: int, smem: int, params: bytes) -> None:
+        self.function, self.grid, self.threads, self.smem = function, grid, threads, smem
+        self.params = bytearray(params)
+        self.sent: list[tuple[int, bytes]] = []
+        Recorder.made.append(self)
+
+    def launch(self, stream: int) -> None:
+        self.sent.append((stream, bytes(self.params)))
+
+
+class Slot:
+    def __init__(self, buffer: bytearray, offset: int = 0) -> None:
+        self.buffer, self.offset = buffer, offset
+
+    def point_to(self, address: int) -> None:
+        struct.pack_into("<Q", self.buffer, self.offset, address)
+
+
+class Kernel:
+    def function(self, device: int) -> str:
+        return f"function on {device}"
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder.made.clear()
+    monkeypatch.setattr(backend, "kernel", lambda variant: Kernel())
+    monkeypatch.setattr(driver, "Launch", Recorder)
+    monkeypatch.setattr(driver, "TensorMapSlot", Slot)
+    monkeypatch.setattr(driver.TensorMapSpec, "encode", lambda self: b"\1" * driver.TENSOR_MAP_BYTES)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(backend, "_counter", lambda device, stream: 4096 + stream)
+
+
+def call_of(kernel: str) -> tuple[backend.Call, Any]:
+    q, k = torch.empty(2, 100, 4, 64, dtype=torch.bfloat16), torch.empty(2, 130, 2, 64, dtype=torch.bfloat16)
+    problem, _ = check(q, k, k, mask=strobe.causal, scale=0.5)
+    strides = (100 * 4 * 64, 64, 4 * 64)
+    plan = plan_sm90(problem, strides, 132) if kernel == "sm90" else plan_sm80(problem, "sm_90", strides)
+    return backend.Call(plan, 0), plan
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_a_launch_sends_the_addresses_of_this_call(kernel: str, no_driver: None) -> None:
+    call, plan = call_of(kernel)
+    (launch,) = Recorder.made
+    assert (launch.grid, launch.threads, launch.smem) == (plan.grid, plan.variant.threads, plan.variant.smem)
+    offsets = plan.variant.params.offsets
+    for base in (1 << 20, 1 << 24):
+        addresses = tuple(base + 256 * i for i in range(8))
+        call(*addresses)
+        stream, sent = launch.sent[-1]
+        assert stream == 77
+        found = {name: struct.unpack_from("<Q", sent, offsets[name])[0] for name in POINTERS}
+        assert found == dict(zip(POINTERS, (*addresses, 4096 + 77 if kernel == "sm90" else 0), strict=True))
+        if kernel == "sm90":
+            maps = [struct.unpack_from("<Q", sent, offsets[f"map_{t}"])[0] for t in "qkvo"]
+            assert maps == list(addresses[:4])
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_the_rest_of_the_arguments_stays(kernel: str, no_driver: None) -> None:
+    call, plan = call_of(kernel)
+    call(*range(256, 256 * 9, 256))
+    _, sent = Recorder.made[0].sent[0]
+    offsets = plan.variant.params.offsets
+    for name, expected in (("len_q", 100), ("len_k", 130), ("heads", 4), ("group", 2), ("tiles", plan.values["tiles"])):
+        assert struct.unpack_from("<i", sent, offsets[name])[0] == expected
+    assert struct.unpack_from("<3q", sent, offsets["q_batch"]) == (100 * 4 * 64, 64, 4 * 64)
+
+
+def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))
+    monkeypatch.setattr(backend, "_counters", {})
+    capturing = [False]
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    first, other = backend._counter(0, 1), backend._counter(0, 2)
+    assert first != other and backend._counter(0, 1) == first
+    capturing[0] = True
+    kept = [backend._counter(0, 1)]
+    assert len(backend._counters) == 2 and kept[0] != 0
