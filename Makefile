@@ -63,6 +63,7 @@ site: $(READY) ## the documents as a web site, in build/site; needs the extra `d
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
 	$(VENV)/bin/python -m strobe.support --write README.md
 	$(VENV)/bin/python -m strobe.bench.docs --write
+	$(VENV)/bin/python -m strobe.ladder.docs --write
 
 clean: ## remove caches (not .venv)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
