@@ -12,7 +12,7 @@ from bench_results import synthetic
 from typer.testing import CliRunner
 
 from strobe import cli
-from strobe.bench import ceilings, claims, clocks, plots, results as files
+from strobe.bench import ceilings, claims, clocks, plots, provenance, results as files
 from strobe.bench.clocks import Monitor, Sample
 from strobe.bench.compare import comparable, compare
 from strobe.bench.report import page
@@ -186,3 +186,15 @@ def test_cycles_of_the_matrix_units() -> None:
     for unknown in (("sm_89", "bfloat16", 1000), ("sm_90", "float32", 1000), ("sm_90", "bfloat16", None)):
         arch, dtype, mhz = unknown
         assert ceilings.matrix_unit_use(flops, 1.0, mhz, arch, dtype, 132) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023", "535.54.03"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@host)", "580.159.04"),
+        ("GCC version: 12.2.0", None),
+    ],
+)
+def test_driver_version(line: str, version: str | None) -> None:
+    assert provenance.driver_version(line) == version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -99,9 +100,15 @@ def _driver(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     try:
-        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split("Module")[1].split()[0]
-    except (OSError, IndexError):
+        return driver_version(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
         return None
+
+
+def driver_version(text: str) -> str | None:
+    """From the kernel module's own line: "… Kernel Module  535.54.03 …", or "… Open Kernel Module for x86_64  580.95 …"."""
+    found = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b", text)
+    return found.group(1) if found else None
 
 
 def _nvrtc() -> str | None:

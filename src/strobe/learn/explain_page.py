@@ -18,7 +18,7 @@ _HERE = Path(__file__).parent / "page"
 # that would do the work (matrix units with 32-bit sums for 16 bits; ordinary ones for float32; the better of both for float64).
 # From the vendor's data sheets and the CUDA programming guide; for SXM boards where there are several.
 GPUS: list[dict[str, Any]] = [
-    {"name": "H200", "sms": 132, "shared": 228, "registers": 256, "l2": 50, "memory": "HBM3e", "bandwidth": 4800,
+    {"name": "H200", "sms": 132, "shared": 228, "registers": 256, "l2": 60, "memory": "HBM3e", "bandwidth": 4800,
      "tflops": {"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67}},
     {"name": "H100", "sms": 132, "shared": 228, "registers": 256, "l2": 50, "memory": "HBM3", "bandwidth": 3350,
      "tflops": {"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67}},
