@@ -31,7 +31,7 @@ template <class T> STROBE_DEVICE void products(const Params& p, u32 smem) {
   st_shared(smem + 4, s[2] + to_float<T>(ld_global(p.x)));
 }
 STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
-  const u32 tid = thread_idx(), smem = smem_base() + 1024 * warp_uniform(tid / 32);
+  const u32 tid = thread_idx_again(), smem = smem_base() + 1024 * warp_uniform(u32(opaque(i64(tid))) / 32);
   cp_async_16(smem + 16 * (tid % 32), p.x + 8 * tid);
   cp_async_16(smem + 512 + 16 * (tid % 32), p.x + 8 * tid, int(tid) < ld_global(p.n));
   cp_async_commit();

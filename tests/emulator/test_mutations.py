@@ -129,9 +129,9 @@ MUTATIONS = [
         ("store_not_committed", "tma_store_commit();", "", CAUSAL),
         ("store_not_awaited", "tma_store_wait_read<0>();\n      stored.release();", "stored.release();", CAUSAL),
         # ---- packed sequences, the tile counter ----
-        ("load_runs_into_the_next_sequence", "clip = Config::kPacked ? max(0, kRows - rows_there) : 0;", "clip = 0;", PACKED),
-        ("store_runs_into_the_next_sequence", "clip = Config::kPacked ? max(0, 64 - (tile.len_q - first)) : 0;",
-         "clip = 0;", PACKED),
+        ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_there);", "clip = 0;", PACKED),
+        ("store_runs_into_the_next_sequence", "const Box b = query_box(tile, first);",
+         "const Box b = box<64>(tile.first_row + first, 64, tile.head, tile.slice);", PACKED),
         ("tile_left_out", "grid_dim() + atomic_inc_wrap(p.counter,", "grid_dim() + 1 + atomic_inc_wrap(p.counter,", CAUSAL),
     ]),
     Mutation("turn_not_passed_on", "pass_turn(consumer);\n    wgmma_wait<1>();", "wgmma_wait<1>();", tile="sm90_ping_pong"),

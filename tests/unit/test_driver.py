@@ -264,6 +264,7 @@ def test_a_tensor_map_is_encoded_and_pointed_elsewhere(with_stub):
 
 def test_a_slot_calls_the_driver_only_for_a_new_address(with_stub):
     lines, address, message = with_stub("""
+        driver._address_is_first_word = lambda: False
         buffer = bytearray(256)
         slot = driver.TensorMapSlot(buffer, 64)
         for address in (0x1000, 0x1000, 0x2000, 0x1000, 0x1000):
@@ -275,6 +276,20 @@ def test_a_slot_calls_the_driver_only_for_a_new_address(with_stub):
             result = [log(), address, str(error)]
     """)
     assert lines == ["replace"] * 3 and address == 0x1000 and "0x1008" in message
+
+
+def test_a_slot_writes_the_address_itself_where_the_driver_keeps_it_plain(with_stub):
+    lines, words = with_stub("""
+        driver._address_is_first_word = lambda: True
+        buffer = bytearray(256)
+        slot = driver.TensorMapSlot(buffer, 64)
+        words = []
+        for address in (0x1000, 0x2000, 0x2000):
+            slot.point_to(address)
+            words.append(struct.unpack_from("<Q", buffer, 64)[0])
+        result = [log(), words]
+    """)
+    assert lines == [] and words == [0x1000, 0x2000, 0x2000]
 
 
 GOOD = driver.TensorMapSpec(0x1000, 2, (64, 1000), (256,), (64, 128), 128, "fp16")
