@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -64,8 +65,11 @@ def attention(
     )  # fmt: skip
     chosen = dispatch.choose(problem, backend)
     o, lse = _run(chosen, problem, inputs, None if out is None else to_bhsd(out, layout), layout)
-    if key is not None and q.dim() == 4 and chosen.repeat is not None and not problem.empty:
-        repeat = chosen.repeat(problem, inputs, layout, return_lse)
+    if key is not None and q.dim() == 4 and not problem.empty:
+        if chosen.repeat is not None:
+            repeat = chosen.repeat(problem, inputs, layout, return_lse)
+        elif problem.device.type == "cpu":
+            repeat = functools.partial(_forward_again, chosen.forward, problem, layout, return_lse)
         if repeat is not None:
             _remember(key, repeat)
     result = out if out is not None else from_bhsd(o, q, layout)
@@ -208,6 +212,14 @@ def _repeats() -> dict[Any, Callable[..., Any]]:
         return _local.repeats
 
 
+def _forward_again(
+    forward: Callable[..., Any], problem: Problem, layout: str, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Any:
+    out, lse = forward(problem, Inputs(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout)), None)
+    result = from_bhsd(out, q, layout)
+    return (result, lse) if return_lse else result
+
+
 def _remember(key: Any, repeat: Callable[..., Any]) -> None:
     repeats = _repeats()
     if len(repeats) >= _MOST_REPEATS:
@@ -218,9 +230,9 @@ def _remember(key: Any, repeat: Callable[..., Any]) -> None:
 def _repeat_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> Any:
     """Everything a checked call depends on but the addresses; None if such a call cannot be repeated."""
     try:
-        if not q.is_cuda or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return None
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        if q.is_cuda and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
         return (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,

@@ -10,6 +10,7 @@ import torch
 from cases import CASES, Case
 from oracle import cotangents, expected, expected_gradients, prepare
 
+import strobe
 from strobe import aten_cpu, mask as masks
 from strobe.problem import check
 
@@ -110,3 +111,21 @@ def plain(**changes: object) -> str | None:
 def test_says_why_not(changes: dict[str, object], reason: str) -> None:
     assert plain() is None
     assert reason in (plain(**changes) or "")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("backend", ["aten_cpu", "tiled"])
+def test_a_repeated_call_gives_the_same_as_the_first(layout: str, backend: str) -> None:
+    """Further calls of one shape skip the checks; they must not skip anything else."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(2, 40, 4, 32) for _ in range(3))
+        views = [t if layout == "bshd" else t.transpose(1, 2) for t in (q, k, v)]
+        out, lse = strobe.attention(*views, mask=strobe.causal, layout=layout, return_lse=True, backend=backend)
+        doubles = [t.double() for t in (q, k, v)]
+        exact, exact_lse = strobe.attention(*doubles, mask=strobe.causal, return_lse=True, backend="reference")
+        assert torch.allclose(out.double() if layout == "bshd" else out.transpose(1, 2).double(), exact, atol=1e-5)
+        assert torch.allclose(lse.double(), exact_lse, atol=1e-5)
+    q.requires_grad_()
+    views = [t if layout == "bshd" else t.transpose(1, 2) for t in (q, k, v)]
+    assert strobe.attention(*views, layout=layout, backend=backend).requires_grad
