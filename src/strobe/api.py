@@ -213,7 +213,13 @@ def _repeats() -> dict[Any, Callable[..., Any]]:
 
 
 def _forward_again(
-    forward: Callable[..., Any], problem: Problem, layout: str, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    forward: Callable[..., Any],
+    problem: Problem,
+    layout: str,
+    return_lse: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
 ) -> Any:
     out, lse = forward(problem, Inputs(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout)), None)
     result = from_bhsd(out, q, layout)
