@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from kernel_cases import SUPPORTED
 from oracle import prepare
 
-from strobe.cuda import plan, tiles
+from strobe.cuda import jit, plan, tiles
 from strobe.cuda.plan import FAR, Plan, plan_sm80, plan_sm90
 from strobe.mask import causal, causal_top_left, chunked, full, prefix, window
 from strobe.problem import Problem, check
@@ -215,3 +215,8 @@ def test_packed_boxes_end_with_their_sequence() -> None:
             assert all(0 <= c < size for c, size in zip(coordinates[1:], spec.dims[2:], strict=True))
             offset = sum(c * stride for c, stride in zip(coordinates, spec.strides, strict=True)) % 2**64
             assert offset == first_row * spec.strides[0]
+
+
+def test_the_kernel_and_the_plan_agree_how_far_is_far() -> None:
+    header = jit.flatten("#include <strobe/kernels/forward_sm90.cuh>\n")
+    assert f"kFar = 1 << {FAR.bit_length() - 1};" in header and 1 << (FAR.bit_length() - 1) == FAR

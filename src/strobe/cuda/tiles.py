@@ -1,4 +1,8 @@
-"""Tile shapes: how a block of threads cuts the work, by head dim and GPU. The tables come from measurements (docs/design)."""
+"""Tile shapes: how a block of threads cuts the work, by head dim and GPU.
+
+The Hopper tables were swept on an H200 (docs/design/hopper-forward.md); the others are chosen for shared memory and registers,
+and nobody has timed them.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +168,7 @@ _SM90 = {
 }
 
 
-SWEPT_WITH = "NVRTC 13.0 on an NVIDIA H200; benchmarks/results/h200/tiles.json, by `strobe tune`"
+# Swept with NVRTC 13.0: benchmarks/results/h200/studies/hopper-forward.json. Another ptxas may want others: `strobe tune`.
 
 
 @functools.cache
