@@ -34,7 +34,9 @@ PACKED = Case("packed", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 
 TILES = {
     "sm80": TileSm80(64, 64, 4, 1, 1),
     "sm80_two_buffers": TileSm80(64, 64, 4, 2, 1),
+    "sm80_skip": TileSm80(64, 64, 4, 1, 1, skip=True),
     "sm90": TileSm90(2, 64),
+    "sm90_skip": TileSm90(2, 64, skip=True),
     "sm90_ping_pong": TileSm90(2, 64, ping_pong=True),
     "sm90_one_slot": TileSm90(2, 64, q_slots=1, store_panels=1),
 }
@@ -70,11 +72,12 @@ ARITHMETIC = [
     ("diagonal_unmasked", "max(mask.hi(first_row) / kBlockN,", "max((mask.hi(first_row) + kBlockN - 1) / kBlockN,", CAUSAL),
     ("first_block_skipped", "b.first = mask.lo(first_row) / kBlockN;", "b.first = mask.lo(first_row) / kBlockN + 1;", WINDOW),
     ("sum_not_rescaled", "l[row] *= alpha[row];", "", FALLING),
-    ("keys_of_another", "first_key = ld_global(p.cu_k + t.batch);", "first_key = ld_global(p.cu_q + t.batch);", PACKED),
+    ("keys_of_another", "first_key = ld_global(p.cu_k + batch);", "first_key = ld_global(p.cu_q + batch);", PACKED),
 ]  # fmt: skip
 
 MUTATIONS = [
     *(Mutation(name, old, new, case, tile=tile) for tile in ("sm80", "sm90") for name, old, new, case in ARITHMETIC),
+    *(Mutation("growth_overlooked", "grew |= far;", "", FALLING, tile=tile) for tile in ("sm80_skip", "sm90_skip")),
     # ---- sm80: copies and block barriers ----
     Mutation("no_wait_for_keys", LANDED, "sync_block();  //"),
     Mutation("no_barrier_before_keys", LANDED, "cp_async_wait<0>();  //"),
@@ -86,7 +89,7 @@ MUTATIONS = [
     Mutation("one_buffer_for_two", "kOffsetK + (n & (kStages - 1)) * kBytesK", "kOffsetK", tile="sm80_two_buffers"),
     Mutation("tail_not_filled_with_zeros", ZERO_FILL, f"if (row_there && column_there) {ZERO_FILL}"),
     Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel);"),
-    Mutation("output_not_rescaled", "softmax[t].rescale(o[t]);", case=FALLING),
+    Mutation("output_not_rescaled", "softmax[t].template rescale<kMasked>(o[t]);", case=FALLING),
     Mutation("output_read_too_early", "sync_warp();\n    constexpr int kChunks", "constexpr int kChunks"),
     Mutation("rows_beyond_the_sequence_written", "if (warp_row + row < tile.len_q && (Config::", "if ((Config::", PACKED),
     # ---- sm90: rings of buffers ----
@@ -120,7 +123,7 @@ MUTATIONS = [
         ("no_fence", "wgmma_fence();", "", CAUSAL, 4),
         ("weights_overwritten_in_flight", "if (Config::kHold) hold(",
          "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(", CAUSAL),
-        ("output_not_rescaled", "f.softmax.rescale(f.o);", "", FALLING),
+        ("output_not_rescaled", "f.softmax.template rescale<kMasked>(f.o);", "", FALLING),
         # ---- output through shared memory ----
         ("no_proxy_fence", "fence_proxy_async();", "", CAUSAL),
         ("staged_over_queries_in_use", "bar_sync(1 + kConsumers + consumer, 128);             // or: every warp", "//", CAUSAL),
@@ -128,7 +131,10 @@ MUTATIONS = [
          "fence_proxy_async();", CAUSAL),
         ("store_not_committed", "tma_store_commit();", "", CAUSAL),
         ("store_not_awaited", "tma_store_wait_read<0>();\n      stored.release();", "stored.release();", CAUSAL),
-        # ---- packed sequences, the tile counter ----
+        # ---- tiles: the mailbox, the first block, packed sequences, the counter ----
+        ("mail_not_published", "post(tile);\n    if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());",
+         "if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());\n    post(tile);", CAUSAL),
+        ("ragged_first_block_unmasked", "Mask::kHasHi || n >= mine.end_full || n < mine.first_full", "Mask::kHasHi", SHORT),
         ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_there);", "clip = 0;", PACKED),
         ("store_runs_into_the_next_sequence", "const Box b = query_box(tile, first);",
          "const Box b = box<64>(tile.first_row + first, 64, tile.head, tile.slice);", PACKED),
@@ -143,7 +149,7 @@ MUTATIONS = [
         ("queries_overwritten", "q.wait_empty();", "", SHORT, 2),
         ("queries_released_in_use", "const u64 q_desc = k_major(q_tile(consumer));",
          "const u64 q_desc = k_major(q_tile(consumer));\n        if (elected()) q.release();", CAUSAL),
-        ("number_read_too_late", "sync_warp();  // all lanes have read the number", "//", CAUSAL),
+        ("mail_read_too_late", "sync_warp();  // all lanes have read it", "//", CAUSAL),
         ("staged_over_output_in_flight", "if (kPrivateO && tid == 0) tma_store_wait_read<0>();", "", CAUSAL),
         ("last_store_not_awaited", "if (kPrivateO && thread_idx() % 128 == 0) tma_store_wait_read<0>();", "", CAUSAL),
     ]),

@@ -39,7 +39,10 @@ def feature_limits(problem: Problem) -> str | None:
 
 def sm90_limits(problem: Problem) -> str | None:
     """What the Hopper kernel leaves to the others, besides `feature_limits`."""
-    if any(stride == 0 for strides in problem.strides for stride in strides[1:]):
+    lengths = (problem.len_q, problem.len_k, problem.len_k)
+    heads = (problem.heads, problem.heads_k, problem.heads_k)
+    sizes = zip(problem.strides, heads, lengths, strict=True)
+    if any((head == 0 and n > 1) or (row == 0 and length > 1) for (_, head, row), n, length in sizes):
         return "an expanded tensor (a stride is 0); bulk copies need memory that is there"
     return None
 

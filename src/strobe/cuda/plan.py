@@ -224,11 +224,13 @@ def _values(problem: Problem, out_strides: Strides, block_m: int, l2_bytes: int)
 
 def _section(problem: Problem, l2_bytes: int) -> int:
     """Heads that run together (pipeline/schedule.cuh). Where all rows cost the same, one head at a time reuses its keys best;
-    else as many as the L2 holds, so that the longest rows of all of them can go first."""
+    else as many as the L2 holds, so that the longest rows of all of them can go first. A few in any case, 16 at head dim 128:
+    some eight blocks of a large GPU then share the keys of a head at any time, and memory keeps up without the L2."""
     if problem.mask.lo is not None or problem.mask.hi is None:
         return 1
-    per_head = max(1, problem.len_k * (problem.dim + problem.dim_v) * problem.dtype.itemsize)
-    return max(1, min(problem.batch * problem.heads, l2_bytes // per_head * problem.group))
+    width = problem.dim + problem.dim_v
+    per_head = max(1, problem.len_k * width * problem.dtype.itemsize)
+    return min(problem.batch * problem.heads, max(16, 4096 // width, l2_bytes // per_head) * problem.group)
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:

@@ -41,11 +41,12 @@ class TileSm80:
     warps: int
     stages: int  # buffers for K and for V
     blocks_per_sm: int  # what the register allocation aims at
+    skip: bool = False  # leave the row maximum behind while it grows little
 
     kernel = "forward_sm80"
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}"
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{' skip' if self.skip else ''}"
 
     @property
     def threads(self) -> int:
@@ -65,25 +66,25 @@ class TileSm80:
         return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
 
     def flags(self) -> dict[str, bool]:
-        return {"kRest": self.rests}
+        return {"kRest": self.rests, "kSkip": self.skip}
 
 
 # Head dim (up to) -> tile, by generation: they differ in shared memory, and ptxas fills their registers differently.
 _SM80 = {
     "sm_80": {
-        64: TileSm80(128, 128, 4, 1, 2), 128: TileSm80(128, 64, 4, 1, 2), 192: TileSm80(64, 64, 4, 1, 2),
+        64: TileSm80(128, 128, 4, 1, 2), 128: TileSm80(128, 64, 4, 1, 2, skip=True), 192: TileSm80(64, 64, 4, 1, 2),
         256: TileSm80(128, 64, 8, 1, 1),
     },
     "sm_86": {
-        64: TileSm80(128, 64, 4, 1, 2), 128: TileSm80(128, 64, 4, 1, 1), 192: TileSm80(64, 64, 4, 1, 1),
+        64: TileSm80(128, 64, 4, 1, 2), 128: TileSm80(128, 64, 4, 1, 1, skip=True), 192: TileSm80(64, 64, 4, 1, 1),
         256: TileSm80(64, 64, 4, 1, 1),
     },
     "sm_90": {
-        64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2), 128: TileSm80(128, 64, 4, 2, 2),
+        64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2, skip=True), 128: TileSm80(128, 64, 4, 2, 2, skip=True),
         192: TileSm80(64, 64, 4, 1, 3), 256: TileSm80(64, 64, 4, 1, 2),
     },
     "sm_100": {
-        64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2), 128: TileSm80(128, 48, 4, 1, 2),
+        64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2, skip=True), 128: TileSm80(128, 48, 4, 1, 2, skip=True),
         192: TileSm80(64, 64, 4, 1, 3), 256: TileSm80(64, 64, 4, 1, 2),
     },
 }  # fmt: skip
@@ -143,8 +144,8 @@ class TileSm90:
         queries = self.q_slots * self.consumers * tile_bytes(64, dim)
         keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
         output = self.consumers * tile_bytes(64, 64 * self.store_panels)
-        barriers, mailbox = 16 * self.q_slots + 32 * self.stages, 16
-        return queries + self.stages * keys_and_values + output + barriers + mailbox
+        barriers, mailboxes = 16 * self.q_slots + 32 * self.stages, 32 * self.q_slots
+        return queries + self.stages * keys_and_values + output + barriers + mailboxes
 
     def numbers(self) -> dict[str, int]:
         producer, consumer = self.registers

@@ -39,7 +39,7 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
 
   const Params& p;
   float o[kTiles][kDimV / 2];
-  Softmax<> softmax[kTiles];
+  Softmax<Config::kSkip> softmax[kTiles];
   struct Place {
     int row0, len_q, len_k, first, first_full, end_full;  // the tile's first row; the sequence's lengths; key blocks, see KeyBlocks
     const u16 *keys, *values;                             // the first of this head
@@ -119,8 +119,8 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
       if (kMasked) apply_mask(s[t], t, n);
       if (kRest) softmax[t].load(statistics(t), p.scale_log2);
       softmax[t].template maxima<kMasked>(s[t]);
+      softmax[t].template rescale<kMasked>(o[t]);
       softmax[t].template weights<0, kBlockN / 2>(s[t]);
-      softmax[t].rescale(o[t]);
       if (kRest) softmax[t].save(statistics(t));
       pack_fragment<T>(weights[t], s[t]);
     }

@@ -32,14 +32,14 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
   static_assert(kPrivateO || kQSlots > 1, "a Q slot that also stages O is given back only when the next tile is under way");
 
-  // ---- shared memory: Q slots, one part a consumer | K buffers | V buffers | O | barriers | tile numbers ------------------------------------------------
+  // ---- shared memory: Q slots, one part a consumer | K buffers | V buffers | O | barriers | mailboxes ------------------------------------------------
   static constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
   static constexpr u32 kOffsetK = kQSlots * kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetO = kOffsetV + kStages * kBytesV;
   static constexpr u32 kBytesO = tile_bytes(64, kPanel * kStorePanels), kOffsetBarriers = kOffsetO + (kPrivateO ? kConsumers * kBytesO : 0);
   using RingQ = Ring<kQSlots>;
   using RingKV = Ring<kStages>;
-  static constexpr u32 kOffsetMailbox = kOffsetBarriers + RingQ::kBytes + 2 * RingKV::kBytes;  // the number of the tile in each Q slot
-  static_assert(kOffsetMailbox + 16 == Config::kSmem, "the shared memory that Python asks for");
+  static constexpr u32 kOffsetMailbox = kOffsetBarriers + RingQ::kBytes + 2 * RingKV::kBytes;  // for each Q slot, where its tile lies
+  static_assert(kOffsetMailbox + kQSlots * 32 == Config::kSmem, "the shared memory that Python asks for");
 
   const Params& p;
   u32 smem;
@@ -65,7 +65,17 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     return visible_blocks<kBlockN>(Mask{tile.len_q, tile.len_k, p.mask}, first_row, min(first_row + rows, tile.len_q) - 1);
   }
 
-  STROBE_DEVICE u32 mailbox() const { return smem + kOffsetMailbox + 4 * q.stage; }
+  // The producer tells the consumers with each Q slot where its tile lies: to work that out takes several divisions.
+  STROBE_DEVICE u32 mailbox() const { return smem + kOffsetMailbox + 32 * q.stage; }
+  STROBE_DEVICE void post(const Tile& t) const {  // the arrival on the slot's full barrier publishes it
+    st_shared(mailbox(), u32x4{u32(t.row0), u32(t.head), u32(t.slice), u32(t.len_q)});
+    st_shared(mailbox() + 16, u32x4{u32(t.len_k), u32(t.first_row), u32(t.first_key), 0});
+  }
+  STROBE_DEVICE Tile read_mail() const {
+    const u32x4 x = ld_shared_x4(mailbox()), y = ld_shared_x4(mailbox() + 16);
+    sync_warp();  // all lanes have read it before one of them gives the slot back
+    return Tile{int(x.x), int(x.y), int(x.z), int(x.w), int(y.x), int(y.y), int(y.z)};
+  }
 
   // ---- producer: one thread ------------------------------------------------------------------------------------------------------------------------
   // Where a box of kRows rows begins. A tensor map is (columns, rows, panels, heads, batch), and one copy fetches all panels. If the head
@@ -116,22 +126,22 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     while (index < p.tiles) {
       const int next = grid_dim() + atomic_inc_wrap(p.counter, p.tiles - 1);  // early: its latency passes during the copies
       const Tile tile = decode_tile<Config>(index, p);
-      if (tile.row0 < tile.len_q) load_tile(tile, index);
+      if (tile.row0 < tile.len_q) load_tile(tile);
       index = next;
     }
     q.wait_empty();
-    st_shared(mailbox(), ~0u);  // no more
+    post(Tile{-1});  // no more
     mbar_arrive(q.full_barrier());
   }
 
-  STROBE_DEVICE void load_tile(const Tile& tile, int index) {
+  STROBE_DEVICE void load_tile(const Tile& tile) {
     const KeyBlocks blocks = key_blocks(tile, tile.row0, kBlockM);
     const int head_k = tile.head / p.group;
     const bool any_keys = blocks.first < blocks.end;
     int n = blocks.end - 1;
     if (any_keys) load_keys(tile, head_k, n);
     q.wait_empty();
-    st_shared(mailbox(), u32(index));  // the arrival on the barrier below publishes it
+    post(tile);
     if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());
     q.next();
     if (!any_keys) return;
@@ -187,14 +197,14 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys: then the other half is
   // not computed.
   static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
-  STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, int consumer) {
+  STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked, int consumer) {
     const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
     if (kTrim && Mask{tile.len_q, tile.len_k, p.mask}.hi(last_row) <= n * kBlockN + kBlockN / 2)
-      scores_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n);
+      scores_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n, true);
     else
-      scores_of<kBlockN>(q_desc, f, tile, row, n);
+      scores_of<kBlockN>(q_desc, f, tile, row, n, masked);
   }
-  template <int kKeys> STROBE_DEVICE void scores_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n) {
+  template <int kKeys> STROBE_DEVICE void scores_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
     float s[kKeys / 2];
     k.wait_full();
     wgmma_fence();
@@ -204,7 +214,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pin(s);
     if (elected()) k.release();
     k.next();
-    prepare<true>(s, tile, row, n);
+    if (masked) prepare<true>(s, tile, row, n); else prepare<false>(s, tile, row, n);
     f.softmax.template maxima<true>(s);
     f.softmax.template weights<0, kKeys / 2>(s);
 #pragma unroll
@@ -256,7 +266,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     v.next();
     f.softmax.template weights<kFirst, kScores>(s);
     pack_fragment<T>(f.weights, s);  // not before the wait: they are the operand of the product in flight
-    f.softmax.rescale(f.o);
+    f.softmax.template rescale<kMasked>(f.o);
   }
 
   // Normalise, round, stage in shared memory, and let bulk copies write it; rows beyond the sequence are clipped.
@@ -320,10 +330,8 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 #pragma unroll 1
     for (;;) {
       q.wait_full();
-      const int index = int(ld_shared(mailbox()));
-      if (index < 0) break;
-      sync_warp();  // all lanes have read the number before one of them gives the slot back
-      const Tile tile = decode_tile<Config>(index, p);
+      const Tile tile = read_mail();
+      if (tile.row0 < 0) break;
       const KeyBlocks all = key_blocks(tile, tile.row0, kBlockM), mine = key_blocks(tile, tile.row0 + 64 * consumer, 64);
       const int row = tile.row0 + thread_row;
       Fragments f;
@@ -339,7 +347,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
           wait_turn(consumer);
           pass_turn(consumer);
         }
-        scores(q_desc, f, tile, row, n, consumer);
+        scores(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
         release_stored(stored, pending);
         for (--n; n >= mine.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
         for (; n >= mine.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);

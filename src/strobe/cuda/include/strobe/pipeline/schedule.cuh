@@ -7,8 +7,9 @@ namespace strobe {
 // Rows [row0, row0 + kBlockM) of one head of one sequence. Rows and keys count from the start of the sequence; first_row and first_key
 // say where that lies in packed tensors.
 struct Tile {
-  int batch, head, row0, len_q, len_k, first_row, first_key;
+  int row0, head;
   int slice;  // the batch index in the tensors: packed sequences share one
+  int len_q, len_k, first_row, first_key;
 };
 
 // Tiles are numbered so that heads whose keys and values fit into the L2 together form a section; inside a section the rows with the
@@ -19,18 +20,18 @@ template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int index, 
   const int head0 = section * p.section, width = min(p.section, heads_in_all - head0);
   const int block = rest / width, bh = head0 + rest - block * width;
   Tile t;
-  t.batch = bh / p.heads;
-  t.head = bh - t.batch * p.heads;
+  const int batch = bh / p.heads;
+  t.head = bh - batch * p.heads;
   t.row0 = (p.row_blocks - 1 - block) * Config::kBlockM;
   t.len_q = p.len_q;
   t.len_k = p.len_k;
   t.first_row = t.first_key = 0;
-  t.slice = Config::kPacked ? 0 : t.batch;
+  t.slice = Config::kPacked ? 0 : batch;
   if (Config::kPacked) {
-    t.first_row = ld_global(p.cu_q + t.batch);
-    t.first_key = ld_global(p.cu_k + t.batch);
-    t.len_q = ld_global(p.cu_q + t.batch + 1) - t.first_row;
-    t.len_k = ld_global(p.cu_k + t.batch + 1) - t.first_key;
+    t.first_row = ld_global(p.cu_q + batch);
+    t.first_key = ld_global(p.cu_k + batch);
+    t.len_q = ld_global(p.cu_q + batch + 1) - t.first_row;
+    t.len_k = ld_global(p.cu_k + batch + 1) - t.first_key;
   }
   return t;
 }

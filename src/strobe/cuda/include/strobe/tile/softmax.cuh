@@ -27,10 +27,14 @@ template <bool kHasLo, int N> STROBE_DEVICE void mask_fragment(float (&s)[N], co
   }
 }
 
-// tanh by one EX2 and one reciprocal: exact to a few ulp of 1, which is what counts under an exponential.
+// tanh(x) = 1 - 2 / (1 + exp(2x)) is off by an ulp of 1, however small x is: near 0 its series takes over.
+STROBE_DEVICE float tanh_fast(float x) {
+  const float x2 = x * x, series = fma(x * x2, fma(x2, fma(x2, -17.f / 315, 2.f / 15), -1.f / 3), x);
+  return x2 < 1.f / 16 ? series : fma(-2.f, rcp_approx(1.f + exp2_approx(x * (2.f * kLog2e))), 1.f);
+}
 template <int N> STROBE_DEVICE void tanh_fragment(float (&s)[N], float before) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) s[i] = fma(-2.f, rcp_approx(1.f + exp2_approx(s[i] * (before * 2.f * kLog2e))), 1.f);
+  for (int i = 0; i < N; ++i) s[i] = tanh_fast(s[i] * before);
 }
 
 // Row statistics of the thread's two rows: m, the largest score so far, and l, the thread's share of sum(exp(s - m)).
@@ -61,7 +65,7 @@ template <bool kSkip = false> struct Softmax {
   // The new maxima; what was summed before is rescaled to them. kMaybeEmpty: rows may not have seen any key yet, and
   // exp(-inf - -inf) must not become NaN.
   template <bool kMaybeEmpty, int N> STROBE_DEVICE void maxima(const float (&s)[N]) {
-    grew = !kSkip || kMaybeEmpty;
+    grew = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float chain[4];  // independent maxima: few warps share a scheduler, so latency shows
@@ -99,8 +103,9 @@ template <bool kSkip = false> struct Softmax {
     l[1] += sum[1][0] + sum[1][1];
   }
 
-  template <int N> STROBE_DEVICE void rescale(float (&o)[N]) const {
-    if (kSkip && !any(grew)) return;
+  // With the same kMaybeEmpty as `maxima`, which then always moves the maximum.
+  template <bool kMaybeEmpty = false, int N> STROBE_DEVICE void rescale(float (&o)[N]) const {
+    if (kSkip && !kMaybeEmpty && !any(grew)) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) o[i] *= alpha[fragment_row(i)];
   }
