@@ -25,6 +25,9 @@ def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Ca
 
     found = []
     for provider in providers:
+        if provider.kind == "ladder":  # asked for by name, so it is answered
+            why = "this suite times the library's kernels; `strobe ladder` builds and checks rungs"
+            found.append(Row(case, provider.name, "ladder", "unsupported", why, repeat=repeat(case, provider.name)))
         if provider.kind != "ours" or provider.device != "cuda":
             continue
         backend = provider.name.removeprefix("strobe-")

@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from strobe.bench import claims, figure, ledger
-from strobe.bench.results import Results, load
+from strobe.bench.results import KINDS, Results, load
 from strobe.bench.table import milliseconds
 
 BEGIN, END = "<!-- results: begin (python -m strobe.bench.docs --write) -->", "<!-- results: end -->"
@@ -279,10 +279,9 @@ def _memory(run: Results, suite: str) -> list[str]:
         "| provider | kind | exponent |",
         "|---|---|---|",
     ]
-    order = {"ours": 0, "peer": 1, "standard": 2}
     lines += [
         f"| `{name}` | {kinds[name]} | {value:.2f} |"
-        for name, value in sorted(exponents.items(), key=lambda item: (order[kinds[item[0]]], item[0]))
+        for name, value in sorted(exponents.items(), key=lambda item: (KINDS.index(kinds[item[0]]), item[0]))
     ]
     return [*lines, ""]
 

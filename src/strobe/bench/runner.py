@@ -36,7 +36,7 @@ class Request:
     suites: tuple[str, ...]
     device: torch.device
     direction: str = "forward"
-    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all
+    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all but those on request
     only: tuple[str, ...] = ()  # patterns that a case's label or key must match
     seed: int = 0
     settings: measure.Settings = field(default_factory=measure.Settings)
@@ -194,7 +194,9 @@ class Runner:
         for entry in entries:
             p = entry.provider
             named = p.name in self.request.providers
-            if p.device is not None and p.device != self.device.type:
+            if (reason := p.cannot(case, self.device)) is not None:
+                entry.refuse("unsupported", reason)
+            elif p.device is not None and p.device != self.device.type:
                 entry.refuse("unsupported", f"runs on {p.device} only")
             elif case.measure == "graph" and self.device.type != "cuda":
                 entry.refuse("unsupported", "CUDA graphs need an NVIDIA GPU")
