@@ -291,7 +291,7 @@ def ladder(direction: str = "forward") -> list[Case]:
 
 
 def compile(direction: str = "forward") -> list[Case]:
-    """First-call and cached compile time of our kernels; lengths do not matter."""
+    """Compile times of our kernels, first and cached, and first calls of a process; lengths do not matter."""
     return [
         case("compile", f"d{dim}-{mask}", heads=8, length=512, dim=dim, mask=mask, measure="compile", direction=direction)
         for dim in (64, 128, 256)
