@@ -8,6 +8,7 @@ import pytest
 import torch
 from ladder_cases import CASES, GAIN, LARGE_SCORES
 
+from strobe.bench import measure as bench_measure, runner
 from strobe.ladder import execute, measure, rungs
 from strobe.ladder.exact import judge
 from strobe.ladder.rung import Rung, Shape
@@ -44,3 +45,16 @@ def test_rows_are_timed() -> None:
     for row in rows:
         assert row.skipped or (row.passed and row.ms and row.tflops and row.samples >= 3), row
     assert rows[1].speed_up is None  # 08, against which 09 is measured, was not run
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_rung_is_a_provider(direction: str) -> None:
+    settings = bench_measure.Settings(budget_ms=5, rounds=3, warmup_ms=0)
+    request = runner.Request(
+        ("ladder",), torch.device("cuda", 0), direction, ("ladder",), ("d64-causal-1k",), settings=settings
+    )
+    rows = runner.Runner(request).run().rows
+    assert len(rows) == 2 * len(rungs.RUNGS)  # two dtypes
+    assert all(row.status == "ok" or (row.status == "unsupported" and row.reason) for row in rows), rows
+    timed = [row for row in rows if row.timed]
+    assert timed and all(row.error is not None and row.kernels in ([], ["kernel"]) for row in timed)

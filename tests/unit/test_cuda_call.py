@@ -2,57 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from typing import Any
 
+import fake_driver
 import pytest
 import torch
+from fake_driver import Kernel, Recorder
 
 import strobe
-from strobe.cuda import backend, driver
+from strobe.cuda import backend
 from strobe.cuda.plan import POINTERS, plan_sm80, plan_sm90
 from strobe.problem import check
 
 
-class Recorder:
-    """Stands in for driver.Launch and keeps what each launch would have sent."""
-
-    made: list[Recorder] = []
-
-    def __init__(self, function: Any, grid: int, threads: int, smem: int, params: bytes) -> None:
-        self.function, self.grid, self.threads, self.smem = function, grid, threads, smem
-        self.params = bytearray(params)
-        self.sent: list[tuple[int, bytes]] = []
-        Recorder.made.append(self)
-
-    def launch(self, stream: int) -> None:
-        self.sent.append((stream, bytes(self.params)))
-
-
-class Slot:
-    def __init__(self, buffer: bytearray, offset: int = 0) -> None:
-        self.buffer, self.offset = buffer, offset
-
-    def point_to(self, address: int) -> None:
-        struct.pack_into("<Q", self.buffer, self.offset, address)
-
-
-class Kernel:
-    def function(self, device: int) -> str:
-        return f"function on {device}"
-
-
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder.made.clear()
+    fake_driver.install(monkeypatch)
     monkeypatch.setattr(backend, "kernel", lambda variant: Kernel())
-    monkeypatch.setattr(driver, "Launch", Recorder)
-    monkeypatch.setattr(driver, "TensorMapSlot", Slot)
-    monkeypatch.setattr(driver.TensorMapSpec, "encode", lambda self: b"\1" * driver.TENSOR_MAP_BYTES)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
     monkeypatch.setattr(backend, "_counter", lambda device, stream: 4096 + stream)
 
 

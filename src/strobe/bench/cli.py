@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from strobe.bench.results import Results
 
-_SUITES = "grid36, sweep, gqa, models, overhead, tiles, compile, cpu, quick"
+_SUITES = "grid36, sweep, gqa, models, overhead, tiles, ladder, compile, cpu, quick"
 
 
 def bench(
@@ -19,7 +19,10 @@ def bench(
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "forward",
     provider: Annotated[
         list[str] | None,
-        typer.Option(help="A name, a kind (ours, standard, peer) or a prefix (torch); may be repeated; all by default."),
+        typer.Option(
+            help="A name, a kind (ours, ladder, standard, peer) or a prefix (torch, ladder-05); may be repeated; "
+            "all but the ladder by default."
+        ),
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Cases whose label or key matches this pattern, such as 'd128-causal-*'.")
@@ -134,7 +137,7 @@ def _list(suite: list[str] | None) -> None:
             typer.echo(f"  {case.key}")
     typer.echo("providers:")
     for provider in providers.every():
-        typer.echo(f"  {provider.name:24} {provider.kind:9} {provider.summary}")
+        typer.echo(f"  {provider.name:27} {provider.kind:9} {provider.summary}")
 
 
 def _measure(

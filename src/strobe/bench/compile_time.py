@@ -1,49 +1,73 @@
-"""How long our kernels take to come into being: compiled, loaded from disk, found in memory. Needs NVRTC, not a GPU."""
+"""How long our kernels take to come into being: compiled, loaded from disk, found in memory, and in the first call of a
+process. All but that call need NVRTC, and no GPU."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from strobe.bench.providers import Provider
-from strobe.bench.results import OK, Row, Timing
+from strobe.bench import first_call
+from strobe.bench.providers import Provider, Refusal
+from strobe.bench.reasons import explain
+from strobe.bench.results import Row, Timing
 from strobe.bench.statistics import summarise
 from strobe.bench.suites import Case
+from strobe.bench.table import milliseconds
 
 _REPEATS = 3
+COMPILED = ("first", "disk", "memory")
+CALLED = tuple(first_call.ORIGINS)
 
 
 def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Callable[[Case, str], str]) -> list[Row]:
-    """Three for each backend of ours that compiles: provider "…: first" (compiled), "…: disk" (another process's), "…:
-    memory"."""
-    from strobe.cuda import jit
-
+    """Five for each backend of ours that compiles. Of the kernel alone: provider "…: first" (compiled), "…: disk" (another
+    process's), "…: memory". Of a whole call in a new process: "…: first call" (nothing on disk), "…: cached call"."""
     found = []
     for provider in providers:
+        again = repeat(case, provider.name)
+        if provider.kind == "ladder":  # asked for by name, so it is answered
+            why = "this suite times the library's kernels; `strobe ladder` builds and checks rungs"
+            found.append(Row(case, provider.name, "ladder", "unsupported", why, repeat=again))
         if provider.kind != "ours" or provider.device != "cuda":
             continue
         backend = provider.name.removeprefix("strobe-")
-        try:
-            if (reason := jit.nvrtc_status()) is not None:
-                raise RuntimeError(reason)
-            variant = _variant(backend, case, device)
-            times = _times(variant)
-        except Exception as error:
-            row = Row(
-                case, provider.name, "ours", "failed", str(error).splitlines()[0][:300], repeat=repeat(case, provider.name)
-            )
-            found.append(row)
-            continue
-        for origin, samples in times.items():
-            timing = Timing(samples, summarise(samples), "perf_counter", "warm")
-            name = f"{provider.name}: {origin}"
-            found.append(Row(case, name, "ours", OK, note=variant.name, timing=timing, repeat=repeat(case, provider.name)))
+        for names, method, measured in ((COMPILED, "perf_counter", _compiled), (CALLED, first_call.METHOD, _called)):
+            new = {name: Row(case, f"{provider.name}: {name}", "ours", repeat=again) for name in names}
+            try:
+                for name, samples, note in measured(backend, case, device):
+                    new[name].timing, new[name].note = Timing(samples, summarise(samples), method, "warm"), note
+            except Exception as error:  # what was measured before it stays
+                status, reason = explain(error)
+                for row in new.values():
+                    if row.timing is None:
+                        row.status, row.reason = status, reason
+            found += new.values()
     return found
+
+
+_Measured = Iterator[tuple[str, list[float], str]]  # name, milliseconds, note
+
+
+def _compiled(backend: str, case: Case, device: torch.device) -> _Measured:
+    from strobe.cuda import jit
+
+    if (reason := jit.nvrtc_status()) is not None:
+        raise RuntimeError(reason)
+    variant = _variant(backend, case, device)
+    for name, samples in _times(variant).items():
+        yield name, samples, variant.name
+
+
+def _called(backend: str, case: Case, device: torch.device) -> _Measured:
+    if device.type != "cuda":
+        raise Refusal("unsupported", "a whole call needs an NVIDIA GPU")
+    for name, samples in first_call.times(case, backend, device):
+        yield name, samples, f"should take at most {milliseconds(first_call.AIMS_MS[name])}"
 
 
 def _variant(backend: str, case: Case, device: torch.device) -> Any:
@@ -61,7 +85,7 @@ def _times(variant: Any) -> dict[str, list[float]]:
     """Milliseconds. Each repetition has a cache directory of its own, and forgets what this process has in memory."""
     from strobe.cuda import jit
 
-    times: dict[str, list[float]] = {"first": [], "disk": [], "memory": []}
+    times: dict[str, list[float]] = {name: [] for name in COMPILED}
     before = os.environ.get("STROBE_CACHE_DIR")
     kept = dict(jit._memory)
     source = jit.flatten(variant.source)

@@ -15,7 +15,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from strobe.bench import claims, figure, ledger
-from strobe.bench.results import Results, load
+from strobe.bench.compile_time import CALLED, COMPILED
+from strobe.bench.results import KINDS, Results, load
 from strobe.bench.table import milliseconds
 
 BEGIN, END = "<!-- results: begin (python -m strobe.bench.docs --write) -->", "<!-- results: end -->"
@@ -279,10 +280,9 @@ def _memory(run: Results, suite: str) -> list[str]:
         "| provider | kind | exponent |",
         "|---|---|---|",
     ]
-    order = {"ours": 0, "peer": 1, "standard": 2}
     lines += [
         f"| `{name}` | {kinds[name]} | {value:.2f} |"
-        for name, value in sorted(exponents.items(), key=lambda item: (order[kinds[item[0]]], item[0]))
+        for name, value in sorted(exponents.items(), key=lambda item: (KINDS.index(kinds[item[0]]), item[0]))
     ]
     return [*lines, ""]
 
@@ -311,12 +311,13 @@ def _compile(run: Results) -> list[str]:
     rows = [r for r in run.rows if r.case.measure == "compile" and r.timed]
     if not rows:
         return []
-    lines = ["### From source to kernel", "", "| kernel | compiled | from disk | from memory |", "|---|---|---|---|"]
+    headings = ("compiled", "from disk", "from memory", "first call", "first call, kernel on disk")
+    lines = ["### From source to kernel", "", f"| kernel | {' | '.join(headings)} |", "|---|" + "---|" * len(headings)]
     for label, backend in dict.fromkeys((r.case.label, r.provider.split(":")[0]) for r in rows):
         times = {
             r.provider.split(": ")[1]: r.median_ms for r in rows if (r.case.label, r.provider.split(":")[0]) == (label, backend)
         }
-        lines.append(f"| `{backend}` {label} | " + " | ".join(_cell(times.get(o)) for o in ("first", "disk", "memory")) + " |")
+        lines.append(f"| `{backend}` {label} | " + " | ".join(_cell(times.get(o)) for o in (*COMPILED, *CALLED)) + " |")
     return [*lines, ""]
 
 

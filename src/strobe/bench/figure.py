@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 
-from strobe.bench.results import Results, Row
+from strobe.bench.results import KINDS, Results, Row
 
 _COLOURS = {
     "ours": ("#d1495b", "#e07a3f", "#b8336a"),
+    "ladder": ("#fbb03b", "#e8793a", "#c94c4c", "#9b3a6b", "#6b3a8a", "#3f3a8f", "#22577a"),
     "peer": ("#2f6fb3", "#2a9d8f", "#6a5acd", "#4f9d3a"),
     "standard": ("#8a8d93", "#a67c52", "#6f7d5c", "#9a7aa0"),
 }
@@ -26,7 +27,7 @@ def speed(results: Results, suite: str, direction: str = "forward") -> str | Non
     panels = list(dict.fromkeys((r.case.dim, r.case.mask) for r in rows))
     if not panels:
         return None
-    providers = sorted({(("ours", "peer", "standard").index(r.kind), r.kind, r.provider) for r in rows})
+    providers = sorted({(KINDS.index(r.kind), r.kind, r.provider) for r in rows})
     colours: dict[str, str] = {}
     for _, kind, name in providers:
         used = sum(1 for k, n in ((k, n) for _, k, n in providers) if k == kind and n in colours)

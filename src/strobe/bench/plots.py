@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from strobe.bench.report.page import flat, panels
-from strobe.bench.results import Results
+from strobe.bench.results import KINDS, Results
 
 _COLOURS = {
     "ours": ("#d1495b", "#e07a3f", "#b8336a", "#e0a13f"),
+    "ladder": ("#fbb03b", "#e8793a", "#c94c4c", "#9b3a6b", "#6b3a8a", "#3f3a8f", "#22577a"),
     "peer": ("#2f6fb3", "#2a9d8f", "#6a5acd", "#4f9d3a", "#1f8fb8"),
     "standard": ("#8a8d93", "#a67c52", "#6f7d5c", "#9a7aa0", "#7a6a5a"),
 }
-_KINDS = ("ours", "peer", "standard")
 _Row = dict[str, Any]
 
 
@@ -68,15 +68,15 @@ def write(runs: list[Results], directory: Path) -> list[Path]:
 
 
 def _styles(rows: list[_Row]) -> dict[str, dict[str, Any]]:
-    names = {kind: list(dict.fromkeys(r["provider"] for r in rows if r["kind"] == kind and r["timed"])) for kind in _KINDS}
-    marks = {"ours": "o-", "peer": "s-", "standard": "^--"}
+    names = {kind: list(dict.fromkeys(r["provider"] for r in rows if r["kind"] == kind and r["timed"])) for kind in KINDS}
+    marks = {"ours": "o-", "ladder": "d-", "peer": "s-", "standard": "^--"}
     return {
         name: {
             "color": _COLOURS[kind][i % len(_COLOURS[kind])],
             "fmt": marks[kind],
             "linewidth": 2.2 if kind == "ours" else 1.3,
         }
-        for kind in _KINDS
+        for kind in KINDS
         for i, name in enumerate(names[kind])
     }
 

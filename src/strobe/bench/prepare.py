@@ -41,7 +41,7 @@ def compile_ahead(cases: list[Case], providers: list[Provider], device: torch.de
     """Runs each of our CUDA kernels once on a small problem of the same kind, in threads; returns the seconds it took.
     What cannot be compiled fails again, with its reason, when it is measured."""
     begun = time.perf_counter()
-    own = [p for p in providers if p.device == "cuda" and (p.kind == "ours" or p.name.startswith("cuda-"))]
+    own = [p for p in providers if p.device == "cuda" and (p.kind in ("ours", "ladder") or p.name.startswith("cuda-"))]
     jobs: dict[Any, tuple[Provider, Case]] = {}
     for case in cases:
         if case.measure != "compile":

@@ -13,10 +13,12 @@ import torch
 import strobe
 from strobe import dispatch, tiled
 from strobe.bench.exactness import Tensors
+from strobe.bench.results import KINDS
 from strobe.bench.suites import DTYPES, Case
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+ON_REQUEST = ("ladder",)  # kinds that are not measured unless asked for by name, kind or prefix
 
 
 class Refusal(Exception):
@@ -40,7 +42,7 @@ class Prepared:
 @dataclass(frozen=True)
 class Provider:
     name: str
-    kind: str  # "ours", "standard", "peer"
+    kind: str  # one of results.KINDS
     summary: str
     prepare: Callable[[Case, Tensors], Prepared]  # raises Refusal
     matrices: Callable[[Case], int] = field(
@@ -48,6 +50,7 @@ class Provider:
     )  # bytes of the N x N matrices it holds at one time, at least
     kernels: str | None = None  # a regular expression that some kernel's name on a GPU must match
     differentiable: bool = True
+    cannot: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)  # known without tensors
     skipped: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)  # unless named: why not
     compiles: bool = False  # each new shape costs seconds
     tiles: bool = False  # can take a tile size
@@ -74,8 +77,8 @@ def dense_mask(case: Case, device: torch.device) -> torch.Tensor | None:
     return None if case.mask == "full" else case.mask_object().dense(case.len_q, case.len_k, device)
 
 
-def refuse(case: Case, **features: str) -> None:
-    """Raises for what a provider lacks: softcap, sinks, bias, window, unequal."""
+def lacking(case: Case, **features: str) -> str | None:
+    """The reason given for the first of these features that a case has: softcap, sinks, bias, window, unequal, …"""
     has = {
         "softcap": case.softcap is not None,
         "sinks": case.sinks,
@@ -85,9 +88,13 @@ def refuse(case: Case, **features: str) -> None:
         "gradients": case.direction != "forward",
         "float32": case.dtype == "float32",
     }
-    for feature, reason in features.items():
-        if has[feature]:
-            raise Refusal("unsupported", reason)
+    return next((reason for feature, reason in features.items() if has[feature]), None)
+
+
+def refuse(case: Case, **features: str) -> None:
+    """Raises for what a provider lacks, with the reasons of `lacking`."""
+    if (reason := lacking(case, **features)) is not None:
+        raise Refusal("unsupported", reason)
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------------
@@ -341,23 +348,25 @@ def eager_providers() -> list[Provider]:
 
 def every() -> list[Provider]:
     """All there are, ours first."""
-    from strobe.bench import peers, standard_cuda
+    from strobe.bench import peers, rungs, standard_cuda
 
-    return [*ours(), *torch_providers(), *eager_providers(), *standard_cuda.providers(), *peers.providers()]
+    others = [*torch_providers(), *eager_providers(), *standard_cuda.providers(), *peers.providers()]
+    return [*ours(), *rungs.providers(), *others]
 
 
 def select(names: list[str] | None) -> list[Provider]:
-    """By name, or all. A name may also be a kind ("ours", "standard", "peer") or a prefix ("torch", "strobe")."""
+    """By name, or all but those of kinds that wait to be asked for. A name may also be a kind ("ours", "ladder", "standard",
+    "peer") or a prefix ("torch", "strobe", "ladder-05")."""
     found = every()
     if not names:
-        return found
+        return [p for p in found if p.kind not in ON_REQUEST]
     chosen: list[Provider] = []
     for name in names:
         hits = [p for p in found if name in (p.name, p.kind)] or [p for p in found if p.name.startswith(f"{name}-")]
         if not hits:
             raise ValueError(
                 f"provider must be one of {', '.join(p.name for p in found)}, "
-                f"a kind (ours, standard, peer) or a prefix, got {name!r}"
+                f"a kind ({', '.join(KINDS)}) or a prefix, got {name!r}"
             )
         chosen += [p for p in hits if p not in chosen]
     return chosen

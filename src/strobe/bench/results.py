@@ -19,6 +19,7 @@ OK = "ok"
 # Everything else is a result with a reason: timed, but not with the kernels it is named after; or not timed at all.
 STATUSES = (OK, "fell back", "not installed", "unsupported", "out of memory", "wrong", "failed", "skipped")
 TIMED = (OK, "fell back")
+KINDS = ("ours", "ladder", "peer", "standard")  # of providers, in the order in which they are shown
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Clock:
 class Row:
     case: Case
     provider: str
-    kind: str  # "ours", "standard", "peer"
+    kind: str  # one of KINDS
     status: str = OK
     reason: str | None = None
     note: str | None = None

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import strobe
 from strobe.bench import ceilings, compile_time, measure, provenance, results as files
 from strobe.bench.clocks import Monitor
 from strobe.bench.exactness import Judge, Tensors
@@ -24,6 +23,7 @@ from strobe.bench.kernel_names import kernels_that_ran
 from strobe.bench.measure import Contender, Stopwatch
 from strobe.bench.prepare import compile_ahead, time_limit
 from strobe.bench.providers import SDPA_BACKENDS, Prepared, Provider, Refusal, from_layout, select, to_layout, why_no_kernel
+from strobe.bench.reasons import explain
 from strobe.bench.results import Results, Row
 from strobe.bench.statistics import summarise
 from strobe.bench.suites import DTYPES, Case, cases
@@ -36,7 +36,7 @@ class Request:
     suites: tuple[str, ...]
     device: torch.device
     direction: str = "forward"
-    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all
+    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all but those on request
     only: tuple[str, ...] = ()  # patterns that a case's label or key must match
     seed: int = 0
     settings: measure.Settings = field(default_factory=measure.Settings)
@@ -194,7 +194,9 @@ class Runner:
         for entry in entries:
             p = entry.provider
             named = p.name in self.request.providers
-            if p.device is not None and p.device != self.device.type:
+            if (reason := p.cannot(case, self.device)) is not None:
+                entry.refuse("unsupported", reason)
+            elif p.device is not None and p.device != self.device.type:
                 entry.refuse("unsupported", f"runs on {p.device} only")
             elif case.measure == "graph" and self.device.type != "cuda":
                 entry.refuse("unsupported", "CUDA graphs need an NVIDIA GPU")
@@ -375,18 +377,3 @@ def poison(out: torch.Tensor) -> None:
     """NaN into memory that is about to be freed, so that an element which is not written shows."""
     with torch.no_grad():
         out.detach().fill_(float("nan"))
-
-
-def explain(error: BaseException) -> tuple[str, str]:
-    """(status, reason) of whatever went wrong."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    text = re.sub(r"(?:/[\w.+-]+){2,}/([\w.+-]+)", r"\1", text)  # directories of this machine say nothing to others
-    if isinstance(error, Refusal):
-        return error.status, error.reason
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text.lower():
-        return "out of memory", text
-    if isinstance(error, strobe.Unsupported | NotImplementedError):
-        return "unsupported", text
-    if isinstance(error, ModuleNotFoundError):
-        return "not installed", text
-    return "failed", f"{type(error).__name__}: {text}"

@@ -270,8 +270,28 @@ def tiles(direction: str = "forward") -> list[Case]:
     ]
 
 
+def ladder(direction: str = "forward") -> list[Case]:
+    """The shape of `strobe ladder`, and a shorter one, in the two dtypes that rungs are written for."""
+    return [
+        case(
+            "ladder",
+            f"d{dim}-{mask}-{_short(n)}",
+            heads=16,
+            length=n,
+            dim=dim,
+            mask=mask,
+            dtype=dtype,
+            direction=direction,
+        )
+        for dtype in ("float32", "bfloat16")
+        for dim in (64, 128)
+        for mask in ("full", "causal")
+        for n in (1024, 4096)
+    ]
+
+
 def compile(direction: str = "forward") -> list[Case]:
-    """First-call and cached compile time of our kernels; lengths do not matter."""
+    """Compile times of our kernels, first and cached, and first calls of a process; lengths do not matter."""
     return [
         case("compile", f"d{dim}-{mask}", heads=8, length=512, dim=dim, mask=mask, measure="compile", direction=direction)
         for dim in (64, 128, 256)
@@ -334,6 +354,7 @@ SUITES = {
     "models": models,
     "overhead": overhead,
     "tiles": tiles,
+    "ladder": ladder,
     "compile": compile,
     "cpu": cpu,
     "quick": quick,

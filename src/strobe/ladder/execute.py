@@ -17,7 +17,7 @@ from strobe.problem import Inputs, Problem, check
 
 @dataclass
 class Tensors:
-    """[slices, length, dim] each; the gradients and what they need only for a backward rung."""
+    """[slices, length, dim] each, without gaps; the gradients and what they need only for a backward rung."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -123,37 +123,48 @@ def _loaded(rung: Rung, dim: int, arch: str) -> driver.Kernel:
     return driver.Kernel(jit.get(rung.source(dim), arch, name=rung.name).cubin, smem=rung.smem(dim))
 
 
+class Call:
+    """A rung that is compiled, loaded and ready for all tensors of one shape. Belongs to one thread."""
+
+    def __init__(self, rung: Rung, shape: Shape, device: torch.device) -> None:
+        self._device = device.index or 0
+        somewhere = dict.fromkeys(POINTERS, 1 << 30)  # tensor maps want an address when they are encoded; each call moves them
+        maps = {name: spec.encode() for name, spec in rung.maps(shape, somewhere).items()}
+        smem, function = rung.smem(shape.dim), _loaded(rung, shape.dim, arch_of(rung, device)).function(self._device)
+        self._patch = PARAMS.patcher(*POINTERS)
+        self._launches = []
+        for stage, grid in enumerate(rung.grids):
+            params = PARAMS.pack(rung.values(shape, stage, somewhere, maps))
+            launch = driver.Launch(function, grid(shape), rung.threads, smem, params)
+            slots = {name: driver.TensorMapSlot(launch.params, PARAMS.offsets[f"map_{name}"]) for name in maps}
+            self._launches.append((launch, slots))
+
+    def __call__(self, x: Tensors) -> None:
+        """Launches its kernels once, on the current stream."""
+        addresses = x.addresses()
+        pointers = [addresses.get(name, 0) for name in POINTERS]
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        for launch, slots in self._launches:
+            self._patch(launch.params, *pointers)
+            for name, slot in slots.items():
+                slot.point_to(addresses[name])
+            launch.launch(stream)
+
+
 def prepare(rung: Rung, shape: Shape, x: Tensors) -> Callable[[], None]:
-    """Compiled and loaded: each call of the result launches it once on the current stream."""
-    device = x.q.device
-    index = device.index or 0
+    """Compiled and loaded: each call of the result launches it once on these tensors."""
     if rung.library:
         import strobe
 
         q, k, v, out = (t[None] for t in (x.q, x.k, x.v, x.o))
         mask = causal if shape.causal else None
 
-        def call() -> None:
+        def library() -> None:
             _, lse = strobe.attention(
                 q, k, v, mask=mask, scale=shape.scale, layout="bhsd", out=out, return_lse=True, backend="sm90"
             )
             x.lse = lse[0]
 
-        return call
-    kernel = _loaded(rung, shape.dim, arch_of(rung, device))
-    addresses = x.addresses()
-    maps = {name: spec.encode() for name, spec in rung.maps(shape, addresses).items()}
-    smem = rung.smem(shape.dim)
-    launches = [
-        driver.Launch(
-            kernel.function(index), grid(shape), rung.threads, smem, PARAMS.pack(rung.values(shape, stage, addresses, maps))
-        )
-        for stage, grid in enumerate(rung.grids)
-    ]
-
-    def run() -> None:
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        for launch in launches:
-            launch.launch(stream)
-
-    return run
+        return library
+    call = Call(rung, shape, x.q.device)
+    return lambda: call(x)

@@ -1,12 +1,13 @@
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent), RUN = DATA.run, ROWS = RUN.rows;
-const KINDS = { ours: 0, peer: 1, standard: 2 };
+const KINDS = { ours: 0, ladder: 1, peer: 2, standard: 3 };
 const PALETTE = {
   ours: ["#d1495b", "#e07a3f", "#b8336a", "#e0a13f", "#8f2d56"],
+  ladder: ["#fbb03b", "#e8793a", "#c94c4c", "#9b3a6b", "#6b3a8a", "#3f3a8f", "#22577a"],
   peer: ["#2f6fb3", "#2a9d8f", "#6a5acd", "#4f9d3a", "#1f8fb8", "#5b7fa6", "#3a7d6b"],
   standard: ["#8a8d93", "#a67c52", "#6f7d5c", "#9a7aa0", "#7a6a5a", "#8f8f5f"],
 };
-const SHAPES = { ours: "circle", peer: "square", standard: "triangle" };
+const SHAPES = { ours: "circle", ladder: "diamond", peer: "square", standard: "triangle" };
 const order = (a, b) => KINDS[a.kind] - KINDS[b.kind];
 const PROVIDERS = [...new Map([...ROWS].filter(r => r.timed).sort(order).map(r => [r.provider, r.kind])).entries()].map(([name, kind]) => ({ name, kind }));
 const STYLE = {};

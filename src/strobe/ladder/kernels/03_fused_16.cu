@@ -23,10 +23,10 @@ STROBE_DEVICE void attend(const Params& p) {
   const int slice = block_idx(), y = thread_idx() / 16, x = thread_idx() % 16;
   const Tile q_tile{smem_base()}, k_tile{smem_base() + kOffsetK}, v_tile{smem_base() + kOffsetV};
   const Weights p_tile{smem_base() + kOffsetP};
-  const float* q = p.q + i64(slice) * p.len_q * kDim;
-  const float* k = p.k + i64(slice) * p.len_k * kDim;
-  const float* v = p.v + i64(slice) * p.len_k * kDim;
-  float* o = p.o + i64(slice) * p.len_q * kDim;
+  const Element* q = p.q + i64(slice) * p.len_q * kDim;
+  const Element* k = p.k + i64(slice) * p.len_k * kDim;
+  const Element* v = p.v + i64(slice) * p.len_k * kDim;
+  Element* o = p.o + i64(slice) * p.len_q * kDim;
   float* row_m = p.workspace + i64(slice) * p.len_q;  // the statistics of the rows, in memory as O is
   float* row_l = row_m + i64(p.slices) * p.len_q;
 

@@ -11,20 +11,23 @@
 
 namespace strobe {
 
-constexpr int kThreads = 256, kRows = 64, kKeys = 64, kPatch = 4;  // a thread has kPatch x kPatch scores, 16 rows and 16 keys apart
+constexpr int kThreads = 256, kRows = 64, kKeys = 64;
+constexpr int kMyRows = 4, kMyKeys = 4;  // a thread has kMyRows x kMyKeys scores, 16 rows and 16 keys apart
+STROBE_DEVICE int my_row(int a) { return thread_idx() / 16 + 16 * a; }
+STROBE_DEVICE int my_column(int b) { return thread_idx() % 16 + 16 * b; }  // or key
 typedef SharedTile<kDim> Tile;    // of Q, K or V
 typedef SharedTile<kKeys> Weights;  // P
 constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys), kOffsetP = kOffsetV + Tile::bytes(kKeys);
 static_assert(kSmem == kOffsetP + Weights::bytes(kRows), "the shared memory that Python asks for");
 
 STROBE_DEVICE void attend(const Params& p) {
-  const int slice = block_idx(), y = thread_idx() / 16, x = thread_idx() % 16;
+  const int slice = block_idx();
   const Tile q_tile{smem_base()}, k_tile{smem_base() + kOffsetK}, v_tile{smem_base() + kOffsetV};
   const Weights p_tile{smem_base() + kOffsetP};
-  const float* q = p.q + i64(slice) * p.len_q * kDim;
-  const float* k = p.k + i64(slice) * p.len_k * kDim;
-  const float* v = p.v + i64(slice) * p.len_k * kDim;
-  float* o = p.o + i64(slice) * p.len_q * kDim;
+  const Element* q = p.q + i64(slice) * p.len_q * kDim;
+  const Element* k = p.k + i64(slice) * p.len_k * kDim;
+  const Element* v = p.v + i64(slice) * p.len_k * kDim;
+  Element* o = p.o + i64(slice) * p.len_q * kDim;
   float* row_m = p.workspace + i64(slice) * p.len_q;  // the statistics of the rows, in memory as O is
   float* row_l = row_m + i64(p.slices) * p.len_q;
 
@@ -37,32 +40,32 @@ STROBE_DEVICE void attend(const Params& p) {
       sync_block();  // K, V and Q have arrived
 
       // S = Q K^T, a patch of scores a thread
-      float s[kPatch][kPatch] = {};
+      float s[kMyRows][kMyKeys] = {};
       for (int i = 0; i < kDim; ++i) {
-        float left[kPatch], right[kPatch];
-        for (int a = 0; a < kPatch; ++a) left[a] = q_tile.get(y + 16 * a, i);
-        for (int b = 0; b < kPatch; ++b) right[b] = k_tile.get(x + 16 * b, i);
-        for (int a = 0; a < kPatch; ++a)
-          for (int b = 0; b < kPatch; ++b) s[a][b] = fma(left[a], right[b], s[a][b]);
+        float left[kMyRows], right[kMyKeys];
+        for (int a = 0; a < kMyRows; ++a) left[a] = q_tile.get(my_row(a), i);
+        for (int b = 0; b < kMyKeys; ++b) right[b] = k_tile.get(my_column(b), i);
+        for (int a = 0; a < kMyRows; ++a)
+          for (int b = 0; b < kMyKeys; ++b) s[a][b] = fma(left[a], right[b], s[a][b]);
       }
 
       // The online softmax: what was summed before belongs to the old maximum, and alpha brings it to the new one.
-      float alpha[kPatch], l_old[kPatch], l[kPatch], m[kPatch];
-      for (int a = 0; a < kPatch; ++a) {
-        const int query = row0 + y + 16 * a;
+      float alpha[kMyRows], l_old[kMyRows], l[kMyRows], m[kMyRows];
+      for (int a = 0; a < kMyRows; ++a) {
+        const int query = row0 + my_row(a);
         const bool fresh = first || query >= p.len_q;
         const float m_old = fresh ? neg_inf() : ld_global_fresh(row_m + query);
         l_old[a] = fresh ? 0.f : ld_global_fresh(row_l + query);
         float top = neg_inf(), sum = 0.f;
-        for (int b = 0; b < kPatch; ++b) {
-          s[a][b] = key0 + x + 16 * b < visible_keys(p, query) ? s[a][b] * p.scale : neg_inf();
+        for (int b = 0; b < kMyKeys; ++b) {
+          s[a][b] = key0 + my_column(b) < visible_keys(p, query) ? s[a][b] * p.scale : neg_inf();
           top = fmax(top, s[a][b]);
         }
         m[a] = fmax(m_old, row_max(top));
         const float safe = m[a] == neg_inf() ? 0.f : m[a];
-        for (int b = 0; b < kPatch; ++b) {
+        for (int b = 0; b < kMyKeys; ++b) {
           const float weight = exp_natural(s[a][b] - safe);
-          p_tile.set(y + 16 * a, x + 16 * b, weight);
+          p_tile.set(my_row(a), my_column(b), weight);
           sum += weight;
         }
         alpha[a] = exp_natural(m_old - safe);
@@ -71,22 +74,22 @@ STROBE_DEVICE void attend(const Params& p) {
       sync_block();  // P is complete
 
       // O stays normalised: take the old division back, rescale, add, divide again.
-      for (int column = x; column < kDim; column += 16) {
-        float sum[kPatch] = {};
+      for (int column = my_column(0); column < kDim; column += 16) {
+        float sum[kMyRows] = {};
         for (int i = 0; i < kKeys; ++i) {
           const float value = v_tile.get(i, column);
-          for (int a = 0; a < kPatch; ++a) sum[a] = fma(p_tile.get(y + 16 * a, i), value, sum[a]);
+          for (int a = 0; a < kMyRows; ++a) sum[a] = fma(p_tile.get(my_row(a), i), value, sum[a]);
         }
-        for (int a = 0; a < kPatch; ++a) {
-          const int query = row0 + y + 16 * a;
+        for (int a = 0; a < kMyRows; ++a) {
+          const int query = row0 + my_row(a);
           if (query >= p.len_q) continue;
           const float o_old = first ? 0.f : ld_global_fresh(o + i64(query) * kDim + column), inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
           st_global(o + i64(query) * kDim + column, (o_old * l_old[a] * alpha[a] + sum[a]) * inverse);
         }
       }
-      for (int a = 0; a < kPatch; ++a) {
-        const int query = row0 + y + 16 * a;
-        if (x != 0 || query >= p.len_q) continue;
+      for (int a = 0; a < kMyRows; ++a) {
+        const int query = row0 + my_row(a);
+        if (my_column(0) != 0 || query >= p.len_q) continue;
         st_global(row_m + query, m[a]);
         st_global(row_l + query, l[a]);
         if (last) st_global(p.lse + i64(slice) * p.len_q + query, l[a] > 0.f ? m[a] + log_natural(l[a]) : neg_inf());

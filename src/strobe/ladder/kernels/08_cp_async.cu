@@ -11,6 +11,10 @@
 namespace strobe {
 
 constexpr int kThreads = 128, kRows = 64, kKeys = 64;  // four warps of 16 rows
+// A thread has what mma gives it: two rows, 8 apart, and of every 8 keys or columns two neighbours.
+constexpr int kMyRows = 2, kMyKeys = kKeys / 4, kMyColumns = kDim / 4;
+STROBE_DEVICE int my_row(int a) { return thread_idx() / 32 * 16 + thread_idx() % 32 / 4 + 8 * a; }
+STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 + b % 2; }  // or key
 
 // A tile of bf16 numbers in shared memory, row by row; in a row, the 16-byte chunks (8 columns) are permuted by the row.
 template <int kColumns> struct HalfTile {
@@ -21,8 +25,8 @@ template <int kColumns> struct HalfTile {
   STROBE_DEVICE u32 single(int row, int column) const { return (ld_shared(at(row, column & ~1)) >> (16 * (column & 1))) & 0xffffu; }
   STROBE_DEVICE u32 pair_below(int row, int column) const { return single(row, column) | single(row + 1, column) << 16; }
   // Rows [first, first + rows) of a matrix of `length` rows; what lies beyond is zero.
-  STROBE_DEVICE void load_async(const u16* matrix, int first, int rows, int length) const {
-    for (int i = thread_idx(); i < rows * kColumns / 8; i += kThreads) {
+  STROBE_DEVICE void load_async(const u16* matrix, int first, int rows, int length, int threads) const {
+    for (int i = thread_idx(); i < rows * kColumns / 8; i += threads) {
       const int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8;
       const bool there = first + row < length;
       cp_async_16(at(row, column), there ? matrix + i64(first + row) * kColumns + column : matrix, there);
@@ -37,23 +41,22 @@ static_assert(kSmem == kOffsetP + Weights::bytes(kRows), "the shared memory that
 
 STROBE_DEVICE void attend(const Params& p) {
   const int blocks = (p.len_q + kRows - 1) / kRows, slice = block_idx() / blocks, row0 = block_idx() % blocks * kRows;
-  const int lane = thread_idx() % 32, warp_row = thread_idx() / 32 * 16;
-  const int g = lane / 4, t = 2 * (lane % 4);  // a thread's rows are g and g + 8, its columns t and t + 1, and so on in steps of 8
+  const int g = thread_idx() % 32 / 4, t = my_column(0);  // where a thread's parts of the factors begin
   const Tile q_tile{smem_base()};
   const Weights p_tile{smem_base() + kOffsetP};
-  const u16* k = p.k + i64(slice) * p.len_k * kDim;
-  const u16* v = p.v + i64(slice) * p.len_k * kDim;
+  const Element* k = p.k + i64(slice) * p.len_k * kDim;
+  const Element* v = p.v + i64(slice) * p.len_k * kDim;
   const auto k_tile = [&](int key0) { return Tile{smem_base() + kOffsetK + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
   const auto v_tile = [&](int key0) { return Tile{smem_base() + kOffsetV + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
   const auto fetch = [&](int key0) {
-    k_tile(key0).load_async(k, key0, kKeys, p.len_k);
-    v_tile(key0).load_async(v, key0, kKeys, p.len_k);
+    k_tile(key0).load_async(k, key0, kKeys, p.len_k, kThreads);
+    v_tile(key0).load_async(v, key0, kKeys, p.len_k, kThreads);
     cp_async_commit();
   };
-  q_tile.load_async(p.q + i64(slice) * p.len_q * kDim, row0, kRows, p.len_q);
+  q_tile.load_async(p.q + i64(slice) * p.len_q * kDim, row0, kRows, p.len_q, kThreads);
 
-  float o[kDim / 2] = {}, m[2] = {neg_inf(), neg_inf()}, l[2] = {0.f, 0.f};
-  const int seen[2] = {visible_keys(p, row0 + warp_row + g), visible_keys(p, row0 + warp_row + g + 8)};
+  float o[kMyRows][kMyColumns] = {}, m[kMyRows], l[kMyRows] = {};
+  for (int a = 0; a < kMyRows; ++a) m[a] = neg_inf();
   const int keys = visible_keys(p, min(row0 + kRows, p.len_q) - 1);  // of the last row, which sees the most
   if (keys > 0) fetch(0);
   for (int key0 = 0; key0 < keys; key0 += kKeys) {
@@ -62,72 +65,68 @@ STROBE_DEVICE void attend(const Params& p) {
     if (key0 + kKeys < keys) fetch(key0 + kKeys);
 
     // S = Q K^T: the warp's 16 rows, all keys
-    float s[kKeys / 2] = {};
+    float s[kMyRows][kMyKeys] = {};
 #pragma unroll
     for (int i = 0; i < kDim; i += 16) {
-      const u32 a0 = q_tile.pair(warp_row + g, i + t), a1 = q_tile.pair(warp_row + g + 8, i + t);
-      const u32 a2 = q_tile.pair(warp_row + g, i + t + 8), a3 = q_tile.pair(warp_row + g + 8, i + t + 8);
+      const u32 a0 = q_tile.pair(my_row(0), i + t), a1 = q_tile.pair(my_row(1), i + t);
+      const u32 a2 = q_tile.pair(my_row(0), i + t + 8), a3 = q_tile.pair(my_row(1), i + t + 8);
 #pragma unroll
       for (int n = 0; n < kKeys; n += 8) {
-        float* d = s + n / 2;
-        mma_m16n8k16<bf16>(d[0], d[1], d[2], d[3], a0, a1, a2, a3, k_tile(key0).pair(n + g, i + t), k_tile(key0).pair(n + g, i + t + 8));
+        const u32 b0 = k_tile(key0).pair(n + g, i + t), b1 = k_tile(key0).pair(n + g, i + t + 8);
+        mma_m16n8k16<bf16>(s[0][n / 4], s[0][n / 4 + 1], s[1][n / 4], s[1][n / 4 + 1], a0, a1, a2, a3, b0, b1);
       }
     }
 
     // The online softmax: what was summed before belongs to the old maximum, and alpha brings it to the new one.
-    float top[2] = {neg_inf(), neg_inf()}, sum[2] = {0.f, 0.f}, safe[2], alpha[2];
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int r = fragment_row(i);
-      s[i] = key0 + t + fragment_column(i) < seen[r] ? s[i] * p.scale_log2 : neg_inf();
-      top[r] = fmax(top[r], s[i]);
+    for (int a = 0; a < kMyRows; ++a) {
+      const int query = row0 + my_row(a);
+      float top = neg_inf(), sum = 0.f;
+#pragma unroll
+      for (int b = 0; b < kMyKeys; ++b) {
+        s[a][b] = key0 + my_column(b) < visible_keys(p, query) ? s[a][b] * p.scale_log2 : neg_inf();
+        top = fmax(top, s[a][b]);
+      }
+      const float m_old = m[a];
+      m[a] = fmax(m_old, quad_max(top));
+      const float safe = m[a] == neg_inf() ? 0.f : m[a], alpha = exp2_approx(m_old - safe);
+#pragma unroll
+      for (int b = 0; b < kMyKeys; ++b) {
+        s[a][b] = exp2_approx(s[a][b] - safe);
+        sum += s[a][b];
+      }
+      // To be read back as the left operand of the next product. Each thread happens to read what it wrote: no barrier is needed.
+#pragma unroll
+      for (int b = 0; b < kMyKeys; b += 2) st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));
+      l[a] = alpha * l[a] + quad_sum(sum);
+#pragma unroll
+      for (int c = 0; c < kMyColumns; ++c) o[a][c] *= alpha;
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float m_old = m[r];
-      m[r] = fmax(m_old, quad_max(top[r]));
-      safe[r] = m[r] == neg_inf() ? 0.f : m[r];
-      alpha[r] = exp2_approx(m_old - safe[r]);
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int r = fragment_row(i);
-      s[i] = exp2_approx(s[i] - safe[r]);
-      sum[r] += s[i];
-    }
-    // To be read back as the left operand of the next product. Each thread happens to read what it wrote: no barrier is needed.
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; i += 2)
-      st_shared(p_tile.at(warp_row + g + 8 * fragment_row(i), t + fragment_column(i)), pack2<bf16>(s[i], s[i + 1]));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) l[r] = alpha[r] * l[r] + quad_sum(sum[r]);
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[fragment_row(i)];
 
     // O = O + P V
 #pragma unroll
     for (int i = 0; i < kKeys; i += 16) {
-      const u32 a0 = p_tile.pair(warp_row + g, i + t), a1 = p_tile.pair(warp_row + g + 8, i + t);
-      const u32 a2 = p_tile.pair(warp_row + g, i + t + 8), a3 = p_tile.pair(warp_row + g + 8, i + t + 8);
+      const u32 a0 = p_tile.pair(my_row(0), i + t), a1 = p_tile.pair(my_row(1), i + t);
+      const u32 a2 = p_tile.pair(my_row(0), i + t + 8), a3 = p_tile.pair(my_row(1), i + t + 8);
 #pragma unroll
       for (int n = 0; n < kDim; n += 8) {
-        float* d = o + n / 2;
-        mma_m16n8k16<bf16>(d[0], d[1], d[2], d[3], a0, a1, a2, a3, v_tile(key0).pair_below(i + t, n + g), v_tile(key0).pair_below(i + t + 8, n + g));
+        const u32 b0 = v_tile(key0).pair_below(i + t, n + g), b1 = v_tile(key0).pair_below(i + t + 8, n + g);
+        mma_m16n8k16<bf16>(o[0][n / 4], o[0][n / 4 + 1], o[1][n / 4], o[1][n / 4 + 1], a0, a1, a2, a3, b0, b1);
       }
     }
   }
   cp_async_wait<0>();
 
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int query = row0 + warp_row + g + 8 * r;
+  for (int a = 0; a < kMyRows; ++a) {
+    const int query = row0 + my_row(a);
     if (query >= p.len_q) continue;
     const i64 row = i64(slice) * p.len_q + query;
-    const float inverse = l[r] > 0.f ? 1.f / l[r] : 0.f;
+    const float inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
 #pragma unroll
-    for (int i = 0; i < kDim / 2; i += 4)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i), pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
-    if (lane % 4 == 0) st_global(p.lse + row, l[r] > 0.f ? m[r] * kLn2 + log_natural(l[r]) : neg_inf());
+    for (int c = 0; c < kMyColumns; c += 2)
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)), pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
+    if (my_column(0) == 0) st_global(p.lse + row, l[a] > 0.f ? m[a] * kLn2 + log_natural(l[a]) : neg_inf());
   }
 }
 

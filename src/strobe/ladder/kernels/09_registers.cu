@@ -13,6 +13,10 @@
 namespace strobe {
 
 constexpr int kThreads = 128, kRows = 64, kKeys = 64;  // four warps of 16 rows
+// A thread has what mma gives it: two rows, 8 apart, and of every 8 keys or columns two neighbours.
+constexpr int kMyRows = 2, kMyKeys = kKeys / 4, kMyColumns = kDim / 4;
+STROBE_DEVICE int my_row(int a) { return thread_idx() / 32 * 16 + thread_idx() % 32 / 4 + 8 * a; }
+STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 + b % 2; }  // or key
 
 // A tile of bf16 numbers in shared memory, row by row; in a row, the 16-byte chunks (8 columns) are permuted by the row.
 template <int kColumns> struct HalfTile {
@@ -20,8 +24,8 @@ template <int kColumns> struct HalfTile {
   u32 base;
   STROBE_DEVICE u32 at(int row, int column) const { return base + (row * kColumns + ((column / 8) ^ (row & 7)) * 8 + column % 8) * 2; }
   // Rows [first, first + rows) of a matrix of `length` rows; what lies beyond is zero.
-  STROBE_DEVICE void load_async(const u16* matrix, int first, int rows, int length) const {
-    for (int i = thread_idx(); i < rows * kColumns / 8; i += kThreads) {
+  STROBE_DEVICE void load_async(const u16* matrix, int first, int rows, int length, int threads) const {
+    for (int i = thread_idx(); i < rows * kColumns / 8; i += threads) {
       const int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8;
       const bool there = first + row < length;
       cp_async_16(at(row, column), there ? matrix + i64(first + row) * kColumns + column : matrix, there);
@@ -36,21 +40,20 @@ static_assert(kSmem == kEnd, "the shared memory that Python asks for");
 STROBE_DEVICE void attend(const Params& p) {
   const int blocks = (p.len_q + kRows - 1) / kRows, slice = block_idx() / blocks, row0 = block_idx() % blocks * kRows;
   const int lane = thread_idx() % 32, warp_row = thread_idx() / 32 * 16;
-  const int g = lane / 4, t = 2 * (lane % 4);  // a thread's rows are g and g + 8, its columns t and t + 1, and so on in steps of 8
   const Tile q_tile{smem_base()};
-  const u16* k = p.k + i64(slice) * p.len_k * kDim;
-  const u16* v = p.v + i64(slice) * p.len_k * kDim;
+  const Element* k = p.k + i64(slice) * p.len_k * kDim;
+  const Element* v = p.v + i64(slice) * p.len_k * kDim;
   const auto k_tile = [&](int key0) { return Tile{smem_base() + kOffsetK + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
   const auto v_tile = [&](int key0) { return Tile{smem_base() + kOffsetV + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
   const auto fetch = [&](int key0) {
-    k_tile(key0).load_async(k, key0, kKeys, p.len_k);
-    v_tile(key0).load_async(v, key0, kKeys, p.len_k);
+    k_tile(key0).load_async(k, key0, kKeys, p.len_k, kThreads);
+    v_tile(key0).load_async(v, key0, kKeys, p.len_k, kThreads);
     cp_async_commit();
   };
-  q_tile.load_async(p.q + i64(slice) * p.len_q * kDim, row0, kRows, p.len_q);
+  q_tile.load_async(p.q + i64(slice) * p.len_q * kDim, row0, kRows, p.len_q, kThreads);
 
-  float o[kDim / 2] = {}, m[2] = {neg_inf(), neg_inf()}, l[2] = {0.f, 0.f};
-  const int seen[2] = {visible_keys(p, row0 + warp_row + g), visible_keys(p, row0 + warp_row + g + 8)};
+  float o[kMyRows][kMyColumns] = {}, m[kMyRows], l[kMyRows] = {};
+  for (int a = 0; a < kMyRows; ++a) m[a] = neg_inf();
   const int keys = visible_keys(p, min(row0 + kRows, p.len_q) - 1);  // of the last row, which sees the most
   if (keys > 0) fetch(0);
   for (int key0 = 0; key0 < keys; key0 += kKeys) {
@@ -59,74 +62,70 @@ STROBE_DEVICE void attend(const Params& p) {
     if (key0 + kKeys < keys) fetch(key0 + kKeys);
 
     // S = Q K^T: the warp's 16 rows, all keys
-    float s[kKeys / 2] = {};
+    float s[kMyRows][kMyKeys] = {};
 #pragma unroll
     for (int i = 0; i < kDim; i += 16) {
       u32 a[4], b[4];
       ldmatrix_x4(q_tile.at(warp_row + lane % 16, i + lane / 16 * 8), a[0], a[1], a[2], a[3]);
 #pragma unroll
       for (int n = 0; n < kKeys; n += 16) {
-        float* d = s + n / 2;
+        float *d0 = s[0] + n / 4, *d1 = s[1] + n / 4;
         ldmatrix_x4(k_tile(key0).at(n + lane % 8 + lane / 16 * 8, i + lane / 8 % 2 * 8), b[0], b[1], b[2], b[3]);
-        mma_m16n8k16<bf16>(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1]);
-        mma_m16n8k16<bf16>(d[4], d[5], d[6], d[7], a[0], a[1], a[2], a[3], b[2], b[3]);
+        mma_m16n8k16<bf16>(d0[0], d0[1], d1[0], d1[1], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma_m16n8k16<bf16>(d0[2], d0[3], d1[2], d1[3], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
 
     // The online softmax: what was summed before belongs to the old maximum, and alpha brings it to the new one.
-    float top[2] = {neg_inf(), neg_inf()}, sum[2] = {0.f, 0.f}, safe[2], alpha[2];
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int r = fragment_row(i);
-      s[i] = key0 + t + fragment_column(i) < seen[r] ? s[i] * p.scale_log2 : neg_inf();
-      top[r] = fmax(top[r], s[i]);
+    for (int a = 0; a < kMyRows; ++a) {
+      const int query = row0 + my_row(a);
+      float top = neg_inf(), sum = 0.f;
+#pragma unroll
+      for (int b = 0; b < kMyKeys; ++b) {
+        s[a][b] = key0 + my_column(b) < visible_keys(p, query) ? s[a][b] * p.scale_log2 : neg_inf();
+        top = fmax(top, s[a][b]);
+      }
+      const float m_old = m[a];
+      m[a] = fmax(m_old, quad_max(top));
+      const float safe = m[a] == neg_inf() ? 0.f : m[a], alpha = exp2_approx(m_old - safe);
+#pragma unroll
+      for (int b = 0; b < kMyKeys; ++b) {
+        s[a][b] = exp2_approx(s[a][b] - safe);
+        sum += s[a][b];
+      }
+      l[a] = alpha * l[a] + quad_sum(sum);
+#pragma unroll
+      for (int c = 0; c < kMyColumns; ++c) o[a][c] *= alpha;
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float m_old = m[r];
-      m[r] = fmax(m_old, quad_max(top[r]));
-      safe[r] = m[r] == neg_inf() ? 0.f : m[r];
-      alpha[r] = exp2_approx(m_old - safe[r]);
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int r = fragment_row(i);
-      s[i] = exp2_approx(s[i] - safe[r]);
-      sum[r] += s[i];
-    }
-    u32 weights[kKeys / 4];
-    pack_fragment<bf16>(weights, s);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) l[r] = alpha[r] * l[r] + quad_sum(sum[r]);
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[fragment_row(i)];
 
     // O = O + P V
 #pragma unroll
     for (int i = 0; i < kKeys; i += 16) {
-      const u32* a = weights + i / 4;
+      const float *s0 = s[0] + i / 4, *s1 = s[1] + i / 4;
+      const u32 a[4] = {pack2<bf16>(s0[0], s0[1]), pack2<bf16>(s1[0], s1[1]), pack2<bf16>(s0[2], s0[3]), pack2<bf16>(s1[2], s1[3])};
       u32 b[4];
 #pragma unroll
       for (int n = 0; n < kDim; n += 16) {
-        float* d = o + n / 2;
+        float *d0 = o[0] + n / 4, *d1 = o[1] + n / 4;
         ldmatrix_x4_trans(v_tile(key0).at(i + lane % 16, n + lane / 16 * 8), b[0], b[1], b[2], b[3]);
-        mma_m16n8k16<bf16>(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1]);
-        mma_m16n8k16<bf16>(d[4], d[5], d[6], d[7], a[0], a[1], a[2], a[3], b[2], b[3]);
+        mma_m16n8k16<bf16>(d0[0], d0[1], d1[0], d1[1], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma_m16n8k16<bf16>(d0[2], d0[3], d1[2], d1[3], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
   }
   cp_async_wait<0>();
 
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int query = row0 + warp_row + g + 8 * r;
+  for (int a = 0; a < kMyRows; ++a) {
+    const int query = row0 + my_row(a);
     if (query >= p.len_q) continue;
     const i64 row = i64(slice) * p.len_q + query;
-    const float inverse = l[r] > 0.f ? 1.f / l[r] : 0.f;
+    const float inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
 #pragma unroll
-    for (int i = 0; i < kDim / 2; i += 4)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i), pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
-    if (lane % 4 == 0) st_global(p.lse + row, l[r] > 0.f ? m[r] * kLn2 + log_natural(l[r]) : neg_inf());
+    for (int c = 0; c < kMyColumns; c += 2)
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)), pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
+    if (my_column(0) == 0) st_global(p.lse + row, l[a] > 0.f ? m[a] * kLn2 + log_natural(l[a]) : neg_inf());
   }
 }
 
