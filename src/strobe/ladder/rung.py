@@ -90,6 +90,7 @@ class Rung:
     rows: Callable[[int], int] = lambda dim: 1
     once: int = 0
     keys: int = 0  # of a tile; of interest to rungs with tensor maps
+    divides_every: int = 0  # keys after which O is divided by the row sum, and so rounded; 0: once, at the end
     hopper: bool = False
     backward: bool = False
     against: str | None = None  # the rung that its prediction speaks of

@@ -128,11 +128,11 @@ RUNGS = (
     ),
     Rung(
         "03", "03_fused_16.cu", (_slices,), _scalar_smem(16), workspace=_statistics(2), moves=lambda dim: 3 * dim / 16 + 2,
-        once=2,
+        once=2, divides_every=16,
     ),
     Rung(
         "04", "04_bigger_tiles.cu", (_slices,), _scalar_smem(64), workspace=_statistics(2),
-        moves=lambda dim: 3 * dim / 64 + 0.5, once=2,
+        moves=lambda dim: 3 * dim / 64 + 0.5, once=2, divides_every=64,
     ),
     Rung("05", "05_queries_outside.cu", (_query_tiles(64),), _scalar_smem(64), **_traffic(64)),
     _mma("06", "06_mma.cu", stages=1, weights=True),
