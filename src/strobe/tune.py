@@ -22,18 +22,19 @@ from strobe.bench import provenance
 from strobe.bench.measure import Contender, Settings, Stopwatch, interleave
 from strobe.bench.statistics import geometric_mean, summarise
 from strobe.cuda import backend, jit, plan
-from strobe.cuda.tiles import DIMS, TileSm90, every_sm90
+from strobe.cuda.tiles import DIMS, TileSm90, choose_sm90, tile_name
 from strobe.mask import Mask, causal, full
 from strobe.problem import check
 
 TOKENS, HIDDEN = 16384, 2048  # as in the grid of the benchmark
+MASKS = (full, causal)
 Report = Callable[[str, int, int], None]  # what is done, step, of how many
 
 
-def candidates(dim: int, dim_v: int) -> list[TileSm90]:
-    """The tile of the table, and its neighbours: one switch changed at a time."""
-    (best,) = every_sm90(dim, dim_v)
-    near = [replace(best, hold=hold) for hold in (0, 4, 8, 12, 16, 20) if hold != best.hold]
+def candidates(dim: int, dim_v: int, mask: Mask) -> list[TileSm90]:
+    """The tile that is used now, and its neighbours: one switch changed at a time."""
+    best = choose_sm90(dim, dim_v, mask.hi is not None)
+    near = [replace(best, hold=hold) for hold in (0, 4, 8, 12, 16, 20, 24) if hold != best.hold]
     near += [replace(best, skip=not best.skip), replace(best, ping_pong=not best.ping_pong)]
     near += [replace(best, stages=stages) for stages in (2, 3) if stages != best.stages]
     near += [replace(best, block_n=best.block_n + step) for step in (-32, -16, 16, 32)]
@@ -65,9 +66,9 @@ def sweep(
     rows: list[dict[str, Any]] = []
     total, done = len(dims) * len(lengths) * 2, 0
     for dim, dim_v in dims:
-        tiles = candidates(dim, dim_v)
-        report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}", done, total)
-        for mask in (full, causal):
+        for mask in MASKS:
+            tiles = candidates(dim, dim_v, mask)
+            report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}, {mask.name}", done, total)
             shape, whole = plan.shape_of(mask), dim % 64 == 0
             variants = [plan.Variant("sm_90a", "bf16", t, dim, dim_v, shape, whole_dims=whole) for t in tiles]
             with ThreadPoolExecutor() as pool:
@@ -90,10 +91,19 @@ def _time(tiles: list[TileSm90], dim: int, dim_v: int, mask: Mask, length: int, 
     problem, _ = check(q, k, v, mask=mask)
     sms = torch.cuda.get_device_properties(watch.device).multi_processor_count
     contenders: dict[str, Contender] = {}
+    wrong: list[dict[str, Any]] = []
+    expected: torch.Tensor | None = None
     for tile in tiles:
         made = plan.plan_sm90(problem, out.transpose(1, 2).stride()[:3], sms, tile)
         call = backend.Call(made, watch.device.index or 0)
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0)
+        out.fill_(torch.nan)
+        call(*addresses)
+        if expected is None:
+            expected = out.clone()  # of the tile that is used now, which the tests check
+        elif not torch.allclose(out, expected, rtol=0.02, atol=0.02):
+            wrong.append({"dim": dim, "dim_v": dim_v, "mask": mask.name, "tile": str(tile), "reason": f"wrong at {length}"})
+            continue
         contenders[str(tile)] = Contender(functools.partial(call, *addresses))
     queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
     contenders["cudnn"] = Contender(
@@ -102,7 +112,7 @@ def _time(tiles: list[TileSm90], dim: int, dim_v: int, mask: Mask, length: int, 
     )
     interleave(list(contenders.values()), watch)
     medians = {name: summarise(c.samples_ms).median for name, c in contenders.items() if c.problem is None}
-    return [
+    return wrong + [
         {
             "dim": dim, "dim_v": dim_v, "mask": mask.name, "length": length, "tile": name, "ms": ms,
             "tflops": problem.flops() / ms / 1e9, "vs_cudnn": medians["cudnn"] / ms if "cudnn" in medians else None,
@@ -112,12 +122,13 @@ def _time(tiles: list[TileSm90], dim: int, dim_v: int, mask: Mask, length: int, 
 
 
 def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each head dim the tile with the best geometric mean over masks and lengths, as `tiles.load_overrides` reads it."""
+    """For each head dim and mask the tile with the best geometric mean over the lengths, as cuda/tiles.py reads it."""
     best = {}
-    for dim, dim_v in dict.fromkeys((row["dim"], row["dim_v"]) for row in rows):
-        timed = [row for row in rows if (row["dim"], row["dim_v"]) == (dim, dim_v) and "ms" in row]
-        cells = {(row["mask"], row["length"]) for row in timed}
-        names = {str(tile): tile for tile in candidates(dim, dim_v)}
+    masks = {mask.name: mask for mask in MASKS}
+    for dim, dim_v, mask in dict.fromkeys((row["dim"], row["dim_v"], row["mask"]) for row in rows):
+        timed = [row for row in rows if (row["dim"], row["dim_v"], row["mask"]) == (dim, dim_v, mask) and "ms" in row]
+        cells = {row["length"] for row in timed}
+        names = {str(tile): tile for tile in candidates(dim, dim_v, masks[mask])}
         means = {}
         for name in names:
             speeds = [row["tflops"] for row in timed if row["tile"] == name]
@@ -125,7 +136,7 @@ def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 means[name] = geometric_mean(speeds)
         if means:
             winner = max(means, key=means.__getitem__)
-            best[f"{dim}/{dim_v}"] = asdict(names[winner])
+            best[tile_name(dim, dim_v, masks[mask].hi is not None)] = asdict(names[winner])
     return best
 
 

@@ -20,10 +20,12 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 
 
 def selected(arch: str) -> list[plan.Variant]:
-    """By default: all head dims, the mask and the features that need the most registers, and a plain one of the other type."""
+    """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims, and plain
+    ones of the other type."""
     if EXHAUSTIVE:
         return list(plan.variants(arch, exhaustive=True))
-    found = [v for v in plan.variants(arch) if v.element == "bf16" and v.packed and v.mask.lo is not None]
+    bf16 = [v for v in plan.variants(arch) if v.element == "bf16" and v.mask.lo is not None]
+    found = [v for v in bf16 if v.packed or not v.whole_dims]
     plain = [v for v in plan.variants(arch) if v.element == "fp16" and not v.packed and v.mask.lo is None]
     return found + [v for v in plain if v.dim in (64, 128)]
 

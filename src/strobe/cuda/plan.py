@@ -16,7 +16,7 @@ import torch
 from strobe.cuda import wgmma
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.tiles import DIMS, TileSm80, TileSm90, choose_sm80, choose_sm90, every_sm90, padded_dims
+from strobe.cuda.tiles import DIMS, TileSm80, TileSm90, choose_sm80, choose_sm90, padded_dims
 from strobe.mask import MAX_CONSTANTS, Mask, causal, full, window
 from strobe.problem import Problem
 from strobe.score import kernel_constants
@@ -153,7 +153,7 @@ def plan_sm80(
 
 def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20) -> Plan:
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
-    tile = tile or choose_sm90(dim, dim_v)
+    tile = tile or choose_sm90(dim, dim_v, problem.mask.hi is not None)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed
     variant = _variant(problem, "sm_90a", tile, dim, dim_v, whole_panels)
     values = _values(problem, out_strides, tile.block_m, l2_bytes)
@@ -243,9 +243,10 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
         for dim, dim_v in DIMS[family]:
             for mask in (full, causal, window(1, 1)):
                 for packed, softcap, sinks in flags:
-                    tiles = list(every_sm90(dim, dim_v)) if family == "sm90" else [choose_sm80(dim, dim_v, arch, softcap)]
-                    for tile in tiles:
-                        # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
-                        able = family == "sm80" or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
-                        for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
-                            yield Variant(arch, element, tile, dim, dim_v, shape_of(mask), packed, softcap, sinks, whole_dims)
+                    sm90 = family == "sm90"
+                    bounded = mask.hi is not None
+                    tile = choose_sm90(dim, dim_v, bounded) if sm90 else choose_sm80(dim, dim_v, arch, softcap)
+                    # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
+                    able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
+                    for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
+                        yield Variant(arch, element, tile, dim, dim_v, shape_of(mask), packed, softcap, sinks, whole_dims)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +80,11 @@ _SM80 = {
     },
     "sm_90": {
         64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2, skip=True), 128: TileSm80(128, 64, 4, 2, 2, skip=True),
-        192: TileSm80(64, 64, 4, 1, 3), 256: TileSm80(64, 64, 4, 1, 2),
+        192: TileSm80(64, 64, 4, 1, 2), 256: TileSm80(64, 64, 4, 1, 2),
     },
     "sm_100": {
         64: TileSm80(128, 128, 4, 1, 2), 96: TileSm80(128, 64, 4, 2, 2, skip=True), 128: TileSm80(128, 48, 4, 1, 2, skip=True),
-        192: TileSm80(64, 64, 4, 1, 3), 256: TileSm80(64, 64, 4, 1, 2),
+        192: TileSm80(64, 64, 4, 1, 2), 256: TileSm80(64, 64, 4, 1, 2),
     },
 }  # fmt: skip
 SMEM_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # of one block
@@ -159,36 +158,38 @@ class TileSm90:
         return {"kPingPong": self.ping_pong, "kSkip": self.skip}
 
 
+# Swept with NVRTC 13.0: benchmarks/results/h200/studies/hopper-forward.json. Another ptxas may want others: `strobe tune`.
 _SM90 = {
     (64, 64): TileSm90(3, 128, stages=3, ping_pong=True, skip=True),
-    (96, 96): TileSm90(3, 96, ping_pong=True, skip=True),
-    (128, 128): TileSm90(2, 128, hold=12, skip=True),
-    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, hold=12, skip=True),
+    (96, 96): TileSm90(3, 96, skip=True),
+    (128, 128): TileSm90(2, 128, hold=20, skip=True),
+    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, ping_pong=True, skip=True),
     (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=12, skip=True),
     (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True, skip=True),
 }
-
-
-# Swept with NVRTC 13.0: benchmarks/results/h200/studies/hopper-forward.json. Another ptxas may want others: `strobe tune`.
+# Where another one is better for masks that hide keys from the right, as causal does.
+_SM90_BOUNDED = {(64, 64): TileSm90(3, 128, stages=3, hold=4, ping_pong=True, skip=True)}
 
 
 @functools.cache
-def _overrides() -> dict[tuple[int, int], TileSm90]:
+def _overrides() -> dict[str, TileSm90]:
     """What `strobe tune` found on this machine, if STROBE_TILES names its file."""
     path = os.environ.get("STROBE_TILES")
     if not path:
         return {}
     try:
         found = json.loads(Path(path).read_text())["best"]
-        return {tuple(map(int, dims.split("/"))): TileSm90(**tile) for dims, tile in found.items()}  # type: ignore[misc]
+        return {name: TileSm90(**tile) for name, tile in found.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
 
 
-def choose_sm90(dim: int, dim_v: int) -> TileSm90:
-    return _overrides().get((dim, dim_v)) or _SM90[dim, dim_v]
+def tile_name(dim: int, dim_v: int, bounded: bool) -> str:
+    """The key of a tile in the file that `strobe tune` writes."""
+    return f"{dim}/{dim_v} {'bounded' if bounded else 'full'}"
 
 
-def every_sm90(dim: int, dim_v: int) -> Iterator[TileSm90]:
-    """All tiles that the table has for these head dims."""
-    yield _SM90[dim, dim_v]
+def choose_sm90(dim: int, dim_v: int, bounded: bool = False) -> TileSm90:
+    """`bounded`: the mask hides keys from the right."""
+    table = _SM90_BOUNDED if bounded and (dim, dim_v) in _SM90_BOUNDED else _SM90
+    return _overrides().get(tile_name(dim, dim_v, bounded)) or table[dim, dim_v]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from strobe.cuda.tiles import every_sm90, tile_bytes
+from strobe.cuda.tiles import choose_sm90, tile_bytes
 from strobe.ladder.rung import Count, Rung, Shape
 
 ByDim = Callable[[int], int]
@@ -97,7 +97,7 @@ def _traffic(rows: int | ByDim) -> dict[str, Any]:
 
 
 def _library_rows(dim: int) -> int:
-    return next(every_sm90(dim, dim)).block_m
+    return choose_sm90(dim, dim).block_m
 
 
 # ---- the rungs ---------------------------------------------------------------------------------------------------------

@@ -119,8 +119,9 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
       if (kMasked) apply_mask(s[t], t, n);
       if (kRest) softmax[t].load(statistics(t), p.scale_log2);
       softmax[t].template maxima<kMasked>(s[t]);
-      softmax[t].template rescale<kMasked>(o[t]);
+      if (Config::kSkip) softmax[t].template rescale<kMasked>(o[t]);  // a branch: alpha should not live across the exponentials
       softmax[t].template weights<0, kBlockN / 2>(s[t]);
+      if (!Config::kSkip) softmax[t].template rescale<kMasked>(o[t]);
       if (kRest) softmax[t].save(statistics(t));
       pack_fragment<T>(weights[t], s[t]);
     }

@@ -1,0 +1,75 @@
+"""`strobe tune` without a GPU: which tiles it tries, which it picks, and that the library uses what it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strobe import tune
+from strobe.cuda import tiles
+from strobe.mask import causal, full
+
+SMEM = tiles.SMEM_BYTES["sm_90"]
+
+
+@pytest.fixture
+def no_overrides(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.delenv("STROBE_TILES", raising=False)
+    tiles._overrides.cache_clear()
+    yield monkeypatch
+    tiles._overrides.cache_clear()
+
+
+@pytest.mark.parametrize("dims", tiles.DIMS["sm90"])
+@pytest.mark.parametrize("mask", [full, causal], ids=str)
+def test_candidates_fit_and_begin_with_the_tile_in_use(dims: tuple[int, int], mask, no_overrides) -> None:  # type: ignore[no-untyped-def]
+    found = tune.candidates(*dims, mask)
+    assert found[0] == tiles.choose_sm90(*dims, mask is causal)
+    assert len(found) == len(set(found)) > 5
+    assert all(tile.smem(*dims) <= SMEM for tile in found)
+
+
+def rows(mask: str, speeds: dict[str, list[float]]) -> list[dict]:
+    return [
+        {"dim": 64, "dim_v": 64, "mask": mask, "length": length, "tile": tile, "ms": 1.0, "tflops": speed}
+        for tile, by_length in speeds.items()
+        for length, speed in zip((1024, 4096), by_length, strict=False)
+    ]
+
+
+def test_best_is_chosen_for_each_mask_and_must_run_at_every_length(no_overrides) -> None:  # type: ignore[no-untyped-def]
+    plain, bounded = tune.candidates(64, 64, full), tune.candidates(64, 64, causal)
+    found = tune.best_tiles(
+        rows("full", {str(plain[0]): [500.0, 500.0], str(plain[1]): [600.0, 400.0], str(plain[2]): [900.0]})
+        + rows("causal", {str(bounded[0]): [300.0, 400.0], str(bounded[3]): [310.0, 400.0], "cudnn": [999.0, 999.0]})
+        + [{"dim": 64, "dim_v": 64, "mask": "causal", "tile": str(bounded[4]), "reason": "spills"}]
+    )
+    assert found == {"64/64 full": plain[0].__dict__, "64/64 bounded": bounded[3].__dict__}
+
+
+def test_the_library_uses_what_was_found(tmp_path: Path, no_overrides) -> None:  # type: ignore[no-untyped-def]
+    other = tune.candidates(64, 64, causal)[2]
+    assert other != tiles.choose_sm90(64, 64, True)
+    path = tmp_path / "found" / "tiles.json"
+    tune.write({"best": {"64/64 bounded": other.__dict__}}, path)
+    no_overrides.setenv("STROBE_TILES", str(path))
+    tiles._overrides.cache_clear()
+    assert tiles.choose_sm90(64, 64, True) == other
+    assert tiles.choose_sm90(64, 64) == tiles._SM90[64, 64]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"best": {"64/64 full": {"no_such": 1}}}'])
+def test_a_file_of_something_else_is_named(tmp_path: Path, no_overrides, content: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "tiles.json"
+    path.write_text(content)
+    no_overrides.setenv("STROBE_TILES", str(path))
+    tiles._overrides.cache_clear()
+    with pytest.raises(ValueError, match="not a file written by `strobe tune`"):
+        tiles.choose_sm90(128, 128)
+
+
+def test_head_dims_are_filtered() -> None:
+    assert tune.dims_of([192]) == [(192, 192), (192, 128)]
+    assert tune.dims_of(None) == tiles.DIMS["sm90"]
+    assert tune.dims_of([7]) == []
