@@ -3,6 +3,7 @@ between calls."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -80,10 +81,10 @@ def test_plans_use_listed_tiles_and_dims(case: Case) -> None:
     p = problem_of(case)
     for found, arch in zip(plans(p), ("sm_80", "sm_90a"), strict=True):
         listed = {(v.tile, v.dim, v.dim_v, v.softcap) for v in plan.variants(arch, exhaustive=True)}
-        v = found.variant
+        v, folded = found.variant, plan.fold_group(p, out_strides(p))[0]
         assert (v.tile, v.dim, v.dim_v, v.softcap) in listed
-        assert found.values["row_blocks"] == -(-p.len_q // v.tile.block_m)
-        assert found.values["tiles"] == found.values["row_blocks"] * p.batch * p.heads  # type: ignore[operator]
+        assert found.values["row_blocks"] == -(-folded.len_q // v.tile.block_m)
+        assert found.values["tiles"] == found.values["row_blocks"] * p.batch * folded.heads  # type: ignore[operator]
         assert 1 <= found.grid <= found.values["tiles"]  # type: ignore[operator]
 
 
@@ -159,10 +160,12 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
     banded = problem_of(Case("window", 512, 512, heads=8, heads_k=2, dim=64, mask=window(9, 0)))
     assert plans(even)[1].values["section"] == 1 == plans(banded)[1].values["section"]
     assert plans(uneven)[1].values["section"] == 16  # two sequences of eight heads: all of it fits
-    per_head = 512 * 128 * 2
-    one = plan_sm90(uneven, out_strides(uneven), 132, l2_bytes=per_head)
-    assert one.values["section"] == uneven.group  # the heads that share one head's keys
-    assert plan_sm90(uneven, out_strides(uneven), 132, l2_bytes=0).values["section"] == 1
+    many = problem_of(Case("causal", 8192, 8192, batch=8, heads=32, heads_k=16, dim=64, mask=causal))
+    per_head = 8192 * 128 * 2
+    for heads_in_l2, section in ((64, 128), (40, 80), (1, 64), (0, 64)):  # query heads: two share one head's keys
+        assert plan_sm90(many, out_strides(many), 132, l2_bytes=heads_in_l2 * per_head).values["section"] == section
+    wide = problem_of(Case("causal", 512, 512, batch=8, heads=16, heads_k=16, dim=256, mask=causal))
+    assert plan_sm90(wide, out_strides(wide), 132, l2_bytes=0).values["section"] == 16
 
 
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
@@ -170,11 +173,12 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
 def test_tensor_maps_are_valid(case: Case) -> None:
     p = problem_of(case)
     found = plan_sm90(p, out_strides(p), 132)
+    heads = plan.fold_group(p, out_strides(p))[0].heads
     assert list(found.maps) == ["q", "k", "v", "o"]
     for name, spec in found.maps.items():
         spec.validate()
         assert len(spec.dims) == 5 and spec.box[0] * spec.element_bytes == spec.swizzle == 128, name
-        assert spec.dims[2 if p.packed else 3] == (p.heads if name in "qo" else p.heads_k)
+        assert spec.dims[2 if p.packed else 3] == (heads if name in "qo" else p.heads_k)
 
 
 @settings(max_examples=60)
@@ -220,3 +224,30 @@ def test_packed_boxes_end_with_their_sequence() -> None:
 def test_the_kernel_and_the_plan_agree_how_far_is_far() -> None:
     header = jit.flatten("#include <strobe/kernels/forward_sm90.cuh>\n")
     assert f"kFar = 1 << {FAR.bit_length() - 1};" in header and 1 << (FAR.bit_length() - 1) == FAR
+
+
+# ---- decoding: the heads of a group become rows --------------------------------------------------------------------------
+DECODE = Case("decode", 1, 300, batch=2, heads=8, heads_k=2, dim=64)
+
+
+@pytest.mark.parametrize("mask", [full, causal, window(None, 0), prefix(7)], ids=str)
+def test_one_query_of_a_group_is_folded(mask) -> None:  # type: ignore[no-untyped-def]
+    problem = problem_of(dataclasses.replace(DECODE, mask=mask))
+    q, k, v = problem.strides
+    folded, strides = plan.fold_group(problem, (1024, 64, 512))
+    assert (folded.heads, folded.len_q, folded.group, folded.mask) == (2, 4, 1, full)
+    assert folded.strides == ((q[0], 4 * q[1], q[1]), k, v)
+    assert strides == (1024, 256, 64)
+    values = plan_sm90(problem, (1024, 64, 512), 132).values
+    assert (values["lse_batch"], values["lse_head"]) == (8, 4)  # as (batch, heads, 1) lies in memory
+    assert values["tiles"] == 2 * 2  # one a key head
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mask": window(100, 0)}, {"len_q": 2}, {"heads_k": 8}, {"sinks": True}],
+    ids=["keys hidden", "two queries", "no group", "sinks"],
+)
+def test_what_is_not_folded(change: dict) -> None:
+    problem = problem_of(dataclasses.replace(DECODE, **change))
+    assert plan.fold_group(problem, (1, 2, 3)) == (problem, (1, 2, 3))

@@ -60,7 +60,7 @@ def _machine_limits(device: torch.device, hopper: bool) -> str | None:
         return f"compute capability {major}.{minor}; wgmma exists on 9.0 (Hopper) alone"
     if major < 8:
         return f"compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later"
-    return driver.available() or jit.nvrtc_status()
+    return driver.available() or jit.compiler_missing()
 
 
 def hopper_missing(device: torch.device) -> str | None:

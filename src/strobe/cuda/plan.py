@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -141,9 +141,30 @@ Strides = tuple[int, ...]  # (batch, head, row) in elements
 FAR = 1 << 30  # see _tensor_map; also in forward_sm90.cuh
 
 
+def fold_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides]:
+    """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one tile,
+    and their keys are read once instead of once for each of them. Only where all keys are visible, so that rows need not be
+    told apart, and without sinks, which belong to heads."""
+    everything = (0, problem.len_k)
+    if problem.len_q != 1 or problem.group == 1 or problem.packed or problem.has_sinks:
+        return problem, out_strides
+    if problem.mask.bounds(0, 1, problem.len_k) != everything:
+        return problem, out_strides
+    group = problem.group
+
+    def folded(strides: Strides) -> Strides:
+        batch, head, _ = strides
+        return batch, group * head, head
+
+    q, k, v = problem.strides
+    rows = {"heads": problem.heads_k, "len_q": group, "total_q": problem.batch * group}
+    return replace(problem, **rows, mask=full, strides=(folded(q), k, v)), folded(out_strides)  # type: ignore[arg-type]
+
+
 def plan_sm80(
     problem: Problem, arch: str, out_strides: Strides, tile: TileSm80 | None = None, l2_bytes: int = 32 << 20
 ) -> Plan:
+    problem, out_strides = fold_group(problem, out_strides)
     dim, dim_v = padded_dims("sm80", problem.dim, problem.dim_v)
     tile = tile or choose_sm80(dim, dim_v, arch, problem.softcap is not None)
     variant = _variant(problem, arch, tile, dim, dim_v, (dim, dim_v) == (problem.dim, problem.dim_v))
@@ -152,6 +173,7 @@ def plan_sm80(
 
 
 def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20) -> Plan:
+    problem, out_strides = fold_group(problem, out_strides)
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
     tile = tile or choose_sm90(dim, dim_v, problem.mask.hi is not None)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed

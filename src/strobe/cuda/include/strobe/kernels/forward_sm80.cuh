@@ -58,12 +58,15 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
       kept = x;
       return;
     }
-    const u32 at = smem_base() + kOffsetPlace;  // every thread writes it for itself: all write the same
-    const u64 a = reinterpret_cast<u64>(x.keys), b = reinterpret_cast<u64>(x.values);
-    st_shared(at, u32x4{u32(x.row0), u32(x.len_q), u32(x.len_k), u32(x.first)});
-    st_shared(at + 16, u32x4{u32(a), u32(a >> 32), u32(b), u32(b >> 32)});
-    st_shared(at + 32, u32(x.first_full));
-    st_shared(at + 36, u32(x.end_full));
+    if (thread_idx() == 0) {
+      const u32 at = smem_base() + kOffsetPlace;
+      const u64 a = reinterpret_cast<u64>(x.keys), b = reinterpret_cast<u64>(x.values);
+      st_shared(at, u32x4{u32(x.row0), u32(x.len_q), u32(x.len_k), u32(x.first)});
+      st_shared(at + 16, u32x4{u32(a), u32(a >> 32), u32(b), u32(b >> 32)});
+      st_shared(at + 32, u32(x.first_full));
+      st_shared(at + 36, u32(x.end_full));
+    }
+    sync_block();  // now all can read it
   }
   STROBE_DEVICE bool needs_mask(int n) const { return n >= place().end_full || (Mask::kHasLo && n < place().first_full); }
   STROBE_DEVICE int first_block() const { return Mask::kHasLo ? place().first : 0; }
