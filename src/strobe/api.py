@@ -53,25 +53,39 @@ def attention(
 
     A query that sees no key gets output 0, LSE -inf and gradients 0.
     """
-    key = None
-    if bias is None and sinks is None and out is None and dropout == 0.0 and not isinstance(mask, torch.Tensor):
-        key = _repeat_key(q, k, v, (mask, scale, softcap, layout, return_lse, deterministic, backend))
-        repeat = _repeats().get(key) if key is not None else None
-        if repeat is not None:
-            return repeat(q, k, v)
+    key = repeat = None
+    if bias is None and sinks is None and out is None and seed is None and dropout.__class__ in _NUMBERS and not dropout:
+        try:  # what follows decides how fast small problems are on a CPU, hence no function calls
+            if q.is_cpu and k.is_cpu and v.is_cpu and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+                key = (
+                    q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
+                    _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+                    mask, scale, softcap, layout, return_lse, deterministic, backend,
+                )  # fmt: skip
+                repeat = _repeats_on_cpu.get(key)
+            else:
+                key = _strided_key(q, k, v, (mask, scale, softcap, layout, return_lse, deterministic, backend))
+                repeat = None if key is None else _repeats_of(q).get(key)
+        except (AttributeError, TypeError, RuntimeError):
+            key = None  # not tensors, without strides, or an option that cannot be hashed: `check` will say so
+        if repeat is not None and scale.__class__ is not bool and softcap.__class__ is not bool:  # True would pass for 1
+            try:
+                return repeat(q, k, v)
+            except NotImplementedError:
+                key = None  # an opaque tensor, which looks contiguous: as above
     problem, inputs = check(
         q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
         layout=layout, out=out, return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
     chosen = dispatch.choose(problem, backend)
     o, lse = _run(chosen, problem, inputs, None if out is None else to_bhsd(out, layout), layout)
-    if key is not None and q.dim() == 4 and not problem.empty:
-        if chosen.repeat is not None:
+    if key is not None and q.dim() == 4 and not problem.empty and not problem.has_mask_tensor:
+        if chosen.repeat is not None and not problem.needs_grad:
             repeat = chosen.repeat(problem, inputs, layout, return_lse)
         elif problem.device.type == "cpu":
-            repeat = functools.partial(_forward_again, chosen.forward, problem, layout, return_lse)
+            repeat = functools.partial(_attend_again, chosen, problem, layout, return_lse)
         if repeat is not None:
-            _remember(key, repeat)
+            _remember(_repeats_of(q), key, repeat)
     result = out if out is not None else from_bhsd(o, q, layout)
     if not return_lse:
         return result
@@ -197,14 +211,20 @@ def backends() -> dict[str, str]:
 
 
 # ---- calls that look like an earlier one -----------------------------------------------------------------------------------
-# Checking arguments in Python costs more than launching a kernel. A backend with a `repeat` turns a checked call into a
-# function of the tensors alone; the next call with the same shapes, strides and options goes straight there.
+# Checking arguments in Python costs more than launching a kernel. A checked call becomes a function of the tensors alone, made
+# by the backend's `repeat` where it has one; the next call with the same shapes, strides and options goes straight there.
 
-_local = threading.local()  # plans hold mutable launch buffers, so each thread has its own
+_Repeats = dict[Any, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]]
+_repeats_on_cpu: _Repeats = {}
+_local = threading.local()  # on GPUs plans hold mutable launch buffers, so each thread has its own
 _MOST_REPEATS = 1024
+_is_grad_enabled = torch.is_grad_enabled
+_NUMBERS = (float, int)  # no bool, which is refused as a number
 
 
-def _repeats() -> dict[Any, Callable[..., Any]]:
+def _repeats_of(q: torch.Tensor) -> _Repeats:
+    if q.is_cpu:
+        return _repeats_on_cpu
     try:
         return _local.repeats
     except AttributeError:
@@ -212,37 +232,27 @@ def _repeats() -> dict[Any, Callable[..., Any]]:
         return _local.repeats
 
 
-def _forward_again(
-    forward: Callable[..., Any],
-    problem: Problem,
-    layout: str,
-    return_lse: bool,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> Any:
-    out, lse = forward(problem, Inputs(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout)), None)
-    result = from_bhsd(out, q, layout)
-    return (result, lse) if return_lse else result
-
-
-def _remember(key: Any, repeat: Callable[..., Any]) -> None:
-    repeats = _repeats()
+def _remember(repeats: _Repeats, key: Any, repeat: Callable[..., Any]) -> None:
     if len(repeats) >= _MOST_REPEATS:
         repeats.clear()
     repeats[key] = repeat
 
 
-def _repeat_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> Any:
+def _strided_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> Any:
     """Everything a checked call depends on but the addresses; None if such a call cannot be repeated."""
-    try:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return None
-        if q.is_cuda and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return None
-        return (
-            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, options,
-        )  # fmt: skip
-    except AttributeError:  # not tensors: `check` will say so
+    needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if q.is_cuda and (needs_grad or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15):
         return None
+    return (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, needs_grad, options,
+    )  # fmt: skip
+
+
+def _attend_again(
+    backend: Backend, problem: Problem, layout: str, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Any:
+    inputs = Inputs(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
+    attended = autograd.attention(backend, problem, inputs) if problem.needs_grad else backend.forward(problem, inputs, None)
+    result = from_bhsd(attended[0], q, layout)
+    return (result, attended[1]) if return_lse else result

@@ -1,7 +1,7 @@
 """How `tiled` cuts a problem up: slabs of (batch, key head) pairs, and inside each slab tiles of query rows times keys.
 
-Query heads that share a key head become more rows of the same tile, so that keys and values are never repeated. Scores live in
-units of log2: the factor log2(e) goes into the queries once per block of rows, and exp2 is cheaper than exp.
+Query heads that share a key head become more rows of the same tile, so that keys and values are never repeated. The softmax
+counts in units of log2: on CPUs `exp` becomes ten times slower where its results are 0 or nearly, `exp2` does not.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | N
     pairs = max(1, min(available, tile // (group * q * k)))
     if block_q is None and 2 * pairs * group * q * k <= tile:  # too few heads to fill the tile
         q = min(2 * q, max(1, problem.len_q))
+        if on_cpu and problem.mask == full and 2 * pairs * group * q * k <= tile:  # tall tiles waste more along edges
+            q = min(2 * q, max(1, problem.len_q))
+            if block_k is None and problem.dim_v <= 64:  # o is rescaled once per tile, which costs little if it is narrow
+                k = min(k, 256)
     return Blocks(q, k, pairs)
 
 
@@ -87,6 +91,11 @@ class Slab:
         self.narrow = self.problem.device.type == "cuda" and self.problem.dtype.itemsize == 2
         self.operand = self.problem.dtype if self.narrow else self.accumulate
         self._before, self._after = kernel_constants(self.problem.scale, self.problem.softcap)
+        wide = torch.finfo(self.accumulate)
+        # Masked scores are -inf and have to stay so: a factor that is not positive in this dtype cannot wait until then.
+        self._late = self._after if wide.tiny <= self._after <= wide.max else 1.0
+        self.unit = self._late if self.inputs.bias is None else 1.0  # of a score, in log2; see `exponentials`
+        self.minus_unit = torch.tensor(-self.unit, dtype=self.accumulate)  # faster than a number, which PyTorch converts first
         self.k, self.v = self.of_keys(self.inputs.k), self.of_keys(self.inputs.v)
         self.q = self.of_queries(self.inputs.q)
         self.mask, self.bias = self.of_pairs(self.inputs.mask), self.of_pairs(self.inputs.bias)
@@ -135,36 +144,33 @@ class Slab:
         return tile.view(len(self.batch), len(self.heads), self.group, len(rows), tile.shape[-1])
 
     def query_tile(self, rows: range) -> torch.Tensor:
-        """(b*hk, g*rows, dim), already scaled, unless that would round them to 16 bits."""
-        q = self.rows_of(self.q, rows)
-        return q if self.narrow else q * (self._before * (self._after if self.problem.softcap is None else 1.0))
-
-    @property
-    def unscale(self) -> float:
-        """What is missing in dsᵀ q for the gradient of the keys when q comes from `query_tile`."""
-        if self.narrow:
-            return self.problem.scale
-        return LN2 if self.problem.softcap is None else self.problem.softcap
+        """(b*hk, g*rows, dim), not scaled: that would round every q once more, and every partial sum of q kᵀ differently from
+        PyTorch's. It is in those sums that most of the error arises, so a row that is lucky there would not be so here."""
+        return self.rows_of(self.q, rows).contiguous()
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, keys: range, whole: bool, buffer: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A tile of scores in units of log2, -inf where masked, and tanh(s / softcap) if there is a softcap.
-        `whole`: the interval mask lets every pair of this tile through."""
+        """A tile of scores, in log2 when multiplied by `unit`, -inf where masked; and tanh(s / softcap) if there is a softcap,
+        perhaps the same tensor. `whole`: the interval mask lets every pair of this tile through."""
         s, capped = product(q, k.mT, buffer), None
         if self.problem.softcap is not None:
-            capped = (s.mul_(self._before) if self.narrow else s).tanh_()
-            s = capped * self._after
-        elif self.narrow:
-            s.mul_(self._before * self._after)
+            s = capped = s.mul_(self._before).tanh_()
+        if self._late != self._after:
+            s = s * self._after
         if self.bias is not None:
-            self.spread(s, rows).add_(tile_of(self.bias, rows, keys).to(self.accumulate) * LOG2E)
+            bias, into = tile_of(self.bias, rows, keys).to(self.accumulate) * LOG2E, self.spread(s, rows)
+            s = torch.add(bias, into, alpha=self._late, out=None if s is capped else into).view_as(s)
         if not whole:
             index = [torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys)]
             s = self._hide(s, self.problem.mask.block(index[0], index[1], self.len_q, self.len_k), rows)
         if self.mask is not None:
             s = self._hide(s, tile_of(self.mask, rows, keys), rows)
         return s, capped
+
+    def exponentials(self, s: torch.Tensor, minus_m: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """exp(s - m), m in log2. Scaling costs nothing here, and the difference is rounded once, where it is small."""
+        return torch.add(minus_m, s, alpha=self.unit, out=out).exp2_()
 
     def _hide(self, s: torch.Tensor, visible: torch.Tensor, rows: range) -> torch.Tensor:
         # On CPUs `where` into fresh memory is several times faster than `masked_fill_`.

@@ -63,36 +63,37 @@ def _block_of_rows(
     problem = slab.problem
     q = slab.query_tile(rows)  # (b*hk, g*rows, dim)
     o = q.new_zeros((*q.shape[:2], problem.dim_v), dtype=slab.accumulate)
-    m, ell = _before_the_first_tile(slab, rows, o)
+    minus_m, ell = _before_the_first_tile(slab, rows, o)
     for keys, whole in slab.key_tiles(rows, block_k):
         k, v = slab.keys_of(slab.k, keys), slab.keys_of(slab.v, keys)
         s, _ = slab.scores(q, k, rows, keys, whole, buffer)
         if observer is not None:
-            observer.scored(rows, keys, whole, s, m)
-        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-        p = s.sub_(m_new).exp2_()
-        rescale = m.sub_(m_new).exp2_()
-        ell.mul_(rescale).add_(p.sum(-1, keepdim=True))
+            observer.scored(rows, keys, whole, s * slab.unit, -minus_m)
+        minus_new = torch.minimum(minus_m, s.amax(-1, keepdim=True).mul_(slab.minus_unit))
+        p = slab.exponentials(s, minus_new, out=s)
+        rescale = torch.sub(minus_new, minus_m, out=minus_m).exp2_()
+        ell = torch.addcmul(p.sum(-1, keepdim=True), ell, rescale)
         if problem.dropout:
             p.mul_(slab.kept(rows, keys))
         add_product_(o.mul_(rescale), p.to(slab.operand), v)
-        m = m_new
+        minus_m = minus_new
         if observer is not None:
-            observer.summed(p, rescale, m, ell, o)
+            observer.summed(p, rescale, -minus_m, ell, o)
     o.div_(torch.where(ell == 0, 1, ell) * (1 - problem.dropout))
-    return o, m.add_(ell.log2()).mul_(LN2)  # log2(0) = -inf for a row that saw nothing
+    return o, ell.log2_().sub_(minus_m).mul_(LN2)  # log2(0) = -inf for a row that saw nothing
 
 
 def _before_the_first_tile(slab: Slab, rows: range, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and ell, (b*hk, g*rows, 1). The sink is a key already seen whose value is 0. Without one m is the least finite number
-    and not -inf: masked scores, which are -inf, can then be compared with it and subtracted from it without NaN."""
+    """-m, to which scores are added, and ell, (b*hk, g*rows, 1). The sink is a key already seen whose value is 0. Without one m
+    is the least finite number and not -inf: masked scores, which are -inf, can then be compared with it and subtracted from it
+    without NaN."""
     least = torch.finfo(slab.accumulate).min
-    m = like.new_full((*like.shape[:2], 1), least)
+    minus_m = like.new_full((*like.shape[:2], 1), -least)
     if slab.inputs.sinks is None:
-        return m, torch.zeros_like(m)
-    sink = slab.sinks().expand(len(slab.batch), len(slab.heads), slab.group, len(rows)).reshape(m.shape)
-    m = sink.clamp(min=least)
-    return m, (sink - m).exp2_()
+        return minus_m, torch.zeros_like(minus_m)
+    sink = slab.sinks().expand(len(slab.batch), len(slab.heads), slab.group, len(rows)).reshape(minus_m.shape)
+    minus_m = -sink.clamp(min=least)
+    return minus_m, (sink + minus_m).exp2_()
 
 
 def empty_rows(q: torch.Tensor, dim: int) -> torch.Tensor:

@@ -55,7 +55,7 @@ def backward(
     for slab in slabs(problem, inputs, blocks.pairs):
         for block in slab.row_blocks(blocks.q):
             _block_of_rows(slab, block, blocks, totals, out, lse, dout, dlse, buffers)
-        slab.of_keys(totals.k).mul_(slab.unscale)
+        slab.of_keys(totals.k).mul_(problem.scale)
 
     def result(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
         return None if total is None or like is None else total.to(like.dtype)
@@ -86,18 +86,18 @@ def _block_of_rows(
     if dlse is not None:
         delta -= slab.rows_of(slab.of_queries(dlse).unsqueeze(-1), rows, slab.accumulate)
     delta.masked_fill_(empty, 0)
-    log2_lse = (row_lse * LOG2E).masked_fill_(empty, torch.inf)  # so that p = 0 in these rows
+    minus_lse = (row_lse * -LOG2E).masked_fill_(empty, -torch.inf)  # in log2; so that p = 0 in these rows
     if totals.sinks is not None:
-        _add_sinks(slab, rows, totals.sinks, delta, log2_lse)
+        _add_sinks(slab, rows, totals.sinks, delta, minus_lse)
     do = (do / (1 - problem.dropout) if problem.dropout else do).to(slab.operand)
 
-    dq = torch.zeros_like(q, dtype=slab.accumulate)
+    dq = q.new_zeros(q.shape, dtype=slab.accumulate)
     dk_all, dv_all = (slab.of_keys(t).flatten(0, 1) for t in (totals.k, totals.v))  # views: the totals are contiguous
     dbias_all = slab.of_pairs(totals.bias)
     for keys, whole in slab.key_tiles(rows, blocks.k):
         k, v = slab.keys_of(slab.k, keys), slab.keys_of(slab.v, keys)
         s, capped = slab.scores(q, k, rows, keys, whole, buffers[0])
-        p = s.sub_(log2_lse).exp2_()
+        p = slab.exponentials(s, minus_lse, out=None if s is capped else s)
         dp = product(do, v.mT, buffers[1])
         p_kept = p
         if problem.dropout:
@@ -119,8 +119,8 @@ def _block_of_rows(
     slab.of_queries(totals.q)[:, :, :, rows.start : rows.stop] = slab.spread(dq, rows)
 
 
-def _add_sinks(slab: Slab, rows: range, total: torch.Tensor, delta: torch.Tensor, log2_lse: torch.Tensor) -> None:
+def _add_sinks(slab: Slab, rows: range, total: torch.Tensor, delta: torch.Tensor, minus_lse: torch.Tensor) -> None:
     """The sink is a key whose value is 0, hence dp = 0 and ds = -p delta."""
     shape = (len(slab.batch), len(slab.heads), slab.group, len(rows))
-    p = (slab.sinks() - log2_lse.view(shape)).exp2_()
+    p = (slab.sinks() + minus_lse.view(shape)).exp2_()
     total[slab.query_heads.start : slab.query_heads.stop] -= (p * delta.view(shape)).sum((0, 3)).flatten()

@@ -69,6 +69,9 @@ CASES = [
     bad("boolean k", lambda: qkv(k=t(2, 3, 4, 8, dtype=torch.bool)), TypeError, "k has dtype torch.bool"),
     bad("complex q", lambda: qkv(q=t(2, 3, 4, 8, dtype=torch.complex64)), TypeError, "q has dtype torch.complex64"),
     bad("sparse k", lambda: qkv(k=t(2, 3, 4, 8).to_sparse()), TypeError, "k must be a dense", "sparse"),
+    bad("opaque q", lambda: qkv(q=t(2, 3, 4, 8).to_mkldnn()), TypeError, "q must be a dense", "mkldnn"),
+    bad("opaque q to tiles", lambda: qkv(q=t(2, 3, 4, 8).to_mkldnn(), backend="tiled"), TypeError, "q must be a dense"),
+    bad("compressed v", lambda: qkv(v=t(2, 3, 4, 8).to_sparse_csr()), TypeError, "v must be a dense", "sparse"),
     bad("dtypes differ", lambda: qkv(k=t(2, 3, 4, 8, dtype=torch.bfloat16)), TypeError, "k has dtype torch.bfloat16"),
     bad("devices differ", lambda: qkv(v=t(2, 3, 4, 8, device="meta")), ValueError, "v is on meta", "q is on cpu"),
     bad("batches differ", lambda: qkv(q=t(1, 3, 4, 8)), ValueError, "batch size", "1 and 2"),
@@ -86,6 +89,7 @@ CASES = [
     # mask
     bad("unknown layout", lambda: qkv(layout="sbhd"), ValueError, "layout", "'sbhd'", "'bshd'", "'bhsd'"),
     bad("mask is a string", lambda: qkv(mask="causal"), TypeError, "mask", "'causal'", "strobe.causal"),
+    bad("mask is a list", lambda: qkv(mask=[True]), TypeError, "mask", "[True]", "strobe.causal"),
     bad("mask is a function", lambda: qkv(mask=strobe.window), TypeError, "mask", "window"),
     bad("mask of numbers", lambda: qkv(mask=t(3, 3)), TypeError, "mask", "torch.float32", "boolean", "bias"),
     bad("mask of wrong shape", lambda: qkv(mask=t(3, 5, dtype=torch.bool)), ValueError, "mask", "(3, 5)", "(2, 4, 3, 3)"),
@@ -102,6 +106,8 @@ CASES = [
     bad("scale infinite", lambda: qkv(scale=math.inf), ValueError, "scale", "inf", "finite"),
     bad("scale a string", lambda: qkv(scale="0.5"), TypeError, "scale", "'0.5'", "number"),
     bad("scale a tensor", lambda: qkv(scale=t(2)), TypeError, "scale", "number"),
+    bad("scale True", lambda: qkv(scale=True), TypeError, "scale", "True", "number"),
+    bad("softcap True", lambda: qkv(softcap=True), TypeError, "softcap", "True", "number"),
     bad("softcap 0", lambda: qkv(softcap=0.0), ValueError, "softcap", "0.0", "greater than 0"),
     bad("softcap negative", lambda: qkv(softcap=-30), ValueError, "softcap", "-30"),
     bad("softcap NaN", lambda: qkv(softcap=math.nan), ValueError, "softcap", "nan"),
@@ -117,6 +123,9 @@ CASES = [
     bad("dropout negative", lambda: qkv(dropout=-0.1), ValueError, "dropout", "-0.1"),
     bad("dropout NaN", lambda: qkv(dropout=math.nan), ValueError, "dropout", "nan"),
     bad("dropout True", lambda: qkv(dropout=True), TypeError, "dropout", "True", "number"),
+    bad("dropout False", lambda: qkv(dropout=False), TypeError, "dropout", "False", "number"),
+    bad("dropout a tensor", lambda: qkv(dropout=torch.tensor(0.0)), TypeError, "dropout", "number"),
+    bad("seed without dropout", lambda: qkv(seed="7"), TypeError, "seed", "'7'", "int"),
     bad("seed a float", lambda: qkv(dropout=0.1, seed=1.5), TypeError, "seed", "1.5", "int"),
     bad("seed a string", lambda: qkv(dropout=0.1, seed="7"), TypeError, "seed", "'7'", "int"),
     # out
@@ -167,6 +176,15 @@ CASES = [
 ]  # fmt: skip
 
 POISON = 12345.0
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def good_calls_before() -> None:
+    """Calls that look like an earlier one skip the checks: every bad call below comes after good ones like it."""
+    for options in ({}, {"scale": 1.0}, {"softcap": 1.0}, {"mask": strobe.causal}, {"layout": "bhsd"}, {"backend": "tiled"}):
+        strobe.attention(**qkv(**options))
+        strobe.attention(**qkv(q=t(2, 3, 4, 8).requires_grad_(), **options))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))

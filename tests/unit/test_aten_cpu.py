@@ -128,4 +128,23 @@ def test_a_repeated_call_gives_the_same_as_the_first(layout: str, backend: str) 
         assert torch.allclose(lse.double(), exact_lse, atol=1e-5)
     q.requires_grad_()
     views = [t if layout == "bshd" else t.transpose(1, 2) for t in (q, k, v)]
-    assert strobe.attention(*views, layout=layout, backend=backend).requires_grad
+    for enabled in (True, True, False):
+        with torch.set_grad_enabled(enabled):
+            out, _ = strobe.attention(*views, mask=strobe.causal, layout=layout, return_lse=True, backend=backend)
+        assert out.requires_grad == enabled
+
+
+@pytest.mark.parametrize("backend", ["aten_cpu", "tiled"])
+def test_repeated_gradients(backend: str) -> None:
+    """First and second derivatives, through the LSE too, and for whichever inputs want them this time."""
+    for seed, wanted in enumerate([(0, 1, 2), (0, 1, 2), (1,), (0, 2)]):
+        torch.manual_seed(seed)
+        leaves = [torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=i in wanted) for i in range(3)]
+        found = []
+        for name in (backend, "reference"):
+            out, lse = strobe.attention(*leaves, return_lse=True, backend=name)
+            needed = [leaves[i] for i in wanted]
+            first = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), needed, create_graph=True)
+            second = torch.autograd.grad(sum((g * g).sum() for g in first), needed)
+            found.append((*first, *second))
+        torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=1e-10)

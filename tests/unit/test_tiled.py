@@ -53,6 +53,29 @@ def test_backward(case: Case, dtype: torch.dtype) -> None:
         tolerance.check(f"d{name}", gradient, e, s, tolerance.GRADIENTS, floor)
 
 
+@pytest.mark.parametrize("mask", [masks.full, masks.causal], ids=str)
+def test_thousands_of_keys(mask: masks.Mask) -> None:
+    """In the tiles it chooses. With these inputs the score of the key that row 281 looks at most comes out well from q kᵀ and,
+    by bad luck, ten times worse from (c q) kᵀ: whoever scales the queries first is out of bounds."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4096, 1, 64) for _ in range(3))
+    p, inputs = check(q, k, v, mask=mask)
+    out, lse = tiled.forward(p, inputs)
+    exact, same = reference.attention(p, inputs), reference.attention(p, inputs, torch.float32)
+    tolerance.check("out", out, exact[0], same[0])
+    tolerance.check("lse", lse, exact[1], same[1], floor=tolerance.lse_floor(lse))
+
+
+@pytest.mark.parametrize("scale", [1e-50, 0.0, -0.3])
+def test_scales_that_cannot_wait_for_the_softmax(scale: float) -> None:
+    """0 in fp32, or negative: masked scores are -inf and must not be multiplied by it."""
+    q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))
+    p, inputs = check(q, k, v, mask=masks.causal, scale=scale)
+    out, _ = tiled.forward(p, inputs, **BLOCKS)
+    exact, _ = reference.attention(p, inputs)
+    torch.testing.assert_close(out.double(), exact, atol=1e-6, rtol=0)
+
+
 def test_rows_without_keys() -> None:
     p, inputs = prepare(by_name["empty_rows"], torch.float32)
     out, lse = tiled.forward(p, inputs)
