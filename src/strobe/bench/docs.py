@@ -26,7 +26,7 @@ _BASE = "torch-cudnn"
 def committed(root: Path) -> dict[str, dict[str, Results]]:
     """Machine -> name of a file -> its results."""
     found: dict[str, dict[str, Results]] = defaultdict(dict)
-    for path in sorted((root / "benchmarks" / "results").glob("*/*.json")):
+    for path in sorted((root / "benchmarks" / "results").glob("*/*.json"), key=lambda path: (path.parent.name, path.stem)):
         kind = json.loads(path.read_text(encoding="utf-8")).get("kind")
         if kind == "strobe bench":  # the ladder and `strobe tune` write there too
             found[path.parent.name][path.stem] = load(path)
@@ -280,9 +280,14 @@ def _memory(run: Results, suite: str) -> list[str]:
         "| provider | kind | exponent |",
         "|---|---|---|",
     ]
+    shown = {name: f"{value:.2f}" for name, value in exponents.items()}
+    timed = [row for row in run.rows if row.case.suite == suite and row.case.measure == "time" and row.timed]
+    for name in {row.provider for row in timed} - set(shown):
+        if not any(row.extra_bytes for row in timed if row.provider == name):
+            shown[name] = "none at any length"
     lines += [
-        f"| `{name}` | {kinds[name]} | {value:.2f} |"
-        for name, value in sorted(exponents.items(), key=lambda item: (KINDS.index(kinds[item[0]]), item[0]))
+        f"| `{name}` | {kinds[name]} | {text} |"
+        for name, text in sorted(shown.items(), key=lambda item: (KINDS.index(kinds[item[0]]), item[0]))
     ]
     return [*lines, ""]
 

@@ -128,6 +128,7 @@ def _git() -> dict[str, Any]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
+    if told := os.environ.get("STROBE_COMMIT"):  # by whoever copied the source here: the copy's own history may be another
+        return {"commit": told, "dirty": None}
     status = ask("status", "--porcelain", "--untracked-files=no")
-    commit = ask("rev-parse", "HEAD") or os.environ.get("STROBE_COMMIT")  # a copy without .git may be told
-    return {"commit": commit, "dirty": None if status is None else bool(status)}
+    return {"commit": ask("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
