@@ -55,14 +55,15 @@ def block(root: Path) -> str:
                     for tile in [t for t in speeds if marker in t and t.replace(marker, "") in speeds]:
                         other = tile.replace(marker, "")
                         lines.append(f"| {name} | d{dim} {other} | {mask} | {speeds[tile]:.3f} | {speeds[other]:.3f} |")
-    lines += ["", f"One idea at a time, speed with it over speed without, in one run ({found['experiments_method']}); the geometric mean over"]
-    lines += ["the lengths that were timed, and the range:", ""]
+    method = found["experiments_method"]
+    lines += ["", f"One idea at a time, speed with it over speed without, in one run ({method});"]
+    lines += ["the geometric mean over the lengths that were timed, and the range:", ""]
     lines += ["| idea | expected | kept | " + " | ".join(f"d{dim} {mask}" for dim in DIMS for mask in MASKS) + " |"]
     lines += ["|---|---|---|" + "---|" * (len(DIMS) * len(MASKS))]
     for experiment in found["experiments"]:
-        cells = [_gain(experiment["rows"], dim, mask) for dim in DIMS for mask in MASKS]
+        gains = [_gain(experiment["rows"], dim, mask) for dim in DIMS for mask in MASKS]
         kept = "yes" if experiment["kept"] else "no"
-        lines.append(f"| {experiment['idea']} | {experiment['expected']} | {kept} | {' | '.join(cells)} |")
+        lines.append(f"| {experiment['idea']} | {experiment['expected']} | {kept} | {' | '.join(gains)} |")
     return "\n".join(lines) + "\n"
 
 
