@@ -40,7 +40,7 @@ def test_every_file_is_a_rung() -> None:
 
 @every_rung
 def test_header_says_what_why_and_how_much(rung: Rung) -> None:
-    assert list(rung.header) == ["What changed", "Why it should help", "Predicted", "What limits it now"]
+    assert list(rung.header) == ["What changed", "Why it should help", "Predicted", "Measured", "What limits it now"]
     assert all(len(text) > 20 for text in rung.header.values()), rung.header
     assert rung.predicted > 0
     assert 5 <= len(rung.title) <= 70
@@ -196,6 +196,20 @@ def test_mistakes_are_explained(arguments: list[str], message: str) -> None:
 def test_document_is_up_to_date() -> None:
     text = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
     assert docs.updated(text, ROOT) == text, "python -m strobe.ladder.docs --write"
+    written = docs.headers(ROOT)
+    assert len(written) == len(rungs.RUNGS)
+    for path, wanted in written.items():
+        assert path.read_text(encoding="utf-8") == wanted, "python -m strobe.ladder.docs --write"
+
+
+def test_a_measurement_takes_the_place_of_the_last_one() -> None:
+    text = "// 01  Title\n//\n// Predicted: x 2.\n//   Because.\n// What limits it now: time.\n"
+    row = {"number": "01", "ms": 1.0, "tflops": 5.111, "speed_up": 1.5}
+    first = docs.with_measurement(text, row, "A GPU")
+    assert "//   Because.\n// Measured: x 1.50, 5.11 TFLOP/s (A GPU; docs/ladder.md says how)\n// What limits" in first
+    assert docs.with_measurement(first, row, "A GPU") == first
+    assert docs.with_measurement(first, row | {"ms": None}, "A GPU") == text
+    assert "Measured: 5.11" in docs.with_measurement(first, row | {"speed_up": None}, "A GPU")
 
 
 def test_document_has_measurements_beside_predictions(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
-"""Keeps the generated part of docs/ladder.md in step with the rungs' headers and the committed measurements.
+"""Keeps what is generated in step with the committed measurements: a line in each rung's header, and a part of docs/ladder.md,
+which is made from these headers.
 
-`python -m strobe.ladder.docs --write` writes it; without `--write` it says whether it is up to date.
+`python -m strobe.ladder.docs --write` writes it; without `--write` it says what is out of date.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,30 @@ def measurements(root: Path) -> dict[str, dict[str, Any]]:
     """Machine -> what `strobe ladder --json` wrote there."""
     paths = sorted((root / "benchmarks" / "results").glob("*/ladder.json"))
     return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def headers(root: Path) -> dict[Path, str]:
+    """Each rung's file with the line "Measured", from the first machine that has measurements."""
+    found = next(iter(measurements(root).values()), None)
+    kernels = root / "src" / "strobe" / "ladder" / "kernels"
+    texts = {}
+    for row in found["rungs"] if found else ():
+        (rung,) = [rung for rung in RUNGS if rung.number == row["number"]]
+        text = (kernels / rung.file).read_text(encoding="utf-8")
+        texts[kernels / rung.file] = with_measurement(text, row, found["provenance"]["device"]["name"])  # type: ignore[index]
+    return texts
+
+
+def with_measurement(text: str, row: dict[str, Any], device: str) -> str:
+    without = re.sub(r"^// Measured: .*\n", "", text, flags=re.MULTILINE)
+    if row["ms"] is None:
+        return without
+    faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}, "
+    line = f"// Measured: {faster}{row['tflops']:.3g} TFLOP/s ({device}; docs/ladder.md says how)\n"
+    before, limits, after = without.partition("// What limits it now:")
+    if not limits:
+        raise ValueError(f"rung {row['number']}: its header does not say what limits it now")
+    return before + line + limits + after
 
 
 def block(root: Path) -> str:
@@ -73,15 +99,26 @@ def updated(text: str, root: Path) -> str:
 
 def main(arguments: list[str], root: Path | None = None) -> int:
     root = root or Path(__file__).resolve().parents[3]
+    stale = []
+    for path, wanted in headers(root).items():
+        if path.read_text(encoding="utf-8") != wanted:
+            stale.append(path)
+            if "--write" in arguments:
+                path.write_text(wanted, encoding="utf-8")
+    for rung in RUNGS:  # what was read before is old now
+        rung.__dict__.pop("text", None)
+        rung.__dict__.pop("header", None)
     page = root / "docs" / "ladder.md"
     text = page.read_text(encoding="utf-8")
-    wanted = updated(text, root)
+    if (wanted := updated(text, root)) != text:
+        stale.append(page)
+        if "--write" in arguments:
+            page.write_text(wanted, encoding="utf-8")
     if "--write" in arguments:
-        page.write_text(wanted, encoding="utf-8")
-    elif wanted != text:
-        print("docs/ladder.md is out of date: python -m strobe.ladder.docs --write")
-        return 1
-    return 0
+        return 0
+    for path in stale:
+        print(f"{path.relative_to(root)} is out of date: python -m strobe.ladder.docs --write")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

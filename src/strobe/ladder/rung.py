@@ -122,13 +122,13 @@ class Rung:
 
     @functools.cached_property
     def header(self) -> dict[str, str]:
-        """What the file says of itself: "What changed", "Why it should help", "Predicted", "What limits it now"."""
+        """What the file says of itself: "What changed", "Why it should help", "Predicted", "Measured", "What limits it now"."""
         sections: dict[str, str] = {}
         current = ""
         for line in self.text.splitlines()[2:]:
             if not line.startswith("// "):
                 break
-            if found := re.match(r"// (What changed|Why it should help|Predicted|What limits it now): (.*)", line):
+            if found := re.match(r"// (What changed|Why it should help|Predicted|Measured|What limits it now): (.*)", line):
                 current = found[1]
                 sections[current] = found[2]
             else:

@@ -10,6 +10,7 @@
 //   products; here there are seven, because both passes need Q K^T and dO V^T.
 // Predicted: x 0.5 the speed of 05 for equal work: seven products do the work of five, with smaller tiles (2 x 2 scores a thread: a load
 //   for each multiplication, not a half), because six matrices share the shared memory.
+// Measured: x 0.52, 11.5 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: what limits 05, scalar units. The fast version puts all products on the matrix units, and fuses the two passes.
 #include "ladder.cuh"
 
