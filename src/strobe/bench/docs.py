@@ -76,6 +76,8 @@ def readme_block(machines: dict[str, dict[str, Results]]) -> str:
                         f"{run.device}. " + lines[0],
                         *lines[1:],
                         "",
+                        *_peer_means(run, "forward"),
+                        "",
                         f"![Speed against length](docs/figures/{machine}-{name}.svg)",
                         "",
                         "How this was measured, the distance to standard attention, and memory: "
