@@ -43,7 +43,7 @@ def write(runs: list[Results], directory: Path) -> list[Path]:
         styles = _styles(chosen)
         for name, figure in (
             ("speed", _lines(plain, styles, lambda r: r.get("tflops"), "TFLOP/s")),
-            ("speed-up", _lines(_against_ours(plain), styles, lambda r: r.get("times"), "times as fast as the baseline")),
+            ("speed-up", _lines(_against_ours(plain), styles, lambda r: r.get("times"), "times as fast", log=True)),
             (
                 "memory",
                 _lines(

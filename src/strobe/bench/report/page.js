@@ -104,7 +104,7 @@ function speedUp(rows) {
     const standard = list.filter(r => r.kind === "standard");
     const series = seriesOf(standard, r => best.has(r.length) ? r.ms / best.get(r.length).ms : undefined);
     for (const s of series) for (const p of s.points) p.text = `${best.get(p.x)?.provider} is ${round(p.y)} times as fast as\n` + p.text;
-    return series.some(s => s.points.length) ? figure(title, lineChart(series, { title, x: lengthAxis(list), y: { label: "times as fast (our fastest)" }, lines: [{ y: 1, label: "" }] })) : null;
+    return series.some(s => s.points.length) ? figure(title, lineChart(series, { title, x: lengthAxis(list), y: { log: true, base: 2, label: "times as fast (our fastest), logarithmic", format: v => `${round(v)}` }, lines: [{ y: 1, label: "" }] })) : null;
   }).filter(Boolean);
 }
 // Guides make sense where only the length changes; the grid keeps the number of tokens and changes the batch with it.
