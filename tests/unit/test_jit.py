@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import venv
 import warnings
 from pathlib import Path
 
@@ -385,3 +386,15 @@ def test_an_artifact_cannot_be_changed():
     artifact = jit.Artifact(b"", "key", "memory", None, 0.0, "", "")
     with pytest.raises(dataclasses.FrozenInstanceError):
         artifact.key = "other"
+
+
+@needs_nvrtc
+def test_an_environment_that_builds_on_another_finds_its_compiler(tmp_path):
+    """As `make setup` makes it where python3 already has torch: packages are seen through a path file."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    seen = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "others.pth").write_text("\n".join([*seen, str(Path(jit.__file__).parents[2])]))
+    command = "from strobe.cuda import jit; print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
+    done = subprocess.run([tmp_path / "venv" / "bin" / "python", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.splitlines() == ["None"], done.stdout + done.stderr

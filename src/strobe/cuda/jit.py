@@ -9,6 +9,7 @@ wrong with the disk costs a compilation.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -123,7 +124,7 @@ def compile(source: str, arch: str, *, name: str = "kernel", options: Sequence[s
         raise ValueError(f'arch: {arch!r} is not of the form "sm_80" or "sm_90a"')
     if (problem := nvrtc_status()) is not None:
         raise RuntimeError(f"cannot compile {name} for {arch}: {problem}")
-    from cuda.bindings import nvrtc
+    nvrtc = _nvrtc()
 
     source = flatten(source)
     version = nvrtc_version()
@@ -148,7 +149,7 @@ def compile(source: str, arch: str, *, name: str = "kernel", options: Sequence[s
 
 
 def nvrtc_version() -> tuple[int, int]:
-    from cuda.bindings import nvrtc
+    nvrtc = _nvrtc()
 
     error, major, minor = nvrtc.nvrtcVersion()
     if int(error):
@@ -173,7 +174,7 @@ def compiler_missing() -> str | None:
 
 
 def _succeed(result: tuple) -> Any:
-    from cuda.bindings import nvrtc
+    nvrtc = _nvrtc()
 
     error, *values = result
     if int(error):
@@ -202,11 +203,8 @@ def _save_rejected(source: str, arch: str, options: Sequence[str]) -> Path | Non
 
 
 @cache
-def _toolchain() -> str | None:
-    """A tag of the compiler's build: its major version and the size of its library (NVRTC reports no patch level).
-
-    Found without loading the library, which would cost more than everything else on a cache hit. None: no compiler.
-    """
+def _library() -> tuple[str, Path] | None:
+    """(major version, the compiler's library) where pip puts it."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         major = metadata.version("cuda-bindings").split(".")[0]
         nvidia = importlib.util.find_spec("nvidia")
@@ -214,7 +212,36 @@ def _toolchain() -> str | None:
             for folder in (f"cu{major}", "cuda_nvrtc"):
                 library = Path(root, folder, "lib", f"libnvrtc.so.{major}")
                 if library.is_file():
-                    return f"nvrtc{major}-{library.stat().st_size:x}"
+                    return major, library
+    return None
+
+
+def _nvrtc() -> Any:
+    """The bindings. They look for their library in this environment alone; one that is seen through a path file, as when a
+    virtual environment builds on another, has to be loaded for them."""
+    from cuda.bindings import nvrtc
+
+    _load_library()
+    return nvrtc
+
+
+@cache
+def _load_library() -> None:
+    if (found := _library()) is not None:
+        with contextlib.suppress(OSError):  # the bindings will say what is wrong
+            for library in (*found[1].parent.glob("libnvrtc-builtins.so.*"), found[1]):
+                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+@cache
+def _toolchain() -> str | None:
+    """A tag of the compiler's build: its major version and the size of its library (NVRTC reports no patch level).
+
+    Found without loading the library, which would cost more than everything else on a cache hit. None: no compiler.
+    """
+    if (found := _library()) is not None:
+        major, library = found
+        return f"nvrtc{major}-{library.stat().st_size:x}"
     if nvrtc_status() is not None:
         return None
     from cuda.pathfinder import load_nvidia_dynamic_lib
