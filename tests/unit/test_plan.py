@@ -160,11 +160,11 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
     banded = problem_of(Case("window", 512, 512, heads=8, heads_k=2, dim=64, mask=window(9, 0)))
     assert plans(even)[1].values["section"] == 1 == plans(banded)[1].values["section"]
     assert plans(uneven)[1].values["section"] == 16  # two sequences of eight heads: all of it fits
-    many = problem_of(Case("causal", 8192, 8192, batch=8, heads=32, heads_k=16, dim=64, mask=causal))
-    per_head = 8192 * 128 * 2
+    many = problem_of(Case("causal", 64, 64, batch=8, heads=32, heads_k=16, dim=64, mask=causal))
+    per_head = 64 * 128 * 2
     for heads_in_l2, section in ((64, 128), (40, 80), (1, 64), (0, 64)):  # query heads: two share one head's keys
         assert plan_sm90(many, out_strides(many), 132, l2_bytes=heads_in_l2 * per_head).values["section"] == section
-    wide = problem_of(Case("causal", 512, 512, batch=8, heads=16, heads_k=16, dim=256, mask=causal))
+    wide = problem_of(Case("causal", 64, 64, batch=8, heads=16, heads_k=16, dim=256, mask=causal))
     assert plan_sm90(wide, out_strides(wide), 132, l2_bytes=0).values["section"] == 16
 
 
