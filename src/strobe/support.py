@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from strobe import dispatch, mask as masks
+from strobe.generated import replace_between
 from strobe.problem import Problem
 
 BEGIN, END = "<!-- support table: begin (python -m strobe.support --write README.md) -->", "<!-- support table: end -->"
@@ -107,11 +108,7 @@ def table() -> str:
 
 def with_table(text: str) -> str:
     """The text with a fresh table between its markers."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the text has no lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return replace_between(text, BEGIN, END, f"{table()}\n")
 
 
 def main(arguments: list[str]) -> None:

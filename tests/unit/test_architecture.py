@@ -22,7 +22,7 @@ LAYERS = [
     ["reference", "slab", "tiled", "tiled_backward", "aten_cpu", "autograd", "cuda", "emulator"],
     ["dispatch"],
     ["api", "explain"],
-    ["support", "demo", "demo_inputs", "doctor", "worked_example", "bench", "ladder", "learn", "tune"],
+    ["support", "generated", "demo", "demo_inputs", "doctor", "worked_example", "bench", "ladder", "learn", "tune"],
     ["terminal"],
     ["cli", "__main__"],
 ]

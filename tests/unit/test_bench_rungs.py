@@ -217,3 +217,13 @@ def test_reports_and_documents_know_the_kind() -> None:
     script = page.html([made])
     assert all(f"{kind}: [" in script and f"{kind}: {i}" in script for i, kind in enumerate(files.KINDS))
     assert plots._styles([page.flat(row, "") for row in made.rows])["ladder-09-registers"]["fmt"] == "d-"
+
+
+def test_only_scalar_rungs_may_round_more() -> None:
+    """What a rung's way of adding up explains is allowed to that rung and to nobody else."""
+    what = case("t", "x", heads=1, length=1024, dim=64)
+    found = {p.name: p.roundings(what) for p in providers.every()}
+    scalar = {n: found[name] for name in found for n in ("01", "03", "04", "05") if name.startswith(f"ladder-{n}")}
+    assert scalar["03"] > scalar["04"] > scalar["05"] == scalar["01"] > 0
+    allowed = {bench_rungs.name_of(rung) for rung in rungs.RUNGS if rung.element == "float"}
+    assert {name for name, roundings in found.items() if roundings} == allowed

@@ -18,6 +18,7 @@ from strobe.bench import claims, figure, ledger
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.results import KINDS, Results, load
 from strobe.bench.table import milliseconds
+from strobe.generated import replace_between
 
 BEGIN, END = "<!-- results: begin (python -m strobe.bench.docs --write) -->", "<!-- results: end -->"
 _BASE = "torch-cudnn"
@@ -39,10 +40,10 @@ def wanted(root: Path) -> dict[Path, str]:
     files = {root / "docs" / "results.md": page(machines)}
     readme = root / "README.md"
     if readme.exists() and BEGIN in (text := readme.read_text(encoding="utf-8")):
-        files[readme] = with_block(text, readme_block(machines))
+        files[readme] = replace_between(text, BEGIN, END, readme_block(machines))
     hopper = root / "docs" / "design" / "hopper-forward.md"
     if hopper.exists():
-        files[hopper] = with_block(hopper.read_text(encoding="utf-8"), ledger.block(root), ledger.BEGIN, ledger.END)
+        files[hopper] = replace_between(hopper.read_text(encoding="utf-8"), ledger.BEGIN, ledger.END, ledger.block(root))
     for machine, results in machines.items():
         for name, run in results.items():
             for suite in run.suites():
@@ -50,14 +51,6 @@ def wanted(root: Path) -> dict[Path, str]:
                 if drawn is not None:
                     files[root / "docs" / "figures" / f"{machine}-{name}.svg"] = drawn
     return files
-
-
-def with_block(text: str, block: str, first: str = BEGIN, last: str = END) -> str:
-    before, begin, rest = text.partition(first)
-    _, end, after = rest.partition(last)
-    if not begin or not end:
-        raise ValueError(f"the text has no lines {first!r} and {last!r}")
-    return f"{before}{first}\n{block}{last}{after}"
 
 
 # ---- README ------------------------------------------------------------------------------------------------------------

@@ -103,13 +103,13 @@ class Judge:
         self._exact = compute(case, tensors, self.units, torch.float64)
         same_dtype = compute(case, tensors, self.units, DTYPES[case.dtype])
         eps = torch.finfo(DTYPES[case.dtype]).eps
-        floor = 16 * eps if case.dtype == "float32" else eps / 4
-        self._allowed = {}
+        floor = 4 * eps if case.dtype == "float32" else eps / 4
+        self._allowed, self._rounding = {}, {}
         for name, exact in self._exact.items():
             largest, relative = _distance(same_dtype[name], exact)
             top = max(t.abs().max().item() for t in exact)
-            roundings = 16 if case.dtype == "float32" else 2  # fp32: others add up in other orders, and divide more often
-            self._allowed[name] = (4 * largest + roundings * eps * top, 3 * relative + floor)
+            self._allowed[name] = (4 * largest + 2 * eps * top, 3 * relative + floor)
+            self._rounding[name] = eps * top
 
     @property
     def checked(self) -> str:
@@ -117,15 +117,15 @@ class Judge:
         every = self.case.batch * self.case.heads
         return "every head" if heads == every else f"{heads} of {every} heads"
 
-    def judge(self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None) -> Error:
+    def judge(self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None, roundings: float = 0.0) -> Error:
         """The output and gradients of a provider, (batch, heads, length, dim). The quantity that is worst against its
-        allowance counts."""
+        allowance counts. `roundings`: of the largest number, that the provider's way of computing explains."""
         worst: Error | None = None
         for name, found in self._pick(out, gradients):
             largest, relative = _distance(found, self._exact[name])
-            error = Error(
-                largest, relative, *self._allowed[name], checked=f"{self.checked}, {name}" if name != "out" else self.checked
-            )
+            allowed, allowed_relative = self._allowed[name]
+            checked = f"{self.checked}, {name}" if name != "out" else self.checked
+            error = Error(largest, relative, allowed + roundings * self._rounding[name], allowed_relative, checked=checked)
             if (
                 worst is None
                 or not error.passed

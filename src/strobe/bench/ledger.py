@@ -60,11 +60,29 @@ def block(root: Path) -> str:
     lines += ["the geometric mean over the lengths that were timed, and the range:", ""]
     lines += ["| idea | expected | kept | " + " | ".join(f"d{dim} {mask}" for dim in DIMS for mask in MASKS) + " |"]
     lines += ["|---|---|---|" + "---|" * (len(DIMS) * len(MASKS))]
+    others = []
     for experiment in found["experiments"]:
+        begin = f"| {experiment['idea']} | {experiment['expected']} | {'yes' if experiment['kept'] else 'no'} | "
         gains = [_gain(experiment["rows"], dim, mask) for dim in DIMS for mask in MASKS]
-        kept = "yes" if experiment["kept"] else "no"
-        lines.append(f"| {experiment['idea']} | {experiment['expected']} | {kept} | {' | '.join(gains)} |")
-    return "\n".join(lines) + "\n"
+        if any(gains):
+            lines.append(f"{begin}{' | '.join(gains)} |")
+        for dim in sorted({row["dim"] for row in experiment["rows"]} - set(DIMS)):
+            others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
+    lines += ["", "At other head dims, 16 heads:", ""]
+    lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
+    return "\n".join([*lines, "", *_cycles(found["cycles"])]) + "\n"
+
+
+def _cycles(rows: list[dict[str, Any]]) -> list[str]:
+    """How much of the matrix units the kernel uses, whatever the clock is."""
+    lengths = sorted({row["length"] for row in rows})
+    lines = ["Cycles the matrix units need over cycles taken, counted inside the kernel; in brackets the clock in GHz:", ""]
+    lines += ["| head dim, mask | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---|" * len(lengths)]
+    for dim, mask in sorted({(row["dim"], row["mask"]) for row in rows}, key=lambda key: (key[0], MASKS.index(key[1]))):
+        mine = [row for row in rows if (row["dim"], row["mask"]) == (dim, mask)]
+        found = {row["length"]: f"{row['use']:.3f} ({row['ghz']:.2f})" for row in mine}
+        lines.append(f"| {dim}, {mask} | " + " | ".join(found.get(n, "") for n in lengths) + " |")
+    return lines
 
 
 def _gain(rows: list[dict[str, Any]], dim: int, mask: str) -> str:

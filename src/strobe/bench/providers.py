@@ -52,6 +52,7 @@ class Provider:
     differentiable: bool = True
     cannot: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)  # known without tensors
     skipped: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)  # unless named: why not
+    roundings: Callable[[Case], float] = field(default=lambda case: 0.0)  # see Judge.judge
     compiles: bool = False  # each new shape costs seconds
     tiles: bool = False  # can take a tile size
     device: str | None = None  # the only kind it runs on

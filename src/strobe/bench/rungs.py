@@ -13,7 +13,7 @@ import strobe
 from strobe.bench.exactness import Tensors
 from strobe.bench.providers import Forward, Prepared, Provider, Refusal, lacking
 from strobe.bench.suites import DTYPES, Case
-from strobe.ladder import execute, rungs
+from strobe.ladder import exact, execute, rungs
 from strobe.ladder.measure import GPU_SHAPE
 from strobe.ladder.rung import Rung, Shape
 
@@ -178,6 +178,7 @@ def _provider(rung: Rung) -> Provider:
         differentiable=rung.backward,
         cannot=lambda case, device: cannot(rung, case, device),
         skipped=slow,
+        roundings=lambda case: exact.roundings(rung, case.len_k) if rung.dtype == torch.float32 else 0.0,
         device="cuda",
     )
 

@@ -249,7 +249,9 @@ class Runner:
             if out.shape != shape:
                 raise RuntimeError(f"two calls gave shapes {tuple(shape)} and {tuple(out.shape)}")
             back = None if gradients is None else tuple(from_layout(g, prepared.layout) for g in gradients)
-            entry.row.error = error = judge.judge(from_layout(out.detach(), prepared.layout), back)
+            entry.row.error = error = judge.judge(
+                from_layout(out.detach(), prepared.layout), back, entry.provider.roundings(case)
+            )
             del back, gradients
             if not error.passed:
                 reason = (

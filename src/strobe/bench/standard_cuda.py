@@ -179,7 +179,7 @@ def _prepare(style: str) -> Any:
             raise Refusal("unsupported", f"needs an NVIDIA GPU, the tensors are on {device.type}; tests run it on the emulator")
         refuse(case, softcap="no softcap", sinks="no sinks", bias="no bias", gradients="no gradients")
         problem = case.problem(device)
-        if (reason := feature_limits(problem, style) or driver.available() or jit.nvrtc_status()) is not None:
+        if (reason := feature_limits(problem, style) or driver.available() or jit.compiler_missing()) is not None:
             raise Refusal("unsupported", reason)
         index = device.index or 0
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))

@@ -260,14 +260,12 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
     the common ones. `exhaustive` adds every combination of features."""
     plain, everything = (False,) * 3, (True,) * 3
     flags = list(itertools.product((False, True), repeat=3)) if exhaustive else [plain, everything]
-    family = "sm90" if arch == "sm_90a" else "sm80"
+    sm90 = arch == "sm_90a"
     for element in ELEMENTS.values():
-        for dim, dim_v in DIMS[family]:
+        for dim, dim_v in DIMS["sm90" if sm90 else "sm80"]:
             for mask in (full, causal, window(1, 1)):
                 for packed, softcap, sinks in flags:
-                    sm90 = family == "sm90"
-                    bounded = mask.hi is not None
-                    tile = choose_sm90(dim, dim_v, bounded) if sm90 else choose_sm80(dim, dim_v, arch, softcap)
+                    tile = choose_sm90(dim, dim_v, mask.hi is not None) if sm90 else choose_sm80(dim, dim_v, arch, softcap)
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
                     for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:

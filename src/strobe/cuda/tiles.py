@@ -1,7 +1,7 @@
 """Tile shapes: how a block of threads cuts the work, by head dim and GPU.
 
-The Hopper tables were swept on an H200 (docs/design/hopper-forward.md); the others are chosen for shared memory and registers,
-and nobody has timed them.
+The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for (192, 128) and sm80's 192.
+The others are chosen for shared memory and registers, and nobody has timed them.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ _SM90 = {
     (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True, skip=True),
 }
 # Where another one is better for masks that hide keys from the right, as causal does.
-_SM90_BOUNDED = {(64, 64): TileSm90(3, 128, stages=3, hold=4, ping_pong=True, skip=True)}
+_SM90_BOUNDED = {(64, 64): dataclasses.replace(_SM90[64, 64], hold=4)}
 
 
 @functools.cache

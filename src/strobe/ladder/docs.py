@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from strobe.generated import replace_between
 from strobe.ladder.rung import Rung
 from strobe.ladder.rungs import RUNGS
 
@@ -90,11 +91,7 @@ def _plain(text: str) -> str:
 
 
 def updated(text: str, root: Path) -> str:
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the text has no lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{block(root)}{END}{after}"
+    return replace_between(text, BEGIN, END, block(root))
 
 
 def main(arguments: list[str], root: Path | None = None) -> int:

@@ -111,7 +111,7 @@ def cannot_run(rung: Rung, device: torch.device) -> str | None:
         return f"compute capability {major}.{minor}; wgmma exists on 9.0 (Hopper) alone"
     if rung.element == "bf16" and major < 8:
         return f"compute capability {major}.{minor}; bf16 matrix units need 8.0 (Ampere) or later"
-    return driver.available() or jit.nvrtc_status()
+    return driver.available() or jit.compiler_missing()
 
 
 def arch_of(rung: Rung, device: torch.device) -> str:

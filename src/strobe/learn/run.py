@@ -45,7 +45,7 @@ def gpu() -> str | None:
     """None if kernels can be compiled for, and run on, a GPU here; else why not."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    return driver.available() or jit.nvrtc_status()
+    return driver.available() or jit.compiler_missing()
 
 
 def params_of(text: str) -> Struct:
