@@ -27,7 +27,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     scale: float | None = None
-    scores: str = "normal"  # or "huge": around 1000; "rising", "falling": every later key beats all before it, or is beaten
+    scores: str = "normal"  # or "huge", "low": around +-1000; "rising", "falling": each key beats, or loses to, all before
     memory: str = "dense"  # or "sliced": a part of a larger tensor, the rest of which is NaN
     lengths: tuple[tuple[int, int], ...] | None = None  # packed: (len_q, len_k) of each sequence
 
@@ -127,9 +127,9 @@ def make(
     k = _tensor(case, totals[1], case.heads_k, case.dim, generator)
     v = _tensor(case, totals[1], case.heads_k, dim_v, generator)
     scale = case.dim**-0.5 if case.scale is None else case.scale
-    if case.scores == "huge":  # all of one sign, so that none of the numbers that a softmax subtracts is small
+    if case.scores in ("huge", "low"):  # all of one sign, so that none of the numbers that a softmax subtracts is small
         q, k = q.abs().add_(1), k.abs().add_(1)
-        q *= 1000 / (scale * (q.mean() ** 2 * case.dim).item())
+        q *= (1000 if case.scores == "huge" else -1000) / (scale * (q.mean() ** 2 * case.dim).item())
     elif case.scores in ("rising", "falling"):
         q = q.abs().add_(0.5)
         ends = (-3, 3) if case.scores == "rising" else (3, -3)

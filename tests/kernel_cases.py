@@ -30,6 +30,8 @@ KERNEL_CASES = [
     Case("k_128_packed", 0, 0, dim=128, heads=8, heads_k=1, lengths=((128, 129), (0, 7), (3, 0), (257, 130), (1, 1))),
     Case("k_128_rising", 64, 520, batch=1, dim=128, scores="rising"),
     Case("k_128_falling", 64, 520, batch=1, dim=128, scores="falling"),  # kernels go from the last key to the first
+    Case("k_128_steep", 64, 520, batch=1, dim=128, scores="falling", scale=0.5),  # exp overflows under a maximum of a block ago
+    Case("k_128_first_row_late", 64, 319, batch=1, dim=128, scores="low", mask=causal),  # no key of the first block it meets
     Case("k_64_falling", 200, 300, batch=1, dim=64, scores="falling", mask=causal),
     Case("k_128_huge", 64, 260, batch=1, dim=128, scores="huge", mask=causal),
     Case("k_192", 130, 200, batch=1, dim=192, mask=causal),

@@ -34,8 +34,8 @@ Report = Callable[[str, int, int], None]  # what is done, step, of how many
 def candidates(dim: int, dim_v: int, mask: Mask) -> list[TileSm90]:
     """The tile that is used now, and its neighbours: one switch changed at a time."""
     best = choose_sm90(dim, dim_v, mask.hi is not None)
-    near = [replace(best, hold=hold) for hold in (0, 4, 8, 12, 16, 20, 24) if hold != best.hold]
-    near += [replace(best, skip=not best.skip), replace(best, ping_pong=not best.ping_pong)]
+    near = [replace(best, hold=hold) for hold in (0, 4, 8, 16, 24, 32, 40) if hold != best.hold]
+    near += [replace(best, ping_pong=not best.ping_pong)]
     near += [replace(best, stages=stages) for stages in (2, 3) if stages != best.stages]
     near += [replace(best, block_n=best.block_n + step) for step in (-32, -16, 16, 32)]
     near += [replace(best, consumers=consumers) for consumers in (2, 3) if consumers != best.consumers]

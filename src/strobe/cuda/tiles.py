@@ -115,15 +115,13 @@ class TileSm90:
     q_slots: int = 2  # query tiles in shared memory
     hold: int = 0  # weights computed before the wait for P V; 0: where ptxas puts them
     ping_pong: bool = False  # consumers take turns at issuing products
-    skip: bool = False  # leave the row maximum behind while it grows little
     store_panels: int = 0  # 64-column panels of O staged at a time in a buffer of their own; 0: all of them, over Q
 
     kernel = "forward_sm90"
     blocks_per_sm = 1
 
     def __str__(self) -> str:
-        switches = f"{' pp' if self.ping_pong else ''}{' skip' if self.skip else ''}"
-        switches += f" o{self.store_panels}" if self.store_panels else ""
+        switches = f"{' pp' if self.ping_pong else ''}{f' o{self.store_panels}' if self.store_panels else ''}"
         return f"{self.block_m}x{self.block_n} s{self.stages} q{self.q_slots} h{self.hold}{switches}"
 
     @property
@@ -155,20 +153,18 @@ class TileSm90:
         }  # fmt: skip
 
     def flags(self) -> dict[str, bool]:
-        return {"kPingPong": self.ping_pong, "kSkip": self.skip}
+        return {"kPingPong": self.ping_pong}
 
 
 # Swept with NVRTC 13.0: benchmarks/results/h200/studies/hopper-forward.json. Another ptxas may want others: `strobe tune`.
 _SM90 = {
-    (64, 64): TileSm90(3, 128, stages=3, ping_pong=True, skip=True),
-    (96, 96): TileSm90(3, 96, skip=True),
-    (128, 128): TileSm90(2, 128, hold=20, skip=True),
-    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, ping_pong=True, skip=True),
-    (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=12, skip=True),
-    (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True, skip=True),
+    (64, 64): TileSm90(3, 128, stages=3, hold=8),
+    (96, 96): TileSm90(3, 112, ping_pong=True),
+    (128, 128): TileSm90(2, 128, hold=32, ping_pong=True),
+    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, ping_pong=True),
+    (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=24, ping_pong=True),
+    (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2),
 }
-# Where another one is better for masks that hide keys from the right, as causal does.
-_SM90_BOUNDED = {(64, 64): dataclasses.replace(_SM90[64, 64], hold=4)}
 
 
 @functools.cache
@@ -190,6 +186,5 @@ def tile_name(dim: int, dim_v: int, bounded: bool) -> str:
 
 
 def choose_sm90(dim: int, dim_v: int, bounded: bool = False) -> TileSm90:
-    """`bounded`: the mask hides keys from the right."""
-    table = _SM90_BOUNDED if bounded and (dim, dim_v) in _SM90_BOUNDED else _SM90
-    return _overrides().get(tile_name(dim, dim_v, bounded)) or table[dim, dim_v]
+    """`bounded`: the mask hides keys from the right; `strobe tune` may have found another tile for those."""
+    return _overrides().get(tile_name(dim, dim_v, bounded)) or _SM90[dim, dim_v]

@@ -6,9 +6,10 @@
 // block n of the keys goes like this:
 //     issue S_n = Q K_n^T            both in flight together; P is the register operand
 //     issue O  += P_{n+1} V_{n+1}
-//     wait for S_n:  row maxima, and the first kHold weights, beside P V
-//     wait for O:    the other weights, P_n = exp(S_n - m), O *= exp(m_old - m_new)
-// (keys are visited from the last to the first, so n + 1 comes before n).
+//     wait for S_n:  the first kHold weights, exp(S_n - m), beside P V
+//     wait for O:    the other weights; P_n replaces P_{n+1}
+// (keys are visited from the last to the first, so n + 1 comes before n). The row maximum m is that of the first block: should a later score
+// be far above it, the weights are computed again under a new one, and O *= exp(m_old - m_new).
 #pragma once
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/schedule.cuh>
@@ -157,7 +158,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   struct Fragments {
     float o[kDimV / 2];
     u32 weights[kScores / 2];
-    Softmax<Config::kSkip> softmax;
+    Softmax<> softmax;
   };
 
   STROBE_DEVICE u64 k_desc() const { return k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16)); }
@@ -235,7 +236,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     v.next();
   }
 
-  // S_n and O += P_{n+1} V_{n+1} in flight together; P_n replaces P_{n+1}.
+  // S_n and O += P_{n+1} V_{n+1} in flight together; P_n replaces P_{n+1}, whose registers are the product's until it is done.
   template <bool kMasked> STROBE_DEVICE void overlapped(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, int consumer) {
     constexpr int kFirst = Config::kHold ? Config::kHold : kScores;
     float s[kScores];
@@ -256,17 +257,21 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     if (elected()) k.release();
     k.next();
     prepare<kMasked>(s, tile, row, n);
-    f.softmax.template maxima<kMasked>(s);
-    f.softmax.template weights<0, kFirst>(s);
-    if (Config::kHold) hold(smem, f.softmax.l[0] + f.softmax.l[1]);
+    Guess<T, kScores> guess(f.softmax);
+    guess.template weights<0, kFirst>(s);
+    if (Config::kHold) hold(smem, f.softmax.l[0] + guess.sum[0] + guess.sum[1]);
     wgmma_wait<0>();
     pin(f.o);
     pin(s);
+    pin(f.weights);
     if (elected()) v.release();
     v.next();
-    f.softmax.template weights<kFirst, kScores>(s);
-    pack_fragment<T>(f.weights, s);  // not before the wait: they are the operand of the product in flight
-    f.softmax.template rescale<kMasked>(f.o);
+    guess.template weights<kFirst, kScores>(s);
+    if (guess.accepted(f.softmax, f.weights)) return;
+    f.softmax.template maxima<true>(s);
+    f.softmax.template weights<0, kScores>(s);
+    pack_fragment<T>(f.weights, s);
+    f.softmax.rescale(f.o);
   }
 
   // Normalise, round, stage in shared memory, and let bulk copies write it; rows beyond the sequence are clipped.

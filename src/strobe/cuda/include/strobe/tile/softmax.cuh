@@ -125,6 +125,39 @@ template <bool kSkip = false> struct Softmax {
   }
 };
 
+// The weights of a block under the maximum of the blocks before it: right unless some score is far above that, and nobody has to look for a
+// new one first. A sum tells: none, hence no weight, may exceed 2^8. The scores stay as they are, for those who guessed wrong.
+template <class T, int N> struct Guess {
+  float scale, shift[2], sum[2] = {0.f, 0.f};  // shift: inf for a row that has seen nothing yet, so that its sum will not do
+  u32 packed[N / 2];
+
+  STROBE_DEVICE Guess(const Softmax<>& past) : scale(past.scale), shift{-past.m[0] * past.scale, -past.m[1] * past.scale} {}
+
+  template <int From, int To> STROBE_DEVICE void weights(const float (&s)[N]) {
+    float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = From; i < To; i += 2) {
+      const int row = fragment_row(i);
+      const float a = exp2_approx(fma(s[i], scale, shift[row])), b = exp2_approx(fma(s[i + 1], scale, shift[row]));
+      even[row] += a;
+      odd[row] += b;
+      packed[i / 2] = pack2<T>(a, b);
+    }
+    sum[0] += even[0] + odd[0];
+    sum[1] += even[1] + odd[1];
+  }
+
+  // If it is right for every row of the warp, the sums and weights count; else nothing has changed.
+  STROBE_DEVICE bool accepted(Softmax<>& past, u32 (&weights)[N / 2]) const {
+    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;  // NaN is not right either
+    past.l[0] += sum[0];
+    past.l[1] += sum[1];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) weights[i] = packed[i];
+    return true;
+  }
+};
+
 // P as the left operand of the next product: the layout already fits, two neighbours make one register.
 template <class T, int N> STROBE_DEVICE void pack_fragment(u32 (&p)[N / 2], const float (&s)[N]) {
 #pragma unroll
