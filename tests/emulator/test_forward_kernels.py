@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import exact_inputs
 import pytest
 import tolerance
 import torch
@@ -54,6 +55,13 @@ def test_asynchronous(name: str, kernel: str, seed: int) -> None:
     late, at_once = (forward(kernel, problem, inputs, mode=mode, seed=seed) for mode in ("async", "sync"))  # type: ignore[arg-type]
     assert torch.equal(late[0], at_once[0]) and torch.equal(late[1], at_once[1])
     check(BY_NAME[name], torch.bfloat16, late)
+
+
+@pytest.mark.parametrize("case", [c for c in exact_inputs.CASES if c.dim <= 128], ids=str)
+def test_kernels_agree_where_nothing_is_rounded(case: Case) -> None:
+    q, k, v, kwargs = exact_inputs.make_exact(case, torch.bfloat16)
+    one, other = (exact_inputs.emulate(kernel, q, k, v, **kwargs)[0] for kernel in KERNELS)
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
