@@ -1,5 +1,5 @@
-"""Inputs on which the kernels have nothing to round until they divide. Scores are small integers, and with a scale of log 2 weights
-are powers of two and all sums exact, in whatever order: outputs of different kernels, or of one kernel on different machines, agree
+"""Inputs on which kernels have nothing to round until they divide. Scores are small integers, and with a scale of log 2 weights
+are powers of two and all sums exact in any order: outputs of different kernels, or of one kernel on different machines, agree
 bit for bit."""
 
 from __future__ import annotations

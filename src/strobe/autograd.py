@@ -52,9 +52,25 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 8
         dout = torch.zeros_like(out) if dout is None else dout
+        backend, problem, rest = ctx.call
         needs = ctx.needs_input_grad[3:]
-        gradients = _Backward.apply(*ctx.call, needs, out.detach(), lse.detach(), dout, dlse, *tensors)
-        return None, None, None, *gradients
+        if not torch.is_grad_enabled():  # nobody asks for second derivatives
+            return None, None, None, *_gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
+        found = _Backward.apply(backend, problem, rest, needs, out.detach(), lse.detach(), dout, dlse, *tensors)
+        return None, None, None, *found
+
+
+def _gradients(
+    backend: Backend, problem: Problem, rest: Inputs, needs: tuple[bool, ...],
+    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, tensors: Sequence[torch.Tensor | None],
+) -> _Tensors:  # fmt: skip
+    """Of q, k, v, bias and sinks, those that are needed."""
+    inputs = _with(rest, *tensors)
+    if backend.backward is None:
+        found = tiled_backward.backward(problem, inputs, out, lse, dout, dlse, bias_gradient=needs[3])
+    else:
+        found = backend.backward(problem, inputs, out, lse, dout, dlse)
+    return tuple(g if need else None for g, need in zip(found, needs, strict=True))
 
 
 class _Backward(torch.autograd.Function):
@@ -69,12 +85,7 @@ class _Backward(torch.autograd.Function):
         ctx.save_for_backward(dout, dlse, *tensors)
         ctx.call = problem, rest, needs
         ctx.set_materialize_grads(False)
-        inputs = _with(rest, *tensors)
-        if backend.backward is None:
-            found = tiled_backward.backward(problem, inputs, out, lse, dout, dlse, bias_gradient=needs[3])
-        else:
-            found = backend.backward(problem, inputs, out, lse, dout, dlse)
-        return tuple(g if need else None for g, need in zip(found, needs, strict=True))
+        return _gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:

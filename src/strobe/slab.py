@@ -51,7 +51,7 @@ def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | N
     on_cpu = problem.device.type == "cpu"
     tile = (1 << 19) if on_cpu else (1 << 24)  # scores
     rows, keys = (256, 512) if on_cpu else (1024, 1024)
-    if on_cpu and problem.mask != full:  # narrower tiles waste less along the edges of a mask
+    if on_cpu and problem.mask.lo is not None:  # narrower tiles waste less along the two edges of a window
         keys = 256
     group = max(1, problem.group if problem.heads_k else 1)
     forced_q, forced_k = _forced.get()
@@ -162,11 +162,25 @@ class Slab:
             bias, into = tile_of(self.bias, rows, keys).to(self.accumulate) * LOG2E, self.spread(s, rows)
             s = torch.add(bias, into, alpha=self._late, out=None if s is capped else into).view_as(s)
         if not whole:
-            index = [torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys)]
-            s = self._hide(s, self.problem.mask.block(index[0], index[1], self.len_q, self.len_k), rows)
+            s = self._within_bounds(s, rows, keys, fresh=s is capped)
         if self.mask is not None:
             s = self._hide(s, tile_of(self.mask, rows, keys), rows)
         return s, capped
+
+    def _within_bounds(self, s: torch.Tensor, rows: range, keys: range, fresh: bool) -> torch.Tensor:
+        """-inf where the interval mask hides a key; in memory of its own if `fresh`."""
+        mask = self.problem.mask
+        row, key = (torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys))
+        if s.device.type != "cpu" or not torch.isfinite(s.sum()):
+            return self._hide(s, mask.block(row, key, self.len_q, self.len_k), rows)
+        # A CPU takes a minimum several times faster than it compares and selects; NaN would get through, but there is none.
+        lo, hi = ((bound - keys.start).to(s.dtype)[:, None] for bound in mask.bounds(row, self.len_q, self.len_k))
+        key = (key - keys.start).to(s.dtype)
+        inside = hi - 0.5 - key  # greater than 0 where visible
+        if mask.lo is not None:
+            inside = torch.minimum(inside, key - (lo - 0.5))
+        tile = self.spread(s, rows)
+        return torch.minimum(tile, inside.mul_(torch.inf), out=None if fresh else tile).view_as(s)
 
     def exponentials(self, s: torch.Tensor, minus_m: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """exp(s - m), m in log2. Scaling costs nothing here, and the difference is rounded once, where it is small."""
