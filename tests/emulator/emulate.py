@@ -15,9 +15,9 @@ from strobe.problem import Inputs, Problem
 KERNELS = ("sm80", "sm90")
 
 
-def plan_of(kernel: str, problem: Problem, out_strides: tuple[int, int, int]) -> Plan:
+def plan_of(kernel: str, problem: Problem, out_strides: tuple[int, int, int], sms: int = backend.MULTIPROCESSORS) -> Plan:
     if kernel == "sm90":
-        return plan_sm90(problem, out_strides, backend.MULTIPROCESSORS)
+        return plan_sm90(problem, out_strides, sms)
     return plan_sm80(problem, backend.ARCH, out_strides)
 
 
@@ -41,11 +41,12 @@ def forward(
     *,
     mode: backend.Mode = "sync",
     seed: int = 0,
+    sms: int = backend.MULTIPROCESSORS,
     edit: Callable[[str], str] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)"""
     out, lse = poisoned_outputs(problem, inputs)
-    plan = plan_of(kernel, problem, out.stride()[:3])  # type: ignore[arg-type]
+    plan = plan_of(kernel, problem, out.stride()[:3], sms)  # type: ignore[arg-type]
     if edit is not None:
         plan = with_source(plan, edit)
     tensors = {

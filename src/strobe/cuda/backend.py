@@ -12,7 +12,7 @@ import torch
 
 from strobe.backend import Backend
 from strobe.cuda import driver, jit
-from strobe.cuda.plan import ELEMENTS, POINTERS, Plan, Strides, Variant, plan_sm80, plan_sm90
+from strobe.cuda.plan import ELEMENTS, MOST_SPLIT_TILES, POINTERS, Plan, Strides, Variant, plan_sm80, plan_sm90
 from strobe.cuda.tiles import MAX_DIM
 from strobe.problem import Inputs, Problem
 
@@ -121,7 +121,7 @@ class Call:
         self._patch = variant.params.patcher(*POINTERS)
         slots = (variant.params.offsets[f"map_{t}"] for t in plan.maps)  # q, k, v, o: in the order of the addresses
         self._maps = [driver.TensorMapSlot(launch.params, offset) for offset in slots]
-        self._device = device
+        self._device, self._workspace = device, plan.workspace
 
     def __call__(self, *addresses: int) -> None:
         """The addresses of q, k, v, o, lse, sinks, cu_q, cu_k; 0 for what is not there."""
@@ -130,7 +130,8 @@ class Call:
                 return self(*addresses)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         counter = _counter(self._device, stream) if self._maps else 0
-        self._patch(self._launch.params, *addresses, counter)
+        workspace = torch.empty(self._workspace, dtype=torch.float32, device=self._device) if self._workspace else None
+        self._patch(self._launch.params, *addresses, counter, _address(workspace))
         for slot, address in zip(self._maps, addresses, strict=False):
             slot.point_to(address)
         self._launch.launch(stream)
@@ -140,13 +141,13 @@ _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def _counter(device: int, stream: int) -> int:
-    """The address of a zero that launches on this stream may count with. They run one after the other and leave it zero. A
-    graph may be replayed beside anything, so each launch in one gets a zero of its own."""
+    """The address of zeros that launches on this stream may count with. They run one after the other and leave them zero. A
+    graph may be replayed beside anything, so each launch in one gets zeros of its own."""
     if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(1, dtype=torch.int32, device=device).data_ptr()  # the graph keeps its memory
+        return torch.zeros(1 + MOST_SPLIT_TILES, dtype=torch.int32, device=device).data_ptr()  # the graph keeps its memory
     found = _counters.get((device, stream))
     if found is None:
-        found = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
+        found = _counters[device, stream] = torch.zeros(1 + MOST_SPLIT_TILES, dtype=torch.int32, device=device)
     return found.data_ptr()
 
 
@@ -213,9 +214,9 @@ def _repeat(planner: Planner, problem: Problem, inputs: Inputs, layout: str, ret
     return run
 
 
-def _details(planner: Planner, problem: Problem) -> dict[str, object]:
-    strides = (problem.len_q * problem.heads * problem.dim_v, problem.dim_v, problem.heads * problem.dim_v)
-    return planner(problem, strides).describe()
+def _plan(planner: Planner, problem: Problem) -> Plan:
+    """With a contiguous output."""
+    return planner(problem, (problem.len_q * problem.heads * problem.dim_v, problem.dim_v, problem.heads * problem.dim_v))
 
 
 def _backend(name: str, summary: str, supports: Callable[[Problem], str | None], planner: Planner) -> Backend:
@@ -224,7 +225,8 @@ def _backend(name: str, summary: str, supports: Callable[[Problem], str | None],
         summary=summary,
         supports=supports,
         forward=functools.partial(_forward, planner),
-        details=functools.partial(_details, planner),
+        details=lambda problem: _plan(planner, problem).describe(),
+        extra_bytes=lambda problem: 4 * _plan(planner, problem).workspace,
         repeat=functools.partial(_repeat, planner),
     )
 

@@ -33,16 +33,18 @@ _COMMON = [
     Field("sinks", "const float*"),
     Field("cu_q", "const int*"),
     Field("cu_k", "const int*"),
-    Field("counter", "u32*"),  # hands out tiles; 0 before and after each launch. Null for kernels that have none
+    Field("counter", "u32*"),  # zeros before and after each launch: one hands out tiles, the others count parts of tiles
+    Field("partial", "float*"),  # where the parts of a tile whose keys are split meet
     *(Field(f"{t}_{axis}", "i64") for t in "qkvo" for axis in ("batch", "head", "row")),  # strides in elements
     Field("lse_batch", "i64"),
     Field("lse_head", "i64"),
     Field("scale_before", "float"),  # of the scores, before the softcap
     Field("scale_log2", "float"),  # after it, in units of log 2
-    *(Field(n, "int") for n in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "row_blocks", "section", "tiles")),
+    *(Field(n, "int") for n in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v")),
+    *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles")),
     Field("mask", "int", MAX_CONSTANTS),
 ]
-POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "counter")
+POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "counter", "partial")
 PARAMS = {
     "forward_sm80": Struct("Params", _COMMON),
     "forward_sm90": Struct("Params", [*_COMMON, *(Field(f"map_{t}", "TensorMap") for t in "qkvo")]),
@@ -62,6 +64,7 @@ class Variant:
     packed: bool = False
     softcap: bool = False
     sinks: bool = False
+    split: bool = False  # keys are split among blocks (sm90)
     whole_dims: bool = True  # the head dims are not rounded up (sm80), or are whole panels of 64 columns (sm90)
 
     @property
@@ -71,7 +74,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        flags = "".join(f" {flag}" for flag in ("packed", "softcap", "sinks") if getattr(self, flag))
+        flags = "".join(f" {flag}" for flag in ("packed", "softcap", "sinks", "split") if getattr(self, flag))
         dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
         return f"{self.kernel}[{self.element} {dims} {self.tile} {self.mask.name}{flags}{'' if self.whole_dims else ' padded'}]"
 
@@ -91,7 +94,8 @@ class Variant:
     def source(self) -> str:
         """The seam between host and device: the few generated lines that turn a kernel template into a kernel."""
         numbers = {"kDim": self.dim, "kDimV": self.dim_v, "kThreads": self.threads, "kSmem": self.smem, **self.tile.numbers()}
-        flags = {"kPacked": self.packed, "kSoftcap": self.softcap, "kSinks": self.sinks, **self.tile.flags()}
+        flags = {"kPacked": self.packed, "kSoftcap": self.softcap, "kSinks": self.sinks, "kSplit": self.split}
+        flags |= self.tile.flags()
         flags["kWholePanels" if isinstance(self.tile, TileSm90) else "kWholeDims"] = self.whole_dims
         scores = {self.tile.block_n, self.tile.block_n // 2} if self.tile.block_n % 32 == 0 else {self.tile.block_n}
         shapes = [*((n, ("ss_zero", "ss")) for n in sorted(scores)), (self.dim_v, ("rs_t",))]
@@ -122,6 +126,7 @@ class Plan:
     grid: int
     values: dict[str, object]  # of the variant's params; pointers are 0, tensor maps are missing
     maps: dict[str, TensorMapSpec] = field(default_factory=dict)  # of q, k, v, o; without addresses
+    workspace: int = 0  # floats: the parts of tiles whose keys are split
 
     def describe(self) -> dict[str, object]:
         t = self.variant.tile
@@ -167,18 +172,21 @@ def plan_sm80(
     problem, out_strides = fold_group(problem, out_strides)
     dim, dim_v = padded_dims("sm80", problem.dim, problem.dim_v)
     tile = tile or choose_sm80(dim, dim_v, arch, problem.softcap is not None)
-    variant = _variant(problem, arch, tile, dim, dim_v, (dim, dim_v) == (problem.dim, problem.dim_v))
-    values = _values(problem, out_strides, tile.block_m, l2_bytes)
+    variant = _variant(problem, arch, tile, dim, dim_v, 1, (dim, dim_v) == (problem.dim, problem.dim_v))
+    values = _values(problem, out_strides, tile.block_m, 1, l2_bytes)
     return Plan(variant, values["tiles"], values)
 
 
 def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20) -> Plan:
     problem, out_strides = fold_group(problem, out_strides)
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
-    tile = tile or choose_sm90(dim, dim_v, problem.mask.hi is not None)
+    if tile is None:
+        tile, for_parts = (choose_sm90(dim, dim_v, problem.mask.hi is not None, split) for split in (False, True))
+        tile = for_parts if _splits(problem, for_parts, sms) > 1 else tile
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed
-    variant = _variant(problem, "sm_90a", tile, dim, dim_v, whole_panels)
-    values = _values(problem, out_strides, tile.block_m, l2_bytes)
+    splits = _splits(problem, tile, sms)
+    variant = _variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels)
+    values = _values(problem, out_strides, tile.block_m, splits, l2_bytes)
     store_columns = 64 * tile.store_panels or dim_v
     tensors = {  # name: (heads, length, rows in all, head dim, strides, rows of a box, columns of a tile)
         "q": (problem.heads, problem.len_q, problem.total_q, problem.dim, problem.strides[0], 64, dim),
@@ -187,7 +195,20 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         "o": (problem.heads, problem.len_q, problem.total_q, problem.dim_v, out_strides, 64, store_columns),
     }
     maps = {name: _tensor_map(problem, whole_panels, variant.element, *facts) for name, facts in tensors.items()}
-    return Plan(variant, min(values["tiles"], sms), values, maps)
+    workspace = values["tiles"] * tile.consumers * 128 * (dim_v // 2 + 4) if splits > 1 else 0
+    return Plan(variant, min(values["tiles"], sms), values, maps, workspace)
+
+
+MOST_SPLIT_TILES = 1023  # counters that a launch finds behind its first
+LEAST_PART = 4  # key blocks: less is not worth the meeting
+
+
+def _splits(problem: Problem, tile: TileSm90, sms: int) -> int:
+    """Parts of a tile's keys, so that few tiles keep all multiprocessors busy: one query against a long cache, or a short
+    piece of a long prompt."""
+    tiles = _row_blocks(problem, tile.block_m) * problem.batch * problem.heads
+    parts = min(sms // max(1, tiles), problem.len_k // (LEAST_PART * tile.block_n))
+    return max(1, parts) if tiles * tile.consumers <= MOST_SPLIT_TILES else 1
 
 
 def _tensor_map(
@@ -221,17 +242,23 @@ def _tensor_map(
     return TensorMapSpec(0, 2, dims, strides, box, 128, element)  # type: ignore[arg-type]
 
 
-def _variant(problem: Problem, arch: str, tile: TileSm80 | TileSm90, dim: int, dim_v: int, whole_dims: bool) -> Variant:
+def _variant(
+    problem: Problem, arch: str, tile: TileSm80 | TileSm90, dim: int, dim_v: int, splits: int, whole_dims: bool
+) -> Variant:
     return Variant(
         arch, ELEMENTS[problem.dtype], tile, dim, dim_v, shape_of(problem.mask), problem.packed, problem.softcap is not None,
-        problem.has_sinks, whole_dims,
+        problem.has_sinks, splits > 1, whole_dims,
     )  # fmt: skip
 
 
-def _values(problem: Problem, out_strides: Strides, block_m: int, l2_bytes: int) -> dict:
+def _row_blocks(problem: Problem, block_m: int) -> int:
+    return -(-problem.len_q // block_m)
+
+
+def _values(problem: Problem, out_strides: Strides, block_m: int, splits: int, l2_bytes: int) -> dict:
     before, after = kernel_constants(problem.scale, problem.softcap)
     constants = problem.mask.constants
-    row_blocks = -(-problem.len_q // block_m)
+    row_blocks = _row_blocks(problem, block_m)
     values: dict[str, object] = dict.fromkeys(POINTERS, 0)
     for t, strides in zip("qkvo", (*problem.strides, out_strides), strict=True):
         values |= {f"{t}_{axis}": s for axis, s in zip(("batch", "head", "row"), strides, strict=True)}
@@ -240,7 +267,8 @@ def _values(problem: Problem, out_strides: Strides, block_m: int, l2_bytes: int)
         "lse_batch": problem.heads * rows, "lse_head": rows, "scale_before": before, "scale_log2": after,
         "batch": problem.batch, "heads": problem.heads, "group": problem.group, "len_q": problem.len_q, "len_k": problem.len_k,
         "dim": problem.dim, "dim_v": problem.dim_v, "row_blocks": row_blocks, "section": _section(problem, l2_bytes),
-        "tiles": row_blocks * problem.batch * problem.heads, "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),
+        "splits": splits, "tiles": row_blocks * problem.batch * problem.heads * splits,
+        "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),
     }  # fmt: skip
 
 
@@ -258,15 +286,18 @@ def _section(problem: Problem, l2_bytes: int) -> int:
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
     """The variants that calls produce, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are
     the common ones. `exhaustive` adds every combination of features."""
-    plain, everything = (False,) * 3, (True,) * 3
-    flags = list(itertools.product((False, True), repeat=3)) if exhaustive else [plain, everything]
     sm90 = arch == "sm_90a"
+    choices = [(False, True), (False, True), (False, True), (False, True) if sm90 else (False,)]
+    combinations = list(itertools.product(*choices))  # of packed, softcap, sinks, split
+    flags = combinations if exhaustive else [combinations[0], combinations[-1]]
     for element in ELEMENTS.values():
         for dim, dim_v in DIMS["sm90" if sm90 else "sm80"]:
             for mask in (full, causal, window(1, 1)):
-                for packed, softcap, sinks in flags:
-                    tile = choose_sm90(dim, dim_v, mask.hi is not None) if sm90 else choose_sm80(dim, dim_v, arch, softcap)
+                for packed, softcap, sinks, split in flags:
+                    bounded = mask.hi is not None
+                    tile = choose_sm90(dim, dim_v, bounded, split) if sm90 else choose_sm80(dim, dim_v, arch, softcap)
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
                     for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
-                        yield Variant(arch, element, tile, dim, dim_v, shape_of(mask), packed, softcap, sinks, whole_dims)
+                        facts = (shape_of(mask), packed, softcap, sinks, split, whole_dims)
+                        yield Variant(arch, element, tile, dim, dim_v, *facts)

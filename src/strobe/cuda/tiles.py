@@ -185,6 +185,15 @@ def tile_name(dim: int, dim_v: int, bounded: bool) -> str:
     return f"{dim}/{dim_v} {'bounded' if bounded else 'full'}"
 
 
-def choose_sm90(dim: int, dim_v: int, bounded: bool = False) -> TileSm90:
+# Where keys are split among blocks: to put the parts together takes registers.
+_SM90_SPLIT = {
+    (64, 64): TileSm90(2, 128, stages=3, hold=16), (96, 96): TileSm90(2, 128, hold=16),
+    (128, 128): TileSm90(2, 128, hold=16, ping_pong=True),
+}  # fmt: skip
+
+
+def choose_sm90(dim: int, dim_v: int, bounded: bool = False, split: bool = False) -> TileSm90:
     """`bounded`: the mask hides keys from the right; `strobe tune` may have found another tile for those."""
+    if split and (dim, dim_v) in _SM90_SPLIT:
+        return _SM90_SPLIT[dim, dim_v]
     return _overrides().get(tile_name(dim, dim_v, bounded)) or _SM90[dim, dim_v]

@@ -14,7 +14,7 @@ import torch
 
 from strobe.backend import Backend
 from strobe.cuda.backend import aligned, allocate_lse, feature_limits, sm90_limits
-from strobe.cuda.plan import Plan, Strides, plan_sm80, plan_sm90
+from strobe.cuda.plan import MOST_SPLIT_TILES, Plan, Strides, plan_sm80, plan_sm90
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters
 from strobe.emulator.tensor_map import encode_tensor_map
@@ -23,6 +23,7 @@ from strobe.problem import Inputs, Problem
 ARCH = "sm_80"
 MULTIPROCESSORS = 3  # of the emulated Hopper: few, so that blocks go through several tiles
 Mode = Literal["sync", "async"]
+_WRITABLE = ("o", "lse", "counter", "partial")
 
 
 def _kernel() -> str:
@@ -49,12 +50,14 @@ def launch(plan: Plan, tensors: dict[str, torch.Tensor | None], *, mode: Mode = 
     """Run a plan on CPU tensors, given by the name of the pointer in the kernel's arguments."""
     values = dict(plan.values)
     buffers = []
-    tensors = tensors | {"counter": torch.zeros(1, dtype=torch.int32)}
+    tensors = tensors | {"counter": torch.zeros(1 + MOST_SPLIT_TILES, dtype=torch.int32)}
+    if plan.workspace:
+        tensors["partial"] = torch.full((plan.workspace,), torch.nan)
     for name, t in tensors.items():
         if t is not None:
             values[name] = t.data_ptr()
             last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-            buffers.append(Buffer(name, t.data_ptr(), (last + 1) * t.element_size(), writable=name in ("o", "lse", "counter")))
+            buffers.append(Buffer(name, t.data_ptr(), (last + 1) * t.element_size(), writable=name in _WRITABLE))
     for name, spec in plan.maps.items():
         tensor = tensors[name]
         assert tensor is not None

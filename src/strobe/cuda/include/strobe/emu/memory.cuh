@@ -23,6 +23,7 @@ template <class T> inline void store_global(void* p, const T& x, Site site) {
 STROBE_DEVICE int ld_global(const int* p, Site site = Site::here()) { return emu::load_global(p, site); }
 STROBE_DEVICE float ld_global(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
 STROBE_DEVICE u16 ld_global(const u16* p, Site site = Site::here()) { return emu::load_global(p, site); }
+STROBE_DEVICE float ld_global_l2(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
 STROBE_DEVICE void st_global(float* p, float x, Site site = Site::here()) { emu::store_global(p, x, site); }
 STROBE_DEVICE void st_global(u16* p, u16 x, Site site = Site::here()) { emu::store_global(p, x, site); }
 STROBE_DEVICE void st_global(u32* p, u32 x, Site site = Site::here()) { emu::store_global(p, x, site); }

@@ -57,5 +57,6 @@ STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last, Site site = Site::here
   while (!__atomic_compare_exchange_n(counter, &old, old >= last ? 0 : old + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return old;
 }
+STROBE_DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 }  // namespace strobe

@@ -63,19 +63,23 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // The key blocks that some of `rows` rows of the tile see; none if they lie beyond the sequence.
   STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile, int first_row, int rows) const {
     if (first_row >= tile.len_q) return KeyBlocks{0, 0, 0, 0};
-    return visible_blocks<kBlockN>(Mask{tile.len_q, tile.len_k, p.mask}, first_row, min(first_row + rows, tile.len_q) - 1);
+    const Mask mask{tile.len_q, tile.len_k, p.mask};
+    const KeyBlocks blocks = visible_blocks<kBlockN>(mask, first_row, min(first_row + rows, tile.len_q) - 1);
+    if (!Config::kSplit) return blocks;
+    const KeyBlocks all = visible_blocks<kBlockN>(mask, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
+    return part_of(blocks, all, tile.work % p.splits, p.splits);
   }
 
   // The producer tells the consumers with each Q slot where its tile lies: to work that out takes several divisions.
   STROBE_DEVICE u32 mailbox() const { return smem + kOffsetMailbox + 32 * q.stage; }
   STROBE_DEVICE void post(const Tile& t) const {  // the arrival on the slot's full barrier publishes it
     st_shared(mailbox(), u32x4{u32(t.row0), u32(t.head), u32(t.slice), u32(t.len_q)});
-    st_shared(mailbox() + 16, u32x4{u32(t.len_k), u32(t.first_row), u32(t.first_key), 0});
+    st_shared(mailbox() + 16, u32x4{u32(t.len_k), u32(t.first_row), u32(t.first_key), u32(t.work)});
   }
   STROBE_DEVICE Tile read_mail() const {
     const u32x4 x = ld_shared_x4(mailbox()), y = ld_shared_x4(mailbox() + 16);
     sync_warp();  // all lanes have read it before one of them gives the slot back
-    return Tile{int(x.x), int(x.y), int(x.z), int(x.w), int(y.x), int(y.y), int(y.z)};
+    return Tile{int(x.x), int(x.y), int(x.z), int(x.w), int(y.x), int(y.y), int(y.z), int(y.w)};
   }
 
   // ---- producer: one thread ------------------------------------------------------------------------------------------------------------------------
@@ -274,10 +278,58 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     f.softmax.rescale(f.o);
   }
 
+  // Keys split among several blocks: each leaves O, m and l of its part in memory. The last to do so puts them together, in order, and goes
+  // on to store the result; who that is does not change it.
+  static constexpr int kPartial = kDimV / 2 + 4;  // floats of one thread, 128 apart
+  STROBE_DEVICE float* partial(int tile_number, int part, int consumer) const {
+    return p.partial + (i64(tile_number * p.splits + part) * kConsumers + consumer) * (kPartial * 128) + thread_idx() % 128;
+  }
+  STROBE_DEVICE bool gather(Fragments& f, const Tile& tile, int consumer) {
+    const int tile_number = tile.work / p.splits, first = tile.row0 + 64 * consumer;
+    const bool has_rows = first + int(thread_idx() % 128 / 32 * 16) < tile.len_q;  // of the warp
+    if (has_rows) {
+      float* mine = partial(tile_number, tile.work % p.splits, consumer);
+#pragma unroll
+      for (int i = 0; i < kDimV / 2; ++i) st_global(mine + 128 * i, f.o[i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        st_global(mine + 128 * (kDimV / 2 + r), f.softmax.m[r]);
+        st_global(mine + 128 * (kDimV / 2 + 2 + r), f.softmax.l[r]);
+      }
+    }
+    fence_device();
+    const u32 parts_before = staging(consumer);
+    if (kPrivateO && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
+    bar_sync(1 + kConsumers + consumer, 128);
+    if (thread_idx() % 128 == 0) st_shared(parts_before, atomic_inc_wrap(p.counter + 1 + tile_number * kConsumers + consumer, p.splits - 1));
+    bar_sync(1 + kConsumers + consumer, 128);
+    const bool last = ld_shared(parts_before) == u32(p.splits - 1);
+    bar_sync(1 + kConsumers + consumer, 128);  // all have read it
+    if (!last) return false;
+    fence_device();
+    f.softmax.reset(p.scale_log2);
+#pragma unroll
+    for (int i = 0; i < kDimV / 2; ++i) f.o[i] = 0.f;
+#pragma unroll 1
+    for (int part = 0; has_rows && part < p.splits; ++part) {
+      const float* from = partial(tile_number, part, consumer);
+      float m[2], l[2], past[2], found[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        m[r] = ld_global_l2(from + 128 * (kDimV / 2 + r));
+        l[r] = ld_global_l2(from + 128 * (kDimV / 2 + 2 + r));
+      }
+      f.softmax.merge(m, l, past, found);
+#pragma unroll
+      for (int i = 0; i < kDimV / 2; ++i) f.o[i] = f.o[i] * past[fragment_row(i)] + ld_global_l2(from + 128 * i) * found[fragment_row(i)];
+    }
+    return true;
+  }
+
+  STROBE_DEVICE u32 staging(int consumer) const { return kPrivateO ? smem + kOffsetO + consumer * kBytesO : q_tile(consumer); }
   // Normalise, round, stage in shared memory, and let bulk copies write it; rows beyond the sequence are clipped.
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row, int consumer) {
     const u32 tid = thread_idx() % 128, lane = tid % 32;
-    const u32 staging = kPrivateO ? smem + kOffsetO + consumer * kBytesO : q_tile(consumer);
     const float sink = Config::kSinks ? ld_global(p.sinks + tile.head) : 0.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -298,18 +350,18 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       bar_sync(1 + kConsumers + consumer, 128);             // or: every warp of this warpgroup is done with Q
 #pragma unroll
       for (int j = panel * 4; j < min(kDimV / 16, (panel + kStorePanels) * 4); ++j)
-        stmatrix_x4(staging + chunk_offset(64, local_row, 2 * (j - panel * 4) + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]),
+        stmatrix_x4(staging(consumer) + chunk_offset(64, local_row, 2 * (j - panel * 4) + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]),
                     pack2<T>(f.o[8 * j + 2], f.o[8 * j + 3]), pack2<T>(f.o[8 * j + 4], f.o[8 * j + 5]), pack2<T>(f.o[8 * j + 6], f.o[8 * j + 7]));
       fence_proxy_async();
       bar_sync(1 + kConsumers + consumer, 128);
       if (tid == 0 && first < tile.len_q) {
         const Box b = query_box(tile, first);
         if (Config::kWholePanels) {
-          tma_store_5d(&p.map_o, staging, 0, b.c1, panel, b.c3, b.c4);
+          tma_store_5d(&p.map_o, staging(consumer), 0, b.c1, panel, b.c3, b.c4);
         } else {
 #pragma unroll
           for (int i = 0; i < min(kStorePanels, panels(kDimV) - panel); ++i)
-            tma_store_5d(&p.map_o, staging + i * (64 * kPanelRowBytes), (panel + i) * kPanel, b.c1, b.c2, b.c3, b.c4);
+            tma_store_5d(&p.map_o, staging(consumer) + i * (64 * kPanelRowBytes), (panel + i) * kPanel, b.c1, b.c2, b.c3, b.c4);
         }
         tma_store_commit();
       }
@@ -365,7 +417,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
         if (kPrivateO && elected()) q.release();
       }
       for (; n >= all.first; --n) skip(consumer, n < last);
-      store(f, tile, row, consumer);
+      if (!Config::kSplit || gather(f, tile, consumer)) store(f, tile, row, consumer);
       pending = true;
       q.next();
     }

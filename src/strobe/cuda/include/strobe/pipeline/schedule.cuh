@@ -10,16 +10,19 @@ struct Tile {
   int row0, head;
   int slice;  // the batch index in the tensors: packed sequences share one
   int len_q, len_k, first_row, first_key;
+  int work;  // its number; where keys are split, that of one of the tile's parts
 };
 
 // Tiles are numbered so that heads whose keys and values fit into the L2 together form a section; inside a section the rows with the
 // most keys come first, so that the long tiles do not run last.
-template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int index, const Params& p) {
+template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, const Params& p) {
+  const int index = Config::kSplit ? work / p.splits : work;
   const int heads_in_all = p.batch * p.heads;
   const int per_section = p.row_blocks * p.section, section = index / per_section, rest = index - section * per_section;
   const int head0 = section * p.section, width = min(p.section, heads_in_all - head0);
   const int block = rest / width, bh = head0 + rest - block * width;
   Tile t;
+  t.work = work;
   const int batch = bh / p.heads;
   t.head = bh - batch * p.heads;
   t.row0 = (p.row_blocks - 1 - block) * Config::kBlockM;
@@ -49,6 +52,18 @@ template <int kBlockN, class Mask> STROBE_DEVICE KeyBlocks visible_blocks(const 
   b.first_full = Mask::kHasLo ? min(max((mask.lo(last_row) + kBlockN - 1) / kBlockN, b.first), b.end) : 0;
   b.end_full = min(max(mask.hi(first_row) / kBlockN, b.first_full), b.end);
   return b;
+}
+
+// One of `parts` equal parts of the key blocks of a tile, as far as `b`, a warpgroup's share of them, reaches into it.
+STROBE_DEVICE KeyBlocks part_of(const KeyBlocks& b, const KeyBlocks& tile, int part, int parts) {
+  const int each = (tile.end - tile.first + parts - 1) / parts;
+  const int from = min(tile.first + part * each, tile.end), to = min(from + each, tile.end);
+  KeyBlocks r;
+  r.first = min(max(b.first, from), to);
+  r.end = max(min(b.end, to), r.first);
+  r.first_full = min(max(b.first_full, r.first), r.end);
+  r.end_full = min(max(b.end_full, r.first_full), r.end);
+  return r;
 }
 
 }  // namespace strobe

@@ -16,6 +16,11 @@ STROBE_DEVICE u32 smem_base() {
 STROBE_DEVICE int ld_global(const int* p) { int x; asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 STROBE_DEVICE float ld_global(const float* p) { float x; asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p)); return x; }
 STROBE_DEVICE u16 ld_global(const u16* p) { u16 x; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p)); return x; }
+STROBE_DEVICE float ld_global_l2(const float* p) {  // what another block wrote during this launch
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
 STROBE_DEVICE void st_global(float* p, float x) { asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
 STROBE_DEVICE void st_global(u16* p, u16 x) { asm volatile("st.global.b16 [%0], %1;" ::"l"(p), "h"(x) : "memory"); }
 STROBE_DEVICE void st_global(u32* p, u32 x) { asm volatile("st.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }

@@ -16,5 +16,7 @@ STROBE_DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0
 
 // One atomic increment that wraps to 0 after `last`; returns the old value.
 STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last) { return atomicInc(counter, last); }
+// What this thread wrote before can be seen by all blocks before what it writes afterwards.
+STROBE_DEVICE void fence_device() { __threadfence(); }
 
 }  // namespace strobe

@@ -110,6 +110,19 @@ template <bool kSkip = false> struct Softmax {
     for (int i = 0; i < N; ++i) o[i] *= alpha[fragment_row(i)];
   }
 
+  // Takes in what was found elsewhere for the same rows and other keys: sums and an output relative to a maximum of their own. Returns in
+  // `past` and `found` what to multiply both outputs by.
+  STROBE_DEVICE void merge(const float (&other_m)[2], const float (&other_l)[2], float (&past)[2], float (&found)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float now = fmax(m[row], other_m[row]), safe = now == neg_inf() ? 0.f : now;
+      past[row] = exp2_approx((m[row] - safe) * scale);
+      found[row] = exp2_approx((other_m[row] - safe) * scale);
+      l[row] = l[row] * past[row] + other_l[row] * found[row];
+      m[row] = now;
+    }
+  }
+
   // After the last key: returns the factor that normalises the row's output, and its LSE (natural log). A sink is one more logit in
   // the sum; rows that saw nothing give 0 and -inf.
   template <bool kHasSink> STROBE_DEVICE float finish(int row, float sink, float& lse) const {

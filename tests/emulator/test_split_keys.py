@@ -1,0 +1,52 @@
+"""The Hopper kernel with the keys of a tile split among several blocks, which the last of them puts together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case
+from emulator.emulate import forward, plan_of
+from emulator.test_forward_kernels import check
+from oracle import prepare
+
+from strobe.cuda import plan
+from strobe.emulator import compiler
+from strobe.mask import causal, window
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+SMS = 12
+CASES = [
+    Case("s_one_query", 1, 700, batch=2, heads=2, heads_k=2, dim=64),
+    Case("s_group", 1, 500, batch=1, heads=8, heads_k=2, dim=128),  # heads become rows
+    Case("s_causal", 70, 600, batch=1, heads=2, dim=128, mask=causal),
+    Case("s_two_row_tiles", 150, 400, batch=1, dim=64, mask=causal),
+    Case("s_parts_without_keys", 30, 900, batch=1, dim=64, mask=window(100, 0)),
+    Case("s_rows_without_keys", 500, 300, batch=1, heads=1, heads_k=1, dim=64, mask=causal),
+    Case("s_sinks_softcap", 5, 600, batch=1, heads=2, dim=96, sinks=True, softcap=4.0, mask=causal),
+    Case("s_falling", 20, 600, batch=1, dim=128, scores="falling", scale=0.5),
+    Case("s_packed", 0, 0, heads=1, heads_k=1, dim=64, mask=causal, lengths=((1, 500), (0, 3), (1, 1), (5, 0), (70, 300))),
+    Case("s_192_128", 3, 500, batch=1, heads=2, dim=192, dim_v=128),
+    Case("s_256", 65, 400, batch=1, dim=256, mask=causal),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LEAST_PART", 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case) -> None:
+    problem, inputs = prepare(case, torch.bfloat16)
+    made = plan_of("sm90", problem, (0, problem.dim_v, problem.heads * problem.dim_v), SMS)
+    assert made.variant.split and made.values["splits"] > 1 and made.workspace > 0
+    at_once, late = (forward("sm90", problem, inputs, sms=SMS, mode=mode, seed=3) for mode in ("sync", "async"))  # type: ignore[arg-type]
+    check(case, torch.bfloat16, at_once)
+    assert torch.equal(late[0], at_once[0]) and torch.equal(late[1], at_once[1])
+
+
+def test_whoever_is_last_the_bits_are_the_same() -> None:
+    problem, inputs = prepare(CASES[2], torch.bfloat16)
+    results = [forward("sm90", problem, inputs, sms=SMS, mode="async", seed=seed) for seed in range(3)]
+    assert all(torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]) for out, lse in results)
