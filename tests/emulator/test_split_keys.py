@@ -50,3 +50,25 @@ def test_whoever_is_last_the_bits_are_the_same() -> None:
     problem, inputs = prepare(CASES[2], torch.bfloat16)
     results = [forward("sm90", problem, inputs, sms=SMS, mode="async", seed=seed) for seed in range(3)]
     assert all(torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]) for out, lse in results)
+
+
+FOLDED = [
+    Case("f_decode", 1, 300, batch=2, heads=8, heads_k=2, dim=128),
+    Case("f_decode_window_sinks", 1, 400, batch=1, heads=16, heads_k=2, dim=64, mask=window(200, 0), sinks=True),
+    Case("f_causal", 9, 300, batch=2, heads=8, heads_k=2, dim=64, mask=causal),
+    Case("f_causal_many_rows", 70, 200, batch=1, heads=4, heads_k=1, dim=128, mask=causal),
+    Case("f_group_of_64", 3, 150, batch=1, heads=64, heads_k=1, dim=64, mask=causal),
+    Case("f_sliced", 5, 260, batch=2, heads=4, heads_k=2, dim=96, memory="sliced", mask=window(50, 1)),
+    Case("f_padded", 5, 260, batch=1, heads=4, heads_k=2, dim=72, dim_v=40, softcap=3.0),
+    Case("f_192_128", 5, 260, batch=1, heads=4, heads_k=2, dim=192, dim_v=128, mask=causal, sinks=True),
+    Case("f_256", 3, 100, batch=1, heads=8, heads_k=1, dim=256),
+]
+
+
+@pytest.mark.parametrize("sms", [1, SMS])
+@pytest.mark.parametrize("case", FOLDED, ids=str)
+def test_heads_of_a_group_as_rows_of_a_tile(case: Case, sms: int) -> None:
+    problem, inputs = prepare(case, torch.bfloat16)
+    made = plan_of("sm90", problem, (0, problem.dim_v, problem.heads * problem.dim_v), sms)
+    assert made.variant.fold == problem.group and made.variant.split == (sms > 1 and case.len_k >= 256)
+    check(case, torch.bfloat16, forward("sm90", problem, inputs, sms=sms))

@@ -15,6 +15,7 @@ CASES = [
     Case("causal_128", 1500, 1500, batch=2, heads=16, heads_k=4, dim=128, mask=causal),
     Case("full_64", 1000, 1000, batch=4, heads=16, heads_k=16, dim=64),
     Case("window_256", 700, 900, batch=2, heads=8, heads_k=8, dim=256, mask=window(200, 50)),
+    Case("split_keys", 20, 9000, batch=1, heads=16, heads_k=4, dim=128, mask=causal),
     Case("packed", 0, 0, heads=8, heads_k=8, dim=128, mask=causal, lengths=((900, 900), (0, 5), (33, 700), (400, 10))),
 ]
 

@@ -25,6 +25,8 @@ def some(*shape): return torch.randn(*shape, device="cuda", dtype=torch.bfloat16
 for dim, mask in ((64, strobe.causal), (128, strobe.window(70, 5)), (72, strobe.full)):
     k = some(1, 200, 1, dim)
     strobe.attention(some(1, 131, 3, dim), k, some(1, 200, 1, dim), mask=mask, backend=kernel, return_lse=True)
+k = some(1, 3000, 2, 128)
+strobe.attention(some(1, 3, 8, 128), k, some(1, 3000, 2, 128), mask=strobe.causal, backend=kernel, return_lse=True)
 cu_q, cu_k = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 65, 65, 70, 199], [0, 130, 133, 133, 190]))
 strobe.attention_varlen(some(199, 2, 128), some(190, 2, 128), some(190, 2, 128), cu_q, cu_k, max_q=129, max_k=130,
                         mask=strobe.causal, backend=kernel, return_lse=True)

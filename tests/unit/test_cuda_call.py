@@ -24,9 +24,9 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call_of(kernel: str) -> tuple[backend.Call, Any]:
-    q, k = torch.empty(2, 100, 4, 64, dtype=torch.bfloat16), torch.empty(2, 130, 2, 64, dtype=torch.bfloat16)
+    q, k = torch.empty(2, 150, 4, 64, dtype=torch.bfloat16), torch.empty(2, 130, 2, 64, dtype=torch.bfloat16)
     problem, _ = check(q, k, k, mask=strobe.causal, scale=0.5)
-    strides = (100 * 4 * 64, 64, 4 * 64)
+    strides = (150 * 4 * 64, 64, 4 * 64)
     plan = plan_sm90(problem, strides, 132) if kernel == "sm90" else plan_sm80(problem, "sm_90", strides)
     return backend.Call(plan, 0), plan
 
@@ -43,7 +43,7 @@ def test_a_launch_sends_the_addresses_of_this_call(kernel: str, no_driver: None)
         stream, sent = launch.sent[-1]
         assert stream == 77
         found = {name: struct.unpack_from("<Q", sent, offsets[name])[0] for name in POINTERS}
-        assert found == dict(zip(POINTERS, (*addresses, 4096 + 77 if kernel == "sm90" else 0), strict=True))
+        assert found == dict(zip(POINTERS, (*addresses, 4096 + 77 if kernel == "sm90" else 0, 0), strict=True))
         if kernel == "sm90":
             maps = [struct.unpack_from("<Q", sent, offsets[f"map_{t}"])[0] for t in "qkvo"]
             assert maps == list(addresses[:4])
@@ -55,9 +55,9 @@ def test_the_rest_of_the_arguments_stays(kernel: str, no_driver: None) -> None:
     call(*range(256, 256 * 9, 256))
     _, sent = Recorder.made[0].sent[0]
     offsets = plan.variant.params.offsets
-    for name, expected in (("len_q", 100), ("len_k", 130), ("heads", 4), ("group", 2), ("tiles", plan.values["tiles"])):
+    for name, expected in (("len_q", 150), ("len_k", 130), ("heads", 4), ("group", 2), ("tiles", plan.values["tiles"])):
         assert struct.unpack_from("<i", sent, offsets[name])[0] == expected
-    assert struct.unpack_from("<3q", sent, offsets["q_batch"]) == (100 * 4 * 64, 64, 4 * 64)
+    assert struct.unpack_from("<3q", sent, offsets["q_batch"]) == (150 * 4 * 64, 64, 4 * 64)
 
 
 def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

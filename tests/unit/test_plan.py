@@ -81,22 +81,24 @@ def test_plans_use_listed_tiles_and_dims(case: Case) -> None:
     p = problem_of(case)
     for found, arch in zip(plans(p), ("sm_80", "sm_90a"), strict=True):
         listed = {(v.tile, v.dim, v.dim_v, v.softcap) for v in plan.variants(arch, exhaustive=True)}
-        v, folded = found.variant, plan.fold_group(p, out_strides(p))[0]
-        assert (v.tile, v.dim, v.dim_v, v.softcap) in listed
-        assert found.values["row_blocks"] == -(-folded.len_q // v.tile.block_m)
-        assert found.values["tiles"] == found.values["row_blocks"] * p.batch * folded.heads  # type: ignore[operator]
+        v, fold = found.variant, plan.fold_of(p) if arch == "sm_90a" else 1
+        folded = plan.fold_group(p, out_strides(p))[0] if fold == 1 else p
+        assert v.fold == fold and (v.tile, v.dim, v.dim_v, v.softcap) in listed
+        assert found.values["row_blocks"] == -(-fold * folded.len_q // v.tile.block_m)
+        tiles = found.values["row_blocks"] * p.batch * folded.heads // fold  # type: ignore[operator]
+        assert found.values["tiles"] == tiles * found.values["splits"]  # type: ignore[operator]
         assert 1 <= found.grid <= found.values["tiles"]  # type: ignore[operator]
 
 
 def test_source_does_not_depend_on_what_changes_between_calls() -> None:
     """Lengths, strides, scale, heads, window sizes: one kernel serves them all."""
-    base = Case("base", 100, 200, dim=64, mask=window(10, 3))
+    base = Case("base", 150, 200, dim=64, mask=window(10, 3))
     others = [
         Case("lengths", 300, 77, dim=64, mask=window(10, 3)),
-        Case("constants", 100, 200, dim=64, mask=window(99, 0)),
-        Case("heads", 100, 200, batch=5, heads=8, heads_k=1, dim=64, mask=window(10, 3)),
-        Case("scale", 100, 200, dim=64, mask=window(10, 3), scale=0.5),
-        Case("strides", 100, 200, dim=64, mask=window(10, 3), memory="sliced"),
+        Case("constants", 150, 200, dim=64, mask=window(99, 0)),
+        Case("heads", 200, 200, batch=5, heads=8, heads_k=1, dim=64, mask=window(10, 3)),
+        Case("scale", 150, 200, dim=64, mask=window(10, 3), scale=0.5),
+        Case("strides", 150, 200, dim=64, mask=window(10, 3), memory="sliced"),
     ]
     for i, kernel in enumerate(("sm80", "sm90")):
         wanted = plans(problem_of(base))[i].variant
@@ -130,7 +132,7 @@ def test_masks_of_one_shape_are_one() -> None:
 
 
 def test_names_say_what_is_compiled() -> None:
-    p = problem_of(Case("x", 100, 200, heads=4, dim=40, mask=causal, softcap=2.0, sinks=True))
+    p = problem_of(Case("x", 100, 200, heads=4, heads_k=4, dim=40, mask=causal, softcap=2.0, sinks=True))
     ampere, hopper = (found.variant.name for found in plans(p))
     for name, kernel in ((ampere, "forward_sm80"), (hopper, "forward_sm90")):
         assert name.startswith(kernel) and "bf16 64" in name and name.endswith("softcap sinks padded]")
@@ -160,8 +162,8 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
     banded = problem_of(Case("window", 512, 512, heads=8, heads_k=2, dim=64, mask=window(9, 0)))
     assert plans(even)[1].values["section"] == 1 == plans(banded)[1].values["section"]
     assert plans(uneven)[1].values["section"] == 16  # two sequences of eight heads: all of it fits
-    many = problem_of(Case("causal", 64, 64, batch=8, heads=32, heads_k=16, dim=64, mask=causal))
-    per_head = 64 * 128 * 2
+    many = problem_of(Case("causal", 128, 128, batch=8, heads=32, heads_k=16, dim=64, mask=causal))
+    per_head = 128 * 128 * 2
     for heads_in_l2, section in ((64, 128), (40, 80), (1, 64), (0, 64)):  # query heads: two share one head's keys
         assert plan_sm90(many, out_strides(many), 132, l2_bytes=heads_in_l2 * per_head).values["section"] == section
     wide = problem_of(Case("causal", 64, 64, batch=8, heads=16, heads_k=16, dim=256, mask=causal))
@@ -173,7 +175,7 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
 def test_tensor_maps_are_valid(case: Case) -> None:
     p = problem_of(case)
     found = plan_sm90(p, out_strides(p), 132)
-    heads = plan.fold_group(p, out_strides(p))[0].heads
+    heads = p.heads // plan.fold_of(p) if plan.fold_of(p) > 1 else plan.fold_group(p, out_strides(p))[0].heads
     assert list(found.maps) == ["q", "k", "v", "o"]
     for name, spec in found.maps.items():
         spec.validate()
@@ -238,9 +240,33 @@ def test_one_query_of_a_group_is_folded(mask) -> None:  # type: ignore[no-untype
     assert (folded.heads, folded.len_q, folded.group, folded.mask) == (2, 4, 1, full)
     assert folded.strides == ((q[0], 4 * q[1], q[1]), k, v)
     assert strides == (1024, 256, 64)
-    values = plan_sm90(problem, (1024, 64, 512), 132).values
+    values = plan_sm80(problem, "sm_80", (1024, 64, 512)).values
     assert (values["lse_batch"], values["lse_head"]) == (8, 4)  # as (batch, heads, 1) lies in memory
     assert values["tiles"] == 2 * 2  # one a key head
+    assert plan_sm90(problem, (1024, 64, 512), 132).variant.mask is plan.shape_of(full)
+
+
+@pytest.mark.parametrize(("len_q", "group", "fold"), [(1, 4, 4), (9, 4, 4), (127, 64, 64), (128, 4, 1), (9, 7, 1), (9, 1, 1)])
+def test_heads_are_folded_where_queries_are_few(len_q: int, group: int, fold: int) -> None:
+    problem = problem_of(Case("few", len_q, 300, batch=2, heads=2 * group, heads_k=2, dim=64, mask=causal))
+    found = plan_sm90(problem, out_strides(problem), 132)
+    assert found.variant.fold == fold and found.values["lse_head"] == len_q
+    if fold > 1:
+        assert found.values["heads"] == 2 and found.values["group"] == 1 and found.values["len_q"] == len_q * fold
+        assert found.maps["q"].dims == (64, fold, len_q, 2, 2) and found.maps["q"].box == (64, fold, 64 // fold, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("len_q", "len_k", "batch", "splits"),
+    [(1, 32768, 1, 16), (1, 32768, 16, 1), (1, 2048, 1, 4), (1, 511, 1, 1), (16, 32768, 1, 16), (256, 32768, 1, 2)],
+)
+def test_keys_are_split_where_tiles_are_few(len_q: int, len_k: int, batch: int, splits: int) -> None:
+    """64 heads in groups of 8, on 132 multiprocessors."""
+    problem = problem_of(Case("few", len_q, len_k, batch=batch, heads=64 if len_q < 128 else 32, heads_k=8, dim=128))
+    found = plan_sm90(problem, out_strides(problem), 132)
+    assert found.values["splits"] == splits and found.variant.split == (splits > 1)
+    assert found.values["tiles"] % splits == 0
+    assert found.workspace == (found.values["tiles"] * 2 * 128 * 68 if splits > 1 else 0)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def sweep(direction: str = "forward") -> list[Case]:
 
 
 def gqa(direction: str = "forward") -> list[Case]:
-    """Fewer key heads than query heads; one query against a long cache."""
+    """Fewer key heads than query heads; few queries against a long cache."""
     grouped = [
         case(
             "gqa",
@@ -196,9 +196,15 @@ def gqa(direction: str = "forward") -> list[Case]:
     ]
     if direction != "forward":
         return grouped
+    # One query; several, guessed ahead; a piece of a prompt against what came before it. Masks would hide next to nothing.
+    against_a_cache = [
+        ("decode-b1", 1, 64, 1, 32768), ("decode-b16", 16, 64, 1, 8192), ("decode-b128", 128, 64, 1, 4096),
+        ("guess8-b1", 1, 64, 8, 32768), ("guess8-b16", 16, 64, 8, 8192),
+        ("piece256-8h1", 1, 8, 256, 32768), ("piece256-64h8", 1, 64, 256, 32768),
+    ]  # fmt: skip
     return grouped + [
-        case("gqa", f"decode-b{batch}-{_short(n)}", batch=batch, heads=64, heads_k=8, length=1, len_k=n, dim=128)
-        for batch, n in ((1, 32768), (16, 8192), (128, 4096))
+        case("gqa", f"{name}-{_short(n)}", batch=batch, heads=heads, heads_k=heads // 8, length=length, len_k=n, dim=128)
+        for name, batch, heads, length, n in against_a_cache
     ]
 
 

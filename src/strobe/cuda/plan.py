@@ -65,6 +65,7 @@ class Variant:
     softcap: bool = False
     sinks: bool = False
     split: bool = False  # keys are split among blocks (sm90)
+    fold: int = 1  # heads of a group that are rows of one tile (sm90)
     whole_dims: bool = True  # the head dims are not rounded up (sm80), or are whole panels of 64 columns (sm90)
 
     @property
@@ -75,6 +76,7 @@ class Variant:
     @property
     def name(self) -> str:
         flags = "".join(f" {flag}" for flag in ("packed", "softcap", "sinks", "split") if getattr(self, flag))
+        flags += f" fold{self.fold}" if self.fold > 1 else ""
         dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
         return f"{self.kernel}[{self.element} {dims} {self.tile} {self.mask.name}{flags}{'' if self.whole_dims else ' padded'}]"
 
@@ -93,7 +95,8 @@ class Variant:
     @functools.cached_property
     def source(self) -> str:
         """The seam between host and device: the few generated lines that turn a kernel template into a kernel."""
-        numbers = {"kDim": self.dim, "kDimV": self.dim_v, "kThreads": self.threads, "kSmem": self.smem, **self.tile.numbers()}
+        numbers = {"kDim": self.dim, "kDimV": self.dim_v, "kThreads": self.threads, "kSmem": self.smem, "kFold": self.fold}
+        numbers |= self.tile.numbers()
         flags = {"kPacked": self.packed, "kSoftcap": self.softcap, "kSinks": self.sinks, "kSplit": self.split}
         flags |= self.tile.flags()
         flags["kWholePanels" if isinstance(self.tile, TileSm90) else "kWholeDims"] = self.whole_dims
@@ -146,14 +149,16 @@ Strides = tuple[int, ...]  # (batch, head, row) in elements
 FAR = 1 << 30  # see _tensor_map; also in forward_sm90.cuh
 
 
+def _sees_everything(problem: Problem) -> bool:
+    """Whether the only query of each sequence sees all keys."""
+    return problem.mask.bounds(0, 1, problem.len_k) == (0, problem.len_k)
+
+
 def fold_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides]:
     """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one tile,
     and their keys are read once instead of once for each of them. Only where all keys are visible, so that rows need not be
     told apart, and without sinks, which belong to heads."""
-    everything = (0, problem.len_k)
-    if problem.len_q != 1 or problem.group == 1 or problem.packed or problem.has_sinks:
-        return problem, out_strides
-    if problem.mask.bounds(0, 1, problem.len_k) != everything:
+    if problem.len_q != 1 or problem.group == 1 or problem.packed or problem.has_sinks or not _sees_everything(problem):
         return problem, out_strides
     group = problem.group
 
@@ -177,15 +182,28 @@ def plan_sm80(
     return Plan(variant, values["tiles"], values)
 
 
+def fold_of(problem: Problem) -> int:
+    """Heads that the Hopper kernel takes as rows of one tile: those of a group, where queries are too few to fill tiles. The
+    boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
+    able = not problem.packed and problem.len_q < 128 and 64 % problem.group == 0
+    return problem.group if able else 1
+
+
 def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20) -> Plan:
-    problem, out_strides = fold_group(problem, out_strides)
+    fold, len_q = fold_of(problem), problem.len_q
+    if fold == 1:
+        problem, out_strides = fold_group(problem, out_strides)
+    else:
+        mask = full if len_q == 1 and _sees_everything(problem) else problem.mask
+        rows = {"heads": problem.heads_k, "len_q": len_q * fold, "total_q": problem.total_q * fold}
+        problem = replace(problem, **rows, mask=mask)  # type: ignore[arg-type]
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
     if tile is None:
         tile, for_parts = (choose_sm90(dim, dim_v, problem.mask.hi is not None, split) for split in (False, True))
         tile = for_parts if _splits(problem, for_parts, sms) > 1 else tile
-    whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed
+    whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
     splits = _splits(problem, tile, sms)
-    variant = _variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels)
+    variant = replace(_variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels), fold=fold)
     values = _values(problem, out_strides, tile.block_m, splits, l2_bytes)
     store_columns = 64 * tile.store_panels or dim_v
     tensors = {  # name: (heads, length, rows in all, head dim, strides, rows of a box, columns of a tile)
@@ -195,6 +213,10 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         "o": (problem.heads, problem.len_q, problem.total_q, problem.dim_v, out_strides, 64, store_columns),
     }
     maps = {name: _tensor_map(problem, whole_panels, variant.element, *facts) for name, facts in tensors.items()}
+    if fold > 1:
+        values["lse_head"] = len_q
+        for name, columns, strides in (("q", problem.dim, problem.strides[0]), ("o", problem.dim_v, out_strides)):
+            maps[name] = _folded_map(problem, fold, len_q, variant.element, columns, strides)
     workspace = values["tiles"] * tile.consumers * 128 * (dim_v // 2 + 4) if splits > 1 else 0
     return Plan(variant, min(values["tiles"], sms), values, maps, workspace)
 
@@ -242,12 +264,21 @@ def _tensor_map(
     return TensorMapSpec(0, 2, dims, strides, box, 128, element)  # type: ignore[arg-type]
 
 
+def _folded_map(problem: Problem, fold: int, len_q: int, element: str, dim: int, strides: Strides) -> TensorMapSpec:
+    """(columns, heads of a group, queries, groups, batch): a box is 64 rows, each query's heads one after the other."""
+    batch_stride, head_stride, row_stride = (2 * s for s in strides)
+    dims = (dim, fold, len_q, problem.heads_k, problem.batch)
+    wanted = (head_stride, row_stride, fold * head_stride, batch_stride)
+    known = tuple(s if n > 1 else 128 for n, s in zip(dims[1:], wanted, strict=True))  # a size of 1 may have any stride
+    return TensorMapSpec(0, 2, dims, known, (64, fold, 64 // fold, 1, 1), 128, element)  # type: ignore[arg-type]
+
+
 def _variant(
     problem: Problem, arch: str, tile: TileSm80 | TileSm90, dim: int, dim_v: int, splits: int, whole_dims: bool
 ) -> Variant:
     return Variant(
         arch, ELEMENTS[problem.dtype], tile, dim, dim_v, shape_of(problem.mask), problem.packed, problem.softcap is not None,
-        problem.has_sinks, splits > 1, whole_dims,
+        problem.has_sinks, splits > 1, 1, whole_dims,
     )  # fmt: skip
 
 
@@ -299,5 +330,7 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
                     for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
-                        facts = (shape_of(mask), packed, softcap, sinks, split, whole_dims)
-                        yield Variant(arch, element, tile, dim, dim_v, *facts)
+                        facts = (shape_of(mask), packed, softcap, sinks, split)
+                        yield Variant(arch, element, tile, dim, dim_v, *facts, whole_dims=whole_dims)
+                    if sm90 and not packed and (exhaustive or (dim, dim_v) == (128, 128)):  # folded heads: a few of the many
+                        yield Variant(arch, element, tile, dim, dim_v, shape_of(mask), packed, softcap, sinks, split, 8, False)

@@ -25,6 +25,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   static constexpr int kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kConsumers = Config::kConsumers, kBlockM = 64 * kConsumers, kStages = Config::kStages, kQSlots = Config::kQSlots;
   static constexpr int kScores = kBlockN / 2;  // of one thread
+  static constexpr int kFold = Config::kFold;  // heads that share their keys as rows of one tile: row r is query r / kFold of head r % kFold
   static_assert(kBlockM == Config::kBlockM && kDimV <= kDim, "O fits over Q");
 
   // O is staged in shared memory on its way out: over the Q of its own tile or, where there is only one Q slot, in a buffer of its own, some
@@ -59,15 +60,16 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     mbar_init_fence();
   }
 
+  STROBE_DEVICE Mask mask(const Tile& tile) const { return Mask{tile.len_q / kFold, tile.len_k, p.mask}; }
   STROBE_DEVICE u32 q_tile(int consumer) const { return smem + (q.stage * kConsumers + consumer) * kBytesQ; }
   // The key blocks that some of `rows` rows of the tile see; none if they lie beyond the sequence.
   STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile, int first_row, int rows) const {
     if (first_row >= tile.len_q) return KeyBlocks{0, 0, 0, 0};
-    const Mask mask{tile.len_q, tile.len_k, p.mask};
-    const KeyBlocks blocks = visible_blocks<kBlockN>(mask, first_row, min(first_row + rows, tile.len_q) - 1);
-    if (!Config::kSplit) return blocks;
-    const KeyBlocks all = visible_blocks<kBlockN>(mask, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
-    return part_of(blocks, all, tile.work % p.splits, p.splits);
+    const KeyBlocks blocks = blocks_of_rows(tile, first_row, rows);
+    return Config::kSplit ? part_of(blocks, blocks_of_rows(tile, tile.row0, kBlockM), tile.work % p.splits, p.splits) : blocks;
+  }
+  STROBE_DEVICE KeyBlocks blocks_of_rows(const Tile& tile, int first_row, int rows) const {
+    return visible_blocks<kBlockN>(mask(tile), first_row / kFold, (min(first_row + rows, tile.len_q) - 1) / kFold);
   }
 
   // The producer tells the consumers with each Q slot where its tile lies: to work that out takes several divisions.
@@ -104,7 +106,10 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   STROBE_DEVICE static Box key_box(const Tile& tile, int head, int n) {
     return box<kBlockN>(tile.first_key + n * kBlockN, tile.len_k - n * kBlockN, head, tile.slice);
   }
-  STROBE_DEVICE static Box query_box(const Tile& tile, int row) { return box<64>(tile.first_row + row, tile.len_q - row, tile.head, tile.slice); }
+  STROBE_DEVICE static Box query_box(const Tile& tile, int row) {
+    if (kFold > 1) return Box{0, row / kFold, tile.head, tile.slice};  // (columns, heads of a group, queries, groups, batch)
+    return box<64>(tile.first_row + row, tile.len_q - row, tile.head, tile.slice);
+  }
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
     k.wait_empty();
     mbar_arrive_expect_tx(k.full_barrier(), kBytesK);
@@ -192,9 +197,9 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   template <bool kMasked, int N> STROBE_DEVICE void prepare(float (&s)[N], const Tile& tile, int row, int n) const {
     if (Config::kSoftcap) tanh_fragment(s, p.scale_before);
     if (kMasked) {
-      const Mask m{tile.len_q, tile.len_k, p.mask};
-      const int column = n * kBlockN + 2 * (thread_idx() % 4);
-      const int lo[2] = {m.lo(row) - column, m.lo(row + 8) - column}, hi[2] = {m.hi(row) - column, m.hi(row + 8) - column};
+      const Mask m = mask(tile);
+      const int column = n * kBlockN + 2 * (thread_idx() % 4), query[2] = {row / kFold, (row + 8) / kFold};
+      const int lo[2] = {m.lo(query[0]) - column, m.lo(query[1]) - column}, hi[2] = {m.hi(query[0]) - column, m.hi(query[1]) - column};
       mask_fragment<Mask::kHasLo>(s, lo, hi);
     }
   }
@@ -204,7 +209,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
   STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked, int consumer) {
     const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
-    if (kTrim && Mask{tile.len_q, tile.len_k, p.mask}.hi(last_row) <= n * kBlockN + kBlockN / 2)
+    if (kTrim && mask(tile).hi(last_row / kFold) <= n * kBlockN + kBlockN / 2)
       scores_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n, true);
     else
       scores_of<kBlockN>(q_desc, f, tile, row, n, masked);
@@ -330,13 +335,14 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // Normalise, round, stage in shared memory, and let bulk copies write it; rows beyond the sequence are clipped.
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row, int consumer) {
     const u32 tid = thread_idx() % 128, lane = tid % 32;
-    const float sink = Config::kSinks ? ld_global(p.sinks + tile.head) : 0.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const int head = tile.head * kFold + (row + 8 * r) % kFold;
+      const float sink = Config::kSinks ? ld_global(p.sinks + head) : 0.f;
       float lse;
       const float inverse = f.softmax.template finish<Config::kSinks>(r, sink, lse);
       if (p.lse && lane % 4 == 0 && row + 8 * r < tile.len_q)
-        st_global(p.lse + tile.slice * p.lse_batch + tile.head * p.lse_head + tile.first_row + row + 8 * r, lse);
+        st_global(p.lse + tile.slice * p.lse_batch + head * p.lse_head + tile.first_row + (row + 8 * r) / kFold, lse);
 #pragma unroll
       for (int i = 0; i < kDimV / 2; i += 4) {
         f.o[i + 2 * r] *= inverse;
