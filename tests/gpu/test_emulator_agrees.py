@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import exact_inputs
 import pytest
 import torch
 from cases import Case, make
+from emulator.emulate import plan_of
 from gpu.kernels import DTYPES, KERNELS, compile_together, kernels_here, problem_of
+from oracle import prepare
 
 import strobe
 from strobe.emulator import compiler
+from strobe.emulator.compiler import build
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 kernels = pytest.mark.parametrize(
@@ -21,11 +24,14 @@ kernels = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[None]:
-    compile_together(
-        (kernel, problem_of(c, dtype)) for c in exact_inputs.CASES for dtype in DTYPES for kernel in kernels_here()
-    )
-    yield
+def compiled() -> None:
+    """For the GPU and for the emulator, side by side."""
+    problems = [problem_of(case, dtype) for case in exact_inputs.CASES for dtype in DTYPES]
+    compile_together((kernel, problem) for problem in problems for kernel in kernels_here())
+    on_cpu = [prepare(case, dtype)[0] for case in exact_inputs.CASES for dtype in DTYPES]
+    variants = {plan_of(kernel, p, (0, p.dim_v, p.heads * p.dim_v)).variant for p in on_cpu for kernel in kernels_here()}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda variant: build(variant.source, name=variant.name), variants))
 
 
 def both(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, Any]:
