@@ -57,10 +57,10 @@ def test_bit_for_bit_where_the_order_of_sums_does_not_matter(case: Case, dtype: 
 @kernels
 @pytest.mark.parametrize("case", exact_inputs.CASES, ids=str)
 def test_random_inputs(case: Case, kernel: str) -> None:
-    """Sums in another order move the last bit of some weights, and of few outputs."""
+    """Sums in another order move the last bit of some weights, hence their values by up to 2^-9 each, and few outputs."""
     q, k, v, kwargs = make(case, torch.bfloat16)
     (out, lse), (out_gpu, lse_gpu) = both(kernel, q, k, v, kwargs)
     one_bit = torch.maximum(out.abs(), out_gpu.abs()).float() * 2**-7
-    assert ((out - out_gpu).abs() <= one_bit + 1e-4).all()
+    assert ((out - out_gpu).abs() <= one_bit + v.abs().max() * 2**-8).all()
     assert (out != out_gpu).float().mean() < 0.02
     assert torch.allclose(lse, lse_gpu, rtol=2e-6, atol=2e-6)
