@@ -132,10 +132,12 @@ class Plan:
     workspace: int = 0  # floats: the parts of tiles whose keys are split
 
     def describe(self) -> dict[str, object]:
-        t = self.variant.tile
+        t, splits = self.variant.tile, self.values["splits"]
+        unusual = {"heads as rows of a tile": self.variant.fold, "parts of the keys": splits}
         return {
             "kernel": self.variant.name, "arch": self.variant.arch, "tile": f"{t.block_m} queries x {t.block_n} keys",
             "threads": self.variant.threads, "blocks": self.grid, "shared memory": f"{self.variant.smem} bytes",
+            **{name: number for name, number in unusual.items() if number != 1},
         }  # fmt: skip
 
 
@@ -199,8 +201,9 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         problem = replace(problem, **rows, mask=mask)  # type: ignore[arg-type]
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
     if tile is None:
-        tile, for_parts = (choose_sm90(dim, dim_v, problem.mask.hi is not None, split) for split in (False, True))
-        tile = for_parts if _splits(problem, for_parts, sms) > 1 else tile
+        for_parts = choose_sm90(dim, dim_v, split=True)
+        split, scarce = _splits(problem, for_parts, sms) > 1, problem.softcap is not None or problem.mask.lo is not None
+        tile = choose_sm90(dim, dim_v, problem.mask.hi is not None, split=split, scarce=scarce)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
     splits = _splits(problem, tile, sms)
     variant = replace(_variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels), fold=fold)
@@ -325,8 +328,10 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
         for dim, dim_v in DIMS["sm90" if sm90 else "sm80"]:
             for mask in (full, causal, window(1, 1)):
                 for packed, softcap, sinks, split in flags:
-                    bounded = mask.hi is not None
-                    tile = choose_sm90(dim, dim_v, bounded, split) if sm90 else choose_sm80(dim, dim_v, arch, softcap)
+                    tile: TileSm80 | TileSm90 = choose_sm80(dim, dim_v, arch, softcap)
+                    if sm90:
+                        scarce = softcap or mask.lo is not None
+                        tile = choose_sm90(dim, dim_v, mask.hi is not None, split=split, scarce=scarce)
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
                     for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:

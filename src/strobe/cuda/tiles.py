@@ -192,8 +192,13 @@ _SM90_SPLIT = {
 }  # fmt: skip
 
 
-def choose_sm90(dim: int, dim_v: int, bounded: bool = False, split: bool = False) -> TileSm90:
+# A softcap, or a mask that hides keys from both sides, takes some too.
+_SM90_SCARCE = {(64, 64): TileSm90(3, 128, stages=3, hold=4, ping_pong=True)}
+
+
+def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, split: bool = False, scarce: bool = False) -> TileSm90:
     """`bounded`: the mask hides keys from the right; `strobe tune` may have found another tile for those."""
-    if split and (dim, dim_v) in _SM90_SPLIT:
-        return _SM90_SPLIT[dim, dim_v]
+    for asked, table in ((split, _SM90_SPLIT), (scarce, _SM90_SCARCE)):
+        if asked and (dim, dim_v) in table:
+            return table[dim, dim_v]
     return _overrides().get(tile_name(dim, dim_v, bounded)) or _SM90[dim, dim_v]

@@ -412,10 +412,15 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
         }
         scores(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
         release_stored(stored, pending);
-        for (--n; n >= mine.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
-        for (; n >= mine.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);
-        if (Mask::kHasLo)
-          for (; n >= mine.first; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
+        --n;
+        if (Mask::kHasLo) {  // masked blocks at both ends: in one loop, so that their code is there once
+          for (; n >= mine.first; --n)
+            if (n >= mine.end_full || n < mine.first_full) overlapped<true>(q_desc, f, tile, row, n, consumer);
+            else overlapped<false>(q_desc, f, tile, row, n, consumer);
+        } else {
+          for (; n >= mine.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
+          for (; n >= mine.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);
+        }
         if (kPrivateO && elected()) q.release();
         values(f);
       } else {
