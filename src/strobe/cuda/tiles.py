@@ -193,7 +193,7 @@ _SM90_SPLIT = {
 
 
 # A softcap, or a mask that hides keys from both sides, takes some too.
-_SM90_SCARCE = {(64, 64): TileSm90(3, 128, stages=3, hold=4, ping_pong=True)}
+_SM90_SCARCE = {(64, 64): TileSm90(3, 128, stages=3, ping_pong=True)}
 
 
 def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, split: bool = False, scarce: bool = False) -> TileSm90:
