@@ -158,8 +158,8 @@ def _sees_everything(problem: Problem) -> bool:
 
 def fold_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides]:
     """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one tile,
-    and their keys are read once instead of once for each of them. Only where all keys are visible, so that rows need not be
-    told apart, and without sinks, which belong to heads."""
+    and their keys are read once instead of once for each of them. By strides alone, so for any kernel and group, but only where
+    all keys are visible, so that rows need not be told apart, and without sinks, which belong to heads."""
     if problem.len_q != 1 or problem.group == 1 or problem.packed or problem.has_sinks or not _sees_everything(problem):
         return problem, out_strides
     group = problem.group
@@ -185,8 +185,8 @@ def plan_sm80(
 
 
 def fold_of(problem: Problem) -> int:
-    """Heads that the Hopper kernel takes as rows of one tile: those of a group, where queries are too few to fill tiles. The
-    boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
+    """Heads that the Hopper kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles.
+    The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
     able = not problem.packed and problem.len_q < 128 and 64 % problem.group == 0
     return problem.group if able else 1
 
@@ -201,8 +201,8 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         problem = replace(problem, **rows, mask=mask)  # type: ignore[arg-type]
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
     if tile is None:
-        for_parts = choose_sm90(dim, dim_v, split=True)
-        split, scarce = _splits(problem, for_parts, sms) > 1, problem.softcap is not None or problem.mask.lo is not None
+        split = _splits(problem, choose_sm90(dim, dim_v, split=True), sms) > 1
+        scarce = problem.softcap is not None or problem.mask.lo is not None
         tile = choose_sm90(dim, dim_v, problem.mask.hi is not None, split=split, scarce=scarce)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
     splits = _splits(problem, tile, sms)
@@ -225,14 +225,15 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
 
 
 MOST_SPLIT_TILES = 1023  # counters that a launch finds behind its first
-LEAST_PART = 4  # key blocks: less is not worth the meeting
+LEAST_PART = 4  # key blocks: less is not worth the meeting, at which every row of the tile is written and read
 
 
 def _splits(problem: Problem, tile: TileSm90, sms: int) -> int:
     """Parts of a tile's keys, so that few tiles keep all multiprocessors busy: one query against a long cache, or a short
     piece of a long prompt."""
     tiles = _row_blocks(problem, tile.block_m) * problem.batch * problem.heads
-    parts = min(sms // max(1, tiles), problem.len_k // (LEAST_PART * tile.block_n))
+    least = LEAST_PART * tile.block_n * (1 if problem.len_q <= 64 else 2)
+    parts = min(sms // max(1, tiles), problem.len_k // least)
     return max(1, parts) if tiles * tile.consumers <= MOST_SPLIT_TILES else 1
 
 
