@@ -310,7 +310,10 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     bar_sync(1 + kConsumers + consumer, 128);
     const bool last = ld_shared(parts_before) == u32(p.splits - 1);
     bar_sync(1 + kConsumers + consumer, 128);  // all have read it
-    if (!last) return false;
+    if (!last) {
+      fence_proxy_async();  // a bulk copy may write there next
+      return false;
+    }
     fence_device();
     f.softmax.reset(p.scale_log2);
 #pragma unroll
