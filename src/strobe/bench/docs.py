@@ -149,7 +149,7 @@ def _machine(machine: str, results: dict[str, Results]) -> list[str]:
         for suite in run.suites():
             lines += _against_standard(run, suite)
             lines += _memory(run, suite)
-        lines += _overhead(run) + _compile(run)
+        lines += _by_case(run) + _overhead(run) + _compile(run)
     lines += _repeatability(results)
     lines += _unmeasured(results)
     return lines
@@ -285,6 +285,24 @@ def _memory(run: Results, suite: str) -> list[str]:
         for name, text in sorted(shown.items(), key=lambda item: (KINDS.index(kinds[item[0]]), item[0]))
     ]
     return [*lines, ""]
+
+
+def _by_case(run: Results) -> list[str]:
+    """Suites whose cases have nothing in common but the provider."""
+    lines: list[str] = []
+    for suite, title in (("gqa", "Grouped heads, and few queries against a long cache"), ("models", "Shapes of models")):
+        for direction in dict.fromkeys(r.case.direction for r in run.rows):
+            rows = [r for r in run.rows if r.case.suite == suite and r.case.direction == direction and r.timed]
+            if not rows:
+                continue
+            providers = list(dict.fromkeys(r.provider for r in rows))
+            lines += [f"### {title}, {direction} (`{suite}`)", "", "| case | " + " | ".join(f"`{p}`" for p in providers) + " |"]
+            lines += ["|---|" + "---|" * len(providers)]
+            for label in dict.fromkeys(r.case.label for r in rows):
+                times = {r.provider: r.median_ms for r in rows if r.case.label == label}
+                lines.append(f"| {label} | " + " | ".join(_cell(times.get(p)) for p in providers) + " |")
+            lines.append("")
+    return lines
 
 
 def _overhead(run: Results) -> list[str]:
