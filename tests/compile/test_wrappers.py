@@ -51,6 +51,8 @@ STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
   st_global(p.out16 + tid, u16(ld_shared(smem)));
   st_global(p.out32 + tid, atomic_inc_wrap(p.out32, grid_dim() - 1) + block_idx());
   st_global(static_cast<void*>(p.out32 + 4 * tid), v);
+  fence_device();
+  st_global(p.out + tid, ld_global_l2(p.out + tid + 1));
 }
 }  // namespace strobe
 """
