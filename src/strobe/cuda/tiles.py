@@ -1,7 +1,7 @@
 """Tile shapes: how a block of threads cuts the work, by head dim and GPU.
 
-The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for (192, 128) and sm80's 192.
-The others are chosen for shared memory and registers, and nobody has timed them.
+The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for sm80's 192 and the tiles
+for few registers. The others are chosen for shared memory and registers, and nobody has timed them.
 """
 
 from __future__ import annotations
