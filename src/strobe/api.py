@@ -176,11 +176,10 @@ def sdpa(
         raise ValueError(f"query, key and value must have the same number of axes, at least 2; got {axes}")
     if query.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         raise ValueError(f"query has {query.shape[-3]} heads, key has {key.shape[-3]}; pass enable_gqa=True to group them")
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    q, k, v = (
-        t if t.dim() <= 4 and t.shape[:-3] == lead else t.expand(*lead, *t.shape[-3:]).reshape(-1, *t.shape[-3:])
-        for t in (query, key, value)
-    )
+    q, k, v, lead = query, key, value, query.shape[:-3]
+    if query.dim() > 4 or not key.shape[:-3] == value.shape[:-3] == lead:
+        lead = torch.broadcast_shapes(lead, key.shape[:-3], value.shape[:-3])
+        q, k, v = (t.expand(*lead, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in (query, key, value))
     mask: Mask | torch.Tensor | None = masks.causal_top_left if is_causal else None
     bias = None
     if attn_mask is not None:
