@@ -12,7 +12,7 @@ import torch
 
 from strobe.backend import Backend
 from strobe.cuda import driver, jit
-from strobe.cuda.plan import ELEMENTS, MOST_SPLIT_TILES, POINTERS, Plan, Strides, Variant, plan_sm80, plan_sm90
+from strobe.cuda.plan import ELEMENTS, PART_COUNTERS, POINTERS, Plan, Strides, Variant, plan_sm80, plan_sm90
 from strobe.cuda.tiles import MAX_DIM
 from strobe.problem import Inputs, Problem
 
@@ -144,10 +144,10 @@ def _counter(device: int, stream: int) -> int:
     """The address of zeros that launches on this stream may count with. They run one after the other and leave them zero. A
     graph may be replayed beside anything, so each launch in one gets zeros of its own."""
     if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(1 + MOST_SPLIT_TILES, dtype=torch.int32, device=device).data_ptr()  # the graph keeps its memory
+        return torch.zeros(1 + PART_COUNTERS, dtype=torch.int32, device=device).data_ptr()  # the graph keeps its memory
     found = _counters.get((device, stream))
     if found is None:
-        found = _counters[device, stream] = torch.zeros(1 + MOST_SPLIT_TILES, dtype=torch.int32, device=device)
+        found = _counters[device, stream] = torch.zeros(1 + PART_COUNTERS, dtype=torch.int32, device=device)
     return found.data_ptr()
 
 

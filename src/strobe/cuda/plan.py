@@ -89,13 +89,19 @@ class Variant:
         return self.tile.smem(self.dim, self.dim_v)
 
     @property
+    def part_floats(self) -> int:
+        """What one part of a tile whose keys are split leaves in memory: of each consumer thread its share of O, m and l."""
+        return 0 if isinstance(self.tile, TileSm80) else self.tile.consumers * 128 * (self.dim_v // 2 + 4)
+
+    @property
     def params(self) -> Struct:
         return PARAMS[self.kernel]
 
     @functools.cached_property
     def source(self) -> str:
         """The seam between host and device: the few generated lines that turn a kernel template into a kernel."""
-        numbers = {"kDim": self.dim, "kDimV": self.dim_v, "kThreads": self.threads, "kSmem": self.smem, "kFold": self.fold}
+        numbers = {"kDim": self.dim, "kDimV": self.dim_v, "kThreads": self.threads, "kSmem": self.smem}
+        numbers |= {"kFold": self.fold, "kPartFloats": self.part_floats}
         numbers |= self.tile.numbers()
         flags = {"kPacked": self.packed, "kSoftcap": self.softcap, "kSinks": self.sinks, "kSplit": self.split}
         flags |= self.tile.flags()
@@ -202,8 +208,7 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
     if tile is None:
         split = _splits(problem, choose_sm90(dim, dim_v, split=True), sms) > 1
-        scarce = problem.softcap is not None or problem.mask.lo is not None
-        tile = choose_sm90(dim, dim_v, problem.mask.hi is not None, split=split, scarce=scarce)
+        tile = _tile_sm90(dim, dim_v, problem.mask, problem.softcap is not None, split)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
     splits = _splits(problem, tile, sms)
     variant = replace(_variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels), fold=fold)
@@ -220,11 +225,15 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         values["lse_head"] = len_q
         for name, columns, strides in (("q", problem.dim, problem.strides[0]), ("o", problem.dim_v, out_strides)):
             maps[name] = _folded_map(problem, fold, len_q, variant.element, columns, strides)
-    workspace = values["tiles"] * tile.consumers * 128 * (dim_v // 2 + 4) if splits > 1 else 0
+    workspace = values["tiles"] * variant.part_floats if splits > 1 else 0
     return Plan(variant, min(values["tiles"], sms), values, maps, workspace)
 
 
-MOST_SPLIT_TILES = 1023  # counters that a launch finds behind its first
+def _tile_sm90(dim: int, dim_v: int, mask: Mask, softcap: bool, split: bool) -> TileSm90:
+    return choose_sm90(dim, dim_v, mask.hi is not None, split=split, scarce=softcap or mask.lo is not None)
+
+
+PART_COUNTERS = 1023  # that a launch finds behind the one for tiles: a consumer of a split tile has one
 LEAST_PART = 4  # key blocks: less is not worth the meeting, at which every row of the tile is written and read
 
 
@@ -234,7 +243,7 @@ def _splits(problem: Problem, tile: TileSm90, sms: int) -> int:
     tiles = _row_blocks(problem, tile.block_m) * problem.batch * problem.heads
     least = LEAST_PART * tile.block_n * (1 if problem.len_q <= 64 else 2)
     parts = min(sms // max(1, tiles), problem.len_k // least)
-    return max(1, parts) if tiles * tile.consumers <= MOST_SPLIT_TILES else 1
+    return max(1, parts) if tiles * tile.consumers <= PART_COUNTERS else 1
 
 
 def _tensor_map(
@@ -331,8 +340,7 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
                 for packed, softcap, sinks, split in flags:
                     tile: TileSm80 | TileSm90 = choose_sm80(dim, dim_v, arch, softcap)
                     if sm90:
-                        scarce = softcap or mask.lo is not None
-                        tile = choose_sm90(dim, dim_v, mask.hi is not None, split=split, scarce=scarce)
+                        tile = _tile_sm90(dim, dim_v, mask, softcap, split)
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
                     for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:

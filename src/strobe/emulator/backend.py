@@ -14,7 +14,7 @@ import torch
 
 from strobe.backend import Backend
 from strobe.cuda.backend import aligned, allocate_lse, feature_limits, sm90_limits
-from strobe.cuda.plan import MOST_SPLIT_TILES, Plan, Strides, plan_sm80, plan_sm90
+from strobe.cuda.plan import PART_COUNTERS, Plan, Strides, plan_sm80, plan_sm90
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters
 from strobe.emulator.tensor_map import encode_tensor_map
@@ -50,7 +50,7 @@ def launch(plan: Plan, tensors: dict[str, torch.Tensor | None], *, mode: Mode = 
     """Run a plan on CPU tensors, given by the name of the pointer in the kernel's arguments."""
     values = dict(plan.values)
     buffers = []
-    tensors = tensors | {"counter": torch.zeros(1 + MOST_SPLIT_TILES, dtype=torch.int32)}
+    tensors = tensors | {"counter": torch.zeros(1 + PART_COUNTERS, dtype=torch.int32)}
     if plan.workspace:
         tensors["partial"] = torch.full((plan.workspace,), torch.nan)
     for name, t in tensors.items():

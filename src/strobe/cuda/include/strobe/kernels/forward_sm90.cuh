@@ -286,6 +286,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // Keys split among several blocks: each leaves O, m and l of its part in memory. The last to do so puts them together, in order, and goes
   // on to store the result; who that is does not change it.
   static constexpr int kPartial = kDimV / 2 + 4;  // floats of one thread, 128 apart
+  static_assert(kConsumers * 128 * kPartial == Config::kPartFloats, "the workspace that Python asks for");
   STROBE_DEVICE float* partial(int tile_number, int part, int consumer) const {
     return p.partial + (i64(tile_number * p.splits + part) * kConsumers + consumer) * (kPartial * 128) + thread_idx() % 128;
   }
