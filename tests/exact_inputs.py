@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from cases import Case, make
 from emulator.emulate import forward
+from oracle import checked
 
-from strobe import problem
 from strobe.mask import causal, window
 
 CASES = [
@@ -44,5 +44,4 @@ def make_exact(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu
 
 def emulate(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), with heads before rows."""
-    cu = (kwargs.pop("cu_q"), kwargs.pop("cu_k"), None, None) if "cu_q" in kwargs else None
-    return forward(kernel, *problem.check(q, k, v, cu=cu, **kwargs))
+    return forward(kernel, *checked(q, k, v, kwargs))

@@ -16,8 +16,14 @@ LEAVES = ("q", "k", "v", "bias", "sinks")
 
 def prepare(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Problem, Inputs]:
     q, k, v, kwargs = make(case, dtype, device, seed)
-    cu = (kwargs.pop("cu_q"), kwargs.pop("cu_k"), None, None) if case.lengths is not None else None
-    return problem.check(q, k, v, cu=cu, **kwargs)
+    return checked(q, k, v, kwargs)
+
+
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Problem, Inputs]:
+    """From the keywords of strobe.attention, or of attention_varlen if cu_q is among them."""
+    rest = dict(kwargs)
+    cu = tuple(rest.pop(name, None) for name in ("cu_q", "cu_k", "max_q", "max_k"))
+    return problem.check(q, k, v, cu=None if cu[0] is None else cu, **rest)  # type: ignore[arg-type]
 
 
 def with_leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> tuple[Inputs, list[torch.Tensor]]:

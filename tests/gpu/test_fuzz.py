@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from gpu.kernels import check, compile_together, kernels_here, references
+from oracle import checked
 
 import strobe
-from strobe import dispatch, problem as problems
+from strobe import dispatch
 from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
 
 COUNT = int(os.environ.get("STROBE_FUZZ", "2000"))
@@ -149,14 +150,8 @@ def draw(number: int, device: torch.device | str = "cuda") -> Drawn:
     return Drawn(q, k, v, kwargs, out, described)
 
 
-def checked(drawn: Drawn) -> tuple[problems.Problem, problems.Inputs]:
-    kwargs = dict(drawn.kwargs)
-    cu = tuple(kwargs.pop(name, None) for name in ("cu_q", "cu_k", "max_q", "max_k")) if drawn.packed else None
-    return problems.check(drawn.q, drawn.k, drawn.v, cu=cu, **kwargs)
-
-
 def failures(drawn: Drawn, backends: list[str]) -> list[str]:
-    problem, inputs = checked(drawn)
+    problem, inputs = checked(drawn.q, drawn.k, drawn.v, drawn.kwargs)
     expected = references(problem, inputs)
     found = []
     for backend in backends:
@@ -178,8 +173,9 @@ def failures(drawn: Drawn, backends: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """Every variant that may come: found by drawing, which costs little."""
-    drawn = [checked(draw(number))[0] for number in range(COUNT)]
-    compile_together((kernel, problem) for problem in drawn for kernel in kernels_here())
+    drawn = (draw(number) for number in range(COUNT))
+    problems = [checked(one.q, one.k, one.v, one.kwargs)[0] for one in drawn]
+    compile_together((kernel, problem) for problem in problems for kernel in kernels_here())
 
 
 PARTS = 10  # so that progress shows

@@ -1,4 +1,4 @@
-"""The Hopper kernel with the keys of a tile split among several blocks, which the last of them puts together."""
+"""The Hopper kernel where queries are few: heads as rows of a tile, and keys split among blocks, the last of which puts them together."""
 
 from __future__ import annotations
 
