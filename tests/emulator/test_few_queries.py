@@ -1,4 +1,4 @@
-"""The Hopper kernel where queries are few: heads as rows of a tile, and keys split among blocks, the last of which puts them together."""
+"""The Hopper kernel where queries are few: heads become rows of a tile, and keys are split among blocks, which then meet."""
 
 from __future__ import annotations
 
