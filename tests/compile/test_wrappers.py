@@ -128,6 +128,30 @@ STROBE_KERNEL(256, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
 }}  // namespace strobe
 """
 
+CHAINS = """
+#include <strobe/ptx/memory.cuh>
+#include <strobe/ptx/wgmma.cuh>
+{shapes}
+namespace strobe {{
+struct Params {{ float* sums; }};
+struct Next {{ static constexpr STROBE_DEVICE int step(int i) {{ return 2 * i; }} }};
+STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
+  constexpr int N = {n};
+  float d[N / 2];
+  u32 a[8] = {{1, 2, 3, 4, 5, 6, 7, u32(opaque(8))}};
+  pin(a);
+  const u64 desc = wgmma_desc(smem_base(), 0, 1024);
+  wgmma_fence();
+  Wgmma<{element}, N>::ss_zero<3, Next, Next>(d, desc, desc);
+  Wgmma<{element}, N>::rs_t<2, Next>(d, a, desc);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(d);
+  for (int i = 0; i < N / 2; ++i) st_global(p.sums + thread_idx() * N + i, d[i]);
+}}
+}}  // namespace strobe
+"""
+
 
 def check(source, arch):
     compiled = jit.compile(source, arch)
@@ -151,8 +175,15 @@ def test_hopper_wrappers_compile(element, n):
     assert check(source, "sm_90a").max_threads == 256
 
 
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize("n", [64, 128])
+def test_chains_of_products_compile(element, n):
+    source = CHAINS.format(shapes=wgmma.shapes(element, [(n, [("ss_zero", 3), ("rs_t", 2)])]), element=element, n=n)
+    assert check(source, "sm_90a").max_threads == 128
+
+
 def test_every_wrapper_is_used_here():
-    ours = AMPERE + HOPPER
+    ours = AMPERE + HOPPER + CHAINS
     definition = re.compile(r"^(?:template <.*?> )?(?:constexpr )?STROBE_DEVICE \w+ (\w+)(?:<\w+>)?\(", re.M)
     wrappers = {name: header.name for header in PTX.glob("*.cuh") for name in definition.findall(header.read_text())}
     assert len(wrappers) > 50
@@ -160,8 +191,9 @@ def test_every_wrapper_is_used_here():
 
 
 def test_wgmma_prints_only_the_forms_asked_for():
-    text = wgmma.shapes("fp16", [(64, ["rs_t"]), (128, ["ss_zero"]), (64, ["rs_t_zero"])])
+    text = wgmma.shapes("fp16", [(64, ["rs_t"]), (128, [("ss_zero", 3)]), (64, ["rs_t_zero"])])
     assert re.findall(r"void (\w+)\(", text) == ["rs_t_zero", "rs_t", "ss_zero"]
+    assert re.findall(r"(none|sum), 1, 1, [01]", text) == ["none", "sum", "none", "sum", "sum"]
     assert text.count("struct Wgmma<fp16, 64>") == 1
     assert "m64n64k16.f32.f16.f16" in text and "float (&d)[32]" in text
     assert text.startswith("#ifdef __CUDACC__") and text.endswith("#endif\n")  # invisible to the emulator's compiler
@@ -175,6 +207,8 @@ def test_wgmma_prints_only_the_forms_asked_for():
         ("bf16", [(264, ["ss"])], "264"),
         ("bf16", [(64, ["sr"])], "sr"),
         ("bf16", [(64, [])], "forms"),
+        ("bf16", [(64, "ss")], "forms"),
+        ("bf16", [(64, [("ss", 0)])], r"\('ss', 0\)"),
     ],
 )
 def test_wgmma_names_what_it_cannot_print(element, ns, named):

@@ -107,7 +107,8 @@ class Variant:
         flags |= self.tile.flags()
         flags["kWholePanels" if isinstance(self.tile, TileSm90) else "kWholeDims"] = self.whole_dims
         scores = {self.tile.block_n, self.tile.block_n // 2} if self.tile.block_n % 32 == 0 else {self.tile.block_n}
-        shapes = [*((n, ("ss_zero", "ss")) for n in sorted(scores)), (self.dim_v, ("rs_t",))]
+        steps_qk, steps_pv = self.dim // 16, self.tile.block_n // 16
+        shapes = [*((n, [("ss_zero", steps_qk)]) for n in sorted(scores)), (self.dim_v, [("rs_t", steps_pv)])]
         return (
             f"// {self.kernel} for {self.arch}\n"
             f"#include <strobe/kernels/{self.kernel}.cuh>\n"
@@ -208,7 +209,7 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
     if tile is None:
         split = _splits(problem, choose_sm90(dim, dim_v, split=True), sms) > 1
-        tile = _tile_sm90(dim, dim_v, problem.mask, problem.softcap is not None, split)
+        tile = choose_sm90(dim, dim_v, problem.mask.hi is not None, split=split)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
     splits = _splits(problem, tile, sms)
     variant = replace(_variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels), fold=fold)
@@ -227,10 +228,6 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
             maps[name] = _folded_map(problem, fold, len_q, variant.element, columns, strides)
     workspace = values["tiles"] * variant.part_floats if splits > 1 else 0
     return Plan(variant, min(values["tiles"], sms), values, maps, workspace)
-
-
-def _tile_sm90(dim: int, dim_v: int, mask: Mask, softcap: bool, split: bool) -> TileSm90:
-    return choose_sm90(dim, dim_v, mask.hi is not None, split=split, scarce=softcap or mask.lo is not None)
 
 
 PART_COUNTERS = 1023  # that a launch finds behind the one for tiles: a consumer of a split tile has one
@@ -340,7 +337,7 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
                 for packed, softcap, sinks, split in flags:
                     tile: TileSm80 | TileSm90 = choose_sm80(dim, dim_v, arch, softcap)
                     if sm90:
-                        tile = _tile_sm90(dim, dim_v, mask, softcap, split)
+                        tile = choose_sm90(dim, dim_v, mask.hi is not None, split=split)
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
                     for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:

@@ -1,7 +1,7 @@
 """Tile shapes: how a block of threads cuts the work, by head dim and GPU.
 
-The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for sm80's 192 and the tiles
-for few registers. The others are chosen for shared memory and registers, and nobody has timed them.
+The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for sm80's 192 and sm90's
+tiles for split keys. The others are chosen for shared memory and registers, and nobody has timed them.
 """
 
 from __future__ import annotations
@@ -192,13 +192,8 @@ _SM90_SPLIT = {
 }  # fmt: skip
 
 
-# A softcap, or a mask that hides keys from both sides, takes some too.
-_SM90_SCARCE = {(64, 64): TileSm90(3, 128, stages=3, ping_pong=True)}
-
-
-def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, split: bool = False, scarce: bool = False) -> TileSm90:
+def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, split: bool = False) -> TileSm90:
     """`bounded`: the mask hides keys from the right; `strobe tune` may have found another tile for those."""
-    for asked, table in ((split, _SM90_SPLIT), (scarce, _SM90_SCARCE)):
-        if asked and (dim, dim_v) in table:
-            return table[dim, dim_v]
+    if split and (dim, dim_v) in _SM90_SPLIT:
+        return _SM90_SPLIT[dim, dim_v]
     return _overrides().get(tile_name(dim, dim_v, bounded)) or _SM90[dim, dim_v]

@@ -155,7 +155,7 @@ class Rung:
     def source(self, dim: int) -> str:
         """The file with what Python prints in place of its first include."""
         element = "u16" if self.element == "bf16" else "float"
-        shapes = [(self.keys, ("ss_zero", "ss")), (dim, ("rs_t",))]
+        shapes = [(self.keys, [("ss_zero", dim // 16)]), (dim, [("rs_t", self.keys // 16)])]
         preamble = (
             "#include <strobe/ptx/tma.cuh>\n"
             f"{'#include <strobe/ptx/wgmma.cuh>' if self.hopper else ''}\n"

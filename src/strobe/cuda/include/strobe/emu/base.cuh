@@ -32,6 +32,7 @@ constexpr STROBE_DEVICE int min(int a, int b) { return a < b ? a : b; }
 constexpr STROBE_DEVICE int max(int a, int b) { return a > b ? a : b; }
 
 STROBE_DEVICE i64 opaque(i64 x) { return x; }
+STROBE_DEVICE int opaque(int x) { return x; }
 STROBE_DEVICE u32 thread_idx_again() { return thread_idx(); }
 
 STROBE_DEVICE u32 warp_uniform(u32 x, Site site = Site::here()) {

@@ -225,6 +225,14 @@ template <class T, int N> struct Wgmma {
   static void rs_t(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b, Site site = Site::here()) {
     register_a<emu::B::mn_major>(d, a0, a1, a2, a3, b, false, site);
   }
+  // Chains.
+  template <int kSteps, class A, class B> static void ss_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
+    for (int i = 0; i < kSteps; ++i) shared_a(d, a + A::step(i), b + B::step(i), i == 0, site);
+  }
+  template <int kSteps, class B> static void rs_t(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
+    for (int i = 0; i < kSteps; ++i)
+      register_a<emu::B::mn_major>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b + B::step(i), false, site);
+  }
 
  private:
   static void shared_a(float* d, u64 a, u64 b, bool zero, Site site) {

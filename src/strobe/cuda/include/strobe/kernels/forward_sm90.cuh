@@ -178,12 +178,14 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   STROBE_DEVICE static void wait_turn(int consumer) { if (Config::kPingPong) bar_sync(1 + consumer, 256); }
   STROBE_DEVICE static void pass_turn(int consumer) { if (Config::kPingPong) bar_arrive(1 + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256); }
 
+  STROBE_DEVICE static void take_turn_unused(int consumer) {
+    wait_turn(consumer);
+    pass_turn(consumer);
+  }
+
   // A key block of the tile of which this consumer's rows see nothing.
   STROBE_DEVICE void skip(int consumer, bool has_turn) {
-    if (has_turn) {
-      wait_turn(consumer);
-      pass_turn(consumer);
-    }
+    if (has_turn) take_turn_unused(consumer);
     pass_over(k);
     pass_over(v);
   }
@@ -194,19 +196,20 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     ring.next();
   }
 
-  template <bool kMasked, int N> STROBE_DEVICE void prepare(float (&s)[N], const Tile& tile, int row, int n) const {
+  template <int N> STROBE_DEVICE void prepare(float (&s)[N], const Tile& tile, int row, int n, bool masked) const {
     if (Config::kSoftcap) tanh_fragment(s, p.scale_before);
-    if (kMasked) {
+    if (masked) {
       const Mask m = mask(tile);
       const int column = n * kBlockN + 2 * (thread_idx() % 4), query[2] = {row / kFold, (row + 8) / kFold};
-      const int lo[2] = {m.lo(query[0]) - column, m.lo(query[1]) - column}, hi[2] = {m.hi(query[0]) - column, m.hi(query[1]) - column};
+      const int lo[2] = {opaque(m.lo(query[0]) - column), opaque(m.lo(query[1]) - column)};
+      const int hi[2] = {opaque(m.hi(query[0]) - column), opaque(m.hi(query[1]) - column)};
       mask_fragment<Mask::kHasLo>(s, lo, hi);
     }
   }
 
   // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys: then the other half is
   // not computed.
-  static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
+  static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0 && !Config::kSoftcap;  // which is code enough
   STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked, int consumer) {
     const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
     if (kTrim && mask(tile).hi(last_row / kFold) <= n * kBlockN + kBlockN / 2)
@@ -224,12 +227,16 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pin(s);
     if (elected()) k.release();
     k.next();
-    if (masked) prepare<true>(s, tile, row, n); else prepare<false>(s, tile, row, n);
+    prepare(s, tile, row, n, masked);
     f.softmax.template maxima<true>(s);
     f.softmax.template weights<0, kKeys / 2>(s);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
   }
+
+  // A mask on the right: 64 rows on the diagonal meet one or two key blocks, and those go one by one. The loop over the others is then free of
+  // it. Masks on both sides are applied in that loop, where they are needed.
+  static constexpr bool kOneByOne = Mask::kHasHi && !Mask::kHasLo;
 
   // O += P V, nothing else in flight.
   STROBE_DEVICE void values(Fragments& f) {
@@ -246,7 +253,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   }
 
   // S_n and O += P_{n+1} V_{n+1} in flight together; P_n replaces P_{n+1}, whose registers are the product's until it is done.
-  template <bool kMasked> STROBE_DEVICE void overlapped(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, int consumer) {
+  STROBE_DEVICE void overlapped(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked, int consumer) {
     constexpr int kFirst = Config::kHold ? Config::kHold : kScores;
     float s[kScores];
     k.wait_full();
@@ -265,7 +272,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pin(s);
     if (elected()) k.release();
     k.next();
-    prepare<kMasked>(s, tile, row, n);
+    prepare(s, tile, row, n, masked);
     Guess<T, kScores> guess(f.softmax);
     guess.template weights<0, kFirst>(s);
     if (Config::kHold) hold(smem, f.softmax.l[0] + guess.sum[0] + guess.sum[1]);
@@ -409,21 +416,21 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       int n = last;
       if (mine.first < mine.end) {
         const u64 q_desc = k_major(q_tile(consumer));
+#pragma unroll 2
         for (; n >= mine.end; --n) skip(consumer, n < last);
-        if (n < last) {
-          wait_turn(consumer);
-          pass_turn(consumer);
+        if (n < last) take_turn_unused(consumer);
+        for (bool first = true;; first = false) {
+          scores(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
+          if (!first) f.softmax.rescale(f.o);
+          release_stored(stored, pending);
+          if (--n < mine.end_full || !kOneByOne) break;
+          take_turn_unused(consumer);
+          values(f);
         }
-        scores(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
-        release_stored(stored, pending);
-        --n;
-        if (Mask::kHasLo) {  // masked blocks at both ends: in one loop, so that their code is there once
-          for (; n >= mine.first; --n)
-            if (n >= mine.end_full || n < mine.first_full) overlapped<true>(q_desc, f, tile, row, n, consumer);
-            else overlapped<false>(q_desc, f, tile, row, n, consumer);
-        } else {
-          for (; n >= mine.end_full; --n) overlapped<true>(q_desc, f, tile, row, n, consumer);
-          for (; n >= mine.first_full; --n) overlapped<false>(q_desc, f, tile, row, n, consumer);
+#pragma unroll 1
+        for (; n >= mine.first; --n) {
+          const bool masked = !kOneByOne && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
+          overlapped(q_desc, f, tile, row, n, masked, consumer);
         }
         if (kPrivateO && elected()) q.release();
         values(f);
@@ -431,6 +438,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
         release_stored(stored, pending);
         if (kPrivateO && elected()) q.release();
       }
+#pragma unroll 2
       for (; n >= all.first; --n) skip(consumer, n < last);
       if (!Config::kSplit || gather(f, tile, consumer)) store(f, tile, row, consumer);
       pending = true;

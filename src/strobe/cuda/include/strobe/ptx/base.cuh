@@ -28,6 +28,7 @@ constexpr STROBE_DEVICE int max(int a, int b) { return a > b ? a : b; }
 // The same value, but the compiler forgets how it came about: what is computed from it is computed where it is used, instead of being
 // kept in registers across a loop.
 STROBE_DEVICE i64 opaque(i64 x) { asm volatile("" : "+l"(x)); return x; }
+STROBE_DEVICE int opaque(int x) { asm("" : "+r"(x)); return x; }
 STROBE_DEVICE u32 thread_idx_again() { u32 x = threadIdx.x; asm volatile("" : "+r"(x)); return x; }
 
 // The same value in every thread of the warp, and known by the compiler to be: branches on it are uniform.

@@ -4,7 +4,8 @@
 //   ss_zero, ss   A and B from shared memory, both K-major               (S  = Q K^T)
 //   rs_zero, rs   A from registers, B K-major
 //   rs_t_zero, rs_t  A from registers, B MN-major                        (O += P V)
-// `_zero` ignores the old D.
+// `_zero` ignores the old D. Chains, ss_zero<kSteps, A, B> and rs_t<kSteps, B>, add up several products: A::step(i) and B::step(i) say how
+// far from the first operand in shared memory the i-th lies.
 #pragma once
 #include <strobe/ptx/base.cuh>
 

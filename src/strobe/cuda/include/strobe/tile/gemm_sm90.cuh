@@ -8,30 +8,26 @@ namespace strobe {
 
 constexpr u32 kGroupBytes = 8 * kPanelRowBytes;  // eight rows of a panel: the unit of the swizzle
 
-// Descriptors count in 16-byte units. Along K a K-major operand moves by 32 bytes inside a panel, then to the next panel; an MN-major
-// one by 16 rows.
-STROBE_DEVICE u64 k_major_step(u64 desc, int rows, int step) { return desc + (step / 4) * (rows * kPanelRowBytes / 16) + (step % 4) * 2; }
-STROBE_DEVICE u64 mn_major_step(u64 desc, int step) { return desc + step * (16 * kPanelRowBytes / 16); }
+// From one product of a chain to the next, in the 16-byte units of descriptors: along K a K-major operand moves by 32 bytes inside a panel,
+// then to the next panel; an MN-major one by 16 rows.
+template <int kRows> struct AlongK {
+  static constexpr STROBE_DEVICE int step(int i) { return i / 4 * (kRows * int(kPanelRowBytes) / 16) + i % 4 * 2; }
+};
+struct DownRows {
+  static constexpr STROBE_DEVICE int step(int i) { return i * (16 * int(kPanelRowBytes) / 16); }
+};
 
 STROBE_DEVICE u64 k_major(u32 tile) { return wgmma_desc(tile, 0, kGroupBytes); }
 STROBE_DEVICE u64 mn_major(u32 tile, int rows) { return wgmma_desc(tile, rows * kPanelRowBytes, kGroupBytes); }
 
 // S = Q K^T: q a 64-row tile, k the first kKeys rows of a tile of kRowsK, both in shared memory.
 template <class T, int kKeys, int kDim, int kRowsK> STROBE_DEVICE void gemm_qk(float (&s)[kKeys / 2], u64 q, u64 k) {
-#pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
-    if (step == 0)
-      Wgmma<T, kKeys>::ss_zero(s, q, k);
-    else
-      Wgmma<T, kKeys>::ss(s, k_major_step(q, 64, step), k_major_step(k, kRowsK, step));
-  }
+  Wgmma<T, kKeys>::template ss_zero<kDim / 16, AlongK<64>, AlongK<kRowsK>>(s, q, k);
 }
 
 // O += P V: P in registers, v a tile of kKeys rows.
 template <class T, int kKeys, int kDimV> STROBE_DEVICE void gemm_pv(float (&o)[kDimV / 2], u32 (&p)[kKeys / 4], u64 v) {
-#pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step)
-    Wgmma<T, kDimV>::rs_t(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], mn_major_step(v, step));
+  Wgmma<T, kDimV>::template rs_t<kKeys / 16, DownRows>(o, p, v);
 }
 
 }  // namespace strobe
