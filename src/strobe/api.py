@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from strobe import autograd, dispatch, mask as masks
+from strobe import autograd, compiled, dispatch, mask as masks
 from strobe.backend import Backend
 from strobe.mask import Mask
 from strobe.problem import Inputs, Problem, check, from_bhsd, to_bhsd
@@ -53,6 +53,11 @@ def attention(
 
     A query that sees no key gets output 0, LSE -inf and gradients 0.
     """
+    if _is_compiling():
+        return compiled.attention(
+            None, q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
+            layout=layout, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     key = repeat = None
     if bias is None and sinks is None and out is None and seed is None and dropout.__class__ in _NUMBERS and not dropout:
         try:  # what follows decides how fast small problems are on a CPU, hence no function calls
@@ -117,6 +122,11 @@ def attention_varlen(
     (total_k, heads_k, dim). Sequence i holds the rows cu_q[i] to cu_q[i+1] and the keys cu_k[i] to cu_k[i+1] (int32, starting
     with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and `cu_q`, `cu_k` are taken
     on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k). The LSE is (heads, total_q)."""
+    if _is_compiling():
+        return compiled.attention(
+            (cu_q, cu_k, max_q, max_k), q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed,
+            sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     problem, inputs = check(
         q, k, v, cu=(cu_q, cu_k, max_q, max_k), mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed,
         sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic,
@@ -218,6 +228,7 @@ _repeats_on_cpu: _Repeats = {}
 _local = threading.local()  # on GPUs plans hold mutable launch buffers, so each thread has its own
 _MOST_REPEATS = 1024
 _is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 _NUMBERS = (float, int)  # no bool, which is refused as a number
 
 

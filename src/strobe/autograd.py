@@ -55,12 +55,12 @@ class _Attention(torch.autograd.Function):
         backend, problem, rest = ctx.call
         needs = ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():  # nobody asks for second derivatives
-            return None, None, None, *_gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
+            return None, None, None, *gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
         found = _Backward.apply(backend, problem, rest, needs, out.detach(), lse.detach(), dout, dlse, *tensors)
         return None, None, None, *found
 
 
-def _gradients(
+def gradients(
     backend: Backend, problem: Problem, rest: Inputs, needs: tuple[bool, ...],
     out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, tensors: Sequence[torch.Tensor | None],
 ) -> _Tensors:  # fmt: skip
@@ -85,7 +85,7 @@ class _Backward(torch.autograd.Function):
         ctx.save_for_backward(dout, dlse, *tensors)
         ctx.call = problem, rest, needs
         ctx.set_materialize_grads(False)
-        return _gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
+        return gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:

@@ -212,3 +212,22 @@ def chunked(n: int) -> Mask:
     """Queries see the keys of their own chunk of `n` positions. Queries before the first key count as chunk 0."""
     chunk = Expr("max", (_diag, Expr.of(0))) // _size(n, "chunked(n): n", 1)
     return Mask(chunk * n, (chunk + 1) * n, f"chunked({n})")
+
+
+_PLAIN = {mask.name: mask for mask in (full, causal, causal_top_left)}
+_MAKERS: dict[str, Any] = {"window": window, "prefix": prefix, "chunked": chunked}
+
+
+@functools.lru_cache(maxsize=256)
+def named(name: str) -> Mask:
+    """The mask that has this `name`."""
+    found = full
+    for part in name.split(" & "):
+        maker, _, numbers = part.removesuffix(")").partition("(")
+        if part in _PLAIN:
+            found = found & _PLAIN[part]
+        elif maker in _MAKERS:
+            found = found & _MAKERS[maker](*(None if n == "None" else int(n) for n in numbers.split(", ")))
+        else:
+            raise ValueError(f"{name!r} is not the name of a mask: {part!r} is unknown")
+    return found

@@ -21,7 +21,7 @@ LAYERS = [
     ["backend"],
     ["reference", "slab", "tiled", "tiled_backward", "aten_cpu", "autograd", "cuda", "emulator"],
     ["dispatch"],
-    ["api", "explain"],
+    ["api", "compiled", "explain"],
     ["support", "generated", "demo", "demo_inputs", "doctor", "worked_example", "bench", "ladder", "learn", "tune"],
     ["terminal"],
     ["cli", "__main__"],

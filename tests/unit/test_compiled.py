@@ -1,0 +1,156 @@
+"""Under torch.compile: one graph, the same numbers. `aot_eager` traces forward and backward but generates no code; one test
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import strobe
+from strobe.mask import named
+
+SHAPE = (2, 33, 4, 16)
+LENGTHS = torch.tensor([0, 5, 5, 33], dtype=torch.int32)
+VISIBLE = torch.rand(33, 33, generator=torch.Generator().manual_seed(0)) > 0.3
+
+Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+CASES: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
+    "plain": (lambda q, k, v: strobe.attention(q, k, v), [SHAPE] * 3),
+    "causal, LSE": (lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal, return_lse=True), [SHAPE] * 3),
+    "a mask made inside, softcap, grouped": (
+        lambda q, k, v: strobe.attention(q, k, v, mask=strobe.window(3, 1) & strobe.prefix(2), softcap=5.0),
+        [SHAPE, (2, 33, 2, 16), (2, 33, 2, 24)],
+    ),
+    "bias, sinks, dropout": (
+        lambda q, k, v, bias, sinks: strobe.attention(q, k, v, bias=bias, sinks=sinks, dropout=0.1, seed=3),
+        [SHAPE, SHAPE, SHAPE, (4, 33, 33), (4,)],
+    ),
+    "mask tensor, bhsd": (
+        lambda q, k, v: strobe.attention(q, k, v, mask=VISIBLE, layout="bhsd", return_lse=True),
+        [(2, 4, 33, 16)] * 3,
+    ),
+    "packed": (
+        lambda q, k, v: strobe.attention_varlen(q, k, v, LENGTHS, LENGTHS, mask=strobe.causal, return_lse=True),
+        [(33, 4, 16)] * 3,
+    ),
+    "sdpa": (lambda q, k, v: strobe.sdpa(q, k, v, is_causal=True), [(2, 4, 33, 16)] * 3),
+    "two axes": (lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal, return_lse=True), [(33, 16)] * 3),
+    "three axes": (lambda q, k, v: strobe.attention(q, k, v, return_lse=True), [(33, 4, 16)] * 3),
+    "no keys": (lambda q, k, v: strobe.attention(q, k, v), [SHAPE, (2, 0, 4, 16), (2, 0, 4, 16)]),
+    "a backend by name": (lambda q, k, v: strobe.attention(q, k, v, backend="tiled"), [SHAPE] * 3),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def with_gradients(function: Function, shapes: list[tuple[int, ...]], seed: int = 0) -> list[torch.Tensor]:
+    """The results and the gradients of all inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    found = function(*inputs)
+    results = list(found) if isinstance(found, tuple) else [found]
+    weights = [torch.randn(r.shape, generator=generator) for r in results]
+    torch.autograd.backward(results, weights)
+    return [t.detach() for t in results] + [t.grad for t in inputs if t.grad is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_graph_and_the_same_numbers(name: str) -> None:
+    function, shapes = CASES[name]
+    expected = with_gradients(function, shapes)
+    found = with_gradients(torch.compile(function, fullgraph=True, backend="aot_eager"), shapes)
+    assert len(found) == len(expected) >= len(shapes)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_may_change_without_a_new_graph() -> None:
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal), backend=graphs, dynamic=True)
+    seen = []
+    for length in (17, 40, 64):
+        shapes = [(2, length, 4, 16)] * 3
+        expected = with_gradients(lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal), shapes)
+        for a, b in zip(with_gradients(compiled, shapes), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        seen.append(graphs.frame_count)
+    assert len(set(seen)) == 1, seen
+
+
+def test_generated_code_around_it() -> None:
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return strobe.attention(2 * q, k, v.relu(), mask=strobe.causal).sigmoid()
+
+    found, expected = (with_gradients(f, [SHAPE] * 3) for f in (torch.compile(block, fullgraph=True), block))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_no_lse_unless_someone_needs_it() -> None:
+    q = torch.randn(SHAPE)
+    seen = []
+
+    def look(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        seen.extend(node.args[-1] for node in module.graph.nodes if node.target is torch.ops.strobe.attention.default)
+        seen.extend(node.args[-1] for node in module.graph.nodes if node.target is torch.ops.strobe.attention)
+        return module.forward
+
+    torch.compile(strobe.attention, backend=look)(q, q, q)
+    torch._dynamo.reset()
+    torch.compile(strobe.attention, backend=look)(q.requires_grad_(), q, q)
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("options", [{"out": torch.empty(SHAPE)}, {"dropout": 0.2}], ids=["out", "a seed to draw"])
+def test_what_breaks_the_graph_still_runs(options: dict) -> None:
+    q = torch.randn(SHAPE)
+    torch.manual_seed(1)
+    expected = strobe.attention(q, q, q, **options).clone()
+    torch.manual_seed(1)
+    torch.testing.assert_close(torch.compile(strobe.attention, backend="aot_eager")(q, q, q, **options), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(strobe.attention, backend="aot_eager", fullgraph=True)(q, q, q, **options)
+
+
+def test_errors_are_the_same() -> None:
+    q, k = torch.randn(SHAPE), torch.randn(2, 33, 3, 16)
+    compiled = torch.compile(strobe.attention, backend="aot_eager")
+    with pytest.raises(ValueError, match="4 heads, which is not a multiple of the 3 heads"):
+        compiled(q, k, k)
+    with pytest.raises(TypeError, match="mask must be a strobe mask"):
+        compiled(q, q, q, mask="causal")
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_operation_keeps_its_promises(requires_grad: bool) -> None:
+    """Schema, shapes and strides promised to the tracer, derivatives: PyTorch's own checks."""
+    q, k, v = (torch.randn(SHAPE).requires_grad_(requires_grad) for _ in range(3))
+    options = ("causal", None, None, 0.0, 0, "bshd", False, None, True)
+    torch.library.opcheck(torch.ops.strobe.attention, (q, k, v, *[None] * 7, *options))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        strobe.full, strobe.causal, strobe.causal_top_left, strobe.window(3, None), strobe.window(None, 0), strobe.prefix(7),
+        strobe.chunked(5) & strobe.causal, strobe.causal & strobe.window(2, 2) & strobe.prefix(1),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_masks_are_known_by_their_names(mask: strobe.Mask) -> None:
+    assert named(mask.name) == mask
+
+
+def test_unknown_names_are_refused() -> None:
+    for name in ("", "causal & tree(3)", "window"):
+        with pytest.raises((ValueError, TypeError)):
+            named(name)
