@@ -11,8 +11,8 @@ import torch
 from fake_driver import Kernel, Recorder
 
 import strobe
-from strobe.cuda import backend
-from strobe.cuda.plan import POINTERS, plan_sm80, plan_sm90
+from strobe.cuda import backend, driver
+from strobe.cuda.plan import PART_COUNTERS, POINTERS, plan_sm80, plan_sm90
 from strobe.problem import check
 
 
@@ -61,8 +61,9 @@ def test_the_rest_of_the_arguments_stays(kernel: str, no_driver: None) -> None:
 
 
 def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))
+    empty, zeroed = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
+    monkeypatch.setattr(driver, "zero", lambda address, size, stream: zeroed.append((address, size, stream)))
     monkeypatch.setattr(backend, "_counters", {})
     capturing = [False]
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
@@ -71,3 +72,5 @@ def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest
     capturing[0] = True
     kept = [backend._counter(0, 1)]
     assert len(backend._counters) == 2 and kept[0] != 0
+    size = 4 * (1 + PART_COUNTERS)
+    assert zeroed == [(first, size, 1), (other, size, 2), (kept[0], size, 1)]

@@ -56,7 +56,8 @@ def _ask(question: dict[str, Any], cache: Path) -> dict[str, Any]:
     import strobe
     from strobe.bench.providers import Refusal
 
-    environment = {name: value for name, value in os.environ.items() if name not in ("STROBE_CUBIN_PATH", "STROBE_NO_COMPILE")}
+    unlike_a_user = ("STROBE_CUBIN_PATH", "STROBE_NO_COMPILE", "PYTHONDONTWRITEBYTECODE")  # whose modules are compiled
+    environment = {name: value for name, value in os.environ.items() if name not in unlike_a_user}
     source = str(Path(strobe.__file__).resolve().parents[1])  # the strobe of this process, wherever it was imported from
     environment["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment["STROBE_CACHE_DIR"] = str(cache)

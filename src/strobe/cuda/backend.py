@@ -142,13 +142,20 @@ _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 def _counter(device: int, stream: int) -> int:
     """The address of zeros that launches on this stream may count with. They run one after the other and leave them zero. A
-    graph may be replayed beside anything, so each launch in one gets zeros of its own."""
+    graph may be replayed beside anything, so each launch in one gets zeros of its own, in memory that the graph keeps."""
     if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(1 + PART_COUNTERS, dtype=torch.int32, device=device).data_ptr()  # the graph keeps its memory
+        return _zeros(device, stream).data_ptr()
     found = _counters.get((device, stream))
     if found is None:
-        found = _counters[device, stream] = torch.zeros(1 + PART_COUNTERS, dtype=torch.int32, device=device)
+        found = _counters[device, stream] = _zeros(device, stream)
     return found.data_ptr()
+
+
+def _zeros(device: int, stream: int) -> torch.Tensor:
+    """Not `torch.zeros`, whose kernel would have to be loaded in the first call of a process."""
+    counters = torch.empty(1 + PART_COUNTERS, dtype=torch.int32, device=device)
+    driver.zero(counters.data_ptr(), counters.nbytes, stream)
+    return counters
 
 
 _local = threading.local()
