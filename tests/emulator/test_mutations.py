@@ -29,6 +29,7 @@ SEEDS = (1, 2, 3)
 CAUSAL = Case("causal", 150, 300, batch=1, heads=3, heads_k=1, dim=64, mask=causal)
 WINDOW = Case("window", 150, 300, batch=1, heads=2, dim=64, mask=window(100, 10))
 FALLING = Case("falling", 70, 300, batch=1, dim=64, scores="falling")  # kernels go from the last key to the first
+DIAGONAL = replace(FALLING, name="diagonal", len_k=100, mask=causal)  # every block needs the mask, the first rows meet two
 STEEP = replace(FALLING, name="steep", scale=5.0)  # exp overflows under the maximum of a block ago
 SHORT = Case("short", 400, 50, batch=1, heads=3, heads_k=1, dim=64)  # one key block a tile: nothing but the Q ring holds back
 SPLIT = Case("split", 60, 600, batch=1, heads=1, heads_k=1, dim=64, mask=causal)  # one tile: two blocks take half the keys each
@@ -127,7 +128,9 @@ MUTATIONS = [
         ("no_fence", "wgmma_fence();", "", CAUSAL, 4),
         ("weights_overwritten_in_flight", "if (Config::kHold) hold(",
          "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(", CAUSAL),
-        ("output_not_rescaled", "f.softmax.rescale(f.o);", "", FALLING),
+        ("output_not_rescaled", "f.softmax.rescale(f.o);\n  }", "}", FALLING),
+        ("output_not_rescaled_on_the_diagonal", "if (!first) f.softmax.rescale(f.o);", "", DIAGONAL),
+        ("values_of_the_diagonal_missing", "take_turn_unused(consumer);\n          values(f);", "", CAUSAL),
         ("wrong_guess_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
         # ---- output through shared memory ----
         ("no_proxy_fence", "fence_proxy_async();\n      bar_sync", "bar_sync", CAUSAL),
@@ -157,8 +160,11 @@ MUTATIONS = [
         ("lse_of_another_head", "(row + 8 * r) % kFold;", "0;"),
     ]),
     Mutation("turn_not_passed_on", "pass_turn(consumer);\n    wgmma_wait<1>();", "wgmma_wait<1>();", tile="sm90_ping_pong"),
-    Mutation("turn_not_passed_on_by_a_skip", "wait_turn(consumer);\n      pass_turn(consumer);\n    }\n    pass_over(k);",
-             "wait_turn(consumer);\n    }\n    pass_over(k);", tile="sm90_ping_pong"),
+    Mutation("unused_turn_not_passed_on", "wait_turn(consumer);\n    pass_turn(consumer);\n  }", "wait_turn(consumer);\n  }",
+             tile="sm90_ping_pong"),
+    Mutation("turn_not_taken_by_a_skip", "if (has_turn) take_turn_unused(consumer);", "", tile="sm90_ping_pong"),
+    Mutation("turn_not_taken_on_the_diagonal", "take_turn_unused(consumer);\n          values(f);", "values(f);", DIAGONAL,
+             tile="sm90_ping_pong"),
     # ---- one Q slot, O in a buffer of its own ----
     *(Mutation(*m, tile="sm90_one_slot") for m in [
         ("queries_not_released", "if (kPrivateO && elected()) q.release();", "", CAUSAL, 2),
