@@ -26,7 +26,7 @@ _Maybe = torch.Tensor | None
 _TENSORS = ("q", "k", "v", "bias", "sinks")  # that can have gradients, in the order of `Gradients`
 _NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
 _library = torch.library.Library("strobe", "DEF")
-_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_tags = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name))
 _library.define(f"attention({_CALL}, bool with_lse) -> (Tensor, Tensor)", tags=_tags)
 _library.define(
     f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_CALL}) -> Tensor[]", tags=_tags
