@@ -94,6 +94,17 @@ def test_generated_code_around_it() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return strobe.attention(2 * q, k, v, mask=strobe.causal)
+
+    q, k, v = (torch.randn(SHAPE) for _ in range(3))
+    exported = torch.export.export(Layer(), (q, k, v), strict=strict)
+    torch.testing.assert_close(exported.module()(q, k, v), Layer()(q, k, v))
+
+
 def test_no_lse_unless_someone_needs_it() -> None:
     q = torch.randn(SHAPE)
     seen = []

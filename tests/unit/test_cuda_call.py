@@ -20,7 +20,7 @@ from strobe.problem import check
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_driver.install(monkeypatch)
     monkeypatch.setattr(backend, "kernel", lambda variant: Kernel())
-    monkeypatch.setattr(backend, "_counter", lambda device, stream: 4096 + stream)
+    monkeypatch.setattr(backend, "_counter", lambda device, stream: (4096 + stream, None))
 
 
 def call_of(kernel: str) -> tuple[backend.Call, Any]:
@@ -61,16 +61,16 @@ def test_the_rest_of_the_arguments_stays(kernel: str, no_driver: None) -> None:
 
 
 def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty, zeroed = torch.empty, []
+    empty, zeroed, allocated = torch.empty, [], []
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
+    monkeypatch.setattr(driver, "allocate", lambda size: allocated.append(size) or 1000 * len(allocated))
     monkeypatch.setattr(driver, "zero", lambda address, size, stream: zeroed.append((address, size, stream)))
     monkeypatch.setattr(backend, "_counters", {})
     capturing = [False]
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
-    first, other = backend._counter(0, 1), backend._counter(0, 2)
-    assert first != other and backend._counter(0, 1) == first
+    assert [backend._counter(0, stream) for stream in (1, 2, 1)] == [(1000, None), (2000, None), (1000, None)]
     capturing[0] = True
-    kept = [backend._counter(0, 1)]
-    assert len(backend._counters) == 2 and kept[0] != 0
-    size = 4 * (1 + PART_COUNTERS)
-    assert zeroed == [(first, size, 1), (other, size, 2), (kept[0], size, 1)]
+    address, alive = backend._counter(0, 1)
+    assert alive is not None and alive.data_ptr() == address and alive.nbytes == 4 * (1 + PART_COUNTERS)
+    assert allocated == [alive.nbytes] * 2
+    assert zeroed == [(1000, alive.nbytes, 1), (2000, alive.nbytes, 2), (address, alive.nbytes, 1)]

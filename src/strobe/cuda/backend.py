@@ -129,7 +129,7 @@ class Call:
             with torch.cuda.device(self._device):
                 return self(*addresses)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        counter = _counter(self._device, stream) if self._maps else 0
+        counter, _alive = _counter(self._device, stream) if self._maps else (0, None)
         workspace = torch.empty(self._workspace, dtype=torch.float32, device=self._device) if self._workspace else None
         self._patch(self._launch.params, *addresses, counter, _address(workspace))
         for slot, address in zip(self._maps, addresses, strict=False):
@@ -137,25 +137,24 @@ class Call:
         self._launch.launch(stream)
 
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_COUNTER_BYTES = 4 * (1 + PART_COUNTERS)
+_counters: dict[tuple[int, int], int] = {}
 
 
-def _counter(device: int, stream: int) -> int:
-    """The address of zeros that launches on this stream may count with. They run one after the other and leave them zero. A
-    graph may be replayed beside anything, so each launch in one gets zeros of its own, in memory that the graph keeps."""
+def _counter(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
+    """The address of zeros that a launch on this stream may count with, and what has to live until it is under way. Launches on
+    a stream run one after the other and leave them zero. A graph may be replayed beside anything, so each launch in one gets
+    zeros of its own, in the graph's memory. The others are no memory of torch's, who would miss it in pools that it manages for
+    others; nor do they come from `torch.zeros`, whose kernel would have to be loaded in the first call of a process."""
     if torch._C._cuda_isCurrentStreamCapturing():
-        return _zeros(device, stream).data_ptr()
+        counters = torch.empty(_COUNTER_BYTES, dtype=torch.uint8, device=device)
+        driver.zero(counters.data_ptr(), _COUNTER_BYTES, stream)
+        return counters.data_ptr(), counters
     found = _counters.get((device, stream))
     if found is None:
-        found = _counters[device, stream] = _zeros(device, stream)
-    return found.data_ptr()
-
-
-def _zeros(device: int, stream: int) -> torch.Tensor:
-    """Not `torch.zeros`, whose kernel would have to be loaded in the first call of a process."""
-    counters = torch.empty(1 + PART_COUNTERS, dtype=torch.int32, device=device)
-    driver.zero(counters.data_ptr(), counters.nbytes, stream)
-    return counters
+        found = _counters[device, stream] = driver.allocate(_COUNTER_BYTES)
+        driver.zero(found, _COUNTER_BYTES, stream)
+    return found, None
 
 
 _local = threading.local()

@@ -68,6 +68,11 @@ def _check(call: str, result: tuple, cuda: Any = None) -> Any:
     return values[0] if values else None
 
 
+def allocate(size: int) -> int:
+    """The address of memory on the current device that is never given back."""
+    return int(_check("cuMemAlloc", _cuda().cuMemAlloc(size)))
+
+
 def zero(address: int, size: int, stream: int) -> None:
     """Set bytes of the current device to 0, in the order of the stream."""
     _check("cuMemsetD8Async", _cuda().cuMemsetD8Async(address, 0, size, stream))
