@@ -6,7 +6,7 @@
 //   small for any head dim above 32. And a thread that has loaded 4 + 4 numbers makes 16 products of them: half a load for each
 //   multiplication, where there were two.
 // Predicted: x 4 the speed of 03: from two loads a multiplication to a half, with a quarter of the traffic besides.
-// Measured: x 3.38, 1 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 3.34, 1.02 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: one block for each head, so most of the GPU idles; and O still goes to memory and back for every tile of keys.
 #include "ladder.cuh"
 

@@ -6,7 +6,7 @@
 //   for the head dims for which, beside this overlap, that still pays.
 // Why it should help: the exponentials of a block stand beside its own products, not only beside those of its neighbour.
 // Predicted: x 1.2 the speed of 12, half of it from the overlap and half from the rest.
-// Measured: x 1.26, 787 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 1.25, 785 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: the exponential units beside the matrix units, and in long runs the power that both may draw.
 //
 // This rung is not a copy. The kernel is the file below, and what follows it (tile, mask, arguments) is printed by strobe/cuda/plan.py,
