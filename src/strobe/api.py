@@ -53,7 +53,7 @@ def attention(
 
     A query that sees no key gets output 0, LSE -inf and gradients 0.
     """
-    if _is_compiling():
+    if _is_compiling() or (q.__class__ not in _REAL and compiled.is_traced(q)):
         return compiled.attention(
             None, q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
             layout=layout, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
@@ -122,7 +122,7 @@ def attention_varlen(
     (total_k, heads_k, dim). Sequence i holds the rows cu_q[i] to cu_q[i+1] and the keys cu_k[i] to cu_k[i+1] (int32, starting
     with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and `cu_q`, `cu_k` are taken
     on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k). The LSE is (heads, total_q)."""
-    if _is_compiling():
+    if _is_compiling() or (q.__class__ not in _REAL and compiled.is_traced(q)):
         return compiled.attention(
             (cu_q, cu_k, max_q, max_k), q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed,
             sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
@@ -228,7 +228,8 @@ _repeats_on_cpu: _Repeats = {}
 _local = threading.local()  # on GPUs plans hold mutable launch buffers, so each thread has its own
 _MOST_REPEATS = 1024
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
+_REAL = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)  # no bool, which is refused as a number
 
 

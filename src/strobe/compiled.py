@@ -1,8 +1,9 @@
-"""Under `torch.compile` attention is one operation of the graph, `torch.ops.strobe.attention`, and so is its backward.
+"""Where PyTorch traces (`torch.compile`, `torch.export`, fake tensors) attention is one operation of the graph,
+`torch.ops.strobe.attention`, and so is its backward.
 
 A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as it is
 called without a compiler. Operations take no objects, hence interval masks travel by name. What an operation cannot express
-(`out=`, and a seed drawn for dropout) breaks the graph and runs as usual.
+(`out=`, and a seed drawn for dropout) breaks the graph of a compiled function and then runs as usual.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from strobe import autograd, dispatch
 from strobe.mask import Mask, full, named
-from strobe.problem import check, from_bhsd, to_bhsd
+from strobe.problem import Unsupported, check, from_bhsd, to_bhsd
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, "
@@ -33,11 +36,18 @@ _library.define(
 )
 
 
+def is_traced(t: Any) -> bool:
+    """Whether it stands for a tensor, outside of a compiled function."""
+    return isinstance(t, (FakeTensor, FunctionalTensor))
+
+
 def attention(cu: tuple[Any, ...] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """`strobe.attention`, or `attention_varlen` if `cu` = (cu_q, cu_k, max_q, max_k), for a tracer."""
     mask, dropout, seed = options["mask"], options["dropout"], options["seed"]
     is_tensor = isinstance(mask, torch.Tensor)
     if options["out"] is not None or (dropout and seed is None) or not (mask is None or is_tensor or isinstance(mask, Mask)):
+        if not torch.compiler.is_dynamo_compiling():
+            raise Unsupported("only a mask of ours or a boolean tensor, no `out`, and dropout with a `seed` can be traced")
         return _uncompiled(cu, q, k, v, options)
     bias, sinks, return_lse = options["bias"], options["sinks"], options["return_lse"]
     cu_q, cu_k, max_q, max_k = cu or (None, None, None, None)
@@ -63,9 +73,9 @@ def _options(call: dict[str, Any]) -> tuple[tuple[Any, ...] | None, dict[str, An
     """The arguments of an operation as the functions of the library take them: (cu, keywords)."""
     cu = None if call["cu_q"] is None else (call["cu_q"], call["cu_k"], call["max_q"], call["max_k"])
     mask = named(call["interval"]) if call["mask"] is None else call["mask"]
-    passed = ("bias", "sinks", "scale", "softcap", "dropout", "seed", "layout", "deterministic")
-    options = {"mask": mask} | {name: call[name] for name in passed if name != "layout" or cu is None}
-    return cu, options
+    passed = ("bias", "sinks", "scale", "softcap", "dropout", "deterministic", *(() if cu else ("layout",)))
+    seed = call["seed"] if call["dropout"] else None
+    return cu, {"mask": mask, "seed": seed} | {name: call[name] for name in passed}
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------------

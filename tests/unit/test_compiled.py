@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
+from strobe import api
 from strobe.mask import named
 
 SHAPE = (2, 33, 4, 16)
@@ -105,6 +107,15 @@ def test_export(strict: bool) -> None:
     torch.testing.assert_close(exported.module()(q, k, v), Layer()(q, k, v))
 
 
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 1 << 20, 8, 64)
+        out, lse = strobe.attention(q, q, q, mask=strobe.causal, return_lse=True)
+        assert out.shape == q.shape and lse.shape == (1, 8, 1 << 20) and lse.dtype == torch.float32
+        with pytest.raises(strobe.Unsupported, match="can be traced"):
+            strobe.attention(q, q, q, dropout=0.1)
+
+
 def test_no_lse_unless_someone_needs_it() -> None:
     q = torch.randn(SHAPE)
     seen = []
@@ -130,6 +141,15 @@ def test_what_breaks_the_graph_still_runs(options: dict) -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(strobe.attention, backend="aot_eager", fullgraph=True)(q, q, q, **options)
+
+
+def test_a_compiled_call_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once checked, arguments are not checked again."""
+    q = torch.randn(SHAPE)
+    compiled = torch.compile(lambda q: strobe.attention(q, q, q, mask=strobe.causal), backend="aot_eager")
+    compiled(q)
+    monkeypatch.setattr(api, "check", None)
+    compiled(q)
 
 
 def test_errors_are_the_same() -> None:
