@@ -85,9 +85,9 @@ def attention(
     chosen = dispatch.choose(problem, backend)
     o, lse = _run(chosen, problem, inputs, None if out is None else to_bhsd(out, layout), layout)
     if key is not None and q.dim() == 4 and not problem.empty and not problem.has_mask_tensor:
-        if chosen.repeat is not None and not problem.needs_grad:
+        if chosen.repeat is not None:
             repeat = chosen.repeat(problem, inputs, layout, return_lse)
-        elif problem.device.type == "cpu":
+        if repeat is None and problem.device.type == "cpu":
             repeat = functools.partial(_attend_again, chosen, problem, layout, return_lse)
         if repeat is not None:
             _remember(_repeats_of(q), key, repeat)

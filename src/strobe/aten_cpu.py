@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from strobe import tiled_backward
+from strobe.autograd import Plain
 from strobe.backend import Backend, Gradients
 from strobe.mask import causal, causal_top_left, full
 from strobe.problem import Inputs, Problem, from_bhsd, to_bhsd
@@ -98,24 +99,35 @@ def backward(
     return Gradients(*gradients)
 
 
-def _repeat(problem: Problem, inputs: Inputs, layout: str, return_lse: bool) -> Callable[..., Any]:
+def _repeat(problem: Problem, inputs: Inputs, layout: str, return_lse: bool) -> Callable[..., Any] | None:
     """Further calls like this one, without mask tensor or bias: only views and the operation itself."""
     keywords: dict[str, Any] = {"is_causal": True} if _is_causal(problem) else {}
     if problem.scale != 1 / math.sqrt(problem.dim):
         keywords["scale"] = problem.scale
     op = functools.partial(_forward_op, **keywords) if keywords else _forward_op  # a number to parse costs 0.7 us
+    attend: Callable[..., Any]
+    if problem.needs_grad:
+        if return_lse:
+            return None
+        backward_op, causal, scale = _backward_op.default, _is_causal(problem), problem.scale
 
-    def of_bhsd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return op(q, k, v)[0]
+        def backward(*tensors: torch.Tensor) -> Any:
+            return backward_op(*tensors, 0.0, causal, scale=scale)
+
+        attend = functools.partial(Plain.apply, (op, backward, BACKENDS["aten_cpu"], problem))
+    else:
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return op(q, k, v)[0]
 
     def of_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))[0].transpose(1, 2)
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
     def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         out, lse = op(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
         return from_bhsd(out, q, layout), lse
 
-    return with_lse if return_lse else of_bshd if layout == "bshd" else of_bhsd
+    return with_lse if return_lse else of_bshd if layout == "bshd" else attend
 
 
 BACKENDS = {

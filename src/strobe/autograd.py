@@ -60,6 +60,28 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *found
 
 
+class Plain(torch.autograd.Function):
+    """The output alone as a function of q, k and v alone: `_Attention` where Python's own time counts. `call` is (forward,
+    backward, backend, problem), the first two functions of tensors: (q, k, v) and (dout, q, k, v, out, lse)."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
+        out, lse = call[0](*tensors)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        _, backward, backend, problem = ctx.call
+        if not torch.is_grad_enabled():
+            return None, *backward(*grads, q, k, v, out, lse)
+        rest, needs = _without_tensors(Inputs(q, k, v)), (*ctx.needs_input_grad[1:], False, False)
+        found = _Backward.apply(backend, problem, rest, needs, out.detach(), lse.detach(), *grads, None, q, k, v, None, None)
+        return None, *found[:3]
+
+
 def gradients(
     backend: Backend, problem: Problem, rest: Inputs, needs: tuple[bool, ...],
     out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, tensors: Sequence[torch.Tensor | None],

@@ -142,9 +142,14 @@ def test_repeated_gradients(backend: str) -> None:
         leaves = [torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=i in wanted) for i in range(3)]
         found = []
         for name in (backend, "reference"):
-            out, lse = strobe.attention(*leaves, return_lse=True, backend=name)
             needed = [leaves[i] for i in wanted]
+            out, lse = strobe.attention(*leaves, return_lse=True, backend=name)
             first = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), needed, create_graph=True)
             second = torch.autograd.grad(sum((g * g).sum() for g in first), needed)
-            found.append((*first, *second))
+            found.append([*first, *second])
+            for layout in ("bshd", "bhsd"):  # without the LSE, a shorter way
+                out = strobe.attention(*leaves, mask=strobe.causal, layout=layout, scale=0.4, backend=name)
+                found[-1] += torch.autograd.grad(out.sin().sum(), needed, retain_graph=True)
+                first = torch.autograd.grad(out.sin().sum(), needed, create_graph=True)
+                found[-1] += [*first, *torch.autograd.grad(sum((g * g).sum() for g in first), needed)]
         torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=1e-10)
