@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from strobe import autograd, dispatch
 from strobe.mask import Mask, full, named
-from strobe.problem import Unsupported, check, from_bhsd, to_bhsd
+from strobe.problem import Unsupported, check, from_bhsd, lse_dtype, to_bhsd
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, "
@@ -88,7 +88,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     options |= {"return_lse": with_lse, "backend": call["backend"], "out": None}
     with torch.no_grad():
         found = _uncompiled(cu, call["q"], call["k"], call["v"], options)
-    out, lse = found if with_lse else (found, call["q"].new_empty(0, dtype=torch.float32))
+    out, lse = found if with_lse else (found, call["q"].new_empty(0, dtype=lse_dtype(call["q"].dtype)))
     return out.contiguous(), lse.contiguous()  # what `_fake_forward` promises
 
 
@@ -96,13 +96,12 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *values, with_lse = arguments
     call = dict(zip(_NAMES, values, strict=True))
     q = call["q"]
-    *lead, dim = q.shape
+    lead = q.shape[:-1]
     if call["cu_q"] is not None:
         rows = [lead[1], lead[0]]
     else:
         rows = [*lead[:-2], lead[-1], lead[-2]] if len(lead) > 1 and call["layout"] == "bshd" else lead
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*lead, call["v"].shape[-1])), q.new_empty(rows if with_lse else (0,), dtype=lse_dtype)
+    return q.new_empty((*lead, call["v"].shape[-1])), q.new_empty(rows if with_lse else (0,), dtype=lse_dtype(q.dtype))
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ class Unsupported(RuntimeError):
     """A backend was named explicitly and cannot do what was asked; the message says why."""
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the LSE that goes with inputs of this type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class Problem:
     dtype: torch.dtype
@@ -56,7 +61,7 @@ class Problem:
 
     @property
     def lse_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return lse_dtype(self.dtype)
 
     @property
     def empty(self) -> bool:

@@ -161,11 +161,12 @@ def test_errors_are_the_same() -> None:
         compiled(q, q, q, mask="causal")
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_the_operation_keeps_its_promises(requires_grad: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_the_operation_keeps_its_promises(dtype: torch.dtype, with_lse: bool) -> None:
     """Schema, shapes and strides promised to the tracer, derivatives: PyTorch's own checks."""
-    q, k, v = (torch.randn(SHAPE).requires_grad_(requires_grad) for _ in range(3))
-    options = ("causal", None, None, 0.0, 0, "bshd", False, None, True)
+    q, k, v = (torch.randn(SHAPE, dtype=dtype).requires_grad_(with_lse) for _ in range(3))
+    options = ("causal", None, None, 0.0, 0, "bshd", False, None, with_lse)
     torch.library.opcheck(torch.ops.strobe.attention, (q, k, v, *[None] * 7, *options))
 
 
