@@ -42,5 +42,6 @@ class Backend:
     details: Callable[[Problem], dict[str, object]] = field(default=_nothing)  # tiles, threads, … for `explain`
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # workspace beyond inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
-    # (problem, inputs, layout, return_lse) -> a function of (q, k, v) alone for further calls like this one; see api.py
+    # (problem, inputs, layout, return_lse) -> a function of (q, k, v) alone for further calls like this one; see api.py, which
+    # asks for calls that need gradients on CPUs only
     repeat: Callable[[Problem, Inputs, str, bool], Callable[..., Any] | None] | None = None

@@ -198,7 +198,7 @@ def _forward(
 
 def _repeat(planner: Planner, problem: Problem, inputs: Inputs, layout: str, return_lse: bool) -> Callable[..., Any] | None:
     """`_forward` for further dense calls with the same shapes and options, with the Python left out."""
-    if problem.packed or problem.needs_grad or any(aligned(t) is not t for t in (inputs.q, inputs.k, inputs.v)):
+    if problem.packed or any(aligned(t) is not t for t in (inputs.q, inputs.k, inputs.v)):
         return None
     batch, heads, rows, _ = inputs.q.shape
     columns, dtype, device = problem.dim_v, problem.dtype, problem.device
