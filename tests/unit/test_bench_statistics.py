@@ -20,6 +20,12 @@ def test_ranks_from_the_tables(n: int, low: int, high: int, confidence: float) -
     assert found[:2] == (low, high) and found[2] == pytest.approx(confidence, abs=1e-4)
 
 
+def test_many_samples_do_not_overflow() -> None:
+    low, high, confidence = median_ranks(5000)
+    assert high == 4999 - low and 0.95 <= confidence < 0.96
+    assert low == pytest.approx(2500 - 1.96 * 5000**0.5 / 2, abs=2)  # the normal approximation
+
+
 def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
     chance = random.Random(1)
     true_median = 2**0.5  # of max(u1, u2) * 2 with u uniform on [0, 1]

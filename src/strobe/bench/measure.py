@@ -2,13 +2,17 @@
 
 On a GPU: a pair of device events around each launch, after a warm-up by time; the L2 cache is overwritten before each
 launch, or left warm, and the result says which. Calls too short for events are captured into a CUDA graph and replayed.
-Contenders take turns, A-B-A-B, so that a clock that moves moves for all of them. On a CPU: `time.perf_counter` around each
-call, in turns as well.
+On a CPU: `time.perf_counter` around each call.
+
+Contenders take turns of a few milliseconds, in a new order each round. A GPU at its power limit changes its clock every 20 to
+50 ms, and what ran before decides where to: in longer turns, or always after the same neighbour, contenders would be timed
+at different clocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,14 +22,14 @@ import torch
 
 Call = Callable[[], Any]
 _FLUSH_BYTES = 256 << 20  # several times the largest L2 there is
-_MOST_PER_ROUND = 40
+_MOST_SAMPLES = 400  # of a contender: more would not narrow the interval of its median by much
 _CALLS_IN_GRAPH = 20
 
 
 @dataclass(frozen=True)
 class Settings:
     budget_ms: float = 150.0  # of timed calls, per row
-    rounds: int = 5  # turns of each contender
+    rounds: int = 50  # turns of each contender
     warmup_ms: float = 30.0
     l2: str = "flushed"  # or "warm"
     graph_below_ms: float = 0.02  # shorter calls are replayed from a graph
@@ -143,10 +147,12 @@ def interleave(contenders: list[Contender], watch: Stopwatch, measure: str = "ti
                 contender.method = "device events" if watch.on_gpu else "perf_counter"
                 contender.l2 = settings.l2 if watch.on_gpu else "warm"
             contender.rounds = max(3, min(settings.rounds, int(settings.budget_ms / estimate)))
-            contender.repeats = max(1, min(_MOST_PER_ROUND, int(settings.budget_ms / contender.rounds / estimate)))
+            most = max(1, _MOST_SAMPLES // contender.rounds)
+            contender.repeats = max(1, min(most, int(settings.budget_ms / contender.rounds / estimate)))
     alive = [c for c in contenders if c.problem is None]
+    order = random.Random(0)
     for turn in range(max((c.rounds for c in alive), default=0)):
-        for contender in alive if turn % 2 == 0 else reversed(alive):
+        for contender in order.sample(alive, len(alive)):
             if turn < contender.rounds and contender.problem is None:
                 with _guarded(contender), contender.scope():
                     _take_turn(contender, watch, measure)
@@ -158,7 +164,7 @@ def _take_turn(contender: Contender, watch: Stopwatch, measure: str) -> None:
     begun = time.perf_counter()
     if measure == "call":
         calls = max(20, min(200, contender.repeats * 10))
-        contender.samples_ms += [watch.host_ms(contender.call, calls) for _ in range(5)]
+        contender.samples_ms.append(watch.host_ms(contender.call, calls))
     elif contender.graph is not None:
         contender.samples_ms += [
             t / _CALLS_IN_GRAPH for t in watch.times_ms(contender.graph.replay, contender.repeats, flush=False)

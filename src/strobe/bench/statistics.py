@@ -37,13 +37,16 @@ def percentile(ordered: Sequence[float], fraction: float) -> float:
 def median_ranks(n: int, confidence: float = 0.95) -> tuple[int, int, float]:
     """Indices (from 0) of the two ordered samples between which the median lies with at least this confidence, and the
     confidence reached. How many of n samples fall below the median is binomial(n, 1/2), whatever their distribution."""
-    tail = 0.0  # P(at most i samples below the median)
-    found, reached = 0, 1 - 2 * 0.5**n
-    for i in range(n // 2):
-        tail += math.comb(n, i) * 0.5**n
-        if 1 - 2 * tail < confidence:
+    ways = 1  # in which i of n samples lie below the median: an integer, which no number of samples overflows
+    tail = 0  # and at most i
+    found, reached = 0, 0.0
+    for i in range(max(1, n // 2)):
+        tail += ways
+        inside = 1 - 2 * tail / 2**n
+        if i > 0 and inside < confidence:
             break
-        found, reached = i, 1 - 2 * tail
+        found, reached = i, inside
+        ways = ways * (n - i) // (i + 1)
     return found, n - 1 - found, max(0.0, reached)
 
 
