@@ -62,7 +62,7 @@ def sweep(
     settings: Settings | None = None,
 ) -> dict[str, Any]:
     """Every candidate at every length, full and causal, beside cuDNN; results with their provenance."""
-    watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=12))
+    watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=8))
     rows: list[dict[str, Any]] = []
     total, done = len(dims) * len(lengths) * 2, 0
     for dim, dim_v in dims:

@@ -30,7 +30,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default a GPU if there is one.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
     budget_ms: Annotated[float, typer.Option(min=1.0, help="Of timed calls, per row.")] = 150.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each provider.")] = 50,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each provider.")] = 25,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Per provider and case.")] = 30.0,
     l2: Annotated[str, typer.Option(help="flushed: the cache is overwritten before each launch; warm.")] = "flushed",
     call_limit_s: Annotated[

@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from strobe.bench import claims, figure, ledger
+from strobe.bench import claims, figure, ledger, studies
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.results import KINDS, Results, load
 from strobe.bench.table import milliseconds
@@ -41,9 +41,12 @@ def wanted(root: Path) -> dict[Path, str]:
     readme = root / "README.md"
     if readme.exists() and BEGIN in (text := readme.read_text(encoding="utf-8")):
         files[readme] = replace_between(text, BEGIN, END, readme_block(machines))
-    hopper = root / "docs" / "design" / "hopper-forward.md"
-    if hopper.exists():
-        files[hopper] = replace_between(hopper.read_text(encoding="utf-8"), ledger.BEGIN, ledger.END, ledger.block(root))
+    for path, begin, end, block in (
+        (root / "docs" / "design" / "hopper-forward.md", ledger.BEGIN, ledger.END, ledger.block(root)),
+        (root / "benchmarks" / "README.md", studies.BEGIN, studies.END, studies.turns_block(root)),
+    ):
+        if path.exists():
+            files[path] = replace_between(path.read_text(encoding="utf-8"), begin, end, block)
     for machine, results in machines.items():
         for name, run in results.items():
             for suite in run.suites():

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from strobe.bench import studies
 from strobe.bench.statistics import geometric_mean
 
 BEGIN, END = "<!-- ledger: begin (python -m strobe.bench.docs --write) -->", "<!-- ledger: end -->"
@@ -70,21 +71,9 @@ def block(root: Path) -> str:
             others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
     lines += ["", "At other head dims, 16 heads:", ""]
     lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
-    for table in (_inputs(found["inputs"]), _caches(found["caches"]), _cycles(found["cycles"])):
+    for table in (studies.inputs_table(root), _caches(found["caches"]), _cycles(found["cycles"])):
         lines += ["", *table]
     return "\n".join(lines) + "\n"
-
-
-def _inputs(rows: list[dict[str, Any]]) -> list[str]:
-    """What the type and the grouping of heads change."""
-    lines = ["Speed over that of bf16 with a key head for each query head, in turns (grouped: 8 to a key head):", ""]
-    lines += ["| head dim, mask, length | fp16 | grouped |", "|---|---|---|"]
-    for row in rows:
-        ms = row["ms"]
-        name = f"{row['dim']}, {row['mask']}, {row['length']}" + (f", {row['heads']} heads" if "heads" in row else "")
-        cells = [f"{ms['bf16'] / ms[other]:.3f}" if other in ms else "" for other in ("fp16", "grouped")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
 
 
 def _caches(rows: list[dict[str, Any]]) -> list[str]:

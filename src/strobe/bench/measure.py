@@ -4,9 +4,10 @@ On a GPU: a pair of device events around each launch, after a warm-up by time; t
 launch, or left warm, and the result says which. Calls too short for events are captured into a CUDA graph and replayed.
 On a CPU: `time.perf_counter` around each call.
 
-Contenders take turns of a few milliseconds, in a new order each round. A GPU at its power limit changes its clock every 20 to
-50 ms, and what ran before decides where to: in longer turns, or always after the same neighbour, contenders would be timed
-at different clocks.
+Contenders take turns of a few milliseconds, in a new order each round: a GPU at its power limit changes its clock every 20 to
+50 ms, and what ran before decides where to, so in long turns, or always behind the same neighbour, they would be timed at
+different clocks. The first call of a turn is not timed: it takes up to a tenth longer, whoever it is. (benchmarks/README.md has
+the measurements behind this.)
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ Call = Callable[[], Any]
 _FLUSH_BYTES = 256 << 20  # several times the largest L2 there is
 _MOST_SAMPLES = 400  # of a contender: more would not narrow the interval of its median by much
 _CALLS_IN_GRAPH = 20
+_LEAD_BELOW_MS = 20.0  # in longer calls it does not show what ran before
 
 
 @dataclass(frozen=True)
 class Settings:
     budget_ms: float = 150.0  # of timed calls, per row
-    rounds: int = 50  # turns of each contender
+    rounds: int = 25  # turns of each contender
     warmup_ms: float = 30.0
     l2: str = "flushed"  # or "warm"
     graph_below_ms: float = 0.02  # shorter calls are replayed from a graph
@@ -55,8 +57,9 @@ class Contender:
     method: str = ""
     l2: str = "warm"
     problem: BaseException | None = None
-    repeats: int = 1  # calls in a round
     rounds: int = 1
+    repeats: int = 1  # timed calls in a round
+    leads: bool = True  # whether another, not timed, goes first
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -146,6 +149,7 @@ def interleave(contenders: list[Contender], watch: Stopwatch, measure: str = "ti
             else:
                 contender.method = "device events" if watch.on_gpu else "perf_counter"
                 contender.l2 = settings.l2 if watch.on_gpu else "warm"
+            contender.leads = estimate < _LEAD_BELOW_MS
             contender.rounds = max(3, min(settings.rounds, int(settings.budget_ms / estimate)))
             most = max(1, _MOST_SAMPLES // contender.rounds)
             contender.repeats = max(1, min(most, int(settings.budget_ms / contender.rounds / estimate)))
@@ -159,8 +163,8 @@ def interleave(contenders: list[Contender], watch: Stopwatch, measure: str = "ti
 
 
 def _take_turn(contender: Contender, watch: Stopwatch, measure: str) -> None:
-    if contender.repeats > 1:
-        contender.call()  # whoever ran before left its own traces
+    if contender.leads:
+        contender.call()
     begun = time.perf_counter()
     if measure == "call":
         calls = max(20, min(200, contender.repeats * 10))

@@ -125,7 +125,7 @@ class Runner:
             "rounds": s.rounds,
             "warmup_ms": s.warmup_ms,
             "l2": s.l2 if self.device.type == "cuda" else None,
-            "order": "providers in turns, each round in a new order",
+            "order": "providers in turns, each round in a new order; the first call of a turn is not timed",
             "data": "standard normal",
             "interval": "95 % of the median, by order statistics",
             "flops": "exact count of visible pairs; forward 2, backward 5 matrix products",

@@ -1,0 +1,165 @@
+"""Small experiments on a GPU beside the benchmark, each with a table of its own in the documents.
+
+    python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json
+    python -m strobe.bench.studies inputs -o benchmarks/results/MACHINE/studies/inputs.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strobe.bench import provenance
+from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave
+from strobe.bench.providers import select, to_layout
+from strobe.bench.runner import make_tensors
+from strobe.bench.statistics import summarise
+from strobe.bench.suites import Case, cases
+
+BEGIN, END = "<!-- turns: begin (python -m strobe.bench.docs --write) -->", "<!-- turns: end -->"
+_ALL = ("strobe-sm90", "strobe-sm80", "torch-cudnn", "torch-flash")
+_BOTH = ("strobe-sm90", "torch-cudnn")
+# Case of grid36, who takes turns, calls in a turn, rounds.
+_TURNS = (
+    ("d128-full-8k", _ALL, 12, 20),
+    ("d128-causal-1k", _ALL, 12, 20),
+    ("d128-causal-16k", _ALL, 12, 20),
+    ("d256-full-16k", _ALL, 12, 20),
+    ("d256-causal-16k", _ALL, 12, 20),
+    ("d128-causal-16k", _BOTH, 60, 6),
+    ("d256-causal-16k", _BOTH, 60, 6),
+)
+Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def prepared(case: Case, name: str, device: torch.device) -> tuple[Call, Scope]:
+    """A provider's call on a case."""
+    (provider,) = select([name])
+    tensors = make_tensors(case, device, seed=0)
+    ready = provider.prepare(case, tensors)
+    inputs = [to_layout(t, ready.layout) for t in (tensors.q, tensors.k, tensors.v)]
+    return lambda: ready.forward(*inputs), ready.scope
+
+
+# ---- turns: does it matter when in its turn a call is timed? -------------------------------------------------------------
+
+
+def by_place(watch: Stopwatch, calls: Mapping[str, tuple[Call, Scope]], places: int, rounds: int) -> dict[str, list[float]]:
+    """The median time of a provider's first, second, ... call in a turn, in ms; providers in a new order each round."""
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for turn in range(rounds + 1):
+        for name in order.sample(list(calls), len(calls)):
+            call, scope = calls[name]
+            with scope():
+                taken = watch.times_ms(call, places)
+            if turn:  # the first round warms up
+                times[name].append(taken)
+    return {name: [round(statistics.median(place), 5) for place in zip(*rows, strict=True)] for name, rows in times.items()}
+
+
+def turns(device: torch.device) -> dict[str, Any]:
+    watch = Stopwatch(device, Settings())
+    known = {case.label: case for case in cases("grid36")}
+    rows = []
+    for label, names, places, rounds in _TURNS:
+        ms = by_place(watch, {name: prepared(known[label], name, device) for name in names}, places, rounds)
+        rows.append({"case": label, "rounds": rounds, "ms": ms})
+    return {"kind": "turns", "rows": rows}
+
+
+def turns_block(root: Path) -> str:
+    found = _load(root, "turns")
+    if found is None:
+        return ""
+    lines = ["| case | in turns | provider | 1st call | 2nd | 6th | 12th | 60th |", "|---|---|---|---|---|---|---|---|"]
+    for row in found["rows"]:
+        ours, theirs = row["ms"][_BOTH[0]], row["ms"][_BOTH[1]]
+        shown = {"`strobe-sm90`, ms": ours, "`torch-cudnn`, ms": theirs}
+        speed = [b / a for a, b in zip(ours, theirs, strict=True)]
+        for name, values in [*shown.items(), ("ratio", speed)]:
+            cells = [f"{values[place - 1]:.3f}" if place <= len(values) else "" for place in (1, 2, 6, 12, 60)]
+            lines.append(f"| {row['case']} | {len(row['ms'])} providers, {len(ours)} calls | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- inputs: what the type and the grouping of heads change ----------------------------------------------------------------
+
+
+def input_cases() -> list[dict[str, Case]]:
+    """Each problem in bf16 with a key head for each query head, and what is compared with that."""
+    found = []
+    for case in cases("grid36"):
+        if case.len_q not in (2048, 8192):
+            continue
+        grouped = replace(case, heads_k=case.heads // 8)
+        found.append({"bf16": case, "fp16": replace(case, dtype="float16"), "grouped": grouped})
+        wide = replace(case, batch=max(1, 4096 // case.len_q), heads=64, heads_k=64)
+        found.append({"bf16": wide, "grouped": replace(wide, heads_k=8)})
+    return sorted(found, key=lambda problem: problem["bf16"].heads == 64)
+
+
+def inputs(device: torch.device) -> dict[str, Any]:
+    watch = Stopwatch(device, Settings(budget_ms=60, rounds=10))
+    rows = []
+    for problem in input_cases():
+        contenders = {name: Contender(*prepared(case, "strobe-sm90", device)) for name, case in problem.items()}
+        interleave(list(contenders.values()), watch)
+        ms = {}
+        for name, contender in contenders.items():
+            if contender.problem is not None:
+                raise contender.problem
+            ms[name] = round(summarise(contender.samples_ms).median, 5)
+        case = problem["bf16"]
+        rows.append({"dim": case.dim, "mask": case.mask, "length": case.len_q, "heads": case.heads, "ms": ms})
+    return {"kind": "inputs", "rows": rows}
+
+
+def inputs_table(root: Path) -> list[str]:
+    found = _load(root, "inputs")
+    if found is None:
+        return []
+    lines = ["Speed over that of bf16 with a key head for each query head, in turns (grouped: 8 to a key head):", ""]
+    lines += ["| head dim, mask, length, heads | fp16 | grouped |", "|---|---|---|"]
+    for row in found["rows"]:
+        ms = row["ms"]
+        cells = [f"{ms['bf16'] / ms[other]:.3f}" if other in ms else "" for other in ("fp16", "grouped")]
+        lines.append(f"| {row['dim']}, {row['mask']}, {row['length']}, {row['heads']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _load(root: Path, name: str) -> dict[str, Any] | None:
+    path = root / "benchmarks" / "results" / "h200" / "studies" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+STUDIES = {"turns": turns, "inputs": inputs}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m strobe.bench.studies", description="Small experiments on a Hopper GPU.")
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = {"provenance": provenance.collect(device, 0)} | STUDIES[chosen.study](device)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {chosen.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""The small experiments beside the benchmark: their measuring, and the tables made of what is committed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from strobe.bench import studies
+from strobe.bench.measure import Settings, Stopwatch
+
+
+def test_times_are_kept_by_place_in_the_turn() -> None:
+    calls: list[str] = []
+
+    def slow_at_first(name: str) -> None:
+        if not calls or calls[-1] != name:
+            time.sleep(0.003)
+        calls.append(name)
+
+    providers = {name: (lambda name=name: slow_at_first(name), contextlib.nullcontext) for name in ("a", "b", "c")}
+    found = studies.by_place(Stopwatch(torch.device("cpu"), Settings()), providers, places=4, rounds=9)
+    assert set(found) == {"a", "b", "c"} and all(len(places) == 4 for places in found.values())
+    for first, *others in found.values():
+        assert first >= 2.9 > 1.0 > max(others)
+
+
+def test_a_call_is_the_providers() -> None:
+    case = studies.replace(studies.cases("grid36")[0], batch=1, heads=2, heads_k=2, len_q=24, len_k=24)
+    call, scope = studies.prepared(case, "strobe-tiled", torch.device("cpu"))
+    with scope():
+        assert call().shape[-1] == case.dim_v
+
+
+def test_inputs_differ_from_plain_bf16_in_one_thing() -> None:
+    problems = studies.input_cases()
+    assert {problem["bf16"].dim for problem in problems} == {64, 128, 256}
+    assert sum(problem["bf16"].heads == 64 for problem in problems) == len(problems) / 2
+    for problem in problems:
+        plain = problem["bf16"]
+        assert plain.heads == plain.heads_k and plain.dtype == "bfloat16"
+        for name, other in problem.items():
+            changed = {f for f in ("dtype", "heads_k", "heads", "batch", "len_q") if getattr(other, f) != getattr(plain, f)}
+            assert changed == {"bf16": set(), "fp16": {"dtype"}, "grouped": {"heads_k"}}[name]
+            assert name != "grouped" or other.group == 8
+
+
+def test_tables(tmp_path: Path) -> None:
+    assert studies.turns_block(tmp_path) == "" and studies.inputs_table(tmp_path) == []
+    folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
+    folder.mkdir(parents=True)
+    ms = {"strobe-sm90": [2.0] + [1.0] * 11, "torch-cudnn": [3.0] + [1.25] * 11}
+    (folder / "turns.json").write_text(json.dumps({"rows": [{"case": "d128-full-8k", "rounds": 3, "ms": ms}]}))
+    ratio = "| d128-full-8k | 2 providers, 12 calls | ratio | 1.500 | 1.250 | 1.250 | 1.250 |  |"
+    assert ratio in studies.turns_block(tmp_path)
+    row = {"dim": 128, "mask": "full", "length": 2048, "heads": 64, "ms": {"bf16": 1.0, "grouped": 0.8}}
+    (folder / "inputs.json").write_text(json.dumps({"rows": [row]}))
+    assert studies.inputs_table(tmp_path)[-1] == "| 128, full, 2048, 64 |  | 1.250 |"
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit):
+        studies.main(["turns", "-o", str(tmp_path / "x.json")])
+    assert "there is no GPU" in capsys.readouterr().err
