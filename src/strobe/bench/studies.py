@@ -1,8 +1,5 @@
-"""Small experiments on a GPU beside the benchmark, each with a table of its own in the documents.
-
-    python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json
-    python -m strobe.bench.studies inputs -o benchmarks/results/MACHINE/studies/inputs.json
-"""
+"""Small experiments on a GPU beside the benchmark, each with a table of its own in the documents:
+`python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json`, and `inputs` likewise."""
 
 from __future__ import annotations
 
