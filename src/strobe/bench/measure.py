@@ -24,6 +24,7 @@ import torch
 Call = Callable[[], Any]
 _FLUSH_BYTES = 256 << 20  # several times the largest L2 there is
 _MOST_SAMPLES = 400  # of a contender: more would not narrow the interval of its median by much
+_MOST_CALLS = 200  # whose CPU time is one sample: a GPU's queue must not fill up
 _CALLS_IN_GRAPH = 20
 _LEAD_BELOW_MS = 20.0  # in longer calls it does not show what ran before
 
@@ -151,7 +152,7 @@ def interleave(contenders: list[Contender], watch: Stopwatch, measure: str = "ti
                 contender.l2 = settings.l2 if watch.on_gpu else "warm"
             contender.leads = estimate < _LEAD_BELOW_MS
             contender.rounds = max(3, min(settings.rounds, int(settings.budget_ms / estimate)))
-            most = max(1, _MOST_SAMPLES // contender.rounds)
+            most = _MOST_CALLS if measure == "call" else max(1, _MOST_SAMPLES // contender.rounds)
             contender.repeats = max(1, min(most, int(settings.budget_ms / contender.rounds / estimate)))
     alive = [c for c in contenders if c.problem is None]
     order = random.Random(0)
@@ -167,8 +168,7 @@ def _take_turn(contender: Contender, watch: Stopwatch, measure: str) -> None:
         contender.call()
     begun = time.perf_counter()
     if measure == "call":
-        calls = max(20, min(200, contender.repeats * 10))
-        contender.samples_ms.append(watch.host_ms(contender.call, calls))
+        contender.samples_ms.append(watch.host_ms(contender.call, contender.repeats))
     elif contender.graph is not None:
         contender.samples_ms += [
             t / _CALLS_IN_GRAPH for t in watch.times_ms(contender.graph.replay, contender.repeats, flush=False)

@@ -40,12 +40,18 @@ Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def prepared(case: Case, name: str, device: torch.device) -> tuple[Call, Scope]:
-    """A provider's call on a case."""
+    """A provider's call on a case; what there is to compile is compiled."""
     (provider,) = select([name])
     tensors = make_tensors(case, device, seed=0)
     ready = provider.prepare(case, tensors)
     inputs = [to_layout(t, ready.layout) for t in (tensors.q, tensors.k, tensors.v)]
-    return lambda: ready.forward(*inputs), ready.scope
+
+    def call() -> torch.Tensor:
+        return ready.forward(*inputs)
+
+    with ready.scope():
+        call()
+    return call, ready.scope
 
 
 # ---- turns: does it matter when in its turn a call is timed? -------------------------------------------------------------
