@@ -12,6 +12,7 @@ import torch
 
 from strobe.bench import studies
 from strobe.bench.measure import Settings, Stopwatch
+from strobe.cuda import jit, plan
 
 
 def test_times_are_kept_by_place_in_the_turn() -> None:
@@ -60,6 +61,22 @@ def test_tables(tmp_path: Path) -> None:
     row = {"dim": 128, "mask": "full", "length": 2048, "heads": 64, "ms": {"bf16": 1.0, "grouped": 0.8}}
     (folder / "inputs.json").write_text(json.dumps({"rows": [row]}))
     assert studies.inputs_table(tmp_path)[-1] == "| 128, full, 2048, 64 |  | 1.250 |"
+
+
+@pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
+def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
+    found = studies.variants(torch.device("cpu"), most=2)
+    assert len(found["rows"]) == 2 and all(0 < row["seconds"] < 60 and row["spills"] == 0 for row in found["rows"])
+    assert studies.variants_table(tmp_path) == []
+    folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
+    folder.mkdir(parents=True)
+    found["rows"][1] |= {"softcap": True, "split": True, "spills": 8, "seconds": 3.0}
+    (folder / "variants.json").write_text(json.dumps(found | {"provenance": {"nvrtc": "13.0", "host_cpu": "a CPU"}}))
+    table = studies.variants_table(tmp_path)
+    assert "of all 2, 1 spill" in table[0] and table[-1] == "| softcap and split keys | 1 | 3.00 | 3.00 | 3.00 |"
+    for variant in plan.variants("sm_90a", exhaustive=True):  # each belongs to one line of the table
+        row = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split")}
+        assert sum(chosen(row) for chosen in studies._BY_FEATURE.values()) == 1
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,8 +71,8 @@ def block(root: Path) -> str:
             others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
     lines += ["", "At other head dims, 16 heads:", ""]
     lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
-    for table in (studies.inputs_table(root), _caches(found["caches"]), _cycles(found["cycles"])):
-        lines += ["", *table]
+    for table in (studies.inputs_table(root), studies.variants_table(root), _caches(found["caches"]), _cycles(found["cycles"])):
+        lines += ["", *table] if table else []
     return "\n".join(lines) + "\n"
 
 

@@ -1,11 +1,13 @@
-"""Small experiments on a GPU beside the benchmark, each with a table of its own in the documents:
-`python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json`, and `inputs` likewise."""
+"""Small experiments beside the benchmark, each with a table of its own in the documents:
+`python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json`; `inputs` and `variants` likewise."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import multiprocessing
 import random
 import statistics
 import sys
@@ -20,8 +22,9 @@ from strobe.bench import provenance
 from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave
 from strobe.bench.providers import select, to_layout
 from strobe.bench.runner import make_tensors
-from strobe.bench.statistics import summarise
+from strobe.bench.statistics import percentile, summarise
 from strobe.bench.suites import Case, cases
+from strobe.cuda import cubin, jit, plan
 
 BEGIN, END = "<!-- turns: begin (python -m strobe.bench.docs --write) -->", "<!-- turns: end -->"
 _ALL = ("strobe-sm90", "strobe-sm80", "torch-cudnn", "torch-flash")
@@ -141,12 +144,69 @@ def inputs_table(root: Path) -> list[str]:
     return lines
 
 
+# ---- variants: how long does NVRTC take for each of them? ------------------------------------------------------------------
+
+
+def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> dict[str, Any]:
+    """Every combination of features, in as many processes as leave each of them cores to spare. Needs no GPU."""
+    count = len(list(plan.variants(arch, exhaustive=True))[:most])
+    processes = max(1, provenance.cores() // 4)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        rows = pool.starmap(_compile, [(arch, i) for i in range(count)], chunksize=1)
+    return {"kind": "variants", "arch": arch, "processes": processes, "rows": rows}
+
+
+@functools.cache
+def _every_variant(arch: str) -> list[plan.Variant]:
+    return list(plan.variants(arch, exhaustive=True))
+
+
+def _compile(arch: str, number: int) -> dict[str, Any]:
+    variant = _every_variant(arch)[number]
+    done = jit.compile(variant.source, arch)
+    mask = "full" if variant.mask.name == "full" else "causal" if variant.mask.name == "causal" else "window"
+    features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split")}
+    facts = {"element": variant.element, "dim": variant.dim, "dim_v": variant.dim_v, "mask": mask, "fold": variant.fold}
+    found = {"seconds": round(done.seconds, 3), "spills": cubin.spills(done.log), "warnings": len(cubin.warnings(done.log))}
+    return facts | features | found
+
+
+def variants_table(root: Path) -> list[str]:
+    found = _load(root, "variants")
+    if found is None:
+        return []
+    machine = found["provenance"]
+    lines = [
+        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant ({machine['host_cpu']}, {found['processes']} at a time); "
+        f"of all {len(found['rows'])}, {sum(row['spills'] > 0 for row in found['rows'])} spill and "
+        f"{sum(row['warnings'] > 0 for row in found['rows'])} have a warning:",
+        "",
+        "| features | variants | median | 95th percentile | most |",
+        "|---|---|---|---|---|",
+    ]
+    for name, chosen in _BY_FEATURE.items():
+        seconds = sorted(row["seconds"] for row in found["rows"] if chosen(row))
+        if seconds:
+            shown = [f"{percentile(seconds, share):.2f}" for share in (0.5, 0.95, 1.0)]
+            lines.append(f"| {name} | {len(seconds)} | {' | '.join(shown)} |")
+    return lines
+
+
+_BY_FEATURE: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "none": lambda row: not (row["packed"] or row["softcap"] or row["split"]),
+    "packed sequences": lambda row: row["packed"] and not (row["softcap"] or row["split"]),
+    "softcap": lambda row: row["softcap"] and not row["split"],
+    "split keys": lambda row: row["split"] and not row["softcap"],
+    "softcap and split keys": lambda row: row["softcap"] and row["split"],
+}
+
+
 def _load(root: Path, name: str) -> dict[str, Any] | None:
     path = root / "benchmarks" / "results" / "h200" / "studies" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-STUDIES = {"turns": turns, "inputs": inputs}
+STUDIES: dict[str, Callable[[torch.device], dict[str, Any]]] = {"turns": turns, "inputs": inputs, "variants": variants}
 
 
 def main(arguments: list[str]) -> int:
@@ -154,9 +214,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and chosen.study != "variants":
         parser.error("there is no GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {"provenance": provenance.collect(device, 0)} | STUDIES[chosen.study](device)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
