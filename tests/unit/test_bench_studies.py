@@ -79,6 +79,12 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
         assert sum(chosen(row) for chosen in studies._BY_FEATURE.values()) == 1
 
 
+def test_files_have_one_row_a_line() -> None:
+    found = {"kind": "inputs", "provenance": {"seed": 0}, "rows": [{"a": 1}, {"a": [2, 3]}]}
+    text = studies._one_row_a_line(found)
+    assert json.loads(text) == found and '\n  {"a": [2, 3]}\n' in text
+
+
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -6,8 +6,8 @@ On a CPU: `time.perf_counter` around each call.
 
 Contenders take turns of a few milliseconds, in a new order each round: a GPU at its power limit changes its clock every 20 to
 50 ms, and what ran before decides where to, so in long turns, or always behind the same neighbour, they would be timed at
-different clocks. The first call of a turn is not timed: it takes up to a tenth longer, whoever it is. (benchmarks/README.md has
-the measurements behind this.)
+different clocks. The first call of a turn is not timed: it takes a tenth longer, whoever it is. (benchmarks/README.md has the
+measurements behind this.)
 """
 
 from __future__ import annotations

@@ -206,6 +206,12 @@ def _load(root: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+def _one_row_a_line(found: dict[str, Any]) -> str:
+    head = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1).removesuffix("\n}")
+    rows = ",\n  ".join(json.dumps(row) for row in found["rows"])
+    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
 STUDIES: dict[str, Callable[[torch.device], dict[str, Any]]] = {"turns": turns, "inputs": inputs, "variants": variants}
 
 
@@ -219,7 +225,7 @@ def main(arguments: list[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {"provenance": provenance.collect(device, 0)} | STUDIES[chosen.study](device)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    chosen.out.write_text(_one_row_a_line(found), encoding="utf-8")
     print(f"wrote {chosen.out}")
     return 0
 
