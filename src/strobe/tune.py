@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strobe.bench import provenance
 from strobe.bench.measure import Contender, Settings, Stopwatch, interleave
-from strobe.bench.statistics import geometric_mean, summarise
+from strobe.bench.statistics import geometric_mean
 from strobe.cuda import backend, jit, plan
 from strobe.cuda.tiles import DIMS, TileSm90, choose_sm90, tile_name
 from strobe.mask import Mask, causal, full
@@ -111,7 +111,7 @@ def _time(tiles: list[TileSm90], dim: int, dim_v: int, mask: Mask, length: int, 
         scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
     )
     interleave(list(contenders.values()), watch)
-    medians = {name: summarise(c.samples_ms).median for name, c in contenders.items() if c.problem is None}
+    medians = {name: c.summary().median for name, c in contenders.items() if c.problem is None}
     return wrong + [
         {
             "dim": dim, "dim_v": dim_v, "mask": mask.name, "length": length, "tile": name, "ms": ms,

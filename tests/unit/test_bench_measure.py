@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections import Counter
 
+import pytest
 import torch
 
-from strobe.bench.measure import Contender, Settings, Stopwatch, interleave
+from strobe.bench.measure import Contender, Settings, Stopwatch, interleave, orders
 
 
-def test_turns_are_short_equally_many_and_in_a_new_order_each_round() -> None:
+@pytest.mark.parametrize("n", range(1, 8))
+def test_everyone_comes_behind_everyone_else(n: int) -> None:
+    rows = list(itertools.islice(orders(n), 2 * n * n))
+    assert all(sorted(row) == list(range(n)) for row in rows)
+    turns = [i for row in rows for i in row]
+    behind = Counter(itertools.pairwise(turns))
+    assert n == 1 or all(a != b for a, b in behind)
+    assert n == 1 or (len(behind) == n * (n - 1) and max(behind.values()) <= 1.8 * min(behind.values()))
+
+
+def test_turns_are_equally_many_and_their_first_call_is_not_timed() -> None:
     calls: list[str] = []
     contenders = [Contender(lambda name=name: calls.append(name)) for name in "abcd"]
-    interleave(contenders, Stopwatch(torch.device("cpu"), Settings(budget_ms=5, rounds=30, warmup_ms=0)))
-    assert {c.rounds for c in contenders} == {30} and all(len(c.intervals) == 30 for c in contenders)
-    assert all(len(c.samples_ms) == 30 * c.repeats <= 400 for c in contenders)
-    turns = [name for name, _ in itertools.groupby(calls[8:])]  # after the warm-up
-    after = {name: {b for a, b in itertools.pairwise(turns) if a == name} for name in "abcd"}
-    assert all(len(neighbours) == 3 for neighbours in after.values())  # nobody runs behind the same one every time
+    interleave(contenders, Stopwatch(torch.device("cpu"), Settings(budget_ms=500, rounds=30, warmup_ms=0)))
+    assert {c.rounds for c in contenders} == {30} and all(len(c.intervals) == len(c.turns_ms) == 30 for c in contenders)
+    for name, contender in zip("abcd", contenders, strict=True):
+        assert {len(turn) for turn in contender.turns_ms} == {contender.repeats} and len(contender.samples_ms) <= 400
+        assert calls.count(name) == 2 + 30 * (contender.repeats + 1)  # two to warm up
 
 
-def test_a_slow_call_gets_fewer_turns_and_a_failing_one_none() -> None:
+def test_a_slow_call_has_fewer_turns_spread_over_all_rounds() -> None:
+    calls: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.05)
+        calls.append("slow")
+
+    contenders = [Contender(slow), Contender(lambda: calls.append("fast"))]
+    interleave(contenders, Stopwatch(torch.device("cpu"), Settings(budget_ms=60, rounds=9, warmup_ms=0)))
+    assert [c.rounds for c in contenders] == [3, 9] and not contenders[0].leads
+    begun = calls.index("fast") + 2  # after the warm-up
+    gaps = [len(list(group)) for name, group in itertools.groupby(calls[begun:]) if name == "fast"]
+    assert len(gaps) >= 3 and max(gaps) <= 4 * (
+        contenders[1].repeats + 1
+    )  # never more than four turns of the fast one in a row
+
+
+def test_a_failing_call_drops_out() -> None:
     def fails() -> None:
         raise RuntimeError("no")
 

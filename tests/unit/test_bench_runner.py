@@ -114,7 +114,8 @@ def test_a_row_is_complete(zoo: None) -> None:
     assert row.of_matmul == pytest.approx(row.tflops / 0.1) and row.matrix_unit is None
     assert row.peak_bytes == CASES[1].tensor_bytes() + row.extra_bytes
     assert any("scaled_dot_product" in name for name in row.kernels)
-    assert "--only 't/causal-96/float32/forward' --provider good" in row.repeat
+    assert "--only 't/causal-96/float32/forward' --device cpu" in row.repeat  # with all who took turns
+    assert row.timing.summary.n % row.timing.per_turn == 0
 
 
 def test_a_run_that_is_stopped_leaves_what_it_had(zoo: None, tmp_path: Path) -> None:

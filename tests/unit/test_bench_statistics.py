@@ -7,7 +7,15 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from strobe.bench.statistics import geometric_mean, growth_exponent, median_ranks, percentile, separated, summarise
+from strobe.bench.statistics import (
+    geometric_mean,
+    growth_exponent,
+    median_ranks,
+    percentile,
+    separated,
+    summarise,
+    summarise_turns,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +48,22 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
 def test_ordered(samples: list[float]) -> None:
     s = summarise(samples)
     assert s.low <= s.median <= s.high and min(samples) <= s.p5 <= s.p95 <= max(samples) and s.n == len(samples)
+
+
+def test_the_interval_of_turns_is_that_of_their_medians() -> None:
+    """Samples of one turn are alike: a hundred of them say no more than one."""
+    turns = [[level + noise for noise in (0.0, 0.001, 0.002)] for level in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)]
+    flat = [sample for turn in turns for sample in turn]
+    found, naive = summarise_turns(turns), summarise(flat)
+    assert (found.median, found.n, found.p5, found.p95) == (naive.median, naive.n, naive.p5, naive.p95)
+    assert (found.low, found.high) == (1.001, 1.501) and found.confidence == median_ranks(6)[2]
+    assert naive.low > found.low and naive.high < found.high
+
+
+@given(st.lists(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5), min_size=1, max_size=20))
+def test_the_median_lies_in_its_interval(turns: list[list[float]]) -> None:
+    found = summarise_turns(turns)
+    assert found.low <= found.median <= found.high
 
 
 def test_separated_needs_a_gap() -> None:

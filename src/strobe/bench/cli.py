@@ -90,6 +90,8 @@ def bench(
     if old is not None:
         if (problem := comparison.comparable(old, found)) is not None:
             raise typer.BadParameter(f"--compare {compare}: {problem}")
+        if (warning := comparison.other_company(old, found)) is not None:
+            console.print(f"note: {warning}")
         changes = comparison.compare(old, found, tolerance)
         table.show_changes(changes, console)
         if any(change.bad for change in changes):

@@ -63,3 +63,13 @@ def comparable(old: Results, new: Results) -> str | None:
         if a != b:
             return f"different {what}: {a} and {b}"
     return None
+
+
+def other_company(old: Results, new: Results) -> str | None:
+    """A warning where the two runs had other providers in turn: a GPU's clock follows what ran before."""
+    if new.provenance["device"].get("kind") != "cuda":
+        return None
+    suites = set(new.suites())
+    timed = [{row.provider for row in run.rows if row.timed and row.case.suite in suites} for run in (old, new)]
+    names = ", ".join(sorted(timed[0] ^ timed[1]))
+    return f"{names} took turns in only one of the two runs; that alone can move times by some percent" if names else None

@@ -77,7 +77,8 @@ def readme_block(machines: dict[str, dict[str, Results]]) -> str:
                         f"![Speed against length](docs/figures/{machine}-{name}.svg)",
                         "",
                         "How this was measured, the distance to standard attention, and memory: "
-                        "[docs/results.md](docs/results.md).",
+                        "[docs/results.md](docs/results.md). At its power limit a GPU's clock depends on what else runs: "
+                        "[what that does to these numbers](benchmarks/README.md#why-turns-are-short).",
                         "",
                     ]
                 )

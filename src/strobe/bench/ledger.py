@@ -3,7 +3,6 @@ brought, from the measurements committed beside the benchmark's results."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,6 @@ from strobe.bench.statistics import geometric_mean
 BEGIN, END = "<!-- ledger: begin (python -m strobe.bench.docs --write) -->", "<!-- ledger: end -->"
 DIMS = (64, 128, 256)
 MASKS = ("full", "causal")
-
-
-def study(root: Path) -> dict[str, Any] | None:
-    path = root / "benchmarks" / "results" / "h200" / "studies" / "hopper-forward.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def means(rows: list[dict[str, Any]], dim: int, mask: str) -> dict[str, float]:
@@ -31,7 +25,7 @@ def means(rows: list[dict[str, Any]], dim: int, mask: str) -> dict[str, float]:
 
 
 def block(root: Path) -> str:
-    found = study(root)
+    found = studies.load(root, "hopper-forward")
     if found is None:
         return ""
     lines = [

@@ -4,29 +4,31 @@ On a GPU: a pair of device events around each launch, after a warm-up by time; t
 launch, or left warm, and the result says which. Calls too short for events are captured into a CUDA graph and replayed.
 On a CPU: `time.perf_counter` around each call.
 
-Contenders take turns of a few milliseconds, in a new order each round: a GPU at its power limit changes its clock every 20 to
-50 ms, and what ran before decides where to, so in long turns, or always behind the same neighbour, they would be timed at
-different clocks. The first call of a turn is not timed: it takes a tenth longer, whoever it is. (benchmarks/README.md has the
-measurements behind this.)
+Contenders take turns of a few milliseconds, or of one call if that is longer, in changing orders: a GPU at its power limit
+moves its clock within some ten milliseconds, and what ran before decides where to, so in long turns, or always behind the same
+neighbour, they would be timed at different clocks. The first call of a turn takes longer and is not timed. (The measurements
+behind this are in benchmarks/README.md.)
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from strobe.bench.statistics import Summary, summarise_turns
+
 Call = Callable[[], Any]
 _FLUSH_BYTES = 256 << 20  # several times the largest L2 there is
-_MOST_SAMPLES = 400  # of a contender: more would not narrow the interval of its median by much
+_MOST_SAMPLES = 400  # of a contender
 _MOST_CALLS = 200  # whose CPU time is one sample: a GPU's queue must not fill up
 _CALLS_IN_GRAPH = 20
-_LEAD_BELOW_MS = 20.0  # in longer calls it does not show what ran before
+_LEAD_BELOW_MS = 20.0  # of longer calls the slow beginning is a small part
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Contender:
 
     call: Call
     scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    samples_ms: list[float] = field(default_factory=list)
+    turns_ms: list[list[float]] = field(default_factory=list)  # the samples of each turn
     intervals: list[tuple[float, float]] = field(default_factory=list)  # when it ran, by time.perf_counter
     method: str = ""
     l2: str = "warm"
@@ -62,6 +64,13 @@ class Contender:
     repeats: int = 1  # timed calls in a round
     leads: bool = True  # whether another, not timed, goes first
     graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def samples_ms(self) -> list[float]:
+        return [sample for turn in self.turns_ms for sample in turn]
+
+    def summary(self) -> Summary:
+        return summarise_turns(self.turns_ms)
 
 
 class Stopwatch:
@@ -106,7 +115,7 @@ class Stopwatch:
         if last > 4 * self.settings.warmup_ms + 20:
             return last
         while True:
-            last = min(self.times_ms(call, 2, flush=False)) if self.on_gpu else self.times_ms(call, 1)[0]
+            last = min(self.times_ms(call, 2)) if self.on_gpu else self.times_ms(call, 1)[0]
             if (time.perf_counter() - begun) * 1e3 >= self.settings.warmup_ms:
                 return max(last, 1e-4)
 
@@ -151,30 +160,45 @@ def interleave(contenders: list[Contender], watch: Stopwatch, measure: str = "ti
                 contender.method = "device events" if watch.on_gpu else "perf_counter"
                 contender.l2 = settings.l2 if watch.on_gpu else "warm"
             contender.leads = estimate < _LEAD_BELOW_MS
-            contender.rounds = max(3, min(settings.rounds, int(settings.budget_ms / estimate)))
+            contender.rounds = min(settings.rounds, max(3, int(settings.budget_ms / estimate)))
             most = _MOST_CALLS if measure == "call" else max(1, _MOST_SAMPLES // contender.rounds)
             contender.repeats = max(1, min(most, int(settings.budget_ms / contender.rounds / estimate)))
     alive = [c for c in contenders if c.problem is None]
-    order = random.Random(0)
-    for turn in range(max((c.rounds for c in alive), default=0)):
-        for contender in order.sample(alive, len(alive)):
-            if turn < contender.rounds and contender.problem is None:
+    rounds = max((c.rounds for c in alive), default=0)
+    for turn, order in zip(range(rounds), orders(len(alive)), strict=False):
+        for contender in (alive[i] for i in order):
+            its_turn = (turn + 1) * contender.rounds // rounds > turn * contender.rounds // rounds  # spread over all rounds
+            if its_turn and contender.problem is None:
                 with _guarded(contender), contender.scope():
                     _take_turn(contender, watch, measure)
 
 
+def orders(n: int) -> Iterator[list[int]]:
+    """Orders of n contenders, without end: everyone comes behind everyone else about equally often, nobody behind itself."""
+    behind: Counter[tuple[int, int]] = Counter()
+    last = -1
+    while n:
+        row: list[int] = []
+        while len(row) < n:
+            able = [i for i in range(n) if i not in row and (i != last or n == 1)]
+            chosen = min(able, key=lambda i: behind[last, i])
+            behind[last, chosen] += 1
+            row.append(chosen)
+            last = chosen
+        yield row
+
+
 def _take_turn(contender: Contender, watch: Stopwatch, measure: str) -> None:
-    if contender.leads:
-        contender.call()
     begun = time.perf_counter()
     if measure == "call":
-        contender.samples_ms.append(watch.host_ms(contender.call, contender.repeats))
+        contender.call()
+        taken = [watch.host_ms(contender.call, contender.repeats)]
     elif contender.graph is not None:
-        contender.samples_ms += [
-            t / _CALLS_IN_GRAPH for t in watch.times_ms(contender.graph.replay, contender.repeats, flush=False)
-        ]
+        replays = watch.times_ms(contender.graph.replay, contender.repeats + contender.leads, flush=False)
+        taken = [replay / _CALLS_IN_GRAPH for replay in replays[contender.leads :]]
     else:
-        contender.samples_ms += watch.times_ms(contender.call, contender.repeats)
+        taken = watch.times_ms(contender.call, contender.repeats + contender.leads)[contender.leads :]
+    contender.turns_ms.append(taken)
     contender.intervals.append((begun, time.perf_counter()))
 
 

@@ -43,6 +43,7 @@ class Timing:
     summary: Summary
     method: str  # "device events", "graph replay", "perf_counter", …
     l2: str  # "flushed", "warm"
+    per_turn: int = 1  # samples that were taken one right after the other
 
 
 @dataclass

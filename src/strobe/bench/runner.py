@@ -25,7 +25,6 @@ from strobe.bench.prepare import compile_ahead, time_limit
 from strobe.bench.providers import SDPA_BACKENDS, Prepared, Provider, Refusal, from_layout, select, to_layout, why_no_kernel
 from strobe.bench.reasons import explain
 from strobe.bench.results import Results, Row
-from strobe.bench.statistics import summarise
 from strobe.bench.suites import DTYPES, Case, cases
 
 Progress = Callable[[str, int, int], None]  # what is being done, cases done, cases in all
@@ -54,8 +53,10 @@ class Request:
         return found
 
     def repeat(self, case: Case, provider: str) -> str:
-        """The command that makes one row again."""
-        s, words = self.settings, ["strobe bench", f"--suite {case.suite}", f"--only '{case.key}'", f"--provider {provider}"]
+        """The command that makes one row again, with all who took turns: that moves a GPU's clock."""
+        providers = (provider,) if case.measure == "compile" else self.providers
+        s, words = self.settings, ["strobe bench", f"--suite {case.suite}", f"--only '{case.key}'"]
+        words += [f"--provider {name}" for name in providers]
         if case.direction != "forward" and self.direction != "forward":
             words.append(f"--pass {self.direction}")
         words += [f"--device {self.device.type}", f"--seed {self.seed}", f"--budget-ms {s.budget_ms:g}", f"--rounds {s.rounds}"]
@@ -125,9 +126,9 @@ class Runner:
             "rounds": s.rounds,
             "warmup_ms": s.warmup_ms,
             "l2": s.l2 if self.device.type == "cuda" else None,
-            "order": "providers in turns, each round in a new order; the first call of a turn is not timed",
+            "order": "providers in turns, in changing orders; the first call of a turn is not timed",
             "data": "standard normal",
-            "interval": "95 % of the median, by order statistics",
+            "interval": "95 % of the median, by order statistics of the turns' medians",
             "flops": "exact count of visible pairs; forward 2, backward 5 matrix products",
             "clock_source": monitor.source or monitor.unavailable,
         }
@@ -306,8 +307,8 @@ class Runner:
             if row.status == files.OK:
                 row.status, row.reason = "failed", "no timing was taken"
             return
-        samples = contender.samples_ms
-        row.timing = files.Timing(samples, summarise(samples), contender.method, contender.l2)
+        per_turn = len(contender.turns_ms[0])
+        row.timing = files.Timing(contender.samples_ms, contender.summary(), contender.method, contender.l2, per_turn)
         row.clock = monitor.during(contender.intervals)
         if row.case.measure == "call":
             return  # the CPU's time says nothing about FLOPs

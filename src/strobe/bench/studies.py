@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import multiprocessing
-import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -18,11 +17,11 @@ from typing import Any
 
 import torch
 
-from strobe.bench import provenance
-from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave
+from strobe.bench import provenance, results
+from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave, orders
 from strobe.bench.providers import select, to_layout
 from strobe.bench.runner import make_tensors
-from strobe.bench.statistics import percentile, summarise
+from strobe.bench.statistics import geometric_mean, percentile
 from strobe.bench.suites import Case, cases
 from strobe.cuda import cubin, jit, plan
 
@@ -61,11 +60,10 @@ def prepared(case: Case, name: str, device: torch.device) -> tuple[Call, Scope]:
 
 
 def by_place(watch: Stopwatch, calls: Mapping[str, tuple[Call, Scope]], places: int, rounds: int) -> dict[str, list[float]]:
-    """The median time of a provider's first, second, ... call in a turn, in ms; providers in a new order each round."""
+    """The median time of a provider's first, second, ... call in a turn, in ms."""
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
-    order = random.Random(0)
-    for turn in range(rounds + 1):
-        for name in order.sample(list(calls), len(calls)):
+    for turn, order in zip(range(rounds + 1), orders(len(calls)), strict=False):
+        for name in (list(calls)[i] for i in order):
             call, scope = calls[name]
             with scope():
                 taken = watch.times_ms(call, places)
@@ -85,7 +83,7 @@ def turns(device: torch.device) -> dict[str, Any]:
 
 
 def turns_block(root: Path) -> str:
-    found = _load(root, "turns")
+    found = load(root, "turns")
     if found is None:
         return ""
     lines = ["| case | in turns | provider | 1st call | 2nd | 6th | 12th | 60th |", "|---|---|---|---|---|---|---|---|"]
@@ -96,7 +94,23 @@ def turns_block(root: Path) -> str:
         for name, values in [*shown.items(), ("ratio", speed)]:
             cells = [f"{values[place - 1]:.3f}" if place <= len(values) else "" for place in (1, 2, 6, 12, 60)]
             lines.append(f"| {row['case']} | {len(row['ms'])} providers, {len(ours)} calls | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + _best_moments(root)) + "\n"
+
+
+def _best_moments(root: Path) -> list[str]:
+    """How far the ratio of the whole grid depends on the medians."""
+    path = root / "benchmarks" / "results" / "h200" / "grid36.json"
+    if not path.exists():
+        return []
+    ours, theirs = (
+        {r.case.key: r.timing.summary for r in results.load(path).rows if r.provider == p and r.timing} for p in _BOTH
+    )
+    pairs = [(summary, theirs[key]) for key, summary in ours.items() if key in theirs]
+    median, best = (geometric_mean([getattr(b, of) / getattr(a, of) for a, b in pairs]) for of in ("median", "p5"))
+    return [
+        "",
+        f"`strobe-sm90` over `torch-cudnn`, geometric mean of `grid36`: {median:.3f} by medians, {best:.3f} by 5th percentiles.",
+    ]
 
 
 # ---- inputs: what the type and the grouping of heads change ----------------------------------------------------------------
@@ -125,14 +139,14 @@ def inputs(device: torch.device) -> dict[str, Any]:
         for name, contender in contenders.items():
             if contender.problem is not None:
                 raise contender.problem
-            ms[name] = round(summarise(contender.samples_ms).median, 5)
+            ms[name] = round(contender.summary().median, 5)
         case = problem["bf16"]
         rows.append({"dim": case.dim, "mask": case.mask, "length": case.len_q, "heads": case.heads, "ms": ms})
     return {"kind": "inputs", "rows": rows}
 
 
 def inputs_table(root: Path) -> list[str]:
-    found = _load(root, "inputs")
+    found = load(root, "inputs")
     if found is None:
         return []
     lines = ["Speed over that of bf16 with a key head for each query head, in turns (grouped: 8 to a key head):", ""]
@@ -165,14 +179,14 @@ def _compile(arch: str, number: int) -> dict[str, Any]:
     variant = _every_variant(arch)[number]
     done = jit.compile(variant.source, arch)
     mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
-    features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split")}
+    features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
     facts = {"dim": variant.dim, "dim_v": variant.dim_v, "mask": mask, "fold": variant.fold}
     found = {"seconds": round(done.seconds, 3), "spills": cubin.spills(done.log), "warnings": len(cubin.warnings(done.log))}
     return facts | features | found
 
 
 def variants_table(root: Path) -> list[str]:
-    found = _load(root, "variants")
+    found = load(root, "variants")
     if found is None:
         return []
     machine = found["provenance"]
@@ -201,7 +215,7 @@ _BY_FEATURE: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def _load(root: Path, name: str) -> dict[str, Any] | None:
+def load(root: Path, name: str) -> dict[str, Any] | None:
     path = root / "benchmarks" / "results" / "h200" / "studies" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
