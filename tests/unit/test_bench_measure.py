@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from strobe.bench.measure import Contender, Settings, Stopwatch, interleave, orders
+from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave, orders
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -58,3 +58,47 @@ def test_a_failing_call_drops_out() -> None:
     interleave([slow, failing], watch)
     assert slow.rounds == 3 and len(slow.samples_ms) == 3
     assert str(failing.problem) == "no" and not failing.samples_ms
+
+
+class FakeEvent:
+    """Of a device on which the first call behind another contender takes 1 ms, every other an eighth."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+class FakeGraph:
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def replay(self) -> None:
+        for _ in range(20):
+            self.call()
+
+
+@pytest.mark.parametrize("kind", ["time", "graph"])
+def test_the_first_call_of_a_turn_is_left_out_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    who: list[str] = []
+
+    def call(name: str) -> None:
+        FakeEvent.now += 0.125 if who and who[-1] == name else 1.0
+        who.append(name)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    watch = Stopwatch(torch.device("cpu"), Settings(budget_ms=1000, rounds=6, warmup_ms=0))
+    watch.on_gpu = True
+    monkeypatch.setattr(watch, "capture", FakeGraph)
+    contenders = [Contender(lambda name=name: call(name)) for name in "ab"]
+    interleave(contenders, watch, kind)
+    for contender in contenders:
+        assert contender.problem is None and contender.method.startswith("graph" if kind == "graph" else "device")
+        assert len(contender.turns_ms) == 6 and contender.leads and set(contender.samples_ms) == {0.125}
