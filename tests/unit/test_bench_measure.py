@@ -44,9 +44,8 @@ def test_a_slow_call_has_fewer_turns_spread_over_all_rounds() -> None:
     assert [c.rounds for c in contenders] == [3, 9] and not contenders[0].leads
     begun = calls.index("fast") + 2  # after the warm-up
     gaps = [len(list(group)) for name, group in itertools.groupby(calls[begun:]) if name == "fast"]
-    assert len(gaps) >= 3 and max(gaps) <= 4 * (
-        contenders[1].repeats + 1
-    )  # never more than four turns of the fast one in a row
+    a_turn = contenders[1].repeats + 1
+    assert len(gaps) >= 3 and max(gaps) <= 4 * a_turn
 
 
 def test_a_failing_call_drops_out() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from strobe import cli
 from strobe.bench import ceilings, claims, clocks, plots, provenance, results as files
 from strobe.bench.clocks import Monitor, Sample
-from strobe.bench.compare import comparable, compare
+from strobe.bench.compare import comparable, compare, other_company
 from strobe.bench.report import page
 from strobe.bench.results import Results
 
@@ -96,6 +96,19 @@ def test_the_command_exits_accordingly(made: Results, tmp_path: Path) -> None:
     files.save(other, tmp_path / "other.json")
     code, output = terminal("bench", "--result", str(tmp_path / "other.json"), "--compare", old)
     assert code == 2 and "different devices" in " ".join(output.split()) and comparable(made, other) is not None
+
+
+def test_other_providers_in_turn_are_noted(made: Results, tmp_path: Path) -> None:
+    """On a GPU, whose clock follows what ran before."""
+    fewer = synthetic(SMALL)
+    fewer.rows = [row for row in fewer.rows if row.provider != "torch-cudnn"]
+    assert other_company(made, made) is None and "torch-cudnn took turns" in str(other_company(made, fewer))
+    files.save(made, tmp_path / "old.json")
+    files.save(fewer, tmp_path / "fewer.json")
+    code, output = terminal("bench", "--result", str(tmp_path / "fewer.json"), "--compare", str(tmp_path / "old.json"))
+    assert code == 0 and "note: torch-cudnn took turns in only one" in " ".join(output.split())
+    fewer.provenance["device"] = {**fewer.provenance["device"], "kind": "cpu"}
+    assert other_company(made, fewer) is None
 
 
 def test_the_command_names_what_is_wrong() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_results import synthetic
 
-from strobe.bench import studies
+from strobe.bench import claims, studies
 from strobe.bench.measure import Settings, Stopwatch
+from strobe.bench.results import save
 from strobe.cuda import jit, plan
 
 
@@ -56,6 +58,11 @@ def test_tables(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     ms = {"strobe-sm90": [2.0] + [1.0] * 11, "torch-cudnn": [3.0] + [1.25] * 11}
     (folder / "turns.json").write_text(json.dumps({"rows": [{"case": "d128-full-8k", "rounds": 3, "ms": ms}]}))
+    assert "5th percentiles" not in studies.turns_block(tmp_path)  # of a grid that is not there
+    grid = synthetic(("grid36",))
+    save(grid, folder.parent / "grid36.json")
+    mean = claims.mean_ratio(claims.ratios(grid, "grid36", "strobe-sm90", "torch-cudnn"))
+    assert f"geometric mean of `grid36`: {mean:.3f} by medians" in studies.turns_block(tmp_path)
     ratio = "| d128-full-8k | 2 providers, 12 calls | ratio | 1.500 | 1.250 | 1.250 | 1.250 |  |"
     assert ratio in studies.turns_block(tmp_path)
     row = {"dim": 128, "mask": "full", "length": 2048, "heads": 64, "ms": {"bf16": 1.0, "grouped": 0.8}}
@@ -79,15 +86,18 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
         assert sum(chosen(row) for chosen in studies._BY_FEATURE.values()) == 1
 
 
-def test_files_have_one_row_a_line() -> None:
-    found = {"kind": "inputs", "provenance": {"seed": 0}, "rows": [{"a": 1}, {"a": [2, 3]}]}
-    text = studies._one_row_a_line(found)
-    assert json.loads(text) == found and '\n  {"a": [2, 3]}\n' in text
-
-
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         studies.main(["turns", "-o", str(tmp_path / "x.json")])
     assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_a_file_has_its_provenance_and_a_row_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"a": 1}, {"a": [2.0, 3.0]}]
+    monkeypatch.setitem(studies.STUDIES, "variants", lambda device: {"kind": "variants", "rows": rows})
+    path = tmp_path / "new" / "x.json"
+    assert studies.main(["variants", "-o", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["rows"] == rows and found["provenance"]["torch"] == torch.__version__
+    assert '\n  {"a": [2.0, 3.0]}\n' in path.read_text()

@@ -66,11 +66,13 @@ def memory_exponents(results: Results, suite: str) -> dict[str, float]:
     return found
 
 
-def ratios(results: Results, suite: str, provider: str, base: str, direction: str = "forward") -> dict[str, float]:
-    """Case label -> how many times as fast `provider` is as `base`."""
+def ratios(
+    results: Results, suite: str, provider: str, base: str, direction: str = "forward", of: str = "median"
+) -> dict[str, float]:
+    """Case label -> how many times as fast `provider` is as `base`, by this field of their summaries."""
     found = {}
     for rows in by_case(results).values():
-        times = {row.provider: row.median_ms for row in rows if row.timed}
+        times = {row.provider: getattr(row.timing.summary, of) for row in rows if row.timed and row.timing is not None}
         case = rows[0].case
         if case.suite == suite and case.direction == direction and case.measure == "time":
             a, b = times.get(provider), times.get(base)

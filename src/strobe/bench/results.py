@@ -182,9 +182,13 @@ def load(path: Path) -> Results:
 
 
 def save(results: Results, path: Path) -> None:
+    write(to_json(results), path)
+
+
+def write(data: dict[str, Any], path: Path) -> None:
     """Replaces the file in one step, so that a run that is killed leaves the rows it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = _text(to_json(results))
+    lines = _text(data)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

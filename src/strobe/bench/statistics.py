@@ -71,7 +71,7 @@ def summarise_turns(turns: Sequence[Sequence[float]]) -> Summary:
     """Of samples that were taken in turns. Those of one turn resemble each other, so the interval of the median is that of the
     turns' medians."""
     whole = summarise([sample for turn in turns for sample in turn])
-    of_turns = summarise([percentile(sorted(turn), 0.5) for turn in turns if turn])
+    of_turns = summarise([percentile(sorted(turn), 0.5) for turn in turns])
     low, high = min(of_turns.low, whole.median), max(of_turns.high, whole.median)
     return dataclasses.replace(whole, low=low, high=high, confidence=of_turns.confidence)
 

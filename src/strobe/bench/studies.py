@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import multiprocessing
@@ -17,11 +16,11 @@ from typing import Any
 
 import torch
 
-from strobe.bench import provenance, results
+from strobe.bench import claims, provenance, results
 from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave, orders
-from strobe.bench.providers import select, to_layout
+from strobe.bench.providers import Scope, select, to_layout
 from strobe.bench.runner import make_tensors
-from strobe.bench.statistics import geometric_mean, percentile
+from strobe.bench.statistics import percentile
 from strobe.bench.suites import Case, cases
 from strobe.cuda import cubin, jit, plan
 
@@ -38,7 +37,6 @@ _TURNS = (
     ("d128-causal-16k", _BOTH, 60, 6),
     ("d256-causal-16k", _BOTH, 60, 6),
 )
-Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def prepared(case: Case, name: str, device: torch.device) -> tuple[Call, Scope]:
@@ -99,14 +97,11 @@ def turns_block(root: Path) -> str:
 
 def _best_moments(root: Path) -> list[str]:
     """How far the ratio of the whole grid depends on the medians."""
-    path = root / "benchmarks" / "results" / "h200" / "grid36.json"
+    path = _folder(root).parent / "grid36.json"
     if not path.exists():
         return []
-    ours, theirs = (
-        {r.case.key: r.timing.summary for r in results.load(path).rows if r.provider == p and r.timing} for p in _BOTH
-    )
-    pairs = [(summary, theirs[key]) for key, summary in ours.items() if key in theirs]
-    median, best = (geometric_mean([getattr(b, of) / getattr(a, of) for a, b in pairs]) for of in ("median", "p5"))
+    grid = results.load(path)
+    median, best = (claims.mean_ratio(claims.ratios(grid, "grid36", *_BOTH, of=of)) for of in ("median", "p5"))
     found = f"{median:.3f} by medians, {best:.3f} by 5th percentiles"
     return ["", f"`strobe-sm90` over `torch-cudnn`, geometric mean of `grid36`: {found}."]
 
@@ -213,15 +208,13 @@ _BY_FEATURE: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
+def _folder(root: Path) -> Path:
+    return root / "benchmarks" / "results" / "h200" / "studies"
+
+
 def load(root: Path, name: str) -> dict[str, Any] | None:
-    path = root / "benchmarks" / "results" / "h200" / "studies" / f"{name}.json"
+    path = _folder(root) / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _one_row_a_line(found: dict[str, Any]) -> str:
-    head = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1).removesuffix("\n}")
-    rows = ",\n  ".join(json.dumps(row) for row in found["rows"])
-    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 STUDIES: dict[str, Callable[[torch.device], dict[str, Any]]] = {"turns": turns, "inputs": inputs, "variants": variants}
@@ -236,8 +229,7 @@ def main(arguments: list[str]) -> int:
         parser.error("there is no GPU")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {"provenance": provenance.collect(device, 0)} | STUDIES[chosen.study](device)
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(_one_row_a_line(found), encoding="utf-8")
+    results.write(found, chosen.out)
     print(f"wrote {chosen.out}")
     return 0
 
