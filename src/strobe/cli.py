@@ -228,14 +228,18 @@ def _serves(variant: Any, head_dim: int) -> bool:
 @app.command()
 def tune(
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Only kernels for full or bounded masks, softcap, or split keys; may be repeated.")
+    ] = None,
     seq_len: Annotated[list[int] | None, typer.Option(help="Lengths to time; 1024, 4096 and 16384 by default.")] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write what was found.")] = Path("tiles.json"),
 ) -> None:
-    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best. About half a minute a head dim."""
+    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best. About a minute a head dim."""
     import torch
 
     from strobe import tune as tuning
     from strobe.cuda import backend
+    from strobe.cuda.tiles import KINDS
 
     device = torch.device("cuda", 0)
     if (reason := backend.hopper_missing(device)) is not None:
@@ -243,10 +247,12 @@ def tune(
     dims = tuning.dims_of(head_dim)
     if not dims:
         raise UserError(f"no Hopper kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
+    if unknown := set(kind or ()) - set(KINDS):
+        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(KINDS)}")
     with terminal.progress() as bar:
         task = bar.add_task("tuning", total=None)
         result = tuning.sweep(
-            dims, seq_len or (1024, 4096, 16384), device,
+            dims, [k for k in KINDS if not kind or k in kind], seq_len or (1024, 4096, 16384), device,
             lambda what, step, of: bar.update(task, description=what, completed=step, total=of),
         )  # fmt: skip
     tuning.write(result, out)

@@ -1,16 +1,16 @@
 """`strobe tune`: time the Hopper kernel's tiles on this machine and write down which is best.
 
-What is best depends on ptxas as much as on the GPU. The table in cuda/tiles.py was swept like this on an H200; another
-compiler may want another. STROBE_TILES=FILE makes the library use what was found.
+What is best depends on ptxas as much as on the GPU. The tables in cuda/tiles.py were swept like this on an H200; another
+compiler may want others. STROBE_TILES=FILE makes the library use what was found.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,77 @@ from strobe.bench import provenance
 from strobe.bench.measure import Contender, Settings, Stopwatch, interleave
 from strobe.bench.statistics import geometric_mean
 from strobe.cuda import backend, jit, plan
-from strobe.cuda.tiles import DIMS, TileSm90, choose_sm90, tile_name
+from strobe.cuda.tiles import DIMS, SMEM_BYTES, TileSm90, choose_sm90, tile_name
 from strobe.mask import Mask, causal, full
-from strobe.problem import check
+from strobe.problem import Problem, check
 
 TOKENS, HIDDEN = 16384, 2048  # as in the grid of the benchmark
-MASKS = (full, causal)
 Report = Callable[[str, int, int], None]  # what is done, step, of how many
 
 
-def candidates(dim: int, dim_v: int, mask: Mask) -> list[TileSm90]:
+@dataclass(frozen=True)
+class Case:
+    """A problem on which the tiles of a kind compete."""
+
+    kind: str
+    dim: int
+    dim_v: int
+    mask: Mask
+    batch: int
+    len_q: int
+    len_k: int
+    heads: int
+    heads_k: int
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        queries = "" if self.len_q == self.len_k else f"{self.len_q} of "
+        return f"{self.mask.name}, {queries}{self.len_k}"
+
+    def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+        """q, k, v and a place for the output."""
+        q = (self.batch, self.len_q, self.heads, self.dim)
+        k, v = ((self.batch, self.len_k, self.heads_k, d) for d in (self.dim, self.dim_v))
+        inputs = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in (q, k, v))
+        return (*inputs, torch.empty(*q[:3], self.dim_v, dtype=torch.bfloat16, device=device))
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        q, k, v, _ = self.tensors("meta")
+        return check(q, k, v, mask=self.mask, softcap=self.softcap)[0]
+
+    def plan(self, tile: TileSm90 | None, sms: int) -> plan.Plan:
+        out = self.tensors("meta")[-1]
+        return plan.plan_sm90(self.problem, out.transpose(1, 2).stride()[:3], sms, tile)
+
+
+def cases(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
+    batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
+    if kind == "split":  # one new token, and a piece of a prompt, against a long cache
+        keys = max(4 * length, 4096)
+        return [
+            Case(kind, dim, dim_v, full, 1, 1, keys, heads=64, heads_k=8),
+            Case(kind, dim, dim_v, causal, 1, 512, keys, heads=8, heads_k=8),
+        ]
+    masks = {"full": [full], "bounded": [causal], "softcap": [full, causal]}[kind]
+    softcap = 30.0 if kind == "softcap" else None
+    return [Case(kind, dim, dim_v, mask, batch, length, length, heads, heads, softcap) for mask in masks]
+
+
+def candidates(dim: int, dim_v: int, kind: str) -> list[TileSm90]:
     """The tile that is used now, and its neighbours: one switch changed at a time."""
-    best = choose_sm90(dim, dim_v, mask.hi is not None)
-    near = [replace(best, hold=hold) for hold in (0, 4, 8, 16, 24, 32, 40) if hold != best.hold]
+    best = choose_sm90(dim, dim_v, kind == "bounded", softcap=kind == "softcap", split=kind == "split")
+    near = [choose_sm90(dim, dim_v)]
+    near += [replace(best, hold=hold) for hold in (0, 4, 8, 16, 24, 32, 40)]
     near += [replace(best, ping_pong=not best.ping_pong)]
-    near += [replace(best, stages=stages) for stages in (2, 3) if stages != best.stages]
+    near += [replace(best, stages=stages) for stages in (2, 3)]
     near += [replace(best, block_n=best.block_n + step) for step in (-32, -16, 16, 32)]
-    near += [replace(best, consumers=consumers) for consumers in (2, 3) if consumers != best.consumers]
-    return [best, *(tile for tile in near if tile.block_n >= 32 and tile.smem(dim, dim_v) <= 227 << 10)]
+    near += [replace(best, consumers=consumers) for consumers in (1, 2, 3)]
+    return [
+        tile
+        for tile in dict.fromkeys([best, *near])
+        if tile.block_n >= 32 and tile.hold < tile.block_n // 2 and tile.smem(dim, dim_v) <= SMEM_BYTES["sm_90"]
+    ]
 
 
 def compiles(variant: plan.Variant) -> str | None:
@@ -56,87 +109,85 @@ def compiles(variant: plan.Variant) -> str | None:
 
 def sweep(
     dims: Sequence[tuple[int, int]],
+    kinds: Sequence[str],
     lengths: Sequence[int],
     device: torch.device,
     report: Report,
     settings: Settings | None = None,
 ) -> dict[str, Any]:
-    """Every candidate at every length, full and causal, beside cuDNN; results with their provenance."""
+    """Every candidate at every length, beside cuDNN where that can do the same; results with their provenance."""
     watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=8))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
     rows: list[dict[str, Any]] = []
-    total, done = len(dims) * len(lengths) * 2, 0
-    for dim, dim_v in dims:
-        for mask in MASKS:
-            tiles = candidates(dim, dim_v, mask)
-            report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}, {mask.name}", done, total)
-            shape, whole = plan.shape_of(mask), dim % 64 == 0
-            variants = [plan.Variant("sm_90a", "bf16", t, dim, dim_v, shape, whole_dims=whole) for t in tiles]
-            with ThreadPoolExecutor() as pool:
-                reasons = dict(zip(tiles, pool.map(compiles, variants), strict=True))
-            able = [tile for tile in tiles if reasons[tile] is None]
-            rows += [
-                {"dim": dim, "dim_v": dim_v, "mask": mask.name, "tile": str(t), "reason": r} for t, r in reasons.items() if r
-            ]
-            for length in lengths:
-                report(f"head dim {dim}/{dim_v}, {mask.name}, {length}", done, total)
-                rows += _time(able, dim, dim_v, mask, length, watch)
-                done += 1
+    groups = {(*d, kind): [case for n in lengths for case in cases(*d, kind, n)] for d in dims for kind in kinds}
+    total, done = sum(map(len, groups.values())), 0
+    for (dim, dim_v, kind), group in groups.items():
+        tiles = candidates(dim, dim_v, kind)
+        report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}, {kind}", done, total)
+        reasons = unable(tiles, group, sms)
+        rows += [{"dim": dim, "dim_v": dim_v, "kind": kind, "tile": str(t), "reason": r} for t, r in reasons.items()]
+        for case in group:
+            report(f"head dim {dim}/{dim_v}, {kind}: {case}", done, total)
+            rows += _time([tile for tile in tiles if tile not in reasons], case, watch, sms)
+            done += 1
     return {"provenance": provenance.collect(device, seed=0), "rows": rows, "best": best_tiles(rows)}
 
 
-def _time(tiles: list[TileSm90], dim: int, dim_v: int, mask: Mask, length: int, watch: Stopwatch) -> list[dict[str, Any]]:
-    batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
-    q, k, v = (torch.randn(batch, length, heads, d, device=watch.device).bfloat16() for d in (dim, dim, dim_v))
-    out = torch.empty_like(v)
-    problem, _ = check(q, k, v, mask=mask)
-    sms = torch.cuda.get_device_properties(watch.device).multi_processor_count
+def unable(tiles: list[TileSm90], group: Iterable[Case], sms: int) -> dict[TileSm90, str]:
+    """Tiles that cannot be used for all of a group of cases, and why."""
+    wanted = {(tile, case.plan(tile, sms).variant) for tile in tiles for case in group}
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda pair: (pair[0], compiles(pair[1])), wanted)
+    return {tile: reason for tile, reason in found if reason is not None}
+
+
+def _time(tiles: list[TileSm90], case: Case, watch: Stopwatch, sms: int) -> list[dict[str, Any]]:
+    facts = {"dim": case.dim, "dim_v": case.dim_v, "kind": case.kind, "case": str(case)}
+    q, k, v, out = case.tensors(watch.device)
     contenders: dict[str, Contender] = {}
     wrong: list[dict[str, Any]] = []
     expected: torch.Tensor | None = None
     for tile in tiles:
-        made = plan.plan_sm90(problem, out.transpose(1, 2).stride()[:3], sms, tile)
-        call = backend.Call(made, watch.device.index or 0)
+        call = backend.Call(case.plan(tile, sms), watch.device.index or 0)
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0)
         out.fill_(torch.nan)
         call(*addresses)
         if expected is None:
             expected = out.clone()  # of the tile that is used now, which the tests check
         elif not torch.allclose(out, expected, rtol=0.02, atol=0.02):
-            wrong.append({"dim": dim, "dim_v": dim_v, "mask": mask.name, "tile": str(tile), "reason": f"wrong at {length}"})
+            wrong.append({**facts, "tile": str(tile), "reason": f"wrong: {case}"})
             continue
         contenders[str(tile)] = Contender(functools.partial(call, *addresses))
-    queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
-    contenders["cudnn"] = Contender(
-        lambda: F.scaled_dot_product_attention(queries, keys, values, is_causal=mask is causal),
-        scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-    )
+    if case.softcap is None and (case.mask is full or case.len_q == case.len_k):
+        queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
+        contenders["cudnn"] = Contender(
+            lambda: F.scaled_dot_product_attention(queries, keys, values, is_causal=case.mask is causal, enable_gqa=True),
+            scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        )
     interleave(list(contenders.values()), watch)
     medians = {name: c.summary().median for name, c in contenders.items() if c.problem is None}
     return wrong + [
         {
-            "dim": dim, "dim_v": dim_v, "mask": mask.name, "length": length, "tile": name, "ms": ms,
-            "tflops": problem.flops() / ms / 1e9, "vs_cudnn": medians["cudnn"] / ms if "cudnn" in medians else None,
+            **facts, "tile": name, "ms": ms, "tflops": case.problem.flops() / ms / 1e9,
+            "vs_cudnn": medians["cudnn"] / ms if "cudnn" in medians else None,
         }
         for name, ms in medians.items()
     ]  # fmt: skip
 
 
 def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each head dim and mask the tile with the best geometric mean over the lengths, as cuda/tiles.py reads it."""
+    """For each head dim and kind the tile with the best geometric mean over its cases, as cuda/tiles.py reads it."""
     best = {}
-    masks = {mask.name: mask for mask in MASKS}
-    for dim, dim_v, mask in dict.fromkeys((row["dim"], row["dim_v"], row["mask"]) for row in rows):
-        timed = [row for row in rows if (row["dim"], row["dim_v"], row["mask"]) == (dim, dim_v, mask) and "ms" in row]
-        cells = {row["length"] for row in timed}
-        names = {str(tile): tile for tile in candidates(dim, dim_v, masks[mask])}
+    for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in rows):
+        timed = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind) and "ms" in row]
+        count = len({row["case"] for row in timed})
         means = {}
-        for name in names:
-            speeds = [row["tflops"] for row in timed if row["tile"] == name]
-            if len(speeds) == len(cells):
-                means[name] = geometric_mean(speeds)
+        for tile in candidates(dim, dim_v, kind):
+            speeds = [row["tflops"] for row in timed if row["tile"] == str(tile)]
+            if speeds and len(speeds) == count:
+                means[tile] = geometric_mean(speeds)
         if means:
-            winner = max(means, key=means.__getitem__)
-            best[tile_name(dim, dim_v, masks[mask].hi is not None)] = asdict(names[winner])
+            best[tile_name(dim, dim_v, kind)] = asdict(max(means, key=means.__getitem__))
     return best
 
 

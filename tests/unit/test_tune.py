@@ -8,7 +8,6 @@ import pytest
 
 from strobe import tune
 from strobe.cuda import tiles
-from strobe.mask import causal, full
 
 SMEM = tiles.SMEM_BYTES["sm_90"]
 
@@ -22,34 +21,47 @@ def no_overrides(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("dims", tiles.DIMS["sm90"])
-@pytest.mark.parametrize("mask", [full, causal], ids=str)
-def test_candidates_fit_and_begin_with_the_tile_in_use(dims: tuple[int, int], mask, no_overrides) -> None:  # type: ignore[no-untyped-def]
-    found = tune.candidates(*dims, mask)
-    assert found[0] == tiles.choose_sm90(*dims, mask is causal)
+@pytest.mark.parametrize("kind", tiles.KINDS)
+def test_candidates_fit_and_begin_with_the_tile_in_use(dims: tuple[int, int], kind: str, no_overrides) -> None:  # type: ignore[no-untyped-def]
+    found = tune.candidates(*dims, kind)
+    case = tune.cases(*dims, kind, 4096)[0]
+    assert case.plan(None, 132) == case.plan(found[0], 132)
     assert len(found) == len(set(found)) > 5
     assert all(tile.smem(*dims) <= SMEM for tile in found)
 
 
-def rows(mask: str, speeds: dict[str, list[float]]) -> list[dict]:
+@pytest.mark.parametrize("dims", tiles.DIMS["sm90"])
+@pytest.mark.parametrize("length", [16, 1024, 16384])
+def test_cases_are_of_their_kind_with_every_candidate(dims: tuple[int, int], length: int, no_overrides) -> None:  # type: ignore[no-untyped-def]
+    for kind in tiles.KINDS:
+        for case in tune.cases(*dims, kind, length):
+            for tile in tune.candidates(*dims, kind):
+                variant = case.plan(tile, 132).variant
+                assert variant.tile == tile
+                assert variant.split == (kind == "split")
+                assert variant.softcap == (kind == "softcap")
+
+
+def rows(kind: str, speeds: dict[str, list[float]]) -> list[dict]:
     return [
-        {"dim": 64, "dim_v": 64, "mask": mask, "length": length, "tile": tile, "ms": 1.0, "tflops": speed}
-        for tile, by_length in speeds.items()
-        for length, speed in zip((1024, 4096), by_length, strict=False)
+        {"dim": 64, "dim_v": 64, "kind": kind, "case": case, "tile": tile, "ms": 1.0, "tflops": speed}
+        for tile, by_case in speeds.items()
+        for case, speed in zip(("1024", "4096"), by_case, strict=False)
     ]
 
 
-def test_best_is_chosen_for_each_mask_and_must_run_at_every_length(no_overrides) -> None:  # type: ignore[no-untyped-def]
-    plain, bounded = tune.candidates(64, 64, full), tune.candidates(64, 64, causal)
+def test_best_is_chosen_for_each_kind_and_must_run_in_every_case(no_overrides) -> None:  # type: ignore[no-untyped-def]
+    plain, bounded = tune.candidates(64, 64, "full"), tune.candidates(64, 64, "bounded")
     found = tune.best_tiles(
         rows("full", {str(plain[0]): [500.0, 500.0], str(plain[1]): [600.0, 400.0], str(plain[2]): [900.0]})
-        + rows("causal", {str(bounded[0]): [300.0, 400.0], str(bounded[3]): [310.0, 400.0], "cudnn": [999.0, 999.0]})
-        + [{"dim": 64, "dim_v": 64, "mask": "causal", "tile": str(bounded[4]), "reason": "spills"}]
+        + rows("bounded", {str(bounded[0]): [300.0, 400.0], str(bounded[3]): [310.0, 400.0], "cudnn": [999.0, 999.0]})
+        + [{"dim": 64, "dim_v": 64, "kind": "bounded", "tile": str(bounded[4]), "reason": "spills"}]
     )
     assert found == {"64/64 full": plain[0].__dict__, "64/64 bounded": bounded[3].__dict__}
 
 
 def test_the_library_uses_what_was_found(tmp_path: Path, no_overrides) -> None:  # type: ignore[no-untyped-def]
-    other = tune.candidates(64, 64, causal)[2]
+    other = tune.candidates(64, 64, "bounded")[2]
     assert other != tiles.choose_sm90(64, 64, True)
     path = tmp_path / "found" / "tiles.json"
     tune.write({"best": {"64/64 bounded": other.__dict__}}, path)
@@ -57,6 +69,7 @@ def test_the_library_uses_what_was_found(tmp_path: Path, no_overrides) -> None: 
     tiles._overrides.cache_clear()
     assert tiles.choose_sm90(64, 64, True) == other
     assert tiles.choose_sm90(64, 64) == tiles._SM90[64, 64]
+    assert tiles.choose_sm90(64, 64, True, softcap=True) != other
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"best": {"64/64 full": {"no_such": 1}}}'])

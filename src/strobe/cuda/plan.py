@@ -209,7 +209,7 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
     if tile is None:
         split = _splits(problem, choose_sm90(dim, dim_v, split=True), sms) > 1
-        tile = choose_sm90(dim, dim_v, problem.mask.hi is not None, split=split)
+        tile = choose_sm90(dim, dim_v, problem.mask.hi is not None, softcap=problem.softcap is not None, split=split)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
     splits = _splits(problem, tile, sms)
     variant = replace(_variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels), fold=fold)
@@ -337,7 +337,7 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
                 for packed, softcap, sinks, split in flags:
                     tile: TileSm80 | TileSm90 = choose_sm80(dim, dim_v, arch, softcap)
                     if sm90:
-                        tile = choose_sm90(dim, dim_v, mask.hi is not None, split=split)
+                        tile = choose_sm90(dim, dim_v, mask.hi is not None, softcap=softcap, split=split)
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
                     for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:

@@ -167,6 +167,15 @@ _SM90 = {
 }
 
 
+# Where another tile is better: softcap and putting parts together take registers.
+_SM90_OTHER = {
+    "split": {
+        (64, 64): TileSm90(2, 128, stages=3, hold=16), (96, 96): TileSm90(2, 128, hold=16),
+        (128, 128): TileSm90(2, 128, hold=16, ping_pong=True),
+    },
+}  # fmt: skip
+
+
 @functools.cache
 def _overrides() -> dict[str, TileSm90]:
     """What `strobe tune` found on this machine, if STROBE_TILES names its file."""
@@ -180,20 +189,16 @@ def _overrides() -> dict[str, TileSm90]:
         raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
 
 
-def tile_name(dim: int, dim_v: int, bounded: bool) -> str:
+# Kernels that differ so much that each may want a tile of its own; the last of them that applies counts.
+KINDS = ("full", "bounded", "softcap", "split")  # bounded: the mask hides keys from the right; split: keys among blocks
+
+
+def tile_name(dim: int, dim_v: int, kind: str) -> str:
     """The key of a tile in the file that `strobe tune` writes."""
-    return f"{dim}/{dim_v} {'bounded' if bounded else 'full'}"
+    return f"{dim}/{dim_v} {kind}"
 
 
-# Where keys are split among blocks: to put the parts together takes registers.
-_SM90_SPLIT = {
-    (64, 64): TileSm90(2, 128, stages=3, hold=16), (96, 96): TileSm90(2, 128, hold=16),
-    (128, 128): TileSm90(2, 128, hold=16, ping_pong=True),
-}  # fmt: skip
-
-
-def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, split: bool = False) -> TileSm90:
-    """`bounded`: the mask hides keys from the right; `strobe tune` may have found another tile for those."""
-    if split and (dim, dim_v) in _SM90_SPLIT:
-        return _SM90_SPLIT[dim, dim_v]
-    return _overrides().get(tile_name(dim, dim_v, bounded)) or _SM90[dim, dim_v]
+def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> TileSm90:
+    kind = [kind for kind, applies in zip(KINDS, (True, bounded, softcap, split), strict=True) if applies][-1]
+    found = _overrides().get(tile_name(dim, dim_v, kind))
+    return found or _SM90_OTHER.get(kind, {}).get((dim, dim_v)) or _SM90[dim, dim_v]

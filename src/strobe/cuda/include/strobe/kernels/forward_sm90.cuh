@@ -207,18 +207,8 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     }
   }
 
-  // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys: then the other half is
-  // not computed.
-  static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0 && !Config::kSoftcap;  // which is code enough
-  STROBE_DEVICE void scores(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked, int consumer) {
-    const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
-    if (kTrim && mask(tile).hi(last_row / kFold) <= n * kBlockN + kBlockN / 2)
-      scores_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n, true);
-    else
-      scores_of<kBlockN>(q_desc, f, tile, row, n, masked);
-  }
-  template <int kKeys> STROBE_DEVICE void scores_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
-    float s[kKeys / 2];
+  // S_n of the first kKeys keys, nothing else in flight.
+  template <int kKeys> STROBE_DEVICE void scores_alone(float (&s)[kKeys / 2], u64 q_desc) {
     k.wait_full();
     wgmma_fence();
     gemm_qk<T, kKeys, kDim, kBlockN>(s, q_desc, k_desc());
@@ -227,19 +217,10 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pin(s);
     if (elected()) k.release();
     k.next();
-    prepare(s, tile, row, n, masked);
-    f.softmax.template maxima<true>(s);
-    f.softmax.template weights<0, kKeys / 2>(s);
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
   }
 
-  // A mask on the right: 64 rows on the diagonal meet one or two key blocks, and those go one by one. The loop over the others is then free of
-  // it. Masks on both sides are applied in that loop, where they are needed.
-  static constexpr bool kOneByOne = Mask::kHasHi && !Mask::kHasLo;
-
   // O += P V, nothing else in flight.
-  STROBE_DEVICE void values(Fragments& f) {
+  STROBE_DEVICE void values_alone(Fragments& f) {
     v.wait_full();
     pin(f.o);
     pin(f.weights);
@@ -252,10 +233,8 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     v.next();
   }
 
-  // S_n and O += P_{n+1} V_{n+1} in flight together; P_n replaces P_{n+1}, whose registers are the product's until it is done.
-  STROBE_DEVICE void overlapped(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked, int consumer) {
-    constexpr int kFirst = Config::kHold ? Config::kHold : kScores;
-    float s[kScores];
+  // S_n, with O += P_{n+1} V_{n+1} on its way, whose registers are the product's until `weights_beside` has waited for it.
+  STROBE_DEVICE void scores_beside(float (&s)[kScores], u64 q_desc, Fragments& f, int consumer) {
     k.wait_full();
     wait_turn(consumer);
     pin(f.o);
@@ -272,7 +251,12 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pin(s);
     if (elected()) k.release();
     k.next();
-    prepare(s, tile, row, n, masked);
+  }
+
+  // S_n -> P_n, which replaces P_{n+1}: the first kHold weights before the wait for P V, or where ptxas puts them. In the first block there is
+  // nothing to wait for, and no maximum to guess from.
+  STROBE_DEVICE void weights_beside(float (&s)[kScores], Fragments& f, bool first) {
+    constexpr int kFirst = Config::kHold ? Config::kHold : kScores;
     Guess<T, kScores> guess(f.softmax);
     guess.template weights<0, kFirst>(s);
     if (Config::kHold) hold(smem, f.softmax.l[0] + guess.sum[0] + guess.sum[1]);
@@ -280,8 +264,10 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pin(f.o);
     pin(s);
     pin(f.weights);
-    if (elected()) v.release();
-    v.next();
+    if (!first) {
+      if (elected()) v.release();
+      v.next();
+    }
     guess.template weights<kFirst, kScores>(s);
     if (guess.accepted(f.softmax, f.weights)) return;
     f.softmax.template maxima<true>(s);
@@ -289,6 +275,34 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     pack_fragment<T>(f.weights, s);
     f.softmax.rescale(f.o);
   }
+
+  // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys: then the other half is
+  // not computed.
+  static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
+  STROBE_DEVICE void weights_alone(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked, int consumer) {
+    const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
+    if (kTrim && mask(tile).hi(last_row / kFold) <= n * kBlockN + kBlockN / 2)
+      weights_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n, true);
+    else
+      weights_of<kBlockN>(q_desc, f, tile, row, n, masked);
+  }
+  template <int kKeys> STROBE_DEVICE void weights_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
+    float s[kKeys / 2];
+    scores_alone<kKeys>(s, q_desc);
+    prepare(s, tile, row, n, masked);
+    f.softmax.template maxima<true>(s);
+    f.softmax.template weights<0, kKeys / 2>(s);
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
+  }
+
+  // A mask on the right: 64 rows on the diagonal meet one or two key blocks, and those go one by one. The loop over the others is then free of
+  // it. Masks on both sides are applied in that loop, where they are needed.
+  static constexpr bool kDiagonalAlone = Mask::kHasHi && !Mask::kHasLo;
+
+  // Softcap and split keys are much code, and every copy is time for the compiler. There, one loop does all blocks: it begins with the weights,
+  // so that the first block needs no code of its own. The others are faster with it: up to a tenth where tiles are short.
+  static constexpr bool kOneLoop = Config::kSoftcap || Config::kSplit;
 
   // Keys split among several blocks: each leaves O, m and l of its part in memory. The last to do so puts them together, in order, and goes
   // on to store the result; who that is does not change it.
@@ -419,21 +433,37 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 #pragma unroll 2
         for (; n >= mine.end; --n) skip(consumer, n < last);
         if (n < last) take_turn_unused(consumer);
-        for (bool first = true;; first = false) {
-          scores(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
-          if (!first) f.softmax.rescale(f.o);
-          release_stored(stored, pending);
-          if (--n < mine.end_full || !kOneByOne) break;
-          take_turn_unused(consumer);
-          values(f);
-        }
+        if (kOneLoop) {
+          float s[kScores];
+          scores_alone<kBlockN>(s, q_desc);
 #pragma unroll 1
-        for (; n >= mine.first; --n) {
-          const bool masked = !kOneByOne && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
-          overlapped(q_desc, f, tile, row, n, masked, consumer);
+          for (bool first = true;; first = false) {
+            prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
+            weights_beside(s, f, first);
+            if (first) release_stored(stored, pending);
+            if (--n < mine.first) break;
+            scores_beside(s, q_desc, f, consumer);
+          }
+        } else {
+          for (bool first = true;; first = false) {
+            weights_alone(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
+            if (!first) f.softmax.rescale(f.o);
+            release_stored(stored, pending);
+            if (--n < mine.end_full || !kDiagonalAlone) break;
+            take_turn_unused(consumer);
+            values_alone(f);
+          }
+#pragma unroll 1
+          for (; n >= mine.first; --n) {
+            float s[kScores];
+            scores_beside(s, q_desc, f, consumer);
+            const bool masked = !kDiagonalAlone && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
+            prepare(s, tile, row, n, masked);
+            weights_beside(s, f, false);
+          }
         }
         if (kPrivateO && elected()) q.release();
-        values(f);
+        values_alone(f);
       } else {
         release_stored(stored, pending);
         if (kPrivateO && elected()) q.release();
