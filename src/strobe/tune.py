@@ -103,8 +103,9 @@ def compiles(variant: plan.Variant) -> str | None:
         artifact = jit.get(variant.source, variant.arch, name=variant.name)
     except jit.CompileError:
         return "does not compile"
-    warnings = cubin.warnings(artifact.log)
-    return "spills" if cubin.spills(artifact.log) else warnings[0] if warnings else None
+    log = artifact.log or jit.compile(variant.source, variant.arch).log  # what comes from the cache has none
+    warnings = cubin.warnings(log)
+    return "spills" if cubin.spills(log) else warnings[0] if warnings else None
 
 
 def sweep(
@@ -175,19 +176,23 @@ def _time(tiles: list[TileSm90], case: Case, watch: Stopwatch, sms: int) -> list
     ]  # fmt: skip
 
 
+def means(rows: list[dict[str, Any]], dim: int, dim_v: int, kind: str) -> dict[str, float]:
+    """Of every tile that ran in all cases, the one in use first: the geometric mean of its speed."""
+    mine = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind) and "ms" in row]
+    count = len({row["case"] for row in mine})
+    speeds: dict[str, list[float]] = {}
+    for row in mine:
+        speeds.setdefault(row["tile"], []).append(row["tflops"])
+    return {tile: geometric_mean(found) for tile, found in speeds.items() if len(found) == count and tile != "cudnn"}
+
+
 def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each head dim and kind the tile with the best geometric mean over its cases, as cuda/tiles.py reads it."""
+    """For each head dim and kind the fastest tile, as cuda/tiles.py reads it."""
     best = {}
     for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in rows):
-        timed = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind) and "ms" in row]
-        count = len({row["case"] for row in timed})
-        means = {}
-        for tile in candidates(dim, dim_v, kind):
-            speeds = [row["tflops"] for row in timed if row["tile"] == str(tile)]
-            if speeds and len(speeds) == count:
-                means[tile] = geometric_mean(speeds)
-        if means:
-            best[tile_name(dim, dim_v, kind)] = asdict(max(means, key=means.__getitem__))
+        if speeds := means(rows, dim, dim_v, kind):
+            tiles = {str(tile): tile for tile in candidates(dim, dim_v, kind)}
+            best[tile_name(dim, dim_v, kind)] = asdict(tiles[max(speeds, key=speeds.__getitem__)])
     return best
 
 

@@ -34,6 +34,7 @@ STEEP = replace(FALLING, name="steep", scale=5.0)  # exp overflows under the max
 SHORT = Case("short", 400, 50, batch=1, heads=3, heads_k=1, dim=64)  # one key block a tile: nothing but the Q ring holds back
 SPLIT = Case("split", 60, 600, batch=1, heads=1, heads_k=1, dim=64, mask=causal)  # one tile: two blocks take half the keys each
 FOLD = Case("fold", 9, 150, batch=1, heads=4, heads_k=1, dim=64, mask=causal)
+SOFTCAP = replace(CAUSAL, name="softcap", softcap=5.0)
 PACKED = Case("packed", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 129), (130, 70)))
 TILES = {
     "sm80": TileSm80(64, 64, 4, 1, 1),
@@ -130,7 +131,7 @@ MUTATIONS = [
          "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(", CAUSAL),
         ("output_not_rescaled", "f.softmax.rescale(f.o);\n  }", "}", FALLING),
         ("output_not_rescaled_on_the_diagonal", "if (!first) f.softmax.rescale(f.o);", "", DIAGONAL),
-        ("values_of_the_diagonal_missing", "take_turn_unused(consumer);\n          values(f);", "", CAUSAL),
+        ("values_of_the_diagonal_missing", "take_turn_unused(consumer);\n            values_alone(f);", "", CAUSAL),
         ("wrong_guess_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
         # ---- output through shared memory ----
         ("no_proxy_fence", "fence_proxy_async();\n      bar_sync", "bar_sync", CAUSAL),
@@ -142,6 +143,14 @@ MUTATIONS = [
         # ---- tiles: the mailbox, the first block, packed sequences, the counter ----
         ("mail_not_published", "post(tile);\n    if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());",
          "if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());\n    post(tile);", CAUSAL),
+        # ---- one loop for all blocks ----
+        ("values_released_before_the_first", "if (!first) {\n      if (elected()) v.release();",
+         "{\n      if (elected()) v.release();", SOFTCAP),
+        ("queries_not_released_after_the_first", "if (first) release_stored(stored, pending);", "", SOFTCAP),
+        ("one_loop_unmasked", "prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);",
+         "prepare(s, tile, row, n, false);", SOFTCAP),
+        ("one_loop_without_values", "if (--n < mine.first) break;\n            scores_beside(s, q_desc, f, consumer);",
+         "if (--n < mine.first) break;\n            scores_alone<kBlockN>(s, q_desc);", SOFTCAP),
         ("ragged_first_block_unmasked", "Mask::kHasHi || n >= mine.end_full || n < mine.first_full", "Mask::kHasHi", SHORT),
         ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_there);", "clip = 0;", PACKED),
         ("store_runs_into_the_next_sequence", "const Box b = query_box(tile, first);",
@@ -163,8 +172,8 @@ MUTATIONS = [
     Mutation("unused_turn_not_passed_on", "wait_turn(consumer);\n    pass_turn(consumer);\n  }", "wait_turn(consumer);\n  }",
              tile="sm90_ping_pong"),
     Mutation("turn_not_taken_by_a_skip", "if (has_turn) take_turn_unused(consumer);", "", tile="sm90_ping_pong"),
-    Mutation("turn_not_taken_on_the_diagonal", "take_turn_unused(consumer);\n          values(f);", "values(f);", DIAGONAL,
-             tile="sm90_ping_pong"),
+    Mutation("turn_not_taken_on_the_diagonal", "take_turn_unused(consumer);\n            values_alone(f);", "values_alone(f);",
+             DIAGONAL, tile="sm90_ping_pong"),
     # ---- one Q slot, O in a buffer of its own ----
     *(Mutation(*m, tile="sm90_one_slot") for m in [
         ("queries_not_released", "if (kPrivateO && elected()) q.release();", "", CAUSAL, 2),

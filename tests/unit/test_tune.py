@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strobe import tune
-from strobe.cuda import tiles
+from strobe.cuda import jit, tiles
 
 SMEM = tiles.SMEM_BYTES["sm_90"]
 
@@ -86,3 +86,15 @@ def test_head_dims_are_filtered() -> None:
     assert tune.dims_of([192]) == [(192, 192), (192, 128)]
     assert tune.dims_of(None) == tiles.DIMS["sm90"]
     assert tune.dims_of([7]) == []
+
+
+def test_a_cached_kernel_that_spills_is_still_out_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = tune.cases(64, 64, "full", 1024)[0].plan(None, 132).variant
+    cached = jit.Artifact(b"", "key", "disk", Path("there"), 0.0, "", variant.source)  # the compiler's log is not kept
+    monkeypatch.setattr(jit, "get", lambda *_, **__: cached)
+    for log, expected in (
+        ("ptxas info    : 16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads", "spills"),
+        ("ptxas info    : 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", None),
+    ):
+        monkeypatch.setattr(jit, "compile", lambda *_, log=log: jit.Compiled(b"", log, 0.1, (13, 0)))
+        assert tune.compiles(variant) == expected

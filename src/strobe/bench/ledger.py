@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from strobe import tune
 from strobe.bench import studies
 from strobe.bench.statistics import geometric_mean
 
@@ -63,11 +64,28 @@ def block(root: Path) -> str:
             lines.append(f"{begin}{' | '.join(gains)} |")
         for dim in sorted({row["dim"] for row in experiment["rows"]} - set(DIMS)):
             others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
-    lines += ["", "At other head dims, 16 heads:", ""]
+    lines += ["", "At other head dims, 16 heads or, in the last rows, heads x dim near 2048:", ""]
     lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
-    for table in (studies.inputs_table(root), studies.variants_table(root), _caches(found["caches"]), _cycles(found["cycles"])):
+    tables = (_tiles(root), studies.inputs_table(root), studies.variants_table(root))
+    for table in (*tables, _caches(found["caches"]), _cycles(found["cycles"])):
         lines += ["", *table] if table else []
     return "\n".join(lines) + "\n"
+
+
+def _tiles(root: Path) -> list[str]:
+    """What `strobe tune` found for each head dim and kind of kernel."""
+    found = studies.load(root, "tiles")
+    if found is None:
+        return []
+    lines = ["Tiles in use among their neighbours, one switch changed at a time (`strobe tune`); means over all its cases:", ""]
+    lines += ["| kernel | head dim | in use | tiles timed | speed over the best's | the best |", "|---|---|---|---|---|---|"]
+    for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):
+        speeds = tune.means(found["rows"], dim, dim_v, kind)
+        in_use, best = next(iter(speeds)), max(speeds, key=speeds.__getitem__)
+        dims = f"{dim}" if dim == dim_v else f"{dim}, values {dim_v}"
+        other = "" if best == in_use else best
+        lines.append(f"| {kind} | {dims} | {in_use} | {len(speeds)} | {speeds[in_use] / speeds[best]:.3f} | {other} |")
+    return lines
 
 
 def _caches(rows: list[dict[str, Any]]) -> list[str]:

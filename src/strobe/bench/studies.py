@@ -153,6 +153,8 @@ def inputs_table(root: Path) -> list[str]:
 
 # ---- variants: how long does NVRTC take for each of them? ------------------------------------------------------------------
 
+_LONG_S, _TRIES = 1.2, 3
+
 
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> dict[str, Any]:
     """Every combination of features in bf16, in as many processes as leave each of them cores to spare. Needs no GPU."""
@@ -169,13 +171,18 @@ def _every_variant(arch: str) -> list[plan.Variant]:
 
 
 def _compile(arch: str, number: int) -> dict[str, Any]:
+    """A machine that others share is slow at times: what takes long is tried again, and the shortest time counts."""
     variant = _every_variant(arch)[number]
-    done = jit.compile(variant.source, arch)
+    tries = [jit.compile(variant.source, arch)]
+    while tries[-1].seconds > _LONG_S and len(tries) < _TRIES:
+        tries.append(jit.compile(variant.source, arch))
+    done = min(tries, key=lambda one: one.seconds)
     mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
     features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
     facts = {"dim": variant.dim, "dim_v": variant.dim_v, "mask": mask, "fold": variant.fold}
-    found = {"seconds": round(done.seconds, 3), "spills": cubin.spills(done.log), "warnings": len(cubin.warnings(done.log))}
-    return facts | features | found
+    times = {"seconds": round(done.seconds, 3), "first_seconds": round(tries[0].seconds, 3)}
+    found = {"spills": cubin.spills(done.log), "warnings": len(cubin.warnings(done.log))}
+    return facts | features | times | found
 
 
 def variants_table(root: Path) -> list[str]:
@@ -185,17 +192,19 @@ def variants_table(root: Path) -> list[str]:
     machine = found["provenance"]
     lines = [
         f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16 ({machine['host_cpu']}, {found['processes']} at a "
-        f"time); of all {len(found['rows'])}, {sum(row['spills'] > 0 for row in found['rows'])} spill and "
-        f"{sum(row['warnings'] > 0 for row in found['rows'])} have a warning:",
+        f"time; where that was more than {_LONG_S}, the least of up to {_TRIES} tries); of all {len(found['rows'])}, "
+        f"{sum(row['spills'] > 0 for row in found['rows'])} spill and {sum(row['warnings'] > 0 for row in found['rows'])} "
+        "have a warning:",
         "",
-        "| features | variants | median | 95th percentile | most |",
-        "|---|---|---|---|---|",
+        "| features | variants | median | 95th percentile | most | most, first try |",
+        "|---|---|---|---|---|---|",
     ]
     for name, chosen in _BY_FEATURE.items():
-        seconds = sorted(row["seconds"] for row in found["rows"] if chosen(row))
-        if seconds:
-            shown = [f"{percentile(seconds, share):.2f}" for share in (0.5, 0.95, 1.0)]
-            lines.append(f"| {name} | {len(seconds)} | {' | '.join(shown)} |")
+        rows = [row for row in found["rows"] if chosen(row)]
+        if rows:
+            seconds = sorted(row["seconds"] for row in rows)
+            shown = [percentile(seconds, share) for share in (0.5, 0.95, 1.0)] + [max(row["first_seconds"] for row in rows)]
+            lines.append(f"| {name} | {len(rows)} | {' | '.join(f'{x:.2f}' for x in shown)} |")
     return lines
 
 

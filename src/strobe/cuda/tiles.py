@@ -1,7 +1,7 @@
 """Tile shapes: how a block of threads cuts the work, by head dim and GPU.
 
-The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for sm80's 192 and sm90's
-tiles for split keys. The others are chosen for shared memory and registers, and nobody has timed them.
+The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for sm80's 192. The others are
+chosen for shared memory and registers, and nobody has timed them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class TileSm90:
         return {"kPingPong": self.ping_pong}
 
 
-# Swept with NVRTC 13.0: benchmarks/results/h200/studies/hopper-forward.json. Another ptxas may want others: `strobe tune`.
+# Swept with NVRTC 13.0: benchmarks/results/h200/studies/tiles.json. Another ptxas may want others: `strobe tune`.
 _SM90 = {
     (64, 64): TileSm90(3, 128, stages=3, hold=8),
     (96, 96): TileSm90(3, 112, ping_pong=True),
@@ -169,9 +169,15 @@ _SM90 = {
 
 # Where another tile is better: softcap and putting parts together take registers.
 _SM90_OTHER = {
+    "softcap": {
+        (64, 64): TileSm90(3, 128, stages=3), (96, 96): TileSm90(3, 96, ping_pong=True),
+        (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True),
+    },
     "split": {
-        (64, 64): TileSm90(2, 128, stages=3, hold=16), (96, 96): TileSm90(2, 128, hold=16),
+        (64, 64): TileSm90(2, 128, stages=3, hold=16, ping_pong=True), (96, 96): TileSm90(2, 128, hold=16, ping_pong=True),
         (128, 128): TileSm90(2, 128, hold=16, ping_pong=True),
+        (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, hold=8, ping_pong=True),
+        (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True),
     },
 }  # fmt: skip
 

@@ -301,7 +301,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   static constexpr bool kDiagonalAlone = Mask::kHasHi && !Mask::kHasLo;
 
   // Softcap and split keys are much code, and every copy is time for the compiler. There, one loop does all blocks: it begins with the weights,
-  // so that the first block needs no code of its own. The others are faster with it: up to a tenth where tiles are short.
+  // so that the first block needs no code of its own. Other kernels have such code, and are faster for it.
   static constexpr bool kOneLoop = Config::kSoftcap || Config::kSplit;
 
   // Keys split among several blocks: each leaves O, m and l of its part in memory. The last to do so puts them together, in order, and goes
