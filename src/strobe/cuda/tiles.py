@@ -161,7 +161,7 @@ _SM90 = {
     (64, 64): TileSm90(3, 128, stages=3, hold=8),
     (96, 96): TileSm90(3, 112, ping_pong=True),
     (128, 128): TileSm90(2, 128, hold=32, ping_pong=True),
-    (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, ping_pong=True),
+    (192, 192): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True),
     (192, 128): TileSm90(2, 128, q_slots=1, store_panels=1, hold=24, ping_pong=True),
     (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2),
 }
@@ -171,6 +171,7 @@ _SM90 = {
 _SM90_OTHER = {
     "softcap": {
         (64, 64): TileSm90(3, 128, stages=3), (96, 96): TileSm90(3, 96, ping_pong=True),
+        (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, ping_pong=True),
         (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True),
     },
     "split": {

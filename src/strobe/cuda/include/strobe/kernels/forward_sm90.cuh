@@ -313,7 +313,8 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   }
   STROBE_DEVICE bool gather(Fragments& f, const Tile& tile, int consumer) {
     const int tile_number = tile.work / p.splits, first = tile.row0 + 64 * consumer;
-    const bool has_rows = first + int(thread_idx() % 128 / 32 * 16) < tile.len_q;  // of the warp
+    const int warp_row = first + int(thread_idx() % 128 / 32 * 16);
+    const bool has_rows = warp_uniform(warp_row < tile.len_q);  // said to be uniform: else ptxas takes the rings for divergent from here on
     if (has_rows) {
       float* mine = partial(tile_number, tile.work % p.splits, consumer);
 #pragma unroll
