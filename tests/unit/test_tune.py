@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from strobe import tune
+from strobe.bench import studies
 from strobe.cuda import jit, tiles
 
 SMEM = tiles.SMEM_BYTES["sm_90"]
@@ -98,3 +99,14 @@ def test_a_cached_kernel_that_spills_is_still_out_of_the_question(monkeypatch: p
     ):
         monkeypatch.setattr(jit, "compile", lambda *_, log=log: jit.Compiled(b"", log, 0.1, (13, 0)))
         assert tune.compiles(variant) == expected
+
+
+def test_the_tables_are_those_of_the_committed_sweep(no_overrides) -> None:  # type: ignore[no-untyped-def]
+    """A tile that another beats clearly has no business in the table."""
+    found = studies.load(Path(__file__).parents[2], "tiles")
+    assert found is not None
+    for dim, dim_v in tiles.DIMS["sm90"]:
+        for kind in tiles.KINDS:
+            speeds = tune.means(found["rows"], dim, dim_v, kind)
+            in_use = str(tune.candidates(dim, dim_v, kind)[0])
+            assert speeds[in_use] > 0.98 * max(speeds.values()), (dim, dim_v, kind, in_use)
