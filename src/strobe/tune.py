@@ -66,7 +66,12 @@ class Case:
         return plan.plan_sm90(self.problem, out.transpose(1, 2).stride()[:3], sms, tile)
 
 
-def cases(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
+def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[Case]:
+    """Different ones: two lengths may lead to the same."""
+    return list(dict.fromkeys(case for length in lengths for case in _cases_at(dim, dim_v, kind, length)))
+
+
+def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
     batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
     if kind == "split":  # one new token, and a piece of a prompt, against a long cache
         keys = max(4 * length, 4096)
@@ -120,7 +125,7 @@ def sweep(
     watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=8))
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     rows: list[dict[str, Any]] = []
-    groups = {(*d, kind): [case for n in lengths for case in cases(*d, kind, n)] for d in dims for kind in kinds}
+    groups = {(*d, kind): cases(*d, kind, lengths) for d in dims for kind in kinds}
     total, done = sum(map(len, groups.values())), 0
     for (dim, dim_v, kind), group in groups.items():
         tiles = candidates(dim, dim_v, kind)
