@@ -234,10 +234,11 @@ def tune(
     seq_len: Annotated[list[int] | None, typer.Option(help="Lengths to time; 1024, 4096 and 16384 by default.")] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write what was found.")] = Path("tiles.json"),
 ) -> None:
-    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best. About a minute a head dim."""
+    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best. About half a minute a head dim."""
     import torch
 
     from strobe import tune as tuning
+    from strobe.bench import results
     from strobe.cuda import backend
     from strobe.cuda.tiles import KINDS
 
@@ -255,7 +256,7 @@ def tune(
             dims, [k for k in KINDS if not kind or k in kind], seq_len or (1024, 4096, 16384), device,
             lambda what, step, of: bar.update(task, description=what, completed=step, total=of),
         )  # fmt: skip
-    tuning.write(result, out)
+    results.write(result, out)
     for dims_name, tile in result["best"].items():
         print(f"head dim {dims_name}: {', '.join(f'{k}={v}' for k, v in tile.items())}")
     print(f"use them: export STROBE_TILES={out.resolve()}")

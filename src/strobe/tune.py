@@ -7,11 +7,9 @@ compiler may want others. STROBE_TILES=FILE makes the library use what was found
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,10 +182,15 @@ def _time(tiles: list[TileSm90], case: Case, watch: Stopwatch, sms: int) -> list
 def means(rows: list[dict[str, Any]], dim: int, dim_v: int, kind: str) -> dict[str, float]:
     """Of every tile that ran in all cases, the one in use first: the geometric mean of its speed."""
     mine = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind) and "ms" in row]
-    count = len({row["case"] for row in mine})
+    return means_over(mine, "case", "tflops")
+
+
+def means_over(rows: list[dict[str, Any]], cell: str, speed: str) -> dict[str, float]:
+    """The geometric mean of the speed of every tile, but not of cuDNN, that was timed in all cells."""
+    count = len({row[cell] for row in rows})
     speeds: dict[str, list[float]] = {}
-    for row in mine:
-        speeds.setdefault(row["tile"], []).append(row["tflops"])
+    for row in rows:
+        speeds.setdefault(row["tile"], []).append(row[speed])
     return {tile: geometric_mean(found) for tile, found in speeds.items() if len(found) == count and tile != "cudnn"}
 
 
@@ -199,11 +202,6 @@ def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             tiles = {str(tile): tile for tile in candidates(dim, dim_v, kind)}
             best[tile_name(dim, dim_v, kind)] = asdict(tiles[max(speeds, key=speeds.__getitem__)])
     return best
-
-
-def write(result: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def dims_of(head_dims: Sequence[int] | None) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strobe import tune
-from strobe.bench import studies
+from strobe.bench import results, studies
 from strobe.cuda import jit, tiles
 
 SMEM = tiles.SMEM_BYTES["sm_90"]
@@ -66,7 +66,7 @@ def test_the_library_uses_what_was_found(tmp_path: Path, no_overrides) -> None: 
     other = tune.candidates(64, 64, "bounded")[2]
     assert other != tiles.choose_sm90(64, 64, True)
     path = tmp_path / "found" / "tiles.json"
-    tune.write({"best": {"64/64 bounded": other.__dict__}}, path)
+    results.write({"rows": [], "best": {"64/64 bounded": other.__dict__}}, path)
     no_overrides.setenv("STROBE_TILES", str(path))
     tiles._overrides.cache_clear()
     assert tiles.choose_sm90(64, 64, True) == other

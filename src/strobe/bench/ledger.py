@@ -17,12 +17,8 @@ MASKS = ("full", "causal")
 
 def means(rows: list[dict[str, Any]], dim: int, mask: str) -> dict[str, float]:
     """Of every tile that was timed at all lengths: the geometric mean of its speed over cuDNN's."""
-    mine = [row for row in rows if row["dim"] == row["dim_v"] == dim and row["mask"] == mask and row["tile"] != "cudnn"]
-    lengths = {row["length"] for row in mine}
-    speeds: dict[str, list[float]] = {}
-    for row in mine:
-        speeds.setdefault(row["tile"], []).append(row["vs_cudnn"])
-    return {tile: geometric_mean(found) for tile, found in speeds.items() if len(found) == len(lengths)}
+    mine = [row for row in rows if row["dim"] == row["dim_v"] == dim and row["mask"] == mask]
+    return tune.means_over(mine, "length", "vs_cudnn")
 
 
 def block(root: Path) -> str:
