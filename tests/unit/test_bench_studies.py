@@ -79,7 +79,8 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
     folder.mkdir(parents=True)
     found["rows"][1] |= {"softcap": True, "split": True, "spills": 8, "seconds": 3.0, "first_seconds": 4.0}
-    (folder / "variants.json").write_text(json.dumps(found | {"provenance": {"nvrtc": "13.0", "host_cpu": "a CPU"}}))
+    machine = {"nvrtc": "13.0", "host_cpu": "a CPU", "host_cores": 2}
+    (folder / "variants.json").write_text(json.dumps(found | {"provenance": machine}))
     table = studies.variants_table(tmp_path)
     assert "of all 2, 1 spill" in table[0] and table[-1] == "| softcap and split keys | 1 | 3.00 | 3.00 | 3.00 | 4.00 |"
     assert all(row["seconds"] <= row["first_seconds"] for row in found["rows"])

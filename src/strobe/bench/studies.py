@@ -198,9 +198,9 @@ def variants_table(root: Path) -> list[str]:
     machine = found["provenance"]
     spill, warn = (sum(row[what] > 0 for row in found["rows"]) for what in ("spills", "warnings"))
     lines = [
-        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16 ({machine['host_cpu']}, {found['processes']} at a "
-        f"time; where it took more than {_LONG_S}, the least of {_PASSES} tries at different times); of all "
-        f"{len(found['rows'])}, {spill} spill and {warn} have a warning:",
+        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16 ({machine['host_cpu']}, "
+        f"{machine['host_cores']} cores, {found['processes']} at a time; where it took more than {_LONG_S}, the least of "
+        f"{_PASSES} tries at different times); of all {len(found['rows'])}, {spill} spill and {warn} have a warning:",
         "",
         "| features | variants | median | 95th percentile | most | most, first try |",
         "|---|---|---|---|---|---|",
