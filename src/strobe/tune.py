@@ -168,6 +168,8 @@ def _time(tiles: list[TileSm90], case: Case, watch: Stopwatch, sms: int) -> list
             lambda: F.scaled_dot_product_attention(queries, keys, values, is_causal=case.mask is causal, enable_gqa=True),
             scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
         )
+        with contenders["cudnn"].scope():
+            contenders["cudnn"].call()  # makes its plan, whose time must not be taken for that of a call
     interleave(list(contenders.values()), watch)
     medians = {name: c.summary().median for name, c in contenders.items() if c.problem is None}
     return wrong + [

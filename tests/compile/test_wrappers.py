@@ -47,12 +47,16 @@ STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
   bar_sync(2, 128);
   u32x4 v = ld_shared_x4(smem);
   st_shared(smem + 16, v);
+  st_shared(smem + 32, u32x2{v.x, v.y});
   st_global(p.out + tid, x);
   st_global(p.out16 + tid, u16(ld_shared(smem)));
   st_global(p.out32 + tid, atomic_inc_wrap(p.out32, grid_dim() - 1) + block_idx());
   st_global(static_cast<void*>(p.out32 + 4 * tid), v);
   fence_device();
-  st_global(p.out + tid, ld_global_l2(p.out + tid + 1));
+  float two[2], four[4];
+  ld_global_l2(two, p.out + 2 * tid, tid < 7);
+  ld_global_l2(four, p.out + 4 * tid, tid < 9);
+  st_global_x2(p.out + 2 * tid, two[0] + four[3], two[1]);
 }
 }  // namespace strobe
 """

@@ -20,6 +20,7 @@ CASES = [
     Case("s_one_query", 1, 700, batch=2, heads=2, heads_k=2, dim=64),
     Case("s_group", 1, 500, batch=1, heads=8, heads_k=2, dim=128),  # heads become rows
     Case("s_causal", 70, 600, batch=1, heads=2, dim=128, mask=causal),
+    Case("s_many_parts", 1, 1400, batch=1, heads=1, heads_k=1, dim=64, scores="rising"),  # more than are read at once
     Case("s_two_row_tiles", 150, 600, batch=1, dim=64, mask=causal),
     Case("s_parts_without_keys", 30, 900, batch=1, dim=64, mask=window(100, 0)),
     Case("s_rows_without_keys", 700, 520, batch=1, heads=1, heads_k=1, dim=64, mask=causal),
@@ -27,6 +28,7 @@ CASES = [
     Case("s_falling", 20, 600, batch=1, dim=128, scores="falling", scale=0.5),
     Case("s_packed", 0, 0, heads=1, heads_k=1, dim=64, mask=causal, lengths=((1, 500), (0, 3), (1, 1), (5, 0), (60, 300))),
     Case("s_192_128", 3, 500, batch=1, heads=2, dim=192, dim_v=128),
+    Case("s_192_low", 3, 500, batch=1, heads=2, dim=192, scores="low"),
     Case("s_256", 65, 400, batch=1, dim=256, mask=causal),
 ]
 
@@ -34,6 +36,8 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "LEAST_PART", 1)
+    monkeypatch.setattr(plan, "FEWEST_PARTS", 1)
+    monkeypatch.setattr(plan, "FEW_ROWS", 64)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -7,6 +7,7 @@ import torch
 from gpu.kernels import KERNELS, kernels_here
 
 import strobe
+from strobe.cuda import backend
 from strobe.mask import causal
 
 pytestmark = pytest.mark.parametrize("kernel", KERNELS)
@@ -51,6 +52,41 @@ def test_split_keys_in_a_graph(kernel: str, keys: int) -> None:
             out.fill_(torch.nan)
         graph.replay()
         strobe.attention(q, k, v, backend=kernel)  # beside the graph, with counters of its own
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for out in outs)
+
+
+def test_launches_of_a_graph_share_counters(kernel: str) -> None:
+    """But not with other graphs, other streams of the same graph, or calls outside; and none if the reserve is used up."""
+    q, k, v = some(1, 1, 16, 128), some(1, 3000, 2, 128), some(1, 3000, 2, 128)
+    wanted = strobe.attention(q, k, v, backend=kernel)
+    outs: list[torch.Tensor] = []
+
+    def capture() -> torch.cuda.CUDAGraph:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            outs.extend(strobe.attention(q, k, v, backend=kernel) for _ in range(2))
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                beside = [strobe.attention(q, k, v, backend=kernel) for _ in range(2)]
+            outs.extend(strobe.attention(q, k, v, backend=kernel) for _ in range(2))
+            torch.cuda.current_stream().wait_stream(side)
+        outs.extend(beside)
+        return graph
+
+    before = len(backend._counters)
+    graphs = [capture(), capture()]
+    assert len(backend._counters) - before == (4 if kernel == "sm90" else 0)
+    spare = backend._spare.get(q.device.index or 0, [])
+    kept, spare[:] = spare[:], []
+    graphs.append(capture())
+    spare[:] = kept
+    assert len(backend._counters) - before == (4 if kernel == "sm90" else 0)
+    for _ in range(3):
+        for out in outs:
+            out.fill_(torch.nan)
+        for graph in graphs:
+            graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(out, wanted) for out in outs)
 

@@ -61,16 +61,27 @@ def test_the_rest_of_the_arguments_stays(kernel: str, no_driver: None) -> None:
 
 
 def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, capture = 4 * (1 + PART_COUNTERS), 0  # the capture that is under way; 0: none
     empty, zeroed, allocated = torch.empty, [], []
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
-    monkeypatch.setattr(driver, "allocate", lambda size: allocated.append(size) or 1000 * len(allocated))
+    monkeypatch.setattr(driver, "allocate", lambda size: allocated.append(size) or (1 << 30) * len(allocated))
     monkeypatch.setattr(driver, "zero", lambda address, size, stream: zeroed.append((address, size, stream)))
+    monkeypatch.setattr(driver, "capture_id", lambda stream: capture)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capture > 0, raising=False)
     monkeypatch.setattr(backend, "_counters", {})
-    capturing = [False]
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
-    assert [backend._counter(0, stream) for stream in (1, 2, 1)] == [(1000, None), (2000, None), (1000, None)]
-    capturing[0] = True
+    monkeypatch.setattr(backend, "_spare", {})
+    monkeypatch.setattr(backend, "_RESERVE", 4)
+    found = {}
+    for capture, stream in ((0, 1), (0, 2), (0, 1), (5, 1), (5, 1), (6, 1), (6, 1), (0, 1), (6, 1)):  # noqa: B007
+        address, alive = backend._counter(0, stream)
+        assert alive is None and found.setdefault((capture, stream), address) == address
+    assert len(set(found.values())) == 4 and allocated == [4 * size]
+    assert zeroed == [(address, size, stream) for (_, stream), address in found.items()]  # once, where it was first used
+    assert all(1 << 30 <= address <= (1 << 30) + 3 * size for address in found.values())
+
+    capture = 7  # the reserve is used up, and nothing can be allocated now: memory of the graph's own, for one launch
     address, alive = backend._counter(0, 1)
-    assert alive is not None and alive.data_ptr() == address and alive.nbytes == 4 * (1 + PART_COUNTERS)
-    assert allocated == [alive.nbytes] * 2
-    assert zeroed == [(1000, alive.nbytes, 1), (2000, alive.nbytes, 2), (address, alive.nbytes, 1)]
+    assert alive is not None and alive.data_ptr() == address and alive.nbytes == size and zeroed[-1] == (address, size, 1)
+    assert backend._counter(0, 1)[1] is not None and allocated == [4 * size]
+    capture = 0
+    assert backend._counter(0, 3)[0] >= 2 << 30 and backend._counter(1, 1)[0] >= 3 << 30  # a new reserve; another GPU's

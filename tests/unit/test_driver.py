@@ -97,6 +97,18 @@ int cuTensorMapEncodeTiled(uint64_t* map, int kind, unsigned rank, void* address
 }
 int cuTensorMapReplaceAddress(uint64_t* map, void* address) { record("replace\n"); map[0] = (uint64_t)address; return 0; }
 
+int cuStreamGetCaptureInfo_v3(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, void** edges,
+                              size_t* count) {
+  if (status) *status = 1;
+  if (id) *id = (uint64_t)stream + 7;
+  if (count) *count = 0;
+  return fails("cuStreamGetCaptureInfo");
+}
+int cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, void** edges,
+                           size_t* count) {
+  return cuStreamGetCaptureInfo_v3(stream, status, id, graph, nodes, edges, count);
+}
+
 int cuGetProcAddress_v2(const char* symbol, void** address, int version, uint64_t flags, int* status) {
   *address = dlsym(RTLD_DEFAULT, symbol);
   if (!*address) *address = dlsym(dlopen("libcuda.so.1", RTLD_LAZY), symbol);
@@ -198,6 +210,10 @@ def test_clusters_and_dependent_launch_are_attributes(with_stub):
         result = [line.split("align 0")[1] for line in log()]
     """)
     assert tails == [" cluster 2 1 1", " attribute6 1", " cluster 4 1 1 attribute6 1"]
+
+
+def test_captures_are_told_apart(with_stub):
+    assert with_stub("result = [driver.capture_id(stream) for stream in (0x100, 0x200)]") == [0x107, 0x207]
 
 
 def test_a_grid_of_broken_clusters_is_refused(with_stub):

@@ -258,8 +258,11 @@ def test_heads_are_folded_where_queries_are_few(len_q: int, group: int, fold: in
 
 @pytest.mark.parametrize(
     ("len_q", "len_k", "batch", "splits"),
-    [(1, 32768, 1, 16), (1, 32768, 16, 1), (1, 2048, 1, 4), (1, 511, 1, 1), (16, 32768, 1, 16), (256, 32768, 1, 2)],
-)
+    [
+        (1, 32768, 1, 16), (1, 32768, 16, 1), (1, 2048, 1, 8), (1, 768, 1, 3), (1, 767, 1, 1),
+        (16, 32768, 1, 16), (16, 1535, 1, 1), (256, 32768, 1, 2),
+    ],
+)  # fmt: skip
 def test_keys_are_split_where_tiles_are_few(len_q: int, len_k: int, batch: int, splits: int) -> None:
     """64 heads in groups of 8, on 132 multiprocessors."""
     heads = 64 if len_q < 128 else 32
@@ -268,7 +271,7 @@ def test_keys_are_split_where_tiles_are_few(len_q: int, len_k: int, batch: int, 
     found = plan_sm90(problem, out_strides(problem), 132)
     assert found.values["splits"] == splits and found.variant.split == (splits > 1)
     assert found.values["tiles"] % splits == 0
-    assert found.workspace == (found.values["tiles"] * 2 * 128 * 68 if splits > 1 else 0)  # type: ignore[operator]
+    assert found.workspace == (found.values["tiles"] * 128 * 130 if splits > 1 else 0)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ _LONG_S, _PASSES = 1.2, 3
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> dict[str, Any]:
     """Every combination of features in bf16, in as many processes as leave each of them cores to spare. Needs no GPU."""
     count = len(_every_variant(arch)[:most])
-    processes = max(1, provenance.cores() // 4)
+    processes = max(1, provenance.cores() // 8)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         rows = _in_passes(count, lambda numbers: pool.starmap(_compile, [(arch, i) for i in numbers], chunksize=1))
     return {"kind": "variants", "arch": arch, "processes": processes, "rows": rows}

@@ -138,23 +138,33 @@ class Call:
 
 
 _COUNTER_BYTES = 4 * (1 + PART_COUNTERS)
-_counters: dict[tuple[int, int], int] = {}
+_RESERVE = 1024  # counters, 4 MB: one for every stream, and for every stream of every captured graph
+_counters: dict[tuple[int, ...], int] = {}
+_spare: dict[int, list[int]] = {}
 
 
 def _counter(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
     """The address of zeros that a launch on this stream may count with, and what has to live until it is under way. Launches on
-    a stream run one after the other and leave them zero. A graph may be replayed beside anything, so each launch in one gets
-    zeros of its own, in the graph's memory. The others are no memory of torch's, who would miss it in pools that it manages for
-    others; nor do they come from `torch.zeros`, whose kernel would have to be loaded in the first call of a process."""
-    if torch._C._cuda_isCurrentStreamCapturing():
-        counters = torch.empty(_COUNTER_BYTES, dtype=torch.uint8, device=device)
-        driver.zero(counters.data_ptr(), _COUNTER_BYTES, stream)
-        return counters.data_ptr(), counters
-    found = _counters.get((device, stream))
-    if found is None:
-        found = _counters[device, stream] = driver.allocate(_COUNTER_BYTES)
-        driver.zero(found, _COUNTER_BYTES, stream)
-    return found, None
+    a stream run one after the other and leave them zero, so all of them can use the same. A graph may be replayed beside
+    anything: in a capture, each stream gets zeros of its own, which its first launch sets. Nothing can be allocated then, so
+    they come from a reserve, and, if that is used up, from the graph's memory, to be set for this launch alone. The reserve is
+    no memory of torch's, who would miss it in pools that it manages for others; nor do the zeros come from `torch.zeros`, whose
+    kernel would have to be loaded in the first call of a process."""
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
+    key = (device, stream, driver.capture_id(stream)) if capturing else (device, stream)
+    found = _counters.get(key)
+    if found is not None:
+        return found, None
+    spare = _spare.setdefault(device, [])
+    if not spare and not capturing:
+        reserve = driver.allocate(_RESERVE * _COUNTER_BYTES)
+        spare += range(reserve, reserve + _RESERVE * _COUNTER_BYTES, _COUNTER_BYTES)
+    memory = None if spare else torch.empty(_COUNTER_BYTES, dtype=torch.uint8, device=device)
+    found = spare.pop() if memory is None else memory.data_ptr()
+    driver.zero(found, _COUNTER_BYTES, stream)
+    if memory is None:
+        _counters[key] = found
+    return found, memory
 
 
 _local = threading.local()

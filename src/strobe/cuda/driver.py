@@ -78,6 +78,13 @@ def zero(address: int, size: int, stream: int) -> None:
     _check("cuMemsetD8Async", _cuda().cuMemsetD8Async(address, 0, size, stream))
 
 
+def capture_id(stream: int) -> int:
+    """A number that the graph now being captured from this stream shares with no other."""
+    error, *found = _cuda().cuStreamGetCaptureInfo(stream)
+    _check("cuStreamGetCaptureInfo", (error,))
+    return int(found[1])  # behind the status
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 class Kernel:
     """One kernel of a cubin, on every device that asks for it. Stays loaded as long as the process lives."""

@@ -90,8 +90,8 @@ class Variant:
 
     @property
     def part_floats(self) -> int:
-        """What one part of a tile whose keys are split leaves in memory: of each consumer thread its share of O, m and l."""
-        return 0 if isinstance(self.tile, TileSm80) else self.tile.consumers * 128 * (self.dim_v // 2 + 4)
+        """What one part of a tile whose keys are split leaves in memory: O, m and l of every row."""
+        return 0 if isinstance(self.tile, TileSm80) else self.tile.block_m * (self.dim_v + 2)
 
     @property
     def params(self) -> Struct:
@@ -231,16 +231,20 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
 
 
 PART_COUNTERS = 1023  # that a launch finds behind the one for tiles: a consumer of a split tile has one
-LEAST_PART = 4  # key blocks: less is not worth the meeting, at which every row of the tile is written and read
+# Where parts meet, every row of the tile is written and read once more. Found by trying:
+LEAST_PART = 2  # key blocks of a part where rows are few; where they are more, twice that
+FEW_ROWS = 16
+FEWEST_PARTS = 3  # for which there must be keys enough
 
 
 def _splits(problem: Problem, tile: TileSm90, sms: int) -> int:
     """Parts of a tile's keys, so that few tiles keep all multiprocessors busy: one query against a long cache, or a short
     piece of a long prompt."""
     tiles = _row_blocks(problem, tile.block_m) * problem.batch * problem.heads
-    least = LEAST_PART * tile.block_n * (1 if problem.len_q <= 64 else 2)
-    parts = min(sms // max(1, tiles), problem.len_k // least)
-    return max(1, parts) if tiles * tile.consumers <= PART_COUNTERS else 1
+    least = LEAST_PART * tile.block_n * (1 if problem.len_q <= FEW_ROWS else 2)
+    if problem.len_k < FEWEST_PARTS * least or tiles * tile.consumers > PART_COUNTERS:
+        return 1
+    return max(1, min(sms // max(1, tiles), problem.len_k // least))
 
 
 def _tensor_map(

@@ -23,8 +23,12 @@ template <class T> inline void store_global(void* p, const T& x, Site site) {
 STROBE_DEVICE int ld_global(const int* p, Site site = Site::here()) { return emu::load_global(p, site); }
 STROBE_DEVICE float ld_global(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
 STROBE_DEVICE u16 ld_global(const u16* p, Site site = Site::here()) { return emu::load_global(p, site); }
-STROBE_DEVICE float ld_global_l2(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
+template <u32 N> STROBE_DEVICE void ld_global_l2(float (&to)[N], const float* p, bool valid, Site site = Site::here()) {
+  if (valid) emu::check_global(p, sizeof(to), sizeof(to), false, "ld_global_l2", site);
+  valid ? memcpy(to, p, sizeof(to)) : memset(to, 0, sizeof(to));
+}
 STROBE_DEVICE void st_global(float* p, float x, Site site = Site::here()) { emu::store_global(p, x, site); }
+STROBE_DEVICE void st_global_x2(float* p, float x, float y, Site site = Site::here()) { emu::store_global(p, u64(as_bits(y)) << 32 | as_bits(x), site); }
 STROBE_DEVICE void st_global(u16* p, u16 x, Site site = Site::here()) { emu::store_global(p, x, site); }
 STROBE_DEVICE void st_global(u32* p, u32 x, Site site = Site::here()) { emu::store_global(p, x, site); }
 STROBE_DEVICE void st_global(void* p, u32x4 x, Site site = Site::here()) { emu::store_global(p, x, site); }
@@ -34,6 +38,7 @@ STROBE_DEVICE float ld_shared_f32(u32 addr, Site site = Site::here()) { float x;
 STROBE_DEVICE u32x4 ld_shared_x4(u32 addr, Site site = Site::here()) { u32x4 v; emu::load_shared(&v, addr, 16, "ld_shared_x4", site); return v; }
 STROBE_DEVICE void st_shared(u32 addr, u32 x, Site site = Site::here()) { emu::store_shared(addr, &x, 4, "st_shared", site); }
 STROBE_DEVICE void st_shared(u32 addr, float x, Site site = Site::here()) { emu::store_shared(addr, &x, 4, "st_shared", site); }
+STROBE_DEVICE void st_shared(u32 addr, u32x2 v, Site site = Site::here()) { emu::store_shared(addr, &v, 8, "st_shared", site); }
 STROBE_DEVICE void st_shared(u32 addr, u32x4 v, Site site = Site::here()) { emu::store_shared(addr, &v, 16, "st_shared", site); }
 
 namespace emu {

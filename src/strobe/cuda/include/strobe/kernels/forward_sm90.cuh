@@ -304,99 +304,150 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // so that the first block needs no code of its own. Other kernels have such code, and are faster for it.
   static constexpr bool kOneLoop = Config::kSoftcap || Config::kSplit;
 
-  // Keys split among several blocks: each leaves O, m and l of its part in memory. The last to do so puts them together, in order, and goes
-  // on to store the result; who that is does not change it.
-  static constexpr int kPartial = kDimV / 2 + 4;  // floats of one thread, 128 apart
-  static_assert(kConsumers * 128 * kPartial == Config::kPartFloats, "the workspace that Python asks for");
-  STROBE_DEVICE float* partial(int tile_number, int part, int consumer) const {
-    return p.partial + (i64(tile_number * p.splits + part) * kConsumers + consumer) * (kPartial * 128) + thread_idx() % 128;
-  }
-  STROBE_DEVICE bool gather(Fragments& f, const Tile& tile, int consumer) {
-    const int tile_number = tile.work / p.splits, first = tile.row0 + 64 * consumer;
-    const int warp_row = first + int(thread_idx() % 128 / 32 * 16);
-    const bool has_rows = warp_uniform(warp_row < tile.len_q);  // said to be uniform: else ptxas takes the rings for divergent from here on
-    if (has_rows) {
-      float* mine = partial(tile_number, tile.work % p.splits, consumer);
-#pragma unroll
-      for (int i = 0; i < kDimV / 2; ++i) st_global(mine + 128 * i, f.o[i]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        st_global(mine + 128 * (kDimV / 2 + r), f.softmax.m[r]);
-        st_global(mine + 128 * (kDimV / 2 + 2 + r), f.softmax.l[r]);
-      }
-    }
-    fence_device();
-    const u32 parts_before = staging(consumer);
+  // ---- output ------------------------------------------------------------------------------------------------------------------------------------------
+  // A warpgroup stages its rows of O in shared memory, kStorePanels panels at a time; a bulk copy writes them and clips what is beyond the
+  // sequence.
+  STROBE_DEVICE u32 staging(int consumer) const { return kPrivateO ? smem + kOffsetO + consumer * kBytesO : q_tile(consumer); }
+  STROBE_DEVICE void wait_staging(int consumer) const {
     if (kPrivateO && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
+    bar_sync(1 + kConsumers + consumer, 128);                            // or: every warp of this warpgroup is done with Q
+  }
+  STROBE_DEVICE void send(const Tile& tile, int panel, int consumer) const {
+    const int first = tile.row0 + 64 * consumer;
+    fence_proxy_async();
     bar_sync(1 + kConsumers + consumer, 128);
-    if (thread_idx() % 128 == 0) st_shared(parts_before, atomic_inc_wrap(p.counter + 1 + tile_number * kConsumers + consumer, p.splits - 1));
-    bar_sync(1 + kConsumers + consumer, 128);
-    const bool last = ld_shared(parts_before) == u32(p.splits - 1);
-    bar_sync(1 + kConsumers + consumer, 128);  // all have read it
-    if (!last) {
-      fence_proxy_async();  // a bulk copy may write there next
-      return false;
-    }
-    fence_device();
-    f.softmax.reset(p.scale_log2);
+    if (thread_idx() % 128 == 0 && first < tile.len_q) {
+      const Box b = query_box(tile, first);
+      if (Config::kWholePanels) {
+        tma_store_5d(&p.map_o, staging(consumer), 0, b.c1, panel, b.c3, b.c4);
+      } else {
 #pragma unroll
-    for (int i = 0; i < kDimV / 2; ++i) f.o[i] = 0.f;
-#pragma unroll 1
-    for (int part = 0; has_rows && part < p.splits; ++part) {
-      const float* from = partial(tile_number, part, consumer);
-      float m[2], l[2], past[2], found[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        m[r] = ld_global_l2(from + 128 * (kDimV / 2 + r));
-        l[r] = ld_global_l2(from + 128 * (kDimV / 2 + 2 + r));
+        for (int i = 0; i < min(kStorePanels, panels(kDimV) - panel); ++i)
+          tma_store_5d(&p.map_o, staging(consumer) + i * (64 * kPanelRowBytes), (panel + i) * kPanel, b.c1, b.c2, b.c3, b.c4);
       }
-      f.softmax.merge(m, l, past, found);
-#pragma unroll
-      for (int i = 0; i < kDimV / 2; ++i) f.o[i] = f.o[i] * past[fragment_row(i)] + ld_global_l2(from + 128 * i) * found[fragment_row(i)];
+      tma_store_commit();
     }
-    return true;
   }
 
-  STROBE_DEVICE u32 staging(int consumer) const { return kPrivateO ? smem + kOffsetO + consumer * kBytesO : q_tile(consumer); }
-  // Normalise, round, stage in shared memory, and let bulk copies write it; rows beyond the sequence are clipped.
+  STROBE_DEVICE int head_of(const Tile& tile, int row) const { return tile.head * kFold + row % kFold; }
+  STROBE_DEVICE float sink_of(const Tile& tile, int row) const { return Config::kSinks ? ld_global(p.sinks + head_of(tile, row)) : 0.f; }
+  STROBE_DEVICE void store_lse(const Tile& tile, int row, float lse) const {
+    st_global(p.lse + tile.slice * p.lse_batch + head_of(tile, row) * p.lse_head + tile.first_row + row / kFold, lse);
+  }
+
+  // Normalise, round, stage, send.
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row, int consumer) {
     const u32 tid = thread_idx() % 128, lane = tid % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = tile.head * kFold + (row + 8 * r) % kFold;
-      const float sink = Config::kSinks ? ld_global(p.sinks + head) : 0.f;
       float lse;
-      const float inverse = f.softmax.template finish<Config::kSinks>(r, sink, lse);
-      if (p.lse && lane % 4 == 0 && row + 8 * r < tile.len_q)
-        st_global(p.lse + tile.slice * p.lse_batch + head * p.lse_head + tile.first_row + (row + 8 * r) / kFold, lse);
+      const float inverse = f.softmax.template finish<Config::kSinks>(r, sink_of(tile, row + 8 * r), lse);
+      if (p.lse && lane % 4 == 0 && row + 8 * r < tile.len_q) store_lse(tile, row + 8 * r, lse);
 #pragma unroll
       for (int i = 0; i < kDimV / 2; i += 4) {
         f.o[i + 2 * r] *= inverse;
         f.o[i + 2 * r + 1] *= inverse;
       }
     }
-    const int local_row = 16 * (tid / 32) + (lane & 15), first = tile.row0 + 64 * consumer;
+    const int local_row = 16 * (tid / 32) + (lane & 15);
 #pragma unroll
     for (int panel = 0; panel < panels(kDimV); panel += kStorePanels) {
-      if (kPrivateO && tid == 0) tma_store_wait_read<0>();  // what was staged here before has left
-      bar_sync(1 + kConsumers + consumer, 128);             // or: every warp of this warpgroup is done with Q
+      wait_staging(consumer);
 #pragma unroll
       for (int j = panel * 4; j < min(kDimV / 16, (panel + kStorePanels) * 4); ++j)
         stmatrix_x4(staging(consumer) + chunk_offset(64, local_row, 2 * (j - panel * 4) + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]),
                     pack2<T>(f.o[8 * j + 2], f.o[8 * j + 3]), pack2<T>(f.o[8 * j + 4], f.o[8 * j + 5]), pack2<T>(f.o[8 * j + 6], f.o[8 * j + 7]));
-      fence_proxy_async();
-      bar_sync(1 + kConsumers + consumer, 128);
-      if (tid == 0 && first < tile.len_q) {
-        const Box b = query_box(tile, first);
-        if (Config::kWholePanels) {
-          tma_store_5d(&p.map_o, staging(consumer), 0, b.c1, panel, b.c3, b.c4);
-        } else {
+      send(tile, panel, consumer);
+    }
+  }
+
+  // ---- keys split among several blocks -------------------------------------------------------------------------------------------------------------
+  // Each leaves O, m and l of its part in memory. The last to do so puts them together, in order, and stores the result; who that is does not
+  // change it.
+  static constexpr int kPartFloats = 64 * kDimV + 2 * 64;  // of one consumer: O, row by row, and behind it m and l of every row
+  static_assert(kConsumers * kPartFloats == Config::kPartFloats, "the workspace that Python asks for");
+  STROBE_DEVICE float* part_of_tile(const Tile& tile, int part, int consumer) const {
+    return p.partial + (i64(tile.work / p.splits * p.splits + part) * kConsumers + consumer) * kPartFloats;
+  }
+
+  // Returns whether this was the last part.
+  STROBE_DEVICE bool leave_part(const Fragments& f, const Tile& tile, int consumer) const {
+    const int tid = thread_idx() % 128, lane = tid % 32, rows = tile.len_q - tile.row0 - 64 * consumer;
+    float* mine = part_of_tile(tile, tile.work % p.splits, consumer);
 #pragma unroll
-          for (int i = 0; i < min(kStorePanels, panels(kDimV) - panel); ++i)
-            tma_store_5d(&p.map_o, staging(consumer) + i * (64 * kPanelRowBytes), (panel + i) * kPanel, b.c1, b.c2, b.c3, b.c4);
+    for (int r = 0; r < 2; ++r) {
+      const int eight = tid / 32 * 16 + 8 * r, row = eight + lane / 4;
+      if (!warp_uniform(eight < rows)) continue;  // said to be uniform: else ptxas takes the rings for divergent from here on
+#pragma unroll
+      for (int i = 0; i < kDimV / 8; ++i) st_global_x2(mine + row * kDimV + 8 * i + 2 * (lane % 4), f.o[4 * i + 2 * r], f.o[4 * i + 2 * r + 1]);
+      const float l = quad_sum(f.softmax.l[r]);
+      if (lane % 4 == 0) st_global_x2(mine + 64 * kDimV + 2 * row, f.softmax.m[r], l);
+    }
+    const u32 parts_before = staging(consumer);
+    wait_staging(consumer);
+    if (tid == 0) {
+      fence_device();
+      st_shared(parts_before, atomic_inc_wrap(p.counter + 1 + tile.work / p.splits * kConsumers + consumer, p.splits - 1));
+      fence_device();
+    }
+    bar_sync(1 + kConsumers + consumer, 128);
+    const bool last = ld_shared(parts_before) == u32(p.splits - 1);
+    bar_sync(1 + kConsumers + consumer, 128);  // all have read it
+    if (!last) fence_proxy_async();            // a bulk copy may write there next
+    return last;
+  }
+
+  // A thread takes kPieces times four columns of a row, its neighbours the columns beside them, and kParts parts at once, since a load takes
+  // long. The maximum moves on from parts to parts as it does from block to block.
+  STROBE_DEVICE void merge_parts(const Tile& tile, int consumer) const {
+    constexpr int kPieces = 4, kParts = 4, kFromPartToPart = kConsumers * kPartFloats, kMost = kPanel * kStorePanels;
+    const int first = tile.row0 + 64 * consumer, rows = min(64, tile.len_q - first);
+    const float* parts = part_of_tile(tile, 0, consumer);
+#pragma unroll 1
+    for (int panel = 0; panel < panels(kDimV); panel += kStorePanels) {
+      const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kPieces, threads = stride / 4;
+      wait_staging(consumer);
+#pragma unroll 1
+      for (int i = thread_idx() % 128; i < rows * threads; i += 128) {
+        const int row = i / threads, column = i % threads * 4;
+        const float *values = parts + row * kDimV + panel * kPanel + column, *statistics = parts + 64 * kDimV + 2 * row;
+        float m = neg_inf(), l = 0.f, o[kPieces][4] = {};
+#pragma unroll 1
+        for (int part = 0; part < p.splits; part += kParts) {
+          float x[kParts][kPieces][4], ml[kParts][2], now = m;
+#pragma unroll
+          for (int j = 0; j < kParts; ++j) {
+            const bool there = part + j < p.splits;
+            ld_global_l2(ml[j], statistics + j * kFromPartToPart, there);
+            if (!there) ml[j][0] = neg_inf();
+#pragma unroll
+            for (int c = 0; c < kPieces; ++c) ld_global_l2(x[j][c], values + j * kFromPartToPart + c * stride, there);
+          }
+          statistics += kParts * kFromPartToPart, values += kParts * kFromPartToPart;
+#pragma unroll
+          for (int j = 0; j < kParts; ++j) now = fmax(now, ml[j][0]);
+          const float safe = now == neg_inf() ? 0.f : now, past = exp2_approx((m - safe) * p.scale_log2);
+          m = now;
+          l *= past;
+#pragma unroll
+          for (int c = 0; c < 4 * kPieces; ++c) o[c / 4][c % 4] *= past;
+#pragma unroll
+          for (int j = 0; j < kParts; ++j) {
+            const float weight = exp2_approx((ml[j][0] - safe) * p.scale_log2);
+            l = fma(ml[j][1], weight, l);
+#pragma unroll
+            for (int c = 0; c < 4 * kPieces; ++c) o[c / 4][c % 4] = fma(x[j][c / 4][c % 4], weight, o[c / 4][c % 4]);
+          }
         }
-        tma_store_commit();
+        float lse;
+        const float inverse = normaliser<Config::kSinks>(l, m * p.scale_log2, sink_of(tile, first + row), lse);
+        if (p.lse && panel + column == 0) store_lse(tile, first + row, lse);
+#pragma unroll
+        for (int c = 0; c < kPieces; ++c)
+          st_shared(staging(consumer) + chunk_offset(64, row, (column + c * stride) / 8) + column % 8 * 2,
+                    u32x2{pack2<T>(o[c][0] * inverse, o[c][1] * inverse), pack2<T>(o[c][2] * inverse, o[c][3] * inverse)});
       }
+      send(tile, panel, consumer);
     }
   }
 
@@ -471,7 +522,10 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       }
 #pragma unroll 2
       for (; n >= all.first; --n) skip(consumer, n < last);
-      if (!Config::kSplit || gather(f, tile, consumer)) store(f, tile, row, consumer);
+      if (!Config::kSplit)
+        store(f, tile, row, consumer);
+      else if (leave_part(f, tile, consumer))
+        merge_parts(tile, consumer);
       pending = true;
       q.next();
     }

@@ -16,14 +16,23 @@ STROBE_DEVICE u32 smem_base() {
 STROBE_DEVICE int ld_global(const int* p) { int x; asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 STROBE_DEVICE float ld_global(const float* p) { float x; asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p)); return x; }
 STROBE_DEVICE u16 ld_global(const u16* p) { u16 x; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p)); return x; }
-STROBE_DEVICE float ld_global_l2(const float* p) {  // what another block wrote during this launch
-  float x;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
-  return x;
+// What another block wrote during this launch; 8 or 16 bytes, aligned to as many. With `valid` false nothing is read and `to` becomes 0.
+STROBE_DEVICE void ld_global_l2(float (&to)[2], const float* p, bool valid) {
+  to[0] = to[1] = 0.f;
+  asm volatile("{ .reg .pred valid; setp.ne.b32 valid, %3, 0; @valid ld.global.cg.v2.f32 {%0, %1}, [%2]; }"
+               : "+f"(to[0]), "+f"(to[1]) : "l"(p), "r"(int(valid)) : "memory");
+}
+STROBE_DEVICE void ld_global_l2(float (&to)[4], const float* p, bool valid) {
+  to[0] = to[1] = to[2] = to[3] = 0.f;
+  asm volatile("{ .reg .pred valid; setp.ne.b32 valid, %5, 0; @valid ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+               : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3]) : "l"(p), "r"(int(valid)) : "memory");
 }
 STROBE_DEVICE void st_global(float* p, float x) { asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
 STROBE_DEVICE void st_global(u16* p, u16 x) { asm volatile("st.global.b16 [%0], %1;" ::"l"(p), "h"(x) : "memory"); }
 STROBE_DEVICE void st_global(u32* p, u32 x) { asm volatile("st.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+STROBE_DEVICE void st_global_x2(float* p, float x, float y) {  // 8-byte aligned
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+}
 STROBE_DEVICE void st_global(void* p, u32x4 x) {  // 16 bytes, 16-byte aligned
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
@@ -37,6 +46,9 @@ STROBE_DEVICE u32x4 ld_shared_x4(u32 addr) {  // 16 bytes, 16-byte aligned
 }
 STROBE_DEVICE void st_shared(u32 addr, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory"); }
 STROBE_DEVICE void st_shared(u32 addr, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(x) : "memory"); }
+STROBE_DEVICE void st_shared(u32 addr, u32x2 v) {  // 8-byte aligned
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(v.x), "r"(v.y) : "memory");
+}
 STROBE_DEVICE void st_shared(u32 addr, u32x4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

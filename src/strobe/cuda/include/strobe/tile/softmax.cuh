@@ -37,6 +37,20 @@ template <int N> STROBE_DEVICE void tanh_fragment(float (&s)[N], float before) {
   for (int i = 0; i < N; ++i) s[i] = tanh_fast(s[i] * before);
 }
 
+// The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum, `top`, in log2 units.
+// A sink is one more logit in the sum; rows that saw nothing give 0 and -inf.
+template <bool kHasSink> STROBE_DEVICE float normaliser(float sum, float top, float sink, float& lse) {
+  float keep = 1.f;
+  if (kHasSink) {
+    const float t = sink * kLog2e, higher = fmax(top, t);
+    keep = exp2_approx(top - higher);  // 0 if the row saw nothing
+    sum = sum * keep + exp2_approx(t - higher);
+    top = higher;
+  }
+  lse = sum > 0.f ? (top + log2_approx(sum)) * kLn2 : neg_inf();
+  return sum > 0.f ? keep / sum : 0.f;
+}
+
 // Row statistics of the thread's two rows: m, the largest score so far, and l, the thread's share of sum(exp(s - m)).
 //
 // kSkip: m is left behind until it would grow by more than 8 in log2 units, and with it the rescaling of O. p then stays below 2^8, which
@@ -110,31 +124,9 @@ template <bool kSkip = false> struct Softmax {
     for (int i = 0; i < N; ++i) o[i] *= alpha[fragment_row(i)];
   }
 
-  // Takes in what was found elsewhere for the same rows and other keys: sums and an output relative to a maximum of their own. Returns in
-  // `past` and `found` what to multiply both outputs by.
-  STROBE_DEVICE void merge(const float (&other_m)[2], const float (&other_l)[2], float (&past)[2], float (&found)[2]) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float now = fmax(m[row], other_m[row]), safe = now == neg_inf() ? 0.f : now;
-      past[row] = exp2_approx((m[row] - safe) * scale);
-      found[row] = exp2_approx((other_m[row] - safe) * scale);
-      l[row] = l[row] * past[row] + other_l[row] * found[row];
-      m[row] = now;
-    }
-  }
-
-  // After the last key: returns the factor that normalises the row's output, and its LSE (natural log). A sink is one more logit in
-  // the sum; rows that saw nothing give 0 and -inf.
+  // After the last key; see `normaliser`.
   template <bool kHasSink> STROBE_DEVICE float finish(int row, float sink, float& lse) const {
-    float sum = quad_sum(l[row]), top = m[row] * scale, keep = 1.f;
-    if (kHasSink) {
-      const float t = sink * kLog2e, higher = fmax(top, t);
-      keep = exp2_approx(top - higher);  // 0 if the row saw nothing
-      sum = sum * keep + exp2_approx(t - higher);
-      top = higher;
-    }
-    lse = sum > 0.f ? (top + log2_approx(sum)) * kLn2 : neg_inf();
-    return sum > 0.f ? keep / sum : 0.f;
+    return normaliser<kHasSink>(quad_sum(l[row]), m[row] * scale, sink, lse);
   }
 };
 
