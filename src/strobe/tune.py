@@ -120,7 +120,7 @@ def sweep(
     settings: Settings | None = None,
 ) -> dict[str, Any]:
     """Every candidate at every length, beside cuDNN where that can do the same; results with their provenance."""
-    watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=8))
+    watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=8, graph_below_ms=0))  # the same method for all
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     rows: list[dict[str, Any]] = []
     groups = {(*d, kind): cases(*d, kind, lengths) for d in dims for kind in kinds}

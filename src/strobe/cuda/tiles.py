@@ -176,8 +176,9 @@ _SM90_OTHER = {
     },
     "split": {
         (64, 64): TileSm90(2, 128, stages=3, hold=16, ping_pong=True), (96, 96): TileSm90(2, 128, hold=16, ping_pong=True),
-        (128, 128): TileSm90(2, 128, hold=16, ping_pong=True),
-        (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, hold=8, ping_pong=True),
+        (128, 128): TileSm90(2, 128, hold=24, ping_pong=True),
+        (192, 192): TileSm90(2, 64, q_slots=1, store_panels=2, hold=8, ping_pong=True),
+        (192, 128): TileSm90(2, 96, q_slots=1, store_panels=1, hold=24, ping_pong=True),
         (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True),
     },
 }  # fmt: skip
