@@ -312,11 +312,10 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     if (kPrivateO && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
     bar_sync(1 + kConsumers + consumer, 128);                            // or: every warp of this warpgroup is done with Q
   }
-  STROBE_DEVICE void send(const Tile& tile, int panel, int consumer) const {
-    const int first = tile.row0 + 64 * consumer;
+  STROBE_DEVICE void send(const Tile& tile, int first, int panel, int consumer, u32 tid) const {
     fence_proxy_async();
     bar_sync(1 + kConsumers + consumer, 128);
-    if (thread_idx() % 128 == 0 && first < tile.len_q) {
+    if (tid == 0 && first < tile.len_q) {
       const Box b = query_box(tile, first);
       if (Config::kWholePanels) {
         tma_store_5d(&p.map_o, staging(consumer), 0, b.c1, panel, b.c3, b.c4);
@@ -330,9 +329,9 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   }
 
   STROBE_DEVICE int head_of(const Tile& tile, int row) const { return tile.head * kFold + row % kFold; }
-  STROBE_DEVICE float sink_of(const Tile& tile, int row) const { return Config::kSinks ? ld_global(p.sinks + head_of(tile, row)) : 0.f; }
-  STROBE_DEVICE void store_lse(const Tile& tile, int row, float lse) const {
-    st_global(p.lse + tile.slice * p.lse_batch + head_of(tile, row) * p.lse_head + tile.first_row + row / kFold, lse);
+  STROBE_DEVICE float sink_of(int head) const { return Config::kSinks ? ld_global(p.sinks + head) : 0.f; }
+  STROBE_DEVICE void store_lse(const Tile& tile, int row, int head, float lse) const {
+    st_global(p.lse + tile.slice * p.lse_batch + head * p.lse_head + tile.first_row + row / kFold, lse);
   }
 
   // Normalise, round, stage, send.
@@ -340,16 +339,17 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     const u32 tid = thread_idx() % 128, lane = tid % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const int head = head_of(tile, row + 8 * r);
       float lse;
-      const float inverse = f.softmax.template finish<Config::kSinks>(r, sink_of(tile, row + 8 * r), lse);
-      if (p.lse && lane % 4 == 0 && row + 8 * r < tile.len_q) store_lse(tile, row + 8 * r, lse);
+      const float inverse = f.softmax.template finish<Config::kSinks>(r, sink_of(head), lse);
+      if (p.lse && lane % 4 == 0 && row + 8 * r < tile.len_q) store_lse(tile, row + 8 * r, head, lse);
 #pragma unroll
       for (int i = 0; i < kDimV / 2; i += 4) {
         f.o[i + 2 * r] *= inverse;
         f.o[i + 2 * r + 1] *= inverse;
       }
     }
-    const int local_row = 16 * (tid / 32) + (lane & 15);
+    const int local_row = 16 * (tid / 32) + (lane & 15), first = tile.row0 + 64 * consumer;
 #pragma unroll
     for (int panel = 0; panel < panels(kDimV); panel += kStorePanels) {
       wait_staging(consumer);
@@ -357,7 +357,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       for (int j = panel * 4; j < min(kDimV / 16, (panel + kStorePanels) * 4); ++j)
         stmatrix_x4(staging(consumer) + chunk_offset(64, local_row, 2 * (j - panel * 4) + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]),
                     pack2<T>(f.o[8 * j + 2], f.o[8 * j + 3]), pack2<T>(f.o[8 * j + 4], f.o[8 * j + 5]), pack2<T>(f.o[8 * j + 6], f.o[8 * j + 7]));
-      send(tile, panel, consumer);
+      send(tile, first, panel, consumer, tid);
     }
   }
 
@@ -401,6 +401,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // long. The maximum moves on from parts to parts as it does from block to block.
   STROBE_DEVICE void merge_parts(const Tile& tile, int consumer) const {
     constexpr int kPieces = 4, kParts = 4, kFromPartToPart = kConsumers * kPartFloats, kMost = kPanel * kStorePanels;
+    const u32 tid = thread_idx() % 128;
     const int first = tile.row0 + 64 * consumer, rows = min(64, tile.len_q - first);
     const float* parts = part_of_tile(tile, 0, consumer);
 #pragma unroll 1
@@ -408,7 +409,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kPieces, threads = stride / 4;
       wait_staging(consumer);
 #pragma unroll 1
-      for (int i = thread_idx() % 128; i < rows * threads; i += 128) {
+      for (int i = tid; i < rows * threads; i += 128) {
         const int row = i / threads, column = i % threads * 4;
         const float *values = parts + row * kDimV + panel * kPanel + column, *statistics = parts + 64 * kDimV + 2 * row;
         float m = neg_inf(), l = 0.f, o[kPieces][4] = {};
@@ -439,15 +440,16 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
             for (int c = 0; c < 4 * kPieces; ++c) o[c / 4][c % 4] = fma(x[j][c / 4][c % 4], weight, o[c / 4][c % 4]);
           }
         }
+        const int head = head_of(tile, first + row);
         float lse;
-        const float inverse = normaliser<Config::kSinks>(l, m * p.scale_log2, sink_of(tile, first + row), lse);
-        if (p.lse && panel + column == 0) store_lse(tile, first + row, lse);
+        const float inverse = normaliser<Config::kSinks>(l, m * p.scale_log2, sink_of(head), lse);
+        if (p.lse && panel + column == 0) store_lse(tile, first + row, head, lse);
 #pragma unroll
         for (int c = 0; c < kPieces; ++c)
           st_shared(staging(consumer) + chunk_offset(64, row, (column + c * stride) / 8) + column % 8 * 2,
                     u32x2{pack2<T>(o[c][0] * inverse, o[c][1] * inverse), pack2<T>(o[c][2] * inverse, o[c][3] * inverse)});
       }
-      send(tile, panel, consumer);
+      send(tile, first, panel, consumer, tid);
     }
   }
 
