@@ -32,7 +32,7 @@ FALLING = Case("falling", 70, 300, batch=1, dim=64, scores="falling")  # kernels
 DIAGONAL = replace(FALLING, name="diagonal", len_k=100, mask=causal)  # every block needs the mask, the first rows meet two
 STEEP = replace(FALLING, name="steep", scale=5.0)  # exp overflows under the maximum of a block ago
 SHORT = Case("short", 400, 50, batch=1, heads=3, heads_k=1, dim=64)  # one key block a tile: nothing but the Q ring holds back
-SPLIT = Case("split", 60, 600, batch=1, heads=1, heads_k=1, dim=64, mask=causal)  # one tile: two blocks take half the keys each
+SPLIT = Case("split", 60, 800, batch=1, heads=1, heads_k=1, dim=64, mask=causal)  # one tile: two blocks take half the keys each
 LOW = replace(SPLIT, name="low", scores="low")  # scores so low that 0 in their place would be the maximum
 FOLD = Case("fold", 9, 150, batch=1, heads=4, heads_k=1, dim=64, mask=causal)
 SOFTCAP = replace(CAUSAL, name="softcap", softcap=5.0)
@@ -232,6 +232,12 @@ def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str 
 @pytest.mark.parametrize("case", [CAUSAL, WINDOW, FALLING, SHORT, SPLIT, LOW, FOLD, PACKED], ids=str)
 def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> None:
     assert [finding(case, tile, None, seed) for seed in SEEDS] == [None] * len(SEEDS)
+
+
+@pytest.mark.parametrize("case", [SPLIT, LOW], ids=str)
+def test_keys_are_split_where_that_is_what_is_broken(case: Case) -> None:
+    problem, _ = prepare(case, torch.bfloat16)
+    assert plan_of(problem, "sm90", (1, 1, 1)).values["splits"] == 2
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)

@@ -231,10 +231,10 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
 
 
 PART_COUNTERS = 1023  # that a launch finds behind the one for tiles: a consumer of a split tile has one
-# Where parts meet, every row of the tile is written and read once more. Found by trying:
-LEAST_PART = 2  # key blocks of a part where rows are few; where they are more, twice that
+# Where parts meet, every row of the tile is written and read once more. These were found by trying, on an H200:
+LEAST_PART = 2  # key blocks; twice that where rows are more than a few
 FEW_ROWS = 16
-FEWEST_PARTS = 3  # for which there must be keys enough
+FEWEST_PARTS = 3  # keys that do not suffice for as many stay together
 
 
 def _splits(problem: Problem, tile: TileSm90, sms: int) -> int:
