@@ -169,7 +169,7 @@ def _time(tiles: list[TileSm90], case: Case, watch: Stopwatch, sms: int) -> list
             scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
         )
         with contenders["cudnn"].scope():
-            contenders["cudnn"].call()  # makes its plan, whose time must not be taken for that of a call
+            contenders["cudnn"].call()  # makes its plan
     interleave(list(contenders.values()), watch)
     medians = {name: c.summary().median for name, c in contenders.items() if c.problem is None}
     return wrong + [

@@ -78,10 +78,13 @@ def _tiles(root: Path) -> list[str]:
     for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):
         speeds = tune.means(found["rows"], dim, dim_v, kind)
         in_use, best = next(iter(speeds)), max(speeds, key=speeds.__getitem__)
-        dims = f"{dim}" if dim == dim_v else f"{dim}, values {dim_v}"
-        other = "" if best == in_use else best
-        lines.append(f"| {kind} | {dims} | {in_use} | {len(speeds)} | {speeds[in_use] / speeds[best]:.3f} | {other} |")
+        other, share = "" if best == in_use else best, speeds[in_use] / speeds[best]
+        lines.append(f"| {kind} | {_dims(dim, dim_v)} | {in_use} | {len(speeds)} | {share:.3f} | {other} |")
     return lines
+
+
+def _dims(dim: int, dim_v: int) -> str:
+    return f"{dim}" if dim == dim_v else f"{dim}, values {dim_v}"
 
 
 def _caches(rows: list[dict[str, Any]]) -> list[str]:
@@ -101,10 +104,9 @@ def _one_query(rows: list[dict[str, Any]]) -> list[str]:
     lines += ["| head dim | keys | `strobe-sm90` | `torch-cudnn` | `strobe-sm90`, graph | `torch-cudnn`, graph |"]
     lines += ["|---|---|---|---|---|---|"]
     for row in rows:
-        dims = f"{row['dim']}" if row["dim"] == row["dim_v"] else f"{row['dim']}, values {row['dim_v']}"
         times = [row[how][who] if how in row else None for how in ("cold", "graph") for who in ("now", "cudnn")]
         cells = " | ".join("" if ms is None else f"{1e3 * ms:.1f}" for ms in times)
-        lines.append(f"| {dims} | {row['keys']} | {cells} |")
+        lines.append(f"| {_dims(row['dim'], row['dim_v'])} | {row['keys']} | {cells} |")
     return lines
 
 

@@ -51,7 +51,8 @@ class Settings:
 
 @dataclass
 class Contender:
-    """One provider's call on one case, and what was found."""
+    """One provider's call on one case, and what was found. It has been called before: else what there is to compile, or to
+    plan, would be taken for the time of a call."""
 
     call: Call
     scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

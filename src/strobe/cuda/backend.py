@@ -156,15 +156,16 @@ def _counter(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
     if found is not None:
         return found, None
     spare = _spare.setdefault(device, [])
-    if not spare and not capturing:
+    if not spare and capturing:
+        memory = torch.empty(_COUNTER_BYTES, dtype=torch.uint8, device=device)
+        driver.zero(memory.data_ptr(), _COUNTER_BYTES, stream)
+        return memory.data_ptr(), memory
+    if not spare:
         reserve = driver.allocate(_RESERVE * _COUNTER_BYTES)
         spare += range(reserve, reserve + _RESERVE * _COUNTER_BYTES, _COUNTER_BYTES)
-    memory = None if spare else torch.empty(_COUNTER_BYTES, dtype=torch.uint8, device=device)
-    found = spare.pop() if memory is None else memory.data_ptr()
+    found = _counters[key] = spare.pop()
     driver.zero(found, _COUNTER_BYTES, stream)
-    if memory is None:
-        _counters[key] = found
-    return found, memory
+    return found, None
 
 
 _local = threading.local()

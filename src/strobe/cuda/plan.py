@@ -231,7 +231,7 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
 
 
 PART_COUNTERS = 1023  # that a launch finds behind the one for tiles: a consumer of a split tile has one
-# Where parts meet, every row of the tile is written and read once more. These were found by trying, on an H200:
+# Where parts meet, every row of the tile is written and read once more. Tried out on an H200, but not swept as tiles are:
 LEAST_PART = 2  # key blocks; twice that where rows are more than a few
 FEW_ROWS = 16
 FEWEST_PARTS = 3  # keys that do not suffice for as many stay together
