@@ -29,6 +29,8 @@ SEEDS = (1, 2, 3)
 CAUSAL = Case("causal", 150, 300, batch=1, heads=3, heads_k=1, dim=64, mask=causal)
 WINDOW = Case("window", 150, 300, batch=1, heads=2, dim=64, mask=window(100, 10))
 FALLING = Case("falling", 70, 300, batch=1, dim=64, scores="falling")  # kernels go from the last key to the first
+NO_KEYS = Case("no_keys", 200, 60, batch=1, heads=2, dim=64, mask=causal)  # the first rows see nothing
+WIDE = replace(CAUSAL, name="wide", dim=128)
 DIAGONAL = replace(FALLING, name="diagonal", len_k=100, mask=causal)  # every block needs the mask, the first rows meet two
 STEEP = replace(FALLING, name="steep", scale=5.0)  # exp overflows under the maximum of a block ago
 SHORT = Case("short", 400, 50, batch=1, heads=3, heads_k=1, dim=64)  # one key block a tile: nothing but the Q ring holds back
@@ -132,7 +134,8 @@ MUTATIONS = [
          "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(", CAUSAL),
         ("output_not_rescaled", "f.softmax.rescale(f.o);\n  }", "}", FALLING),
         ("output_not_rescaled_on_the_diagonal", "if (!first) f.softmax.rescale(f.o);", "", DIAGONAL),
-        ("values_of_the_diagonal_missing", "take_turn_unused(consumer);\n            values_alone(f);", "", CAUSAL),
+        ("values_of_the_diagonal_missing", "values_alone(f);\n                continue;", "continue;", CAUSAL),
+        ("loop_left_on_the_diagonal", "kValuesTwice || n < mine.first) break;", "true) break;", WIDE),
         ("wrong_guess_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
         # ---- output through shared memory ----
         ("no_proxy_fence", "fence_proxy_async();\n    bar_sync", "bar_sync", CAUSAL),
@@ -150,8 +153,8 @@ MUTATIONS = [
         ("queries_not_released_after_the_first", "if (first) release_stored(stored, pending);", "", SOFTCAP),
         ("one_loop_unmasked", "prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);",
          "prepare(s, tile, row, n, false);", SOFTCAP),
-        ("one_loop_without_values", "if (--n < mine.first) break;\n            scores_beside(s, q_desc, f, consumer);",
-         "if (--n < mine.first) break;\n            scores_alone<kBlockN>(s, q_desc);", SOFTCAP),
+        ("one_loop_without_values", "if (--n < mine.first) break;\n              scores_beside(s, q_desc, f, consumer);",
+         "if (--n < mine.first) break;\n              scores_alone<kBlockN>(s, q_desc);", SOFTCAP),
         ("ragged_first_block_unmasked", "Mask::kHasHi || n >= mine.end_full || n < mine.first_full", "Mask::kHasHi", SHORT),
         ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_there);", "clip = 0;", PACKED),
         ("store_runs_into_the_next_sequence", "const Box b = query_box(tile, first);",
@@ -175,11 +178,15 @@ MUTATIONS = [
     Mutation("unused_turn_not_passed_on", "wait_turn(consumer);\n    pass_turn(consumer);\n  }", "wait_turn(consumer);\n  }",
              tile="sm90_ping_pong"),
     Mutation("turn_not_taken_by_a_skip", "if (has_turn) take_turn_unused(consumer);", "", tile="sm90_ping_pong"),
-    Mutation("turn_not_taken_on_the_diagonal", "take_turn_unused(consumer);\n            values_alone(f);", "values_alone(f);",
+    Mutation("turn_not_taken_on_the_diagonal", "take_turn_unused(consumer);\n              if (kValues", "if (kValues",
              DIAGONAL, tile="sm90_ping_pong"),
+    Mutation("turn_not_taken_on_the_diagonal_wide", "take_turn_unused(consumer);\n              if (kValues", "if (kValues",
+             replace(DIAGONAL, dim=128), tile="sm90_ping_pong"),
     # ---- one Q slot, O in a buffer of its own ----
     *(Mutation(*m, tile="sm90_one_slot") for m in [
-        ("queries_not_released", "if (kPrivateO && elected()) q.release();", "", CAUSAL, 2),
+        ("queries_not_released", "if (kPrivateO && n < mine.first && elected()) q.release();", "", CAUSAL),
+        ("queries_of_rows_without_keys_not_released", "if (kPrivateO && elected()) q.release();", "", NO_KEYS),
+        ("queries_released_on_the_diagonal", "kPrivateO && n < mine.first && elected()", "kPrivateO && elected()", WIDE),
         ("queries_overwritten", "q.wait_empty();", "", SHORT, 2),
         ("queries_released_in_use", "const u64 q_desc = k_major(q_tile(consumer));",
          "const u64 q_desc = k_major(q_tile(consumer));\n        if (elected()) q.release();", CAUSAL),

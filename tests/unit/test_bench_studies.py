@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,34 +73,20 @@ def test_tables(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
-    found = studies.variants(torch.device("cpu"), most=2)
-    assert len(found["rows"]) == 2 and all(0 < row["seconds"] < 60 and row["spills"] == 0 for row in found["rows"])
+    rows = list(studies.variants(torch.device("cpu"), most=2))
+    assert len(rows) == 2 and all(0 < row["seconds"] < 60 and row["spills"] == 0 for row in rows)
     assert studies.variants_table(tmp_path) == []
     folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
     folder.mkdir(parents=True)
-    found["rows"][1] |= {"softcap": True, "split": True, "spills": 8, "seconds": 3.0, "first_seconds": 4.0}
-    machine = {"nvrtc": "13.0", "host_cpu": "a CPU", "host_cores": 2}
-    (folder / "variants.json").write_text(json.dumps(found | {"provenance": machine}))
+    rows[1] |= {"softcap": True, "split": True, "spills": 8, "seconds": 3.0}
+    machine = {"nvrtc": "13.0", "host_cpu": "a CPU", "host_cores": 16}
+    (folder / "variants.json").write_text(json.dumps({"rows": rows, "provenance": machine}))
     table = studies.variants_table(tmp_path)
-    assert "of all 2, 1 spill" in table[0] and table[-1] == "| softcap and split keys | 1 | 3.00 | 3.00 | 3.00 | 4.00 |"
-    assert all(row["seconds"] <= row["first_seconds"] for row in found["rows"])
+    assert "16 cores, 2 at a time); of all 2, 1 spill" in table[0]
+    assert table[-1] == "| softcap and split keys | 1 | 3.00 | 3.00 | 3.00 |"
     for variant in plan.variants("sm_90a", exhaustive=True):  # each belongs to one line of the table
         row = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split")}
         assert sum(chosen(row) for chosen in studies._BY_FEATURE.values()) == 1
-
-
-def test_a_slow_compile_is_tried_again_after_the_others() -> None:
-    times = {0: [0.9], 1: [1.4, 1.3, 0.8], 2: [1.5, 1.1]}
-    order: list[int] = []
-
-    def compile_all(numbers: Sequence[int]) -> list[dict]:
-        order.extend(numbers)
-        seconds = [times[i].pop(0) for i in numbers]
-        return [{"seconds": s} for s in seconds]
-
-    rows = studies._in_passes(3, compile_all)
-    assert order == [0, 1, 2, 1, 2, 1]
-    assert [(row["first_seconds"], row["seconds"]) for row in rows] == [(0.9, 0.9), (1.4, 0.8), (1.5, 1.1)]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +98,21 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_file_has_its_provenance_and_a_row_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"a": 1}, {"a": [2.0, 3.0]}]
-    monkeypatch.setitem(studies.STUDIES, "variants", lambda device: {"kind": "variants", "rows": rows})
+    monkeypatch.setitem(studies.STUDIES, "variants", lambda device: iter(rows))
     path = tmp_path / "new" / "x.json"
     assert studies.main(["variants", "-o", str(path)]) == 0
     found = json.loads(path.read_text())
-    assert found["rows"] == rows and found["provenance"]["torch"] == torch.__version__
+    assert found["rows"] == rows and found["complete"] and found["provenance"]["torch"] == torch.__version__
     assert '\n  {"a": [2.0, 3.0]}\n' in path.read_text()
+
+
+def test_a_study_that_is_stopped_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(device: torch.device) -> Iterator[dict]:
+        yield {"a": 1}
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(studies.STUDIES, "variants", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        studies.main(["variants", "-o", str(tmp_path / "x.json")])
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["rows"] == [{"a": 1}] and not found["complete"]

@@ -1,8 +1,9 @@
 """How time is taken.
 
 On a GPU: a pair of device events around each launch, after a warm-up by time; the L2 cache is overwritten before each
-launch, or left warm, and the result says which. Calls too short for events are captured into a CUDA graph and replayed.
-On a CPU: `time.perf_counter` around each call.
+launch, or left warm, and the result says which. A call must be queued before the GPU gets to it, else the CPU's time would be
+part of it: where that fails, all contenders get a head start, a kernel that only waits. Where a call of one is too short for
+events, those of all are captured into CUDA graphs and replayed. On a CPU: `time.perf_counter` around each call.
 
 Contenders take turns of a few milliseconds, or of one call if that is longer, in changing orders: a GPU at its power limit
 moves its clock within some ten milliseconds, and what ran before decides where to, so in long turns, or always behind the same
@@ -29,6 +30,8 @@ _MOST_SAMPLES = 400  # of a contender
 _MOST_CALLS = 200  # whose CPU time is one sample: a GPU's queue must not fill up
 _CALLS_IN_GRAPH = 20
 _LEAD_BELOW_MS = 20.0  # of longer calls the slow beginning is a small part
+_HEAD_STARTS_MS = (0.0, 0.25, 0.5, 1.0, 2.0)  # tried in this order
+_SPINS_PER_MS = 1_800_000  # cycles; about the clock of today's GPUs
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Settings:
     rounds: int = 25  # turns of each contender
     warmup_ms: float = 30.0
     l2: str = "flushed"  # or "warm"
-    graph_below_ms: float = 0.02  # shorter calls are replayed from a graph
+    graph_below_ms: float = 0.02  # if a call is shorter, all are replayed from graphs
 
     def __post_init__(self) -> None:
         if self.l2 not in ("flushed", "warm"):
@@ -58,6 +61,7 @@ class Contender:
     scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     turns_ms: list[list[float]] = field(default_factory=list)  # the samples of each turn
     intervals: list[tuple[float, float]] = field(default_factory=list)  # when it ran, by time.perf_counter
+    late: int = 0  # samples of calls that the GPU had to wait for
     method: str = ""
     l2: str = "warm"
     problem: BaseException | None = None
@@ -80,6 +84,8 @@ class Stopwatch:
     def __init__(self, device: torch.device, settings: Settings) -> None:
         self.device, self.settings = device, settings
         self.on_gpu = device.type == "cuda"
+        self.head_start = 0  # index into _HEAD_STARTS_MS
+        self.late = 0  # samples so far of calls that the GPU had to wait for
         flushed = self.on_gpu and settings.l2 == "flushed"
         self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device) if flushed else None
 
@@ -87,25 +93,38 @@ class Stopwatch:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def times_ms(self, call: Call, n: int, flush: bool = True) -> list[float]:
-        """Of n calls. On a GPU all are queued before the first is waited for: the CPU runs ahead and its own time does not
-        show."""
+    def times_ms(self, call: Call, n: int, flush: bool = True, lead: int = 0) -> list[float]:
+        """Of n calls, behind `lead` others that are not timed. On a GPU all are queued before the first is waited for. Behind a
+        lead, each must have been queued before the GPU got to it: else all are timed again with a longer head start, which then
+        stays."""
         if not self.on_gpu:
             times = []
-            for _ in range(n):
+            for _ in range(lead + n):
                 begun = time.perf_counter()
                 call()
                 times.append((time.perf_counter() - begun) * 1e3)
-            return times
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(n)]
+            return times[lead:]
+        while True:
+            times, late = self._queued_ms(call, n, flush, lead)
+            if not lead or not late or self.head_start + 1 == len(_HEAD_STARTS_MS):
+                self.late += late if lead else 0
+                return times
+            self.head_start += 1
+
+    def _queued_ms(self, call: Call, n: int, flush: bool, lead: int) -> tuple[list[float], int]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(lead + n)]
+        late = []
+        if self.head_start:
+            torch.cuda._sleep(int(_HEAD_STARTS_MS[self.head_start] * _SPINS_PER_MS))
         for begin, end in events:
             if flush and self._flush is not None:
                 self._flush.zero_()
             begin.record()
             call()
             end.record()
+            late.append(begin.query())
         torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) for begin, end in events]
+        return [begin.elapsed_time(end) for begin, end in events[lead:]], sum(late[lead:])
 
     def warm_up(self, call: Call) -> float:
         """Calls it until the warm-up time is over, a slow one only once; returns an estimate of one call, in ms."""
@@ -116,7 +135,7 @@ class Stopwatch:
         if last > 4 * self.settings.warmup_ms + 20:
             return last
         while True:
-            last = min(self.times_ms(call, 2)) if self.on_gpu else self.times_ms(call, 1)[0]
+            last = self.times_ms(call, 1, lead=int(self.on_gpu))[0]
             if (time.perf_counter() - begun) * 1e3 >= self.settings.warmup_ms:
                 return max(last, 1e-4)
 
@@ -148,12 +167,18 @@ class Stopwatch:
 def interleave(contenders: list[Contender], watch: Stopwatch, measure: str = "time") -> None:
     """Fills in each contender's samples. One that fails drops out with its `problem`; the others go on."""
     settings = watch.settings
-    for contender in contenders:
+    watch.head_start = 0
+    estimates: dict[int, float] = {}
+    for i, contender in enumerate(contenders):
         with _guarded(contender), contender.scope():
-            estimate = watch.warm_up(contender.call)
+            estimates[i] = watch.warm_up(contender.call)
+    graphs = watch.on_gpu and (measure == "graph" or min(estimates.values(), default=1.0) < settings.graph_below_ms)
+    for i, estimate in estimates.items():
+        contender = contenders[i]
+        with _guarded(contender), contender.scope():
             if measure == "call":
                 contender.method, estimate = "perf_counter, CPU time per call", max(watch.host_ms(contender.call, 20), 1e-4)
-            elif watch.on_gpu and (measure == "graph" or estimate < settings.graph_below_ms):
+            elif graphs:
                 contender.graph = watch.capture(contender.call)
                 contender.method, contender.l2 = f"graph replay, {_CALLS_IN_GRAPH} calls", "warm"
                 estimate *= _CALLS_IN_GRAPH
@@ -190,16 +215,17 @@ def orders(n: int) -> Iterator[list[int]]:
 
 
 def _take_turn(contender: Contender, watch: Stopwatch, measure: str) -> None:
-    begun = time.perf_counter()
+    begun, late = time.perf_counter(), watch.late
     if measure == "call":
         contender.call()
         taken = [watch.host_ms(contender.call, contender.repeats)]
     elif contender.graph is not None:
-        replays = watch.times_ms(contender.graph.replay, contender.repeats + contender.leads, flush=False)
-        taken = [replay / _CALLS_IN_GRAPH for replay in replays[contender.leads :]]
+        replays = watch.times_ms(contender.graph.replay, contender.repeats, flush=False, lead=contender.leads)
+        taken = [replay / _CALLS_IN_GRAPH for replay in replays]
     else:
-        taken = watch.times_ms(contender.call, contender.repeats + contender.leads)[contender.leads :]
+        taken = watch.times_ms(contender.call, contender.repeats, lead=contender.leads)
     contender.turns_ms.append(taken)
+    contender.late += watch.late - late
     contender.intervals.append((begun, time.perf_counter()))
 
 

@@ -44,6 +44,7 @@ class Timing:
     method: str  # "device events", "graph replay", "perf_counter", …
     l2: str  # "flushed", "warm"
     per_turn: int = 1  # samples that were taken one right after the other
+    late: int = 0  # samples in which the GPU had to wait for the CPU
 
 
 @dataclass

@@ -127,6 +127,7 @@ class Runner:
             "warmup_ms": s.warmup_ms,
             "l2": s.l2 if self.device.type == "cuda" else None,
             "order": "providers in turns, in changing orders; the first call of a turn is not timed",
+            "queue": "a turn in which the GPU waits for the CPU is repeated with a head start for the CPU",
             "data": "standard normal",
             "interval": "95 % of the median, by order statistics of the turns' medians",
             "flops": "exact count of visible pairs; forward 2, backward 5 matrix products",
@@ -308,7 +309,11 @@ class Runner:
                 row.status, row.reason = "failed", "no timing was taken"
             return
         per_turn = len(contender.turns_ms[0])
-        row.timing = files.Timing(contender.samples_ms, contender.summary(), contender.method, contender.l2, per_turn)
+        samples, late = contender.samples_ms, contender.late
+        row.timing = files.Timing(samples, contender.summary(), contender.method, contender.l2, per_turn, late)
+        if late > len(samples) / 20:
+            waited = f"the GPU waited for the CPU in {late} of {len(samples)} calls"
+            row.note = waited if row.note is None else f"{row.note}; {waited}"
         row.clock = monitor.during(contender.intervals)
         if row.case.measure == "call":
             return  # the CPU's time says nothing about FLOPs

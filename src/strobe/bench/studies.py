@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from strobe.bench.suites import Case, cases
 from strobe.cuda import cubin, jit, plan
 
 BEGIN, END = "<!-- turns: begin (python -m strobe.bench.docs --write) -->", "<!-- turns: end -->"
+Rows = Iterator[dict[str, Any]]
 _ALL = ("strobe-sm90", "strobe-sm80", "torch-cudnn", "torch-flash")
 _BOTH = ("strobe-sm90", "torch-cudnn")
 # Case of grid36, who takes turns, calls in a turn, rounds.
@@ -70,14 +71,12 @@ def by_place(watch: Stopwatch, calls: Mapping[str, tuple[Call, Scope]], places: 
     return {name: [round(statistics.median(place), 5) for place in zip(*rows, strict=True)] for name, rows in times.items()}
 
 
-def turns(device: torch.device) -> dict[str, Any]:
+def turns(device: torch.device) -> Rows:
     watch = Stopwatch(device, Settings())
     known = {case.label: case for case in cases("grid36")}
-    rows = []
     for label, names, places, rounds in _TURNS:
         ms = by_place(watch, {name: prepared(known[label], name, device) for name in names}, places, rounds)
-        rows.append({"case": label, "rounds": rounds, "ms": ms})
-    return {"kind": "turns", "rows": rows}
+        yield {"case": label, "rounds": rounds, "ms": ms}
 
 
 def turns_block(root: Path) -> str:
@@ -122,9 +121,8 @@ def input_cases() -> list[dict[str, Case]]:
     return sorted(found, key=lambda problem: problem["bf16"].heads == 64)
 
 
-def inputs(device: torch.device) -> dict[str, Any]:
+def inputs(device: torch.device) -> Rows:
     watch = Stopwatch(device, Settings(budget_ms=60, rounds=10))
-    rows = []
     for problem in input_cases():
         contenders = {name: Contender(*prepared(case, "strobe-sm90", device)) for name, case in problem.items()}
         interleave(list(contenders.values()), watch)
@@ -134,8 +132,7 @@ def inputs(device: torch.device) -> dict[str, Any]:
                 raise contender.problem
             ms[name] = round(contender.summary().median, 5)
         case = problem["bf16"]
-        rows.append({"dim": case.dim, "mask": case.mask, "length": case.len_q, "heads": case.heads, "ms": ms})
-    return {"kind": "inputs", "rows": rows}
+        yield {"dim": case.dim, "mask": case.mask, "length": case.len_q, "heads": case.heads, "ms": ms}
 
 
 def inputs_table(root: Path) -> list[str]:
@@ -153,32 +150,23 @@ def inputs_table(root: Path) -> list[str]:
 
 # ---- variants: how long does NVRTC take for each of them? ------------------------------------------------------------------
 
-_LONG_S, _PASSES = 1.2, 3
 
 
-def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> dict[str, Any]:
-    """Every combination of features in bf16, in as many processes as leave each of them cores to spare. Needs no GPU."""
-    count = len(_every_variant(arch)[:most])
-    processes = max(1, provenance.cores() // 8)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        rows = _in_passes(count, lambda numbers: pool.starmap(_compile, [(arch, i) for i in numbers], chunksize=1))
-    return {"kind": "variants", "arch": arch, "processes": processes, "rows": rows}
+def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> Rows:
+    """Every combination of features in bf16, each compiled once. Needs no GPU."""
+    numbers = range(len(_every_variant(arch)[:most]))
+    with multiprocessing.get_context("spawn").Pool(_processes(provenance.cores())) as pool:
+        yield from pool.imap(functools.partial(_compile, arch), numbers)
+
+
+def _processes(cores: int) -> int:
+    """So many that each has cores to spare: they would slow each other down."""
+    return max(1, cores // 8)
 
 
 @functools.cache
 def _every_variant(arch: str) -> list[plan.Variant]:
     return [variant for variant in plan.variants(arch, exhaustive=True) if variant.element == "bf16"]
-
-
-def _in_passes(count: int, compile_all: Callable[[Sequence[int]], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A machine that others share is slow for seconds at a time. So what took long is tried again when all others are done, and
-    the shortest time counts."""
-    rows = [row | {"first_seconds": row["seconds"]} for row in compile_all(range(count))]
-    for _ in range(_PASSES - 1):
-        slow = [i for i, row in enumerate(rows) if row["seconds"] > _LONG_S]
-        for i, again in zip(slow, compile_all(slow), strict=True):
-            rows[i]["seconds"] = min(rows[i]["seconds"], again["seconds"])
-    return rows
 
 
 def _compile(arch: str, number: int) -> dict[str, Any]:
@@ -195,21 +183,20 @@ def variants_table(root: Path) -> list[str]:
     found = load(root, "variants")
     if found is None:
         return []
-    machine = found["provenance"]
+    machine, cores = found["provenance"], found["provenance"]["host_cores"]
     spill, warn = (sum(row[what] > 0 for row in found["rows"]) for what in ("spills", "warnings"))
     lines = [
-        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16 ({machine['host_cpu']}, "
-        f"{machine['host_cores']} cores, {found['processes']} at a time; where it took more than {_LONG_S}, the least of "
-        f"{_PASSES} tries at different times); of all {len(found['rows'])}, {spill} spill and {warn} have a warning:",
+        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, each compiled once ({machine['host_cpu']}, "
+        f"{cores} cores, {_processes(cores)} at a time); of all {len(found['rows'])}, {spill} spill and {warn} have a warning:",
         "",
-        "| features | variants | median | 95th percentile | most | most, first try |",
-        "|---|---|---|---|---|---|",
+        "| features | variants | median | 95th percentile | most |",
+        "|---|---|---|---|---|",
     ]
     for name, chosen in _BY_FEATURE.items():
         rows = [row for row in found["rows"] if chosen(row)]
         if rows:
             seconds = sorted(row["seconds"] for row in rows)
-            shown = [percentile(seconds, share) for share in (0.5, 0.95, 1.0)] + [max(row["first_seconds"] for row in rows)]
+            shown = [percentile(seconds, share) for share in (0.5, 0.95, 1.0)]
             lines.append(f"| {name} | {len(rows)} | {' | '.join(f'{x:.2f}' for x in shown)} |")
     return lines
 
@@ -232,7 +219,7 @@ def load(root: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-STUDIES: dict[str, Callable[[torch.device], dict[str, Any]]] = {"turns": turns, "inputs": inputs, "variants": variants}
+STUDIES: dict[str, Callable[[torch.device], Rows]] = {"turns": turns, "inputs": inputs, "variants": variants}
 
 
 def main(arguments: list[str]) -> int:
@@ -243,8 +230,12 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available() and chosen.study != "variants":
         parser.error("there is no GPU")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = {"provenance": provenance.collect(device, 0)} | STUDIES[chosen.study](device)
-    results.write(found, chosen.out)
+    found = {"kind": chosen.study, "provenance": provenance.collect(device, 0), "complete": False, "rows": []}
+    for row in STUDIES[chosen.study](device):
+        found["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        results.write(found, chosen.out)  # a study that is stopped leaves what it has
+    results.write(found | {"complete": True}, chosen.out)
     print(f"wrote {chosen.out}")
     return 0
 

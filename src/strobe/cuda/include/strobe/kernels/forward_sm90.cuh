@@ -299,6 +299,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // A mask on the right: 64 rows on the diagonal meet one or two key blocks, and those go one by one. The loop over the others is then free of
   // it. Masks on both sides are applied in that loop, where they are needed.
   static constexpr bool kDiagonalAlone = Mask::kHasHi && !Mask::kHasLo;
+  static constexpr bool kValuesTwice = kDim < 128;  // such kernels are quick to compile, and faster with two copies of O += P V alone
 
   // Softcap and split keys are much code, and every copy is time for the compiler. There, one loop does all blocks: it begins with the weights,
   // so that the first block needs no code of its own. Other kernels have such code, and are faster for it.
@@ -487,37 +488,45 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 #pragma unroll 2
         for (; n >= mine.end; --n) skip(consumer, n < last);
         if (n < last) take_turn_unused(consumer);
-        if (kOneLoop) {
-          float s[kScores];
-          scores_alone<kBlockN>(s, q_desc);
+        // Once through this loop, but for blocks on the diagonal that go one by one: then O += P V, too, is written once for all.
 #pragma unroll 1
-          for (bool first = true;; first = false) {
-            prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
-            weights_beside(s, f, first);
-            if (first) release_stored(stored, pending);
-            if (--n < mine.first) break;
-            scores_beside(s, q_desc, f, consumer);
-          }
-        } else {
-          for (bool first = true;; first = false) {
+        for (bool first = true;; first = false) {
+          if (kOneLoop) {
+            float s[kScores];
+            scores_alone<kBlockN>(s, q_desc);
+#pragma unroll 1
+            for (bool first = true;; first = false) {
+              prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
+              weights_beside(s, f, first);
+              if (first) release_stored(stored, pending);
+              if (--n < mine.first) break;
+              scores_beside(s, q_desc, f, consumer);
+            }
+          } else {
             weights_alone(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
             if (!first) f.softmax.rescale(f.o);
             release_stored(stored, pending);
-            if (--n < mine.end_full || !kDiagonalAlone) break;
-            take_turn_unused(consumer);
-            values_alone(f);
-          }
+            if (--n >= mine.end_full && kDiagonalAlone) {
+              take_turn_unused(consumer);
+              if (kValuesTwice) {
+                values_alone(f);
+                continue;
+              }
+            } else {
 #pragma unroll 1
-          for (; n >= mine.first; --n) {
-            float s[kScores];
-            scores_beside(s, q_desc, f, consumer);
-            const bool masked = !kDiagonalAlone && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
-            prepare(s, tile, row, n, masked);
-            weights_beside(s, f, false);
+              for (; n >= mine.first; --n) {
+                float s[kScores];
+                scores_beside(s, q_desc, f, consumer);
+                const bool masked = !kDiagonalAlone && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
+                prepare(s, tile, row, n, masked);
+                weights_beside(s, f, false);
+              }
+            }
           }
+          if (kPrivateO && n < mine.first && elected()) q.release();
+          values_alone(f);
+          if (kOneLoop || !kDiagonalAlone || kValuesTwice || n < mine.first) break;
         }
-        if (kPrivateO && elected()) q.release();
-        values_alone(f);
       } else {
         release_stored(stored, pending);
         if (kPrivateO && elected()) q.release();
