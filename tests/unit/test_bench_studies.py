@@ -82,7 +82,7 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     machine = {"nvrtc": "13.0", "host_cpu": "a CPU", "host_cores": 16}
     (folder / "variants.json").write_text(json.dumps({"rows": rows, "provenance": machine}))
     table = studies.variants_table(tmp_path)
-    assert "16 cores, 2 at a time); of all 2, 1 spill" in table[0]
+    assert "one at a time (a CPU, 16 cores); of all 2, 1 spill" in table[0]
     assert table[-1] == "| softcap and split keys | 1 | 3.00 | 3.00 | 3.00 |"
     for variant in plan.variants("sm_90a", exhaustive=True):  # each belongs to one line of the table
         row = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split")}

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -153,41 +151,27 @@ def inputs_table(root: Path) -> list[str]:
 
 
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> Rows:
-    """Every combination of features in bf16, each compiled once. Needs no GPU."""
-    numbers = range(len(_every_variant(arch)[:most]))
-    with multiprocessing.get_context("spawn").Pool(_processes(provenance.cores())) as pool:
-        yield from pool.imap(functools.partial(_compile, arch), numbers)
-
-
-def _processes(cores: int) -> int:
-    """So many that each has cores to spare: they would slow each other down."""
-    return max(1, cores // 8)
-
-
-@functools.cache
-def _every_variant(arch: str) -> list[plan.Variant]:
-    return [variant for variant in plan.variants(arch, exhaustive=True) if variant.element == "bf16"]
-
-
-def _compile(arch: str, number: int) -> dict[str, Any]:
-    variant = _every_variant(arch)[number]
-    done = jit.compile(variant.source, arch)
-    mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
-    features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
-    facts = {"dim": variant.dim, "dim_v": variant.dim_v, "mask": mask, "fold": variant.fold}
-    found = {"seconds": round(done.seconds, 3), "spills": cubin.spills(done.log), "warnings": len(cubin.warnings(done.log))}
-    return facts | features | found
+    """Every combination of features in bf16, each compiled once, one at a time. Needs no GPU."""
+    every = [variant for variant in plan.variants(arch, exhaustive=True) if variant.element == "bf16"]
+    for variant in every[:most]:
+        done = jit.compile(variant.source, arch)
+        mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
+        features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
+        facts = {"dim": variant.dim, "dim_v": variant.dim_v, "mask": mask, "fold": variant.fold}
+        found = {"seconds": round(done.seconds, 3), "spills": cubin.spills(done.log), "warnings": len(cubin.warnings(done.log))}
+        yield facts | features | found
 
 
 def variants_table(root: Path) -> list[str]:
     found = load(root, "variants")
     if found is None:
         return []
-    machine, cores = found["provenance"], found["provenance"]["host_cores"]
+    machine = found["provenance"]
     spill, warn = (sum(row[what] > 0 for row in found["rows"]) for what in ("spills", "warnings"))
     lines = [
-        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, each compiled once ({machine['host_cpu']}, "
-        f"{cores} cores, {_processes(cores)} at a time); of all {len(found['rows'])}, {spill} spill and {warn} have a warning:",
+        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, each compiled once, one at a time "
+        f"({machine['host_cpu']}, {machine['host_cores']} cores); of all {len(found['rows'])}, {spill} spill and {warn} have a "
+        "warning:",
         "",
         "| features | variants | median | 95th percentile | most |",
         "|---|---|---|---|---|",
