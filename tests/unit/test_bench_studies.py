@@ -84,6 +84,10 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     table = studies.variants_table(tmp_path)
     assert "one at a time (a CPU, 16 cores); of all 2, 1 spill" in table[0]
     assert table[-1] == "| softcap and split keys | 1 | 3.00 | 3.00 | 3.00 |"
+    again = [row | {"seconds": 0.5 + i} for i, row in enumerate(rows)]
+    (folder / "variants-again.json").write_text(json.dumps({"rows": again}))
+    told = studies.variants_table(tmp_path)[-1]
+    assert "took: 3.00 and 1.50. " in told and told.endswith("of both runs is 1.50 at most.")
     for variant in plan.variants("sm_90a", exhaustive=True):  # each belongs to one line of the table
         row = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split")}
         assert sum(chosen(row) for chosen in studies._BY_FEATURE.values()) == 1

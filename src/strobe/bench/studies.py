@@ -148,6 +148,7 @@ def inputs_table(root: Path) -> list[str]:
 
 # ---- variants: how long does NVRTC take for each of them? ------------------------------------------------------------------
 
+_AT_MOST_S = 1.5
 
 
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> Rows:
@@ -182,6 +183,11 @@ def variants_table(root: Path) -> list[str]:
             seconds = sorted(row["seconds"] for row in rows)
             shown = [percentile(seconds, share) for share in (0.5, 0.95, 1.0)]
             lines.append(f"| {name} | {len(rows)} | {' | '.join(f'{x:.2f}' for x in shown)} |")
+    if (again := load(root, "variants-again")) is not None:
+        both = [(a["seconds"], b["seconds"]) for a, b in zip(found["rows"], again["rows"], strict=True)]
+        long = [f"{a:.2f} and {b:.2f}" for a, b in both if max(a, b) > _AT_MOST_S]
+        told = f"In this run and a second one, two at a time, more than {_AT_MOST_S} took: {', '.join(long) or 'none'}. "
+        lines += ["", told + f"The least of both runs is {max(min(pair) for pair in both):.2f} at most."]
     return lines
 
 
