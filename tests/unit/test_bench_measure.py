@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave, orders
+from strobe.bench.measure import _SPINS_PER_MS, Call, Contender, Settings, Stopwatch, interleave, orders
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -87,7 +87,7 @@ class FakeGpu:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.run(cycles / 1.8e6))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.run(cycles / _SPINS_PER_MS))
 
     def run(self, ms: float) -> None:
         self.free = max(self.cpu, self.free) + ms

@@ -106,12 +106,13 @@ class Stopwatch:
             return times[lead:]
         while True:
             times, late = self._queued_ms(call, n, flush, lead)
-            if not lead or not late or self.head_start + 1 == len(_HEAD_STARTS_MS):
-                self.late += late if lead else 0
+            if not late or self.head_start + 1 == len(_HEAD_STARTS_MS):
+                self.late += late
                 return times
             self.head_start += 1
 
     def _queued_ms(self, call: Call, n: int, flush: bool, lead: int) -> tuple[list[float], int]:
+        """The times, and behind a lead how many calls the GPU had to wait for."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(lead + n)]
         late = []
         if self.head_start:
@@ -124,7 +125,7 @@ class Stopwatch:
             end.record()
             late.append(begin.query())
         torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) for begin, end in events[lead:]], sum(late[lead:])
+        return [begin.elapsed_time(end) for begin, end in events[lead:]], sum(late[lead:]) if lead else 0
 
     def warm_up(self, call: Call) -> float:
         """Calls it until the warm-up time is over, a slow one only once; returns an estimate of one call, in ms."""
@@ -168,13 +169,12 @@ def interleave(contenders: list[Contender], watch: Stopwatch, measure: str = "ti
     """Fills in each contender's samples. One that fails drops out with its `problem`; the others go on."""
     settings = watch.settings
     watch.head_start = 0
-    estimates: dict[int, float] = {}
-    for i, contender in enumerate(contenders):
+    estimates: list[tuple[Contender, float]] = []
+    for contender in contenders:
         with _guarded(contender), contender.scope():
-            estimates[i] = watch.warm_up(contender.call)
-    graphs = watch.on_gpu and (measure == "graph" or min(estimates.values(), default=1.0) < settings.graph_below_ms)
-    for i, estimate in estimates.items():
-        contender = contenders[i]
+            estimates.append((contender, watch.warm_up(contender.call)))
+    graphs = watch.on_gpu and (measure == "graph" or any(ms < settings.graph_below_ms for _, ms in estimates))
+    for contender, estimate in estimates:
         with _guarded(contender), contender.scope():
             if measure == "call":
                 contender.method, estimate = "perf_counter, CPU time per call", max(watch.host_ms(contender.call, 20), 1e-4)

@@ -186,7 +186,7 @@ def variants_table(root: Path) -> list[str]:
     if (again := load(root, "variants-again")) is not None:
         both = [(a["seconds"], b["seconds"]) for a, b in zip(found["rows"], again["rows"], strict=True)]
         long = [f"{a:.2f} and {b:.2f}" for a, b in both if max(a, b) > _AT_MOST_S]
-        told = f"In this run and a second one, two at a time, more than {_AT_MOST_S} took: {', '.join(long) or 'none'}. "
+        told = f"In this run and a second one, more than {_AT_MOST_S} took: {', '.join(long) or 'none'}. "
         lines += ["", told + f"The least of both runs is {max(min(pair) for pair in both):.2f} at most."]
     return lines
 

@@ -488,14 +488,14 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 #pragma unroll 2
         for (; n >= mine.end; --n) skip(consumer, n < last);
         if (n < last) take_turn_unused(consumer);
-        // Once through this loop, but for blocks on the diagonal that go one by one: so O += P V stands here once for all.
+        // Once through this loop, but for blocks on the diagonal that go one by one: then O += P V, too, is written once for all.
 #pragma unroll 1
         for (bool first = true;; first = false) {
           if (kOneLoop) {
             float s[kScores];
             scores_alone<kBlockN>(s, q_desc);
 #pragma unroll 1
-            for (;; first = false) {
+            for (bool first = true;; first = false) {
               prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
               weights_beside(s, f, first);
               if (first) release_stored(stored, pending);
