@@ -30,11 +30,14 @@ CAUSAL = Case("causal", 150, 300, batch=1, heads=3, heads_k=1, dim=64, mask=caus
 WINDOW = Case("window", 150, 300, batch=1, heads=2, dim=64, mask=window(100, 10))
 FALLING = Case("falling", 70, 300, batch=1, dim=64, scores="falling")  # kernels go from the last key to the first
 NO_KEYS = Case("no_keys", 200, 60, batch=1, heads=2, dim=64, mask=causal)  # the first rows see nothing
+WINDOWS = replace(WINDOW, name="windows", heads=4)  # a block gets several tiles whose rows do not see the first keys
 WIDE = replace(CAUSAL, name="wide", dim=128)
 DIAGONAL = replace(FALLING, name="diagonal", len_k=100, mask=causal)  # every block needs the mask, the first rows meet two
 STEEP = replace(FALLING, name="steep", scale=5.0)  # exp overflows under the maximum of a block ago
 SHORT = Case("short", 400, 50, batch=1, heads=3, heads_k=1, dim=64)  # one key block a tile: nothing but the Q ring holds back
 SPLIT = Case("split", 60, 800, batch=1, heads=1, heads_k=1, dim=64, mask=causal)  # one tile: two blocks take half the keys each
+WIDE_NO_KEYS = replace(NO_KEYS, name="wide_no_keys", len_k=110, heads=4, dim=128)  # half the rows of a tile see nothing
+WIDE_SPLIT = replace(SPLIT, name="wide_split", dim=128)
 LOW = replace(SPLIT, name="low", scores="low")  # scores so low that 0 in their place would be the maximum
 FOLD = Case("fold", 9, 150, batch=1, heads=4, heads_k=1, dim=64, mask=causal)
 SOFTCAP = replace(CAUSAL, name="softcap", softcap=5.0)
@@ -105,6 +108,9 @@ MUTATIONS = [
     *(Mutation(*m, tile="sm90") for m in [
         ("keys_not_released", "if (elected()) k.release();", "", CAUSAL, 2),
         ("values_not_released", "if (elected()) v.release();", "", CAUSAL, 2),
+        ("one_key_block_too_many", "if (n > blocks.first) load_keys(", "load_keys(", CAUSAL),
+        ("blocks_left_of_the_window_not_skipped", "for (; (Mask::kHasLo || kSkipsTwice) &&", "for (; false &&", WINDOWS),
+        ("rows_without_keys_skip_nothing", "sees_keys ? mine.end : all.first;", "sees_keys ? mine.end : n + 1;", WIDE_NO_KEYS),
         ("skipped_buffers_not_released", "if (elected()) ring.release();", "", CAUSAL),
         ("queries_not_released", "stored.release();", "", CAUSAL),
         ("keys_released_by_every_thread", "if (elected()) k.release();", "k.release();", CAUSAL, 2),
@@ -127,7 +133,7 @@ MUTATIONS = [
         ("no_wait_for_scores", "wgmma_wait<1>();", "", CAUSAL),
         ("wait_leaves_one_more", "wgmma_wait<1>();", "wgmma_wait<2>();", CAUSAL),
         ("no_wait_for_the_first_scores", "wgmma_wait<0>();\n    pin(s);\n    if", "if", CAUSAL),
-        ("no_wait_for_the_output", "wgmma_wait<0>();\n    pin(f.o);\n    pin(s);", "", CAUSAL),
+        ("no_wait_for_the_output", "wgmma_wait<0>();\n    pin(f.o);\n    pin(f.weights);", "", CAUSAL),
         ("no_wait_for_the_last_output", "wgmma_wait<0>();\n    pin(f.o);\n    if", "if", CAUSAL),
         ("no_fence", "wgmma_fence();", "", CAUSAL, 4),
         ("weights_overwritten_in_flight", "if (Config::kHold) hold(",
@@ -163,12 +169,13 @@ MUTATIONS = [
     ]),
     # ---- few queries: keys split among blocks, heads as rows of a tile ----
     *(Mutation(*m, SPLIT, tile="sm90") for m in [
-        ("parts_all_the_same", "tile.work % p.splits, p.splits) : blocks", "0, p.splits) : blocks"),
+        ("parts_all_the_same", "remainder(tile.work, p.splits), p.splits) : blocks", "0, p.splits) : blocks"),
         ("first_part_taken_for_the_last", "== u32(p.splits - 1);", "== 0u;"),
         ("parts_not_weighted", "l = fma(ml[j][1], weight, l);", "l += ml[j][1];"),
         ("rows_of_a_part_left_out", "warp_uniform(eight < rows)", "warp_uniform(eight + 8 <= rows)"),
         ("count_not_published", "bar_sync(1 + kConsumers + consumer, 128);\n    const bool last", "const bool last"),
     ]),
+    Mutation("blocks_of_other_parts_skipped", "sees_keys ? mine.end : all.first;", "mine.end;", WIDE_SPLIT, tile="sm90"),
     Mutation("part_that_is_not_there_counts", "if (!there) ml[j][0] = neg_inf();", "", LOW, tile="sm90"),
     *(Mutation(*m, FOLD, tile="sm90") for m in [
         ("rows_taken_for_queries", "query[2] = {row / kFold, (row + 8) / kFold}", "query[2] = {row, row + 8}"),
@@ -236,12 +243,14 @@ def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str 
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("case", [CAUSAL, WINDOW, FALLING, SHORT, SPLIT, LOW, FOLD, PACKED], ids=str)
+@pytest.mark.parametrize(
+    "case", [CAUSAL, WINDOWS, WIDE, WIDE_NO_KEYS, FALLING, SHORT, SPLIT, WIDE_SPLIT, LOW, FOLD, PACKED], ids=str
+)
 def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> None:
     assert [finding(case, tile, None, seed) for seed in SEEDS] == [None] * len(SEEDS)
 
 
-@pytest.mark.parametrize("case", [SPLIT, LOW], ids=str)
+@pytest.mark.parametrize("case", [SPLIT, WIDE_SPLIT, LOW], ids=str)
 def test_keys_are_split_where_that_is_what_is_broken(case: Case) -> None:
     problem, _ = prepare(case, torch.bfloat16)
     assert plan_of(problem, "sm90", (1, 1, 1)).values["splits"] == 2

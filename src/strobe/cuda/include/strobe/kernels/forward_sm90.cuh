@@ -66,7 +66,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile, int first_row, int rows) const {
     if (first_row >= tile.len_q) return KeyBlocks{0, 0, 0, 0};
     const KeyBlocks blocks = blocks_of_rows(tile, first_row, rows);
-    return Config::kSplit ? part_of(blocks, blocks_of_rows(tile, tile.row0, kBlockM), tile.work % p.splits, p.splits) : blocks;
+    return Config::kSplit ? part_of(blocks, blocks_of_rows(tile, tile.row0, kBlockM), remainder(tile.work, p.splits), p.splits) : blocks;
   }
   STROBE_DEVICE KeyBlocks blocks_of_rows(const Tile& tile, int first_row, int rows) const {
     return visible_blocks<kBlockN>(mask(tile), first_row / kFold, (min(first_row + rows, tile.len_q) - 1) / kFold);
@@ -146,7 +146,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 
   STROBE_DEVICE void load_tile(const Tile& tile) {
     const KeyBlocks blocks = key_blocks(tile, tile.row0, kBlockM);
-    const int head_k = tile.head / p.group;
+    const int head_k = quotient(tile.head, p.group);
     const bool any_keys = blocks.first < blocks.end;
     int n = blocks.end - 1;
     if (any_keys) load_keys(tile, head_k, n);
@@ -154,13 +154,11 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     post(tile);
     if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());
     q.next();
-    if (!any_keys) return;
 #pragma unroll 1
-    for (; n > blocks.first; --n) {  // V one block behind K: the order in which the consumers need them
-      load_keys(tile, head_k, n - 1);
+    for (; n >= blocks.first; --n) {  // V one block behind K: the order in which the consumers need them
+      if (n > blocks.first) load_keys(tile, head_k, n - 1);
       load_values(tile, head_k, n);
     }
-    load_values(tile, head_k, n);
   }
 
   // ---- consumers ---------------------------------------------------------------------------------------------------------------------------------------
@@ -222,8 +220,6 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // O += P V, nothing else in flight.
   STROBE_DEVICE void values_alone(Fragments& f) {
     v.wait_full();
-    pin(f.o);
-    pin(f.weights);
     wgmma_fence();
     gemm_pv<T, kBlockN, kDimV>(f.o, f.weights, v_desc());
     wgmma_commit();
@@ -237,8 +233,6 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   STROBE_DEVICE void scores_beside(float (&s)[kScores], u64 q_desc, Fragments& f, int consumer) {
     k.wait_full();
     wait_turn(consumer);
-    pin(f.o);
-    pin(f.weights);
     wgmma_fence();
     gemm_qk<T, kBlockN, kDim, kBlockN>(s, q_desc, k_desc());
     wgmma_commit();
@@ -262,7 +256,6 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     if (Config::kHold) hold(smem, f.softmax.l[0] + guess.sum[0] + guess.sum[1]);
     wgmma_wait<0>();
     pin(f.o);
-    pin(s);
     pin(f.weights);
     if (!first) {
       if (elected()) v.release();
@@ -299,11 +292,14 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   // A mask on the right: 64 rows on the diagonal meet one or two key blocks, and those go one by one. The loop over the others is then free of
   // it. Masks on both sides are applied in that loop, where they are needed.
   static constexpr bool kDiagonalAlone = Mask::kHasHi && !Mask::kHasLo;
-  static constexpr bool kValuesTwice = kDim < 128;  // such kernels are quick to compile, and faster with two copies of O += P V alone
 
   // Softcap and split keys are much code, and every copy is time for the compiler. There, one loop does all blocks: it begins with the weights,
   // so that the first block needs no code of its own. Other kernels have such code, and are faster for it.
   static constexpr bool kOneLoop = Config::kSoftcap || Config::kSplit;
+
+  // Some kernels that compile fast enough are faster with two copies: of O += P V alone, on the diagonal and for the last block, and of the loop
+  // that passes over blocks, right of what the rows see and left of it.
+  static constexpr bool kValuesTwice = kDim < 128, kSkipsTwice = kDim < 96 || (Config::kSoftcap && !Config::kSplit);
 
   // ---- output ------------------------------------------------------------------------------------------------------------------------------------------
   // A warpgroup stages its rows of O in shared memory, kStorePanels panels at a time; a bulk copy writes them and clips what is beyond the
@@ -368,13 +364,13 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   static constexpr int kPartFloats = 64 * kDimV + 2 * 64;  // of one consumer: O, row by row, and behind it m and l of every row
   static_assert(kConsumers * kPartFloats == Config::kPartFloats, "the workspace that Python asks for");
   STROBE_DEVICE float* part_of_tile(const Tile& tile, int part, int consumer) const {
-    return p.partial + (i64(tile.work / p.splits * p.splits + part) * kConsumers + consumer) * kPartFloats;
+    return p.partial + (i64(quotient(tile.work, p.splits) * p.splits + part) * kConsumers + consumer) * kPartFloats;
   }
 
   // Returns whether this was the last part.
   STROBE_DEVICE bool leave_part(const Fragments& f, const Tile& tile, int consumer) const {
     const int tid = thread_idx() % 128, lane = tid % 32, rows = tile.len_q - tile.row0 - 64 * consumer;
-    float* mine = part_of_tile(tile, tile.work % p.splits, consumer);
+    float* mine = part_of_tile(tile, remainder(tile.work, p.splits), consumer);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int eight = tid / 32 * 16 + 8 * r, row = eight + lane / 4;
@@ -388,7 +384,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     wait_staging(consumer);
     if (tid == 0) {
       fence_device();
-      st_shared(parts_before, atomic_inc_wrap(p.counter + 1 + tile.work / p.splits * kConsumers + consumer, p.splits - 1));
+      st_shared(parts_before, atomic_inc_wrap(p.counter + 1 + quotient(tile.work, p.splits) * kConsumers + consumer, p.splits - 1));
       fence_device();
     }
     bar_sync(1 + kConsumers + consumer, 128);
@@ -482,11 +478,13 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       for (int i = 0; i < kDimV / 2; ++i) f.o[i] = 0.f;
       f.softmax.reset(p.scale_log2);
       const int last = all.end - 1;
+      const bool sees_keys = mine.first < mine.end;
       int n = last;
-      if (mine.first < mine.end) {
+      if (!kSkipsTwice || sees_keys)
+#pragma unroll 1
+        for (const int end = sees_keys ? mine.end : all.first; n >= end; --n) skip(consumer, n < last);
+      if (sees_keys) {
         const u64 q_desc = k_major(q_tile(consumer));
-#pragma unroll 2
-        for (; n >= mine.end; --n) skip(consumer, n < last);
         if (n < last) take_turn_unused(consumer);
         // Once through this loop, but for blocks on the diagonal that go one by one: then O += P V, too, is written once for all.
 #pragma unroll 1
@@ -495,7 +493,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
             float s[kScores];
             scores_alone<kBlockN>(s, q_desc);
 #pragma unroll 1
-            for (bool first = true;; first = false) {
+            for (;; first = false) {
               prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
               weights_beside(s, f, first);
               if (first) release_stored(stored, pending);
@@ -531,8 +529,9 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
         release_stored(stored, pending);
         if (kPrivateO && elected()) q.release();
       }
-#pragma unroll 2
-      for (; n >= all.first; --n) skip(consumer, n < last);
+      // What is left to pass over: nothing without a mask on that side, if rows that see no keys are through already.
+#pragma unroll (kSkipsTwice ? 2 : 1)
+      for (; (Mask::kHasLo || kSkipsTwice) && n >= all.first; --n) skip(consumer, n < last);
       if (!Config::kSplit)
         store(f, tile, row, consumer);
       else if (leave_part(f, tile, consumer))

@@ -4,6 +4,10 @@
 
 namespace strobe {
 
+// Of numbers that are not negative: without a sign a division is little more than half the code.
+STROBE_DEVICE int quotient(int a, int b) { return int(u32(a) / u32(b)); }
+STROBE_DEVICE int remainder(int a, int b) { return int(u32(a) % u32(b)); }
+
 // Rows [row0, row0 + kBlockM) of one head of one sequence. Rows and keys count from the start of the sequence; first_row and first_key
 // say where that lies in packed tensors.
 struct Tile {
@@ -16,14 +20,14 @@ struct Tile {
 // Tiles are numbered so that heads whose keys and values fit into the L2 together form a section; inside a section the rows with the
 // most keys come first, so that the long tiles do not run last.
 template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, const Params& p) {
-  const int index = Config::kSplit ? work / p.splits : work;
+  const int index = Config::kSplit ? quotient(work, p.splits) : work;
   const int heads_in_all = p.batch * p.heads;
-  const int per_section = p.row_blocks * p.section, section = index / per_section, rest = index - section * per_section;
+  const int per_section = p.row_blocks * p.section, section = quotient(index, per_section), rest = index - section * per_section;
   const int head0 = section * p.section, width = min(p.section, heads_in_all - head0);
-  const int block = rest / width, bh = head0 + rest - block * width;
+  const int block = quotient(rest, width), bh = head0 + rest - block * width;
   Tile t;
   t.work = work;
-  const int batch = bh / p.heads;
+  const int batch = quotient(bh, p.heads);
   t.head = bh - batch * p.heads;
   t.row0 = (p.row_blocks - 1 - block) * Config::kBlockM;
   t.len_q = p.len_q;
@@ -56,7 +60,7 @@ template <int kBlockN, class Mask> STROBE_DEVICE KeyBlocks visible_blocks(const 
 
 // One of `parts` equal parts of the key blocks of a tile, as far as `b`, a warpgroup's share of them, reaches into it.
 STROBE_DEVICE KeyBlocks part_of(const KeyBlocks& b, const KeyBlocks& tile, int part, int parts) {
-  const int each = (tile.end - tile.first + parts - 1) / parts;
+  const int each = quotient(tile.end - tile.first + parts - 1, parts);
   const int from = min(tile.first + part * each, tile.end), to = min(from + each, tile.end);
   KeyBlocks r;
   r.first = min(max(b.first, from), to);
