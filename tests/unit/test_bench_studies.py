@@ -80,14 +80,16 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     rows[1] |= {"softcap": True, "split": True, "spills": 8, "seconds": 3.0}
     machine = {"nvrtc": "13.0", "host_cpu": "a CPU", "host_cores": 16}
-    (folder / "variants.json").write_text(json.dumps({"rows": rows, "provenance": machine}))
+    found = {"rows": rows, "provenance": machine, "complete": False}
+    (folder / "variants.json").write_text(json.dumps(found))
     table = studies.variants_table(tmp_path)
-    assert "one at a time (a CPU, 16 cores); of all 2, 1 spill" in table[0]
+    assert "(a CPU, 16 cores). Of the first 2, 1 took more than 1.5, 1 spill and 0 have" in table[0]
     assert table[-1] == "| softcap and split keys | 1 | 3.00 | 3.00 | 3.00 |"
-    again = [row | {"seconds": 0.5 + i} for i, row in enumerate(rows)]
-    (folder / "variants-again.json").write_text(json.dumps({"rows": again}))
-    told = studies.variants_table(tmp_path)[-1]
-    assert "took: 3.00 and 1.50. " in told and told.endswith("of both runs is 1.50 at most.")
+    another = tmp_path / "benchmarks" / "results" / "another" / "studies"
+    another.mkdir(parents=True)
+    (another / "variants.json").write_text(json.dumps(found | {"rows": rows[:1], "complete": True}))
+    both = studies.variants_table(tmp_path)
+    assert "Of all 1, 0 took" in both[0] and both[-len(table) :] == table and both[-len(table) - 1] == ""
     for variant in plan.variants("sm_90a", exhaustive=True):  # each belongs to one line of the table
         row = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split")}
         assert sum(chosen(row) for chosen in studies._BY_FEATURE.values()) == 1

@@ -164,30 +164,31 @@ def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None
 
 
 def variants_table(root: Path) -> list[str]:
-    found = load(root, "variants")
-    if found is None:
-        return []
-    machine = found["provenance"]
-    spill, warn = (sum(row[what] > 0 for row in found["rows"]) for what in ("spills", "warnings"))
+    """One for each machine that has compiled them."""
+    lines: list[str] = []
+    for path in sorted((root / "benchmarks" / "results").glob("*/studies/variants.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        lines += ["", *_variants_table(found)] if lines else _variants_table(found)
+    return lines
+
+
+def _variants_table(found: dict[str, Any]) -> list[str]:
+    machine, rows = found["provenance"], found["rows"]
+    limits = {"spills": 0, "warnings": 0, "seconds": _AT_MOST_S}
+    spill, warn, long = (sum(row[what] > most for row in rows) for what, most in limits.items())
     lines = [
         f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, each compiled once, one at a time "
-        f"({machine['host_cpu']}, {machine['host_cores']} cores); of all {len(found['rows'])}, {spill} spill and {warn} have a "
-        "warning:",
+        f"({machine['host_cpu']}, {machine['host_cores']} cores). Of {'all' if found['complete'] else 'the first'} {len(rows)}, "
+        f"{long} took more than {_AT_MOST_S}, {spill} spill and {warn} have a warning:",
         "",
         "| features | variants | median | 95th percentile | most |",
         "|---|---|---|---|---|",
     ]
     for name, chosen in _BY_FEATURE.items():
-        rows = [row for row in found["rows"] if chosen(row)]
-        if rows:
-            seconds = sorted(row["seconds"] for row in rows)
+        seconds = sorted(row["seconds"] for row in rows if chosen(row))
+        if seconds:
             shown = [percentile(seconds, share) for share in (0.5, 0.95, 1.0)]
-            lines.append(f"| {name} | {len(rows)} | {' | '.join(f'{x:.2f}' for x in shown)} |")
-    if (again := load(root, "variants-again")) is not None:
-        both = [(a["seconds"], b["seconds"]) for a, b in zip(found["rows"], again["rows"], strict=True)]
-        long = [f"{a:.2f} and {b:.2f}" for a, b in both if max(a, b) > _AT_MOST_S]
-        told = f"In this run and a second one, more than {_AT_MOST_S} took: {', '.join(long) or 'none'}. "
-        lines += ["", told + f"The least of both runs is {max(min(pair) for pair in both):.2f} at most."]
+            lines.append(f"| {name} | {len(seconds)} | {' | '.join(f'{x:.2f}' for x in shown)} |")
     return lines
 
 
