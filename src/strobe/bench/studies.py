@@ -174,12 +174,13 @@ def variants_table(root: Path) -> list[str]:
 
 def _variants_table(found: dict[str, Any]) -> list[str]:
     machine, rows = found["provenance"], found["rows"]
+    seen = f"{'all' if found['complete'] else 'the first'} {len(rows)}"
     limits = {"spills": 0, "warnings": 0, "seconds": _AT_MOST_S}
     spill, warn, long = (sum(row[what] > most for row in rows) for what, most in limits.items())
     lines = [
         f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, each compiled once, one at a time "
-        f"({machine['host_cpu']}, {machine['host_cores']} cores). Of {'all' if found['complete'] else 'the first'} {len(rows)}, "
-        f"{long} took more than {_AT_MOST_S}, {spill} spill and {warn} have a warning:",
+        f"({machine['host_cpu']}, {machine['host_cores']} cores). Of {seen}, {long} took more than {_AT_MOST_S}, {spill} spill "
+        f"and {warn} have a warning:",
         "",
         "| features | variants | median | 95th percentile | most |",
         "|---|---|---|---|---|",
