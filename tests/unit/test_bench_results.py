@@ -211,3 +211,17 @@ def test_cycles_of_the_matrix_units() -> None:
 )
 def test_driver_version(line: str, version: str | None) -> None:
     assert provenance.driver_version(line) == version
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: A CPU @ 2.0GHz: fast\nmodel name\t: A CPU @ 2.0GHz: fast\n", "A CPU @ 2.0GHz: fast"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", "a machine, implementer 0x41, part 0xd0c"),
+        ("", "a machine"),
+    ],
+)
+def test_the_name_of_a_cpu(cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance.platform, "processor", lambda: "")
+    monkeypatch.setattr(provenance.platform, "machine", lambda: "a machine")
+    assert provenance.name_in(cpuinfo) == name

@@ -74,12 +74,19 @@ def cores() -> int:
 
 def cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        return name_in(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return name_in("")
+
+
+def name_in(cpuinfo: str) -> str:
+    """x86 has a name there, Arm two numbers that stand for one."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    facts = {key.strip(): value.strip() for key, _, value in lines}
+    if "model name" in facts:
+        return facts["model name"]
+    numbers = [f"{what} {facts[f'CPU {what}']}" for what in ("implementer", "part") if f"CPU {what}" in facts]
+    return ", ".join([platform.processor() or platform.machine(), *numbers])
 
 
 def _host_memory() -> int | None:
