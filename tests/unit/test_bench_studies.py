@@ -78,6 +78,7 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     assert studies.variants_table(tmp_path) == []
     folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
     folder.mkdir(parents=True)
+    rows[0] |= {"seconds": 1.0}
     rows[1] |= {"softcap": True, "split": True, "spills": 8, "seconds": 3.0}
     machine = {"nvrtc": "13.0", "host_cpu": "a CPU", "host_cores": 16}
     found = {"rows": rows, "provenance": machine, "complete": False}
