@@ -224,4 +224,4 @@ def test_driver_version(line: str, version: str | None) -> None:
 def test_the_name_of_a_cpu(cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance.platform, "processor", lambda: "")
     monkeypatch.setattr(provenance.platform, "machine", lambda: "a machine")
-    assert provenance.name_in(cpuinfo) == name
+    assert provenance.cpu_name_in(cpuinfo) == name

@@ -62,7 +62,7 @@ def block(root: Path) -> str:
             others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
     lines += ["", "At other head dims, 16 heads or, in the last rows, heads x dim near 2048:", ""]
     lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
-    tables = (_tiles(root), studies.inputs_table(root), studies.variants_table(root))
+    tables = (_tiles(root), studies.inputs_table(root), *studies.variants_tables(root))
     for table in (*tables, _caches(found["caches"]), _one_query(found["one_query"]), _cycles(found["cycles"])):
         lines += ["", *table] if table else []
     return "\n".join(lines) + "\n"

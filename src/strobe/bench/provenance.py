@@ -74,12 +74,12 @@ def cores() -> int:
 
 def cpu_name() -> str:
     try:
-        return name_in(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+        return cpu_name_in(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        return name_in("")
+        return cpu_name_in("")
 
 
-def name_in(cpuinfo: str) -> str:
+def cpu_name_in(cpuinfo: str) -> str:
     """x86 has a name there, Arm two numbers that stand for one."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     facts = {key.strip(): value.strip() for key, _, value in lines}

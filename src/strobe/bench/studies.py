@@ -163,13 +163,10 @@ def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None
         yield facts | features | found
 
 
-def variants_table(root: Path) -> list[str]:
+def variants_tables(root: Path) -> list[list[str]]:
     """One for each machine that has compiled them."""
-    lines: list[str] = []
-    for path in sorted((root / "benchmarks" / "results").glob("*/studies/variants.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        lines += ["", *_variants_table(found)] if lines else _variants_table(found)
-    return lines
+    paths = sorted((root / "benchmarks" / "results").glob("*/studies/variants.json"))
+    return [_variants_table(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def _variants_table(found: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@
 
 namespace strobe {
 
-// Of numbers that are not negative: without a sign a division is little more than half the code.
+// Of numbers that are not negative: without a sign a division is less code.
 STROBE_DEVICE int quotient(int a, int b) { return int(u32(a) / u32(b)); }
 STROBE_DEVICE int remainder(int a, int b) { return int(u32(a) % u32(b)); }
 
