@@ -229,7 +229,7 @@ def _serves(variant: Any, head_dim: int) -> bool:
 def tune(
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
     kind: Annotated[
-        list[str] | None, typer.Option(help="Only kernels for full or bounded masks, softcap, or split keys; may be repeated.")
+        list[str] | None, typer.Option(help="full or bounded (masks), softcap, split (keys), softcap-split; may be repeated.")
     ] = None,
     seq_len: Annotated[list[int] | None, typer.Option(help="Lengths to time; 1024, 4096 and 16384 by default.")] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write what was found.")] = Path("tiles.json"),

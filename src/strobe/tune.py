@@ -71,20 +71,20 @@ def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[Case]
 
 def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
     batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
-    if kind == "split":  # one new token, and a piece of a prompt, against a long cache
+    softcap = 30.0 if kind.startswith("softcap") else None
+    if kind.endswith("split"):  # one new token, and a piece of a prompt, against a long cache
         keys = max(4 * length, 4096)
         return [
-            Case(kind, dim, dim_v, full, 1, 1, keys, heads=64, heads_k=8),
-            Case(kind, dim, dim_v, causal, 1, 512, keys, heads=8, heads_k=8),
+            Case(kind, dim, dim_v, full, 1, 1, keys, heads=64, heads_k=8, softcap=softcap),
+            Case(kind, dim, dim_v, causal, 1, 512, keys, heads=8, heads_k=8, softcap=softcap),
         ]
     masks = {"full": [full], "bounded": [causal], "softcap": [full, causal]}[kind]
-    softcap = 30.0 if kind == "softcap" else None
     return [Case(kind, dim, dim_v, mask, batch, length, length, heads, heads, softcap) for mask in masks]
 
 
 def candidates(dim: int, dim_v: int, kind: str) -> list[TileSm90]:
     """The tile that is used now, and its neighbours: one switch changed at a time."""
-    best = choose_sm90(dim, dim_v, kind == "bounded", softcap=kind == "softcap", split=kind == "split")
+    best = choose_sm90(dim, dim_v, kind == "bounded", softcap=kind.startswith("softcap"), split=kind.endswith("split"))
     near = [choose_sm90(dim, dim_v)]
     near += [replace(best, hold=hold) for hold in (0, 4, 8, 16, 24, 32, 40)]
     near += [replace(best, ping_pong=not best.ping_pong)]

@@ -156,6 +156,31 @@ STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
 }}  // namespace strobe
 """
 
+ACCUMULATORS = """
+#include <strobe/ptx/memory.cuh>
+#include <strobe/ptx/wgmma.cuh>
+{accumulators}
+namespace strobe {{
+struct Params {{ float* sums; }};
+struct Next {{ static constexpr STROBE_DEVICE int step(int i) {{ return 2 * i; }} }};
+STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
+  Accumulators<{element}, {n}> d;
+  d.declare();
+  u32 a[8] = {{1, 2, 3, 4, 5, 6, 7, u32(opaque(8))}};
+  pin(a);
+  float by[2] = {{p.sums[0], p.sums[1]}};
+  d.zero();
+  wgmma_fence();
+  d.rs_t<2, Next>(a, wgmma_desc(smem_base(), 8192, 1024));
+  wgmma_commit();
+  wgmma_wait<0>();
+  d.scale(by);
+  d.stage<{n} / 16 - 1>(smem_base() + 16 * thread_idx(), by);
+  for (int r = 0; r < 2; ++r) d.store_row(r, p.sums + thread_idx() * {n});
+}}
+}}  // namespace strobe
+"""
+
 
 def check(source, arch):
     compiled = jit.compile(source, arch)
@@ -184,6 +209,18 @@ def test_hopper_wrappers_compile(element, n):
 def test_chains_of_products_compile(element, n):
     source = CHAINS.format(shapes=wgmma.shapes(element, [(n, [("ss_zero", 3), ("rs_t", 2)])]), element=element, n=n)
     assert check(source, "sm_90a").max_threads == 128
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize("n", [64, 256])
+def test_accumulators_declared_in_ptx_compile(element, n):
+    text = wgmma.accumulators(element, n, 2)
+    assert check(ACCUMULATORS.format(accumulators=text, element=element, n=n), "sm_90a").registers > n // 2
+    staged = re.search(r"void stage.*?asm volatile\((.*?)\);", text, re.S)
+    stored = re.findall(r"st\.global\.v2\.f32 \[%0 \+ (\d+)\], {d(\d+), d(\d+)}", text)
+    assert staged and f"cvt.rn.{'bf16' if element == 'bf16' else 'f16'}x2" in staged[1]
+    assert sorted(int(d) for _, *pair in stored for d in pair) == list(range(n // 2))  # each of them once
+    assert all(int(at) == 32 * (int(d) // 4) for at, d, _ in stored)  # a register's column is 8 * (i // 4), four bytes each
 
 
 def test_every_wrapper_is_used_here():
@@ -218,3 +255,10 @@ def test_wgmma_prints_only_the_forms_asked_for():
 def test_wgmma_names_what_it_cannot_print(element, ns, named):
     with pytest.raises(ValueError, match=named):
         wgmma.shapes(element, ns)
+
+
+def test_accumulators_name_what_they_cannot_be():
+    with pytest.raises(ValueError, match="fp8"):
+        wgmma.accumulators("fp8", 64, 2)
+    with pytest.raises(ValueError, match="264"):
+        wgmma.accumulators("bf16", 264, 2)

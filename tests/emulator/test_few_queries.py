@@ -30,6 +30,8 @@ CASES = [
     Case("s_192_128", 3, 500, batch=1, heads=2, dim=192, dim_v=128),
     Case("s_192_low", 3, 500, batch=1, heads=2, dim=192, scores="low"),
     Case("s_256", 65, 400, batch=1, dim=256, mask=causal),
+    Case("s_192_rows", 150, 600, batch=1, heads=6, heads_k=6, dim=64, mask=causal),  # 128 would make one tile for each SM
+    Case("s_192_rows_softcap_sinks", 130, 400, batch=1, heads=6, heads_k=6, dim=96, softcap=4.0, sinks=True),
 ]
 
 
@@ -45,6 +47,7 @@ def test_case(case: Case) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     made = plan_of("sm90", problem, (0, problem.dim_v, problem.heads * problem.dim_v), SMS)
     assert made.variant.split and made.values["splits"] > 1 and made.workspace > 0
+    assert made.variant.tile.block_m == (192 if "192_rows" in case.name else 128)
     at_once, late = (forward("sm90", problem, inputs, sms=SMS, mode=mode, seed=3) for mode in ("sync", "async"))  # type: ignore[arg-type]
     check(case, torch.bfloat16, at_once)
     assert torch.equal(late[0], at_once[0]) and torch.equal(late[1], at_once[1])

@@ -38,6 +38,8 @@ LARGE = [
     Case("g_80", 1000, 1300, batch=2, heads=6, heads_k=2, dim=80, mask=causal),
     Case("g_one_query", 1, 4000, batch=8, heads=16, heads_k=2, dim=128),
     Case("g_one_query_long", 1, 30000, batch=1, heads=64, heads_k=8, dim=128),  # from here on keys are split among blocks
+    Case("g_192_rows", 192, 3000, batch=1, heads=60, heads_k=60, dim=64, mask=causal),
+    Case("g_192_rows_softcap_sinks", 150, 2000, batch=2, heads=30, heads_k=15, dim=96, softcap=8.0, sinks=True),
     Case("g_one_query_group_of_7", 1, 9000, batch=2, heads=14, heads_k=2, dim=128),
     Case("g_one_query_window_sinks", 1, 9000, batch=2, heads=16, heads_k=4, dim=64, mask=window(5000, 0), sinks=True),
     Case("g_few_queries", 9, 8000, batch=2, heads=32, heads_k=4, dim=128, mask=causal),

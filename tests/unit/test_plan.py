@@ -274,6 +274,26 @@ def test_keys_are_split_where_tiles_are_few(len_q: int, len_k: int, batch: int, 
     assert found.workspace == (found.values["tiles"] * 128 * 130 if splits > 1 else 0)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("dims", tiles.DIMS["sm90"])
+def test_whatever_is_planned_is_among_the_variants(dims: tuple[int, int]) -> None:
+    """Only those are known to compile without spills. With 60 heads and 192 queries, tiles of 192 rows leave half of the
+    multiprocessors idle; tiles of 128 rows do not, but take longer than halves of the others."""
+    dim, dim_v = dims
+    known = {v for v in plan.variants("sm_90a", exhaustive=True) if (v.dim, v.dim_v) == dims}
+    rows = {}
+    for heads, len_q, len_k in itertools.product((1, 60, 120), (1, 100, 192, 500), (64, 576, 768, 8192)):
+        for mask, softcap in itertools.product((full, causal), (None, 5.0)):
+            shapes = ((1, len_q, heads, dim), (1, len_k, heads, dim), (1, len_k, heads, dim_v))
+            tensors = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+            problem, _ = check(*tensors, mask=mask, softcap=softcap)
+            found = plan_sm90(problem, out_strides(problem), 132)
+            assert found.variant in known
+            assert found.variant.split == (found.values["splits"] > 1)  # type: ignore[operator]
+            rows[heads, len_q, len_k, found.variant.split] = found.variant.tile.block_m
+    assert rows[1, 1, 8192, True] == 128 and (120, 500, 8192, True) not in rows
+    assert rows.get((60, 192, 8192, True)) == (192 if dim < 128 else None)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"mask": window(100, 0)}, {"len_q": 2}, {"heads_k": 8}, {"sinks": True}],

@@ -8,6 +8,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,15 +153,26 @@ _AT_MOST_S = 1.5
 
 
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> Rows:
-    """Every combination of features in bf16, each compiled once, one at a time. Needs no GPU."""
+    """Every combination of features in bf16, two at a time. Needs no GPU."""
     every = [variant for variant in plan.variants(arch, exhaustive=True) if variant.element == "bf16"]
-    for variant in every[:most]:
-        done = jit.compile(variant.source, arch)
-        mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
-        features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
-        facts = {"dim": variant.dim, "dim_v": variant.dim_v, "mask": mask, "fold": variant.fold}
-        found = {"seconds": round(done.seconds, 3), "spills": cubin.spills(done.log), "warnings": len(cubin.warnings(done.log))}
-        yield facts | features | found
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield from pool.map(lambda variant: _variant(variant, arch), every[:most])
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _variant(variant: plan.Variant, arch: str) -> dict[str, Any]:
+    """One that took too long is compiled twice more: a CPU that others use, too, is slow at times. The median counts."""
+    tries = [jit.compile(variant.source, arch)]
+    if tries[0].seconds > _AT_MOST_S:
+        tries += [jit.compile(variant.source, arch) for _ in range(2)]
+    log, seconds = tries[0].log, [round(done.seconds, 3) for done in tries]
+    mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
+    features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
+    facts = {"dim": variant.dim, "dim_v": variant.dim_v, "tile": str(variant.tile), "mask": mask, "fold": variant.fold}
+    times = {"seconds": statistics.median(seconds), "tries": seconds}
+    return facts | features | times | {"spills": cubin.spills(log), "warnings": len(cubin.warnings(log))}
 
 
 def variants_tables(root: Path) -> list[list[str]]:
@@ -174,10 +186,11 @@ def _variants_table(found: dict[str, Any]) -> list[str]:
     seen = f"{'all' if found['complete'] else 'the first'} {len(rows)}"
     limits = {"spills": 0, "warnings": 0, "seconds": _AT_MOST_S}
     spill, warn, long = (sum(row[what] > most for row in rows) for what, most in limits.items())
+    again = sum(len(row["tries"]) > 1 for row in rows)
     lines = [
-        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, each compiled once, one at a time "
-        f"({machine['host_cpu']}, {machine['host_cores']} cores). Of {seen}, {long} took more than {_AT_MOST_S}, {spill} spill "
-        f"and {warn} have a warning:",
+        f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, two at a time ({machine['host_cpu']}, "
+        f"{machine['host_cores']} cores). {again} took more than {_AT_MOST_S} and were compiled twice more: medians count. "
+        f"Of {seen}, {long} take more than {_AT_MOST_S}, {spill} spill and {warn} have a warning:",
         "",
         "| features | variants | median | 95th percentile | most |",
         "|---|---|---|---|---|",

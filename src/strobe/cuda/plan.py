@@ -16,7 +16,7 @@ import torch
 from strobe.cuda import wgmma
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.tiles import DIMS, TileSm80, TileSm90, choose_sm80, choose_sm90, padded_dims
+from strobe.cuda.tiles import DIMS, TileSm80, TileSm90, choose_sm80, choose_sm90, padded_dims, wide_split
 from strobe.mask import MAX_CONSTANTS, Mask, causal, full, window
 from strobe.problem import Problem
 from strobe.score import kernel_constants
@@ -108,11 +108,12 @@ class Variant:
         flags["kWholePanels" if isinstance(self.tile, TileSm90) else "kWholeDims"] = self.whole_dims
         scores = {self.tile.block_n, self.tile.block_n // 2} if self.tile.block_n % 32 == 0 else {self.tile.block_n}
         steps_qk, steps_pv = self.dim // 16, self.tile.block_n // 16
-        shapes = [*((n, [("ss_zero", steps_qk)]) for n in sorted(scores)), (self.dim_v, [("rs_t", steps_pv)])]
+        shapes = [(n, [("ss_zero", steps_qk)]) for n in sorted(scores)]
+        products = wgmma.shapes(self.element, shapes) + wgmma.accumulators(self.element, self.dim_v, steps_pv)
         return (
             f"// {self.kernel} for {self.arch}\n"
             f"#include <strobe/kernels/{self.kernel}.cuh>\n"
-            f"{wgmma.shapes(self.element, shapes) if isinstance(self.tile, TileSm90) else ''}"
+            f"{products if isinstance(self.tile, TileSm90) else ''}"
             "namespace strobe {\n"
             "struct Config {\n"
             f"  using Element = {self.element};\n"
@@ -207,11 +208,8 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         rows = {"heads": problem.heads_k, "len_q": len_q * fold, "total_q": problem.total_q * fold}
         problem = replace(problem, **rows, mask=mask)  # type: ignore[arg-type]
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
-    if tile is None:
-        split = _splits(problem, choose_sm90(dim, dim_v, split=True), sms) > 1
-        tile = choose_sm90(dim, dim_v, problem.mask.hi is not None, softcap=problem.softcap is not None, split=split)
+    tile, splits = _tile_and_splits(problem, dim, dim_v, sms) if tile is None else (tile, _splits(problem, tile, sms))
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
-    splits = _splits(problem, tile, sms)
     variant = replace(_variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels), fold=fold)
     values = _values(problem, out_strides, tile.block_m, splits, l2_bytes)
     store_columns = 64 * tile.store_panels or dim_v
@@ -235,6 +233,17 @@ PART_COUNTERS = 1023  # that a launch finds behind the one for tiles: a consumer
 LEAST_PART = 2  # key blocks; twice that where rows are more than a few
 FEW_ROWS = 16
 FEWEST_PARTS = 3  # keys that do not suffice for as many stay together
+
+
+def _tile_and_splits(problem: Problem, dim: int, dim_v: int, sms: int) -> tuple[TileSm90, int]:
+    """Tiles for parts of the keys may have fewer rows than those for all of them, and be too many to be split where the others
+    would leave half of the multiprocessors idle."""
+    kind = {"bounded": problem.mask.hi is not None, "softcap": problem.softcap is not None}
+    whole = choose_sm90(dim, dim_v, **kind)
+    for tile in (choose_sm90(dim, dim_v, **kind, split=True), wide_split(whole)):
+        if (splits := _splits(problem, tile, sms)) > 1:
+            return tile, splits
+    return whole, 1
 
 
 def _splits(problem: Problem, tile: TileSm90, sms: int) -> int:
@@ -339,13 +348,21 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
         for dim, dim_v in DIMS["sm90" if sm90 else "sm80"]:
             for mask in (full, causal, window(1, 1)):
                 for packed, softcap, sinks, split in flags:
-                    tile: TileSm80 | TileSm90 = choose_sm80(dim, dim_v, arch, softcap)
-                    if sm90:
-                        tile = choose_sm90(dim, dim_v, mask.hi is not None, softcap=softcap, split=split)
+                    facts = (shape_of(mask), packed, softcap, sinks, split)
                     # Head dims that are rounded up to (dim, dim_v) have a kernel too. On Hopper only panels matter.
                     able = not sm90 or (dim % 64 == 0 and dim_v % 64 == 0 and not packed)
-                    for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
-                        facts = (shape_of(mask), packed, softcap, sinks, split)
-                        yield Variant(arch, element, tile, dim, dim_v, *facts, whole_dims=whole_dims)
-                    if sm90 and not packed and (exhaustive or (dim, dim_v) == (128, 128)):  # folded heads: a few of the many
-                        yield Variant(arch, element, tile, dim, dim_v, shape_of(mask), packed, softcap, sinks, split, 8, False)
+                    for tile in _tiles(arch, dim, dim_v, mask.hi is not None, softcap, split, exhaustive):
+                        for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
+                            yield Variant(arch, element, tile, dim, dim_v, *facts, whole_dims=whole_dims)
+                        if sm90 and not packed and (exhaustive or (dim, dim_v) == (128, 128)):  # folded heads: one of many
+                            yield Variant(arch, element, tile, dim, dim_v, *facts, fold=8, whole_dims=False)
+
+
+def _tiles(
+    arch: str, dim: int, dim_v: int, bounded: bool, softcap: bool, split: bool, exhaustive: bool
+) -> list[TileSm80] | list[TileSm90]:
+    if arch != "sm_90a":
+        return [choose_sm80(dim, dim_v, arch, softcap)]
+    found = choose_sm90(dim, dim_v, bounded, softcap=softcap, split=split)
+    wide = wide_split(choose_sm90(dim, dim_v, bounded, softcap=softcap))
+    return [found, wide] if split and exhaustive and wide.block_m > found.block_m else [found]

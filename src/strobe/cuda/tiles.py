@@ -171,7 +171,7 @@ _SM90 = {
 _SM90_OTHER = {
     "softcap": {
         (64, 64): TileSm90(3, 128, stages=3), (96, 96): TileSm90(3, 96, ping_pong=True),
-        (192, 192): TileSm90(2, 96, q_slots=1, store_panels=2, ping_pong=True),
+        (192, 192): TileSm90(2, 96, q_slots=1, store_panels=1, ping_pong=True),
         (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True),
     },
     "split": {
@@ -180,6 +180,9 @@ _SM90_OTHER = {
         (192, 192): TileSm90(2, 64, q_slots=1, store_panels=2, hold=8, ping_pong=True),
         (192, 128): TileSm90(2, 96, q_slots=1, store_panels=1, hold=24, ping_pong=True),
         (256, 256): TileSm90(2, 64, q_slots=1, store_panels=2, ping_pong=True),
+    },
+    "softcap-split": {
+        (96, 96): TileSm90(2, 96, hold=16, ping_pong=True), (128, 128): TileSm90(2, 96, hold=24, ping_pong=True),
     },
 }  # fmt: skip
 
@@ -197,8 +200,8 @@ def _overrides() -> dict[str, TileSm90]:
         raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
 
 
-# Kernels that differ so much that each may want a tile of its own; the last of them that applies counts.
-KINDS = ("full", "bounded", "softcap", "split")  # bounded: the mask hides keys from the right; split: keys among blocks
+# Kernels that differ so much that each may want a tile of its own; the last of them that applies and has one counts.
+KINDS = ("full", "bounded", "softcap", "split", "softcap-split")  # bounded: keys are hidden on the right; split: among blocks
 
 
 def tile_name(dim: int, dim_v: int, kind: str) -> str:
@@ -207,6 +210,13 @@ def tile_name(dim: int, dim_v: int, kind: str) -> str:
 
 
 def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> TileSm90:
-    kind = [kind for kind, applies in zip(KINDS, (True, bounded, softcap, split), strict=True) if applies][-1]
-    found = _overrides().get(tile_name(dim, dim_v, kind))
-    return found or _SM90_OTHER.get(kind, {}).get((dim, dim_v)) or _SM90[dim, dim_v]
+    applies = (True, bounded, softcap, split, softcap and split)
+    kinds = [kind for kind, does in zip(KINDS, applies, strict=True) if does][::-1]
+    found = _overrides().get(tile_name(dim, dim_v, kinds[0]))
+    known = (_SM90_OTHER[kind][dim, dim_v] for kind in kinds if (dim, dim_v) in _SM90_OTHER.get(kind, {}))
+    return found or next(known, _SM90[dim, dim_v])
+
+
+def wide_split(tile: TileSm90) -> TileSm90:
+    """A tile for whole rows of keys, made fit for parts of them: those take the registers in which weights are held."""
+    return dataclasses.replace(tile, hold=0)

@@ -24,12 +24,9 @@ def shapes(element: str, ns: Iterable[tuple[int, Sequence[Form]]]) -> str:
     memory lie. It is one statement because NVRTC's time grows with the operands of statements, and each product names
     all accumulators.
     """
-    if element not in _PTX_TYPES:
-        raise ValueError(f"element: {element!r} is not one of {', '.join(_PTX_TYPES)}")
     wanted: dict[int, set[tuple[str, int | None]]] = {}
     for n, forms in ns:
-        if n % 8 or not 8 <= n <= 256:
-            raise ValueError(f"n: {n} is not a multiple of 8 from 8 to 256")
+        _ptx_type(element, n)
         if isinstance(forms, str) or not forms:
             raise ValueError(f"forms: {forms!r} for n = {n} should be a sequence of one or more of {', '.join(FORMS)}")
         for form in forms:
@@ -38,8 +35,67 @@ def shapes(element: str, ns: Iterable[tuple[int, Sequence[Form]]]) -> str:
                 raise ValueError(f"forms: {form!r} for n = {n} should be one of {', '.join(FORMS)}, or (one, steps)")
             wanted.setdefault(n, set()).add((name, steps))
     structs = [_struct(element, n, sorted(forms, key=lambda f: (FORMS.index(f[0]), f[1] or 0))) for n, forms in wanted.items()]
-    text = "namespace strobe {\n" + "".join(structs) + "}  // namespace strobe\n"
-    return f"#ifdef __CUDACC__  // the emulator has one template for every shape\n{text}#endif\n"
+    return _for_the_gpu("".join(structs))
+
+
+def accumulators(element: str, n: int, steps: int) -> str:
+    """`strobe::Accumulators<T, N>`: the D of a chain rs_t in registers that are declared in PTX, d0, d1 and so on.
+
+    They are named in the text of statements and are never operands: NVRTC's optimiser, whose time grows with operands, does
+    not see them, and ptxas sees what it always did. The text belongs where that of `shapes` does.
+    """
+    kind = _ptx_type(element, n)
+    d = [f"d{i}" for i in range(n // 2)]
+    zero = " ".join(f"mov.f32 {name}, 0f00000000;" for name in d)
+    scale = " ".join(f"mul.ftz.f32 {name}, {name}, %{i >> 1 & 1};" for i, name in enumerate(d))
+    rows = [
+        " ".join(f"st.global.v2.f32 [%0 + {8 * i}], {{d{i + r}, d{i + r + 1}}};" for i in range(0, n // 2, 4)) for r in (0, 2)
+    ]
+    # Operands: the address, a factor for either row, then the numbers of eight registers.
+    pairs = [
+        f"mul.ftz.f32 x, d%{3 + 2 * i}, %{1 + i % 2}; mul.ftz.f32 y, d%{4 + 2 * i}, %{1 + i % 2}; "
+        f"cvt.rn.{kind}x2.f32 p{i}, y, x; "
+        for i in range(4)
+    ]
+    write = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {p0, p1, p2, p3};"
+    stage = f"{{ .reg .b32 p<4>; .reg .f32 x, y; {''.join(pairs)}{write} }}"
+    numbers = ", ".join(f'"n"(8 * J + {i})' for i in range(8))
+    chain, inputs = _products(element, n, "rs_t", steps, d, 0)
+    return _for_the_gpu(
+        f"template <> struct Accumulators<{element}, {n}> {{\n"
+        f'  static STROBE_DEVICE void declare() {{ asm volatile(".reg .f32 d<{len(d)}>;"); }}\n'
+        f'  static STROBE_DEVICE void zero() {{ asm volatile("{zero}" ::); }}\n'
+        f'  static STROBE_DEVICE void scale(const float (&by)[2]) {{ asm volatile("{scale}" ::"f"(by[0]), "f"(by[1])); }}\n'
+        f"  template <int kSteps, class B> static STROBE_DEVICE void rs_t(u32 (&a)[{4 * steps}], u64 b) {{\n"
+        f"    {_printed(steps)}\n"
+        f"    asm volatile({chain}                 :: {', '.join(inputs)});\n"
+        "  }\n"
+        "  template <int J> static STROBE_DEVICE void stage(u32 address, const float (&by)[2]) {\n"
+        f'    asm volatile("{stage}" ::"r"(address), "f"(by[0]), "f"(by[1]), {numbers} : "memory");\n'
+        "  }\n"
+        "  static STROBE_DEVICE void store_row(int r, float* to) {\n"
+        f'    if (r == 0) asm volatile("{rows[0]}" ::"l"(to) : "memory");\n'
+        f'    else asm volatile("{rows[1]}" ::"l"(to) : "memory");\n'
+        "  }\n"
+        "};\n"
+    )
+
+
+def _ptx_type(element: str, n: int) -> str:
+    if element not in _PTX_TYPES:
+        raise ValueError(f"element: {element!r} is not one of {', '.join(_PTX_TYPES)}")
+    if n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"n: {n} is not a multiple of 8 from 8 to 256")
+    return _PTX_TYPES[element]
+
+
+def _for_the_gpu(structs: str) -> str:
+    inside = f"namespace strobe {{\n{structs}}}  // namespace strobe\n"
+    return f"#ifdef __CUDACC__  // the emulator has one template for every shape\n{inside}#endif\n"
+
+
+def _printed(steps: int) -> str:
+    return f'static_assert(kSteps == {steps}, "the chain that was printed");'
 
 
 def _struct(element: str, n: int, forms: Sequence[tuple[str, int | None]]) -> str:
@@ -48,43 +104,49 @@ def _struct(element: str, n: int, forms: Sequence[tuple[str, int | None]]) -> st
 
 
 def _form(element: str, n: int, form: str, chained: int | None) -> str:
-    steps = chained or 1
-    from_registers, fresh = form.startswith("rs"), form.endswith("_zero")
-    transpose_b = 1 if form.startswith("rs_t") else 0
-    count = n // 2
-    accumulators = ", ".join(f"%{i}" for i in range(count))
+    steps, count = chained or 1, n // 2
+    statement, inputs = _products(element, n, form, chained, [f"%{i}" for i in range(count)], count)
     # With the old sums ignored they are outputs only: the compiler need not keep a value in them.
-    outputs = ", ".join(f'"{"=" if fresh else "+"}f"(d[{i}])' for i in range(count))
-    if from_registers:
-        names = [f"a[{i}]" for i in range(4 * steps)] if chained else ["a0", "a1", "a2", "a3"]
+    outputs = ", ".join(f'"{"=" if form.endswith("_zero") else "+"}f"(d[{i}])' for i in range(count))
+    if form.startswith("rs"):
         arguments = f"u32 (&a)[{4 * steps}], u64 b" if chained else "u32 a0, u32 a1, u32 a2, u32 a3, u64 b"
-        immediates = f"1, 1, {transpose_b}"  # signs of A and B, transpose B
+        template = "template <int kSteps, class B> "
     else:
-        names = ["a"]
         arguments = "u64 a, u64 b"
-        immediates = f"1, 1, 0, {transpose_b}"  # and transpose A
-    kind = "r" if from_registers else "l"
-    inputs = [f'"{kind}"({name})' for name in names] + ['"l"(b)']
-    a, b = f"%{count}", f"%{count + len(names)}"
-    lines = ["{ .reg .pred none, sum; .reg .b64 b; setp.ne.b32 none, 0, 0; setp.ne.b32 sum, 1, 0;"]
-    for step in range(steps):
-        if from_registers:
-            a = f"{{{', '.join(f'%{count + 4 * step + i}' for i in range(4))}}}"
-        elif step:  # Q stays the same from block to block: the compiler may keep where its parts are
-            a = f"%{count + len(inputs)}"
-            inputs.append(f'"l"(a + A::step({step}))')
-        if step:
-            lines.append(f"add.s64 b, {b}, %{count + len(inputs)};")
-            inputs.append(f'"n"(B::step({step}))')
-        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{_PTX_TYPES[element]}.{_PTX_TYPES[element]}")
-        operands = f"{a}, {'b' if step else b}, {'none' if fresh and not step else 'sum'}"
-        lines.append(f"{{{accumulators}}}, {operands}, {immediates};")
-    template = f"template <int kSteps, {'' if from_registers else 'class A, '}class B> " if chained else ""
-    assertion = f'    static_assert(kSteps == {steps}, "the chain that was printed");\n' if chained else ""
-    statement = "".join(f'                 "{line}\\n"\n' for line in [*lines, "}"]).lstrip()
+        template = "template <int kSteps, class A, class B> "
+    assertion = f"    {_printed(steps)}\n" if chained else ""
     return (
-        f"  {template}static STROBE_DEVICE void {form}(float (&d)[{count}], {arguments}) {{\n{assertion}"
+        f"  {template if chained else ''}static STROBE_DEVICE void {form}(float (&d)[{count}], {arguments}) {{\n{assertion}"
         f"    asm volatile({statement}"
         f"                 : {outputs} : {', '.join(inputs)});\n"
         f"  }}\n"
     )
+
+
+def _products(element: str, n: int, form: str, chained: int | None, d: Sequence[str], operands: int) -> tuple[str, list[str]]:
+    """The text of one product or a chain of them into the registers `d`, and its inputs, before which come other `operands`."""
+    steps = chained or 1
+    from_registers, fresh = form.startswith("rs"), form.endswith("_zero")
+    transpose_b = 1 if form.startswith("rs_t") else 0
+    if from_registers:
+        names = [f"a[{i}]" for i in range(4 * steps)] if chained else ["a0", "a1", "a2", "a3"]
+        immediates = f"1, 1, {transpose_b}"  # signs of A and B, transpose B
+    else:
+        names = ["a"]
+        immediates = f"1, 1, 0, {transpose_b}"  # and transpose A
+    kind = "r" if from_registers else "l"
+    inputs = [f'"{kind}"({name})' for name in names] + ['"l"(b)']
+    a, b = f"%{operands}", f"%{operands + len(names)}"
+    lines = ["{ .reg .pred none, sum; .reg .b64 b; setp.ne.b32 none, 0, 0; setp.ne.b32 sum, 1, 0;"]
+    for step in range(steps):
+        if from_registers:
+            a = f"{{{', '.join(f'%{operands + 4 * step + i}' for i in range(4))}}}"
+        elif step:  # Q stays the same from block to block: the compiler may keep where its parts are
+            a = f"%{operands + len(inputs)}"
+            inputs.append(f'"l"(a + A::step({step}))')
+        if step:
+            lines.append(f"add.s64 b, {b}, %{operands + len(inputs)};")
+            inputs.append(f'"n"(B::step({step}))')
+        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{_PTX_TYPES[element]}.{_PTX_TYPES[element]}")
+        lines.append(f"{{{', '.join(d)}}}, {a}, {'b' if step else b}, {'none' if fresh and not step else 'sum'}, {immediates};")
+    return "".join(f'                 "{line}\\n"\n' for line in [*lines, "}"]).lstrip(), inputs

@@ -244,6 +244,24 @@ template <class T, int N> struct Wgmma {
   }
 };
 
+template <class T, int N> struct Accumulators {
+  float sum[N / 2];
+  static void declare() {}
+  void zero() { for (float& x : sum) x = 0.f; }
+  void scale(const float (&by)[2]) { for (int i = 0; i < N / 2; ++i) sum[i] *= by[(i >> 1) & 1]; }
+  template <int kSteps, class B> void rs_t(u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
+    Wgmma<T, N>::template rs_t<kSteps, B>(sum, a, b, site);
+  }
+  template <int J> void stage(u32 address, const float (&by)[2], Site site = Site::here()) const {
+    const float* x = sum + 8 * J;
+    stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]), pack2<T>(x[4] * by[0], x[5] * by[0]),
+                pack2<T>(x[6] * by[1], x[7] * by[1]), site);
+  }
+  void store_row(int r, float* to, Site site = Site::here()) const {
+    for (int i = 0; i < N / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
+  }
+};
+
 STROBE_DEVICE void wgmma_fence(Site site = Site::here()) {
   if (!emu::block().async) return;
   emu::block().converge(emu::Scope::warpgroup, "wgmma_fence", true, site, nullptr, [](void**) { emu::products_of_this_warpgroup().fenced = true; });

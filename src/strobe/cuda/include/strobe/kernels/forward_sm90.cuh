@@ -163,7 +163,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 
   // ---- consumers ---------------------------------------------------------------------------------------------------------------------------------------
   struct Fragments {
-    float o[kDimV / 2];
+    Accumulators<T, kDimV> o;
     u32 weights[kScores / 2];
     Softmax<> softmax;
   };
@@ -224,7 +224,6 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     gemm_pv<T, kBlockN, kDimV>(f.o, f.weights, v_desc());
     wgmma_commit();
     wgmma_wait<0>();
-    pin(f.o);
     if (elected()) v.release();
     v.next();
   }
@@ -255,7 +254,6 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     guess.template weights<0, kFirst>(s);
     if (Config::kHold) hold(smem, f.softmax.l[0] + guess.sum[0] + guess.sum[1]);
     wgmma_wait<0>();
-    pin(f.o);
     pin(f.weights);
     if (!first) {
       if (elected()) v.release();
@@ -266,7 +264,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     f.softmax.template maxima<true>(s);
     f.softmax.template weights<0, kScores>(s);
     pack_fragment<T>(f.weights, s);
-    f.softmax.rescale(f.o);
+    f.o.scale(f.softmax.alpha);
   }
 
   // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys: then the other half is
@@ -333,28 +331,30 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
 
   // Normalise, round, stage, send.
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row, int consumer) {
-    const u32 tid = thread_idx() % 128, lane = tid % 32;
+    float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = head_of(tile, row + 8 * r);
       float lse;
-      const float inverse = f.softmax.template finish<Config::kSinks>(r, sink_of(head), lse);
-      if (p.lse && lane % 4 == 0 && row + 8 * r < tile.len_q) store_lse(tile, row + 8 * r, head, lse);
-#pragma unroll
-      for (int i = 0; i < kDimV / 2; i += 4) {
-        f.o[i + 2 * r] *= inverse;
-        f.o[i + 2 * r + 1] *= inverse;
-      }
+      inverse[r] = f.softmax.template finish<Config::kSinks>(r, sink_of(head), lse);
+      if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.len_q) store_lse(tile, row + 8 * r, head, lse);
     }
-    const int local_row = 16 * (tid / 32) + (lane & 15), first = tile.row0 + 64 * consumer;
-#pragma unroll
-    for (int panel = 0; panel < panels(kDimV); panel += kStorePanels) {
+    store_from<0>(f, inverse, tile, consumer);
+  }
+  // `Accumulators` wants constants: loops that the language unrolls, panels and in them 16 columns at a time.
+  template <int kPanelFrom> STROBE_DEVICE void store_from(const Fragments& f, const float (&inverse)[2], const Tile& tile, int consumer) {
+    if constexpr (kPanelFrom < panels(kDimV)) {
       wait_staging(consumer);
-#pragma unroll
-      for (int j = panel * 4; j < min(kDimV / 16, (panel + kStorePanels) * 4); ++j)
-        stmatrix_x4(staging(consumer) + chunk_offset(64, local_row, 2 * (j - panel * 4) + (lane >> 4)), pack2<T>(f.o[8 * j], f.o[8 * j + 1]),
-                    pack2<T>(f.o[8 * j + 2], f.o[8 * j + 3]), pack2<T>(f.o[8 * j + 4], f.o[8 * j + 5]), pack2<T>(f.o[8 * j + 6], f.o[8 * j + 7]));
-      send(tile, first, panel, consumer, tid);
+      stage<kPanelFrom * 4, 0>(f, inverse, consumer);
+      send(tile, tile.row0 + 64 * consumer, kPanelFrom, consumer, thread_idx() % 128);
+      store_from<kPanelFrom + kStorePanels>(f, inverse, tile, consumer);
+    }
+  }
+  template <int kFrom, int J> STROBE_DEVICE void stage(const Fragments& f, const float (&inverse)[2], int consumer) {
+    if constexpr (J < kStorePanels * 4 && kFrom + J < kDimV / 16) {
+      const u32 tid = thread_idx() % 128, lane = tid % 32;
+      f.o.template stage<kFrom + J>(staging(consumer) + chunk_offset(64, 16 * (tid / 32) + (lane & 15), 2 * J + (lane >> 4)), inverse);
+      stage<kFrom, J + 1>(f, inverse, consumer);
     }
   }
 
@@ -375,8 +375,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
     for (int r = 0; r < 2; ++r) {
       const int eight = tid / 32 * 16 + 8 * r, row = eight + lane / 4;
       if (!warp_uniform(eight < rows)) continue;  // said to be uniform: else ptxas takes the rings for divergent from here on
-#pragma unroll
-      for (int i = 0; i < kDimV / 8; ++i) st_global_x2(mine + row * kDimV + 8 * i + 2 * (lane % 4), f.o[4 * i + 2 * r], f.o[4 * i + 2 * r + 1]);
+      f.o.store_row(r, mine + row * kDimV + 2 * (lane % 4));
       const float l = quad_sum(f.softmax.l[r]);
       if (lane % 4 == 0) st_global_x2(mine + 64 * kDimV + 2 * row, f.softmax.m[r], l);
     }
@@ -462,6 +461,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
   }
 
   STROBE_DEVICE void consume(int consumer) {
+    Accumulators<T, kDimV>::declare();
     const int thread_row = 64 * consumer + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;  // and 8 further down
     if (consumer == kConsumers - 1) pass_turn(consumer);  // the first consumer gets the first turn
     RingQ stored = q;
@@ -474,8 +474,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
       const KeyBlocks all = key_blocks(tile, tile.row0, kBlockM), mine = key_blocks(tile, tile.row0 + 64 * consumer, 64);
       const int row = tile.row0 + thread_row;
       Fragments f;
-#pragma unroll
-      for (int i = 0; i < kDimV / 2; ++i) f.o[i] = 0.f;
+      f.o.zero();
       f.softmax.reset(p.scale_log2);
       const int last = all.end - 1;
       const bool sees_keys = mine.first < mine.end;
@@ -502,7 +501,7 @@ template <class Config, class Mask, class Params> struct ForwardSm90 {
             }
           } else {
             weights_alone(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full, consumer);
-            if (!first) f.softmax.rescale(f.o);
+            if (!first) f.o.scale(f.softmax.alpha);
             release_stored(stored, pending);
             if (--n >= mine.end_full && kDiagonalAlone) {
               take_turn_unused(consumer);

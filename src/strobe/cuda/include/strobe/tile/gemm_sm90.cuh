@@ -29,5 +29,8 @@ template <class T, int kKeys, int kDim, int kRowsK> STROBE_DEVICE void gemm_qk(f
 template <class T, int kKeys, int kDimV> STROBE_DEVICE void gemm_pv(float (&o)[kDimV / 2], u32 (&p)[kKeys / 4], u64 v) {
   Wgmma<T, kDimV>::template rs_t<kKeys / 16, DownRows>(o, p, v);
 }
+template <class T, int kKeys, int kDimV> STROBE_DEVICE void gemm_pv(Accumulators<T, kDimV>& o, u32 (&p)[kKeys / 4], u64 v) {
+  o.template rs_t<kKeys / 16, DownRows>(p, v);
+}
 
 }  // namespace strobe
