@@ -187,10 +187,11 @@ def _variants_table(found: dict[str, Any]) -> list[str]:
     limits = {"spills": 0, "warnings": 0, "seconds": _AT_MOST_S}
     spill, warn, long = (sum(row[what] > most for row in rows) for what, most in limits.items())
     again = sum(len(row["tries"]) > 1 for row in rows)
+    retried = f"{again} took more than {_AT_MOST_S} at first and were compiled twice more: medians count. " if again else ""
     lines = [
         f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, two at a time ({machine['host_cpu']}, "
-        f"{machine['host_cores']} cores). {again} took more than {_AT_MOST_S} and were compiled twice more: medians count. "
-        f"Of {seen}, {long} take more than {_AT_MOST_S}, {spill} spill and {warn} have a warning:",
+        f"{machine['host_cores']} cores). {retried}Of {seen}, {long} take more than {_AT_MOST_S}, {spill} spill and {warn} "
+        "have a warning:",
         "",
         "| features | variants | median | 95th percentile | most |",
         "|---|---|---|---|---|",

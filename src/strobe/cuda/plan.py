@@ -106,14 +106,10 @@ class Variant:
         flags = {"kPacked": self.packed, "kSoftcap": self.softcap, "kSinks": self.sinks, "kSplit": self.split}
         flags |= self.tile.flags()
         flags["kWholePanels" if isinstance(self.tile, TileSm90) else "kWholeDims"] = self.whole_dims
-        scores = {self.tile.block_n, self.tile.block_n // 2} if self.tile.block_n % 32 == 0 else {self.tile.block_n}
-        steps_qk, steps_pv = self.dim // 16, self.tile.block_n // 16
-        shapes = [(n, [("ss_zero", steps_qk)]) for n in sorted(scores)]
-        products = wgmma.shapes(self.element, shapes) + wgmma.accumulators(self.element, self.dim_v, steps_pv)
         return (
             f"// {self.kernel} for {self.arch}\n"
             f"#include <strobe/kernels/{self.kernel}.cuh>\n"
-            f"{products if isinstance(self.tile, TileSm90) else ''}"
+            f"{self._products() if isinstance(self.tile, TileSm90) else ''}"
             "namespace strobe {\n"
             "struct Config {\n"
             f"  using Element = {self.element};\n"
@@ -127,6 +123,13 @@ class Variant:
             f"  strobe::{self.kernel}<strobe::Config, strobe::Mask>(p);\n"
             "}\n"
         )
+
+    def _products(self) -> str:
+        """The Hopper kernel's matrix products: S of a block of keys or of half of one, and O."""
+        keys = self.tile.block_n
+        scores = [keys // 2, keys] if keys % 32 == 0 else [keys]
+        shapes = wgmma.shapes(self.element, [(n, [("ss_zero", self.dim // 16)]) for n in scores])
+        return shapes + wgmma.accumulators(self.element, self.dim_v, keys // 16)
 
 
 @dataclass(frozen=True)
