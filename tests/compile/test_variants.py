@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -22,12 +23,15 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 def selected(arch: str) -> list[plan.Variant]:
     """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims, and plain
     ones of the other type."""
+    every = list(plan.variants(arch, exhaustive=True))
+    folded = [v for v in every if v.fold > 1 and v.softcap and v.sinks and v.mask.lo is not None and v.element == "bf16"]
+    folded = [replace(v, fold=fold) for v in folded for fold in (2, 64)]  # elsewhere 8 stands for any
     if EXHAUSTIVE:
-        return list(plan.variants(arch, exhaustive=True))
+        return every + folded
     bf16 = [v for v in plan.variants(arch) if v.element == "bf16" and v.mask.lo is not None]
     found = [v for v in bf16 if v.packed or not v.whole_dims]
     plain = [v for v in plan.variants(arch) if v.element == "fp16" and not v.packed and v.mask.lo is None]
-    return found + [v for v in plain if v.dim in (64, 128)]
+    return found + folded + [v for v in plain if v.dim in (64, 128)]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -216,9 +216,13 @@ def test_chains_of_products_compile(element, n):
 def test_accumulators_declared_in_ptx_compile(element, n):
     text = wgmma.accumulators(element, n, 2)
     assert check(ACCUMULATORS.format(accumulators=text, element=element, n=n), "sm_90a").registers > n // 2
-    staged = re.search(r"void stage.*?asm volatile\((.*?)\);", text, re.S)
+    scaled = re.findall(r"mul\.ftz\.f32 d(\d+), d(\d+), %(\d)", text)
+    assert scaled == [(f"{i}", f"{i}", f"{i >> 1 & 1}") for i in range(n // 2)]  # the factor of its row
+    staged = re.findall(r"mul\.ftz\.f32 (x|y), d%(\d+), %(\d)", text)  # behind address and factors, which are %0, %1, %2
+    assert staged == [("xy"[i & 1], f"{3 + i}", f"{1 + (i >> 1 & 1)}") for i in range(8)]
+    kind = "bf16" if element == "bf16" else "f16"
+    assert re.findall(rf"cvt\.rn\.{kind}x2\.f32 p(\d), y, x", text) == ["0", "1", "2", "3"]  # the upper half first
     stored = re.findall(r"st\.global\.v2\.f32 \[%0 \+ (\d+)\], {d(\d+), d(\d+)}", text)
-    assert staged and f"cvt.rn.{'bf16' if element == 'bf16' else 'f16'}x2" in staged[1]
     assert sorted(int(d) for _, *pair in stored for d in pair) == list(range(n // 2))  # each of them once
     assert all(int(at) == 32 * (int(d) // 4) for at, d, _ in stored)  # a register's column is 8 * (i // 4), four bytes each
 
@@ -260,5 +264,6 @@ def test_wgmma_names_what_it_cannot_print(element, ns, named):
 def test_accumulators_name_what_they_cannot_be():
     with pytest.raises(ValueError, match="fp8"):
         wgmma.accumulators("fp8", 64, 2)
-    with pytest.raises(ValueError, match="264"):
-        wgmma.accumulators("bf16", 264, 2)
+    for n in (264, 72):  # too many, and not in sixteens
+        with pytest.raises(ValueError, match=f"{n}"):
+            wgmma.accumulators("bf16", n, 2)

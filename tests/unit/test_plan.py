@@ -15,7 +15,7 @@ from oracle import prepare
 
 from strobe.cuda import jit, plan, tiles
 from strobe.cuda.plan import FAR, Plan, plan_sm80, plan_sm90
-from strobe.mask import causal, causal_top_left, chunked, full, prefix, window
+from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
 from strobe.problem import Problem, check
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -276,22 +276,39 @@ def test_keys_are_split_where_tiles_are_few(len_q: int, len_k: int, batch: int, 
 
 @pytest.mark.parametrize("dims", tiles.DIMS["sm90"])
 def test_whatever_is_planned_is_among_the_variants(dims: tuple[int, int]) -> None:
-    """Only those are known to compile without spills. With 60 heads and 192 queries, tiles of 192 rows leave half of the
-    multiprocessors idle; tiles of 128 rows do not, but take longer than halves of the others."""
+    """Only those are known to compile without spills; 8 stands for any number of heads that are rows of a tile."""
     dim, dim_v = dims
     known = {v for v in plan.variants("sm_90a", exhaustive=True) if (v.dim, v.dim_v) == dims}
-    rows = {}
-    for heads, len_q, len_k in itertools.product((1, 60, 120), (1, 100, 192, 500), (64, 576, 768, 8192)):
+    heads_and_groups = ((1, 1), (4, 4), (60, 1), (120, 1))
+    for (heads, group), len_q, len_k in itertools.product(heads_and_groups, (1, 100, 192, 500), (64, 700, 768, 1400, 8192)):
         for mask, softcap in itertools.product((full, causal), (None, 5.0)):
-            shapes = ((1, len_q, heads, dim), (1, len_k, heads, dim), (1, len_k, heads, dim_v))
-            tensors = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-            problem, _ = check(*tensors, mask=mask, softcap=softcap)
-            found = plan_sm90(problem, out_strides(problem), 132)
-            assert found.variant in known
-            assert found.variant.split == (found.values["splits"] > 1)  # type: ignore[operator]
-            rows[heads, len_q, len_k, found.variant.split] = found.variant.tile.block_m
-    assert rows[1, 1, 8192, True] == 128 and (120, 500, 8192, True) not in rows
-    assert rows.get((60, 192, 8192, True)) == (192 if dim < 128 else None)
+            found = planned(heads, group, len_q, len_k, dims, mask, softcap)
+            variant = found.variant
+            assert dataclasses.replace(variant, fold=8 if variant.fold > 1 else 1) in known
+            assert variant.split == (found.values["splits"] > 1)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("mask", [full, causal], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_tiles_of_192_rows_are_split_where_those_of_128_are_too_many(dim: int, mask: Mask, softcap: float | None) -> None:
+    """60 heads, 192 queries: 120 tiles of 128 rows, or 60 of 192 in two parts."""
+    found = planned(60, 1, 192, 8192, (dim, dim), mask, softcap)
+    assert (found.variant.tile.block_m, found.values["splits"]) == ((192, 2) if dim < 128 else (128, 1))
+    few_tiles = planned(1, 1, 1, 8192, (dim, dim), mask, softcap)
+    assert few_tiles.variant.tile.block_m == 128 and few_tiles.variant.split
+    short = 700 if softcap is None or dim == 64 else 570  # with softcap a part can have fewer keys
+    for len_q, len_k in ((1, short), (100, 2 * short)):
+        assert not planned(1, 1, len_q, len_k, (dim, dim), mask, softcap).variant.split
+
+
+def planned(
+    heads: int, group: int, len_q: int, len_k: int, dims: tuple[int, int], mask: Mask, softcap: float | None
+) -> Plan:
+    shapes = ((1, len_q, heads, dims[0]), (1, len_k, heads // group, dims[0]), (1, len_k, heads // group, dims[1]))
+    tensors = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    problem, _ = check(*tensors, mask=mask, softcap=softcap)
+    return plan_sm90(problem, out_strides(problem), 132)
 
 
 @pytest.mark.parametrize(

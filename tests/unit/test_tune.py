@@ -74,6 +74,19 @@ def test_the_library_uses_what_was_found(tmp_path: Path, no_overrides) -> None: 
     assert tiles.choose_sm90(64, 64, True, softcap=True) != other
 
 
+def test_a_tile_found_for_split_keys_serves_softcap_too_unless_that_has_its_own(tmp_path: Path, no_overrides) -> None:  # type: ignore[no-untyped-def]
+    both = {"softcap": True, "split": True}
+    found = tune.candidates(64, 64, "split")[2], tune.candidates(64, 64, "softcap-split")[3]
+    path = tmp_path / "tiles.json"
+    for kind, tile in zip(("split", "softcap-split"), found, strict=True):
+        assert tile != tiles.choose_sm90(64, 64, **both)
+        results.write({"rows": [], "best": {f"64/64 {kind}": tile.__dict__}}, path)
+        no_overrides.setenv("STROBE_TILES", str(path))
+        tiles._overrides.cache_clear()
+        assert tiles.choose_sm90(64, 64, **both) == tile
+    assert tiles.choose_sm90(64, 64, split=True) == tiles._SM90_OTHER["split"][64, 64]
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"best": {"64/64 full": {"no_such": 1}}}'])
 def test_a_file_of_something_else_is_named(tmp_path: Path, no_overrides, content: str) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "tiles.json"

@@ -16,7 +16,7 @@ import torch
 from strobe.cuda import wgmma
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.tiles import DIMS, TileSm80, TileSm90, choose_sm80, choose_sm90, padded_dims, wide_split
+from strobe.cuda.tiles import DIMS, TileSm80, TileSm90, choose_sm80, choose_sm90, padded_dims, split_tiles
 from strobe.mask import MAX_CONSTANTS, Mask, causal, full, window
 from strobe.problem import Problem
 from strobe.score import kernel_constants
@@ -211,7 +211,10 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
         rows = {"heads": problem.heads_k, "len_q": len_q * fold, "total_q": problem.total_q * fold}
         problem = replace(problem, **rows, mask=mask)  # type: ignore[arg-type]
     dim, dim_v = padded_dims("sm90", problem.dim, problem.dim_v)
-    tile, splits = _tile_and_splits(problem, dim, dim_v, sms) if tile is None else (tile, _splits(problem, tile, sms))
+    if tile is None:
+        tile, splits = _tile_and_splits(problem, dim, dim_v, sms)
+    else:
+        splits = _splits(problem, tile, sms, tile.block_n)
     whole_panels = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.packed and fold == 1
     variant = replace(_variant(problem, "sm_90a", tile, dim, dim_v, splits, whole_panels), fold=fold)
     values = _values(problem, out_strides, tile.block_m, splits, l2_bytes)
@@ -239,21 +242,21 @@ FEWEST_PARTS = 3  # keys that do not suffice for as many stay together
 
 
 def _tile_and_splits(problem: Problem, dim: int, dim_v: int, sms: int) -> tuple[TileSm90, int]:
-    """Tiles for parts of the keys may have fewer rows than those for all of them, and be too many to be split where the others
-    would leave half of the multiprocessors idle."""
-    kind = {"bounded": problem.mask.hi is not None, "softcap": problem.softcap is not None}
-    whole = choose_sm90(dim, dim_v, **kind)
-    for tile in (choose_sm90(dim, dim_v, **kind, split=True), wide_split(whole)):
-        if (splits := _splits(problem, tile, sms)) > 1:
+    """Tiles that are meant for parts of the keys may have fewer rows than others, and be too many to be split where the others
+    would leave half of the multiprocessors idle. How many keys make a part is said by the former."""
+    bounded, softcap = problem.mask.hi is not None, problem.softcap is not None
+    for_parts = split_tiles(dim, dim_v, bounded, softcap)
+    for tile in for_parts:
+        if (splits := _splits(problem, tile, sms, for_parts[0].block_n)) > 1:
             return tile, splits
-    return whole, 1
+    return choose_sm90(dim, dim_v, bounded, softcap=softcap), 1
 
 
-def _splits(problem: Problem, tile: TileSm90, sms: int) -> int:
+def _splits(problem: Problem, tile: TileSm90, sms: int, block_n: int) -> int:
     """Parts of a tile's keys, so that few tiles keep all multiprocessors busy: one query against a long cache, or a short
     piece of a long prompt."""
     tiles = _row_blocks(problem, tile.block_m) * problem.batch * problem.heads
-    least = LEAST_PART * tile.block_n * (1 if problem.len_q <= FEW_ROWS else 2)
+    least = LEAST_PART * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
     if problem.len_k < FEWEST_PARTS * least or tiles * tile.consumers > PART_COUNTERS:
         return 1
     return max(1, min(sms // max(1, tiles), problem.len_k // least))
@@ -366,6 +369,6 @@ def _tiles(
 ) -> list[TileSm80] | list[TileSm90]:
     if arch != "sm_90a":
         return [choose_sm80(dim, dim_v, arch, softcap)]
-    found = choose_sm90(dim, dim_v, bounded, softcap=softcap, split=split)
-    wide = wide_split(choose_sm90(dim, dim_v, bounded, softcap=softcap))
-    return [found, wide] if split and exhaustive and wide.block_m > found.block_m else [found]
+    if not split:
+        return [choose_sm90(dim, dim_v, bounded, softcap=softcap)]
+    return split_tiles(dim, dim_v, bounded, softcap)[: None if exhaustive else 1]

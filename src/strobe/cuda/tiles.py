@@ -200,7 +200,7 @@ def _overrides() -> dict[str, TileSm90]:
         raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
 
 
-# Kernels that differ so much that each may want a tile of its own; the last of them that applies and has one counts.
+# Kernels that differ so much that each may want a tile of its own; the last of them that applies counts.
 KINDS = ("full", "bounded", "softcap", "split", "softcap-split")  # bounded: keys are hidden on the right; split: among blocks
 
 
@@ -211,12 +211,17 @@ def tile_name(dim: int, dim_v: int, kind: str) -> str:
 
 def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> TileSm90:
     applies = (True, bounded, softcap, split, softcap and split)
-    kinds = [kind for kind, does in zip(KINDS, applies, strict=True) if does][::-1]
-    found = _overrides().get(tile_name(dim, dim_v, kinds[0]))
-    known = (_SM90_OTHER[kind][dim, dim_v] for kind in kinds if (dim, dim_v) in _SM90_OTHER.get(kind, {}))
-    return found or next(known, _SM90[dim, dim_v])
+    kind = [kind for kind, does in zip(KINDS, applies, strict=True) if does][-1]
+    for name in (kind, "split") if kind == "softcap-split" else (kind,):
+        found = _overrides().get(tile_name(dim, dim_v, name)) or _SM90_OTHER.get(name, {}).get((dim, dim_v))
+        if found is not None:
+            return found
+    return _SM90[dim, dim_v]
 
 
-def wide_split(tile: TileSm90) -> TileSm90:
-    """A tile for whole rows of keys, made fit for parts of them: those take the registers in which weights are held."""
-    return dataclasses.replace(tile, hold=0)
+def split_tiles(dim: int, dim_v: int, bounded: bool, softcap: bool) -> list[TileSm90]:
+    """For keys that are split: the tile that is meant for it, and one with more rows if there is such, that for keys which are
+    not split. Putting parts together takes the registers in which that one would hold weights."""
+    found = choose_sm90(dim, dim_v, bounded, softcap=softcap, split=True)
+    wide = dataclasses.replace(choose_sm90(dim, dim_v, bounded, softcap=softcap), hold=0)
+    return [found, wide] if wide.block_m > found.block_m else [found]

@@ -1,4 +1,4 @@
-"""Prints `Wgmma<T, N>`, Hopper's warpgroup matrix product, for the shapes a kernel uses.
+"""Prints `Wgmma<T, N>`, Hopper's warpgroup matrix product, and `Accumulators<T, N>`, its result, for the shapes a kernel uses.
 
 Each instruction names N/2 accumulator registers, which nobody should type. This is the only Python that prints asm.
 """
@@ -42,9 +42,11 @@ def accumulators(element: str, n: int, steps: int) -> str:
     """`strobe::Accumulators<T, N>`: the D of a chain rs_t in registers that are declared in PTX, d0, d1 and so on.
 
     They are named in the text of statements and are never operands: NVRTC's optimiser, whose time grows with operands, does
-    not see them, and ptxas sees what it always did. The text belongs where that of `shapes` does.
+    not see them, only ptxas does. The text belongs where that of `shapes` does.
     """
     kind = _ptx_type(element, n)
+    if n % 16:
+        raise ValueError(f"n: {n} is not a multiple of 16, in which they are stored")
     d = [f"d{i}" for i in range(n // 2)]
     zero = " ".join(f"mov.f32 {name}, 0f00000000;" for name in d)
     scale = " ".join(f"mul.ftz.f32 {name}, {name}, %{i >> 1 & 1};" for i, name in enumerate(d))

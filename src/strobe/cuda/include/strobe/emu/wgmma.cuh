@@ -246,6 +246,7 @@ template <class T, int N> struct Wgmma {
 
 template <class T, int N> struct Accumulators {
   float sum[N / 2];
+  Accumulators() { for (float& x : sum) x = as_float(emu::Block::kPoison); }
   static void declare() {}
   void zero() { for (float& x : sum) x = 0.f; }
   void scale(const float (&by)[2]) { for (int i = 0; i < N / 2; ++i) sum[i] *= by[(i >> 1) & 1]; }

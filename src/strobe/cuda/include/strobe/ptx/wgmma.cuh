@@ -13,11 +13,11 @@ namespace strobe {
 
 template <class T, int N> struct Wgmma;
 
-// D of O += P V, N/2 registers of this thread as a wgmma leaves them, printed likewise. A kernel has one, and declares it at its beginning.
+// D of O += P V, N/2 registers of this thread as a wgmma leaves them, printed likewise. A kernel has one, and declares it first.
 //   zero(), scale(by)      by[0] for the thread's first row, by[1] for its second
 //   rs_t<kSteps, B>(a, b)  the chain
 //   stage<J>(address, by)  columns 16 J and on, scaled and rounded, by stmatrix
-//   store_row(r, to)       row r from this thread's first column on, every eighth pair of columns
+//   store_row(r, to)       row r from this thread's first column on: two columns of every eight
 template <class T, int N> struct Accumulators;
 
 STROBE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
