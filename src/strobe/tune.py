@@ -20,7 +20,7 @@ from strobe.bench import provenance
 from strobe.bench.measure import Contender, Settings, Stopwatch, interleave
 from strobe.bench.statistics import geometric_mean
 from strobe.cuda import backend, jit, plan
-from strobe.cuda.tiles import DIMS, SMEM_BYTES, TileSm90, choose_sm90, tile_name
+from strobe.cuda.tiles import DIMS, KINDS, SMEM_BYTES, TileSm90, choose_sm90, tile_name
 from strobe.mask import Mask, causal, full
 from strobe.problem import Problem, check
 
@@ -71,8 +71,8 @@ def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[Case]
 
 def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
     batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
-    softcap = 30.0 if kind.startswith("softcap") else None
-    if kind.endswith("split"):  # one new token, and a piece of a prompt, against a long cache
+    softcap = 30.0 if "softcap" in KINDS[kind] else None
+    if "split" in KINDS[kind]:  # one new token, and a piece of a prompt, against a long cache
         keys = max(4 * length, 4096)
         return [
             Case(kind, dim, dim_v, full, 1, 1, keys, heads=64, heads_k=8, softcap=softcap),
@@ -84,7 +84,7 @@ def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
 
 def candidates(dim: int, dim_v: int, kind: str) -> list[TileSm90]:
     """The tile that is used now, and its neighbours: one switch changed at a time."""
-    best = choose_sm90(dim, dim_v, kind == "bounded", softcap=kind.startswith("softcap"), split=kind.endswith("split"))
+    best = choose_sm90(dim, dim_v, **dict.fromkeys(KINDS[kind], True))
     near = [choose_sm90(dim, dim_v)]
     near += [replace(best, hold=hold) for hold in (0, 4, 8, 16, 24, 32, 40)]
     near += [replace(best, ping_pong=not best.ping_pong)]

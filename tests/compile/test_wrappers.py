@@ -132,53 +132,47 @@ STROBE_KERNEL(256, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
 }}  // namespace strobe
 """
 
-CHAINS = """
+CHAIN_OF_TWO = """
 #include <strobe/ptx/memory.cuh>
 #include <strobe/ptx/wgmma.cuh>
-{shapes}
+{printed}
 namespace strobe {{
 struct Params {{ float* sums; }};
 struct Next {{ static constexpr STROBE_DEVICE int step(int i) {{ return 2 * i; }} }};
 STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
   constexpr int N = {n};
-  float d[N / 2];
   u32 a[8] = {{1, 2, 3, 4, 5, 6, 7, u32(opaque(8))}};
   pin(a);
+"""
+
+CHAINS = f"""{CHAIN_OF_TWO}
+  float d[N / 2];
   const u64 desc = wgmma_desc(smem_base(), 0, 1024);
   wgmma_fence();
-  Wgmma<{element}, N>::ss_zero<3, Next, Next>(d, desc, desc);
-  Wgmma<{element}, N>::rs_t<2, Next>(d, a, desc);
+  Wgmma<{{element}}, N>::ss_zero<3, Next, Next>(d, desc, desc);
+  Wgmma<{{element}}, N>::rs_t<2, Next>(d, a, desc);
   wgmma_commit();
   wgmma_wait<0>();
   pin(d);
   for (int i = 0; i < N / 2; ++i) st_global(p.sums + thread_idx() * N + i, d[i]);
-}}
-}}  // namespace strobe
+}}}}
+}}}}  // namespace strobe
 """
 
-ACCUMULATORS = """
-#include <strobe/ptx/memory.cuh>
-#include <strobe/ptx/wgmma.cuh>
-{accumulators}
-namespace strobe {{
-struct Params {{ float* sums; }};
-struct Next {{ static constexpr STROBE_DEVICE int step(int i) {{ return 2 * i; }} }};
-STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
-  Accumulators<{element}, {n}> d;
+ACCUMULATORS = f"""{CHAIN_OF_TWO}
+  Accumulators<{{element}}, N> d;
   d.declare();
-  u32 a[8] = {{1, 2, 3, 4, 5, 6, 7, u32(opaque(8))}};
-  pin(a);
-  float by[2] = {{p.sums[0], p.sums[1]}};
+  float by[2] = {{{{p.sums[0], p.sums[1]}}}};
   d.zero();
   wgmma_fence();
   d.rs_t<2, Next>(a, wgmma_desc(smem_base(), 8192, 1024));
   wgmma_commit();
   wgmma_wait<0>();
   d.scale(by);
-  d.stage<{n} / 16 - 1>(smem_base() + 16 * thread_idx(), by);
-  for (int r = 0; r < 2; ++r) d.store_row(r, p.sums + thread_idx() * {n});
-}}
-}}  // namespace strobe
+  d.stage<N / 16 - 1>(smem_base() + 16 * thread_idx(), by);
+  for (int r = 0; r < 2; ++r) d.store_row(r, p.sums + thread_idx() * N);
+}}}}
+}}}}  // namespace strobe
 """
 
 
@@ -207,7 +201,7 @@ def test_hopper_wrappers_compile(element, n):
 @pytest.mark.parametrize("element", ["bf16", "fp16"])
 @pytest.mark.parametrize("n", [64, 128])
 def test_chains_of_products_compile(element, n):
-    source = CHAINS.format(shapes=wgmma.shapes(element, [(n, [("ss_zero", 3), ("rs_t", 2)])]), element=element, n=n)
+    source = CHAINS.format(printed=wgmma.shapes(element, [(n, [("ss_zero", 3), ("rs_t", 2)])]), element=element, n=n)
     assert check(source, "sm_90a").max_threads == 128
 
 
@@ -215,7 +209,7 @@ def test_chains_of_products_compile(element, n):
 @pytest.mark.parametrize("n", [64, 256])
 def test_accumulators_declared_in_ptx_compile(element, n):
     text = wgmma.accumulators(element, n, 2)
-    assert check(ACCUMULATORS.format(accumulators=text, element=element, n=n), "sm_90a").registers > n // 2
+    assert check(ACCUMULATORS.format(printed=text, element=element, n=n), "sm_90a").registers > n // 2
     scaled = re.findall(r"mul\.ftz\.f32 d(\d+), d(\d+), %(\d)", text)
     assert scaled == [(f"{i}", f"{i}", f"{i >> 1 & 1}") for i in range(n // 2)]  # the factor of its row
     staged = re.findall(r"mul\.ftz\.f32 (x|y), d%(\d+), %(\d)", text)  # behind address and factors, which are %0, %1, %2

@@ -253,8 +253,8 @@ def _tile_and_splits(problem: Problem, dim: int, dim_v: int, sms: int) -> tuple[
 
 
 def _splits(problem: Problem, tile: TileSm90, sms: int, block_n: int) -> int:
-    """Parts of a tile's keys, so that few tiles keep all multiprocessors busy: one query against a long cache, or a short
-    piece of a long prompt."""
+    """Parts of a tile's keys, of LEAST_PART blocks of `block_n` or more, so that few tiles keep all multiprocessors busy: one
+    query against a long cache, or a short piece of a long prompt."""
     tiles = _row_blocks(problem, tile.block_m) * problem.batch * problem.heads
     least = LEAST_PART * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
     if problem.len_k < FEWEST_PARTS * least or tiles * tile.consumers > PART_COUNTERS:

@@ -200,8 +200,11 @@ def _overrides() -> dict[str, TileSm90]:
         raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
 
 
-# Kernels that differ so much that each may want a tile of its own; the last of them that applies counts.
-KINDS = ("full", "bounded", "softcap", "split", "softcap-split")  # bounded: keys are hidden on the right; split: among blocks
+# Kernels that differ so much that each may want a tile of its own, and what a kernel must have to be one; the last that applies
+# counts. bounded: the mask hides keys from the right; split: keys among blocks.
+KINDS: dict[str, set[str]] = {
+    "full": set(), "bounded": {"bounded"}, "softcap": {"softcap"}, "split": {"split"}, "softcap-split": {"softcap", "split"},
+}  # fmt: skip
 
 
 def tile_name(dim: int, dim_v: int, kind: str) -> str:
@@ -210,9 +213,9 @@ def tile_name(dim: int, dim_v: int, kind: str) -> str:
 
 
 def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> TileSm90:
-    applies = (True, bounded, softcap, split, softcap and split)
-    kind = [kind for kind, does in zip(KINDS, applies, strict=True) if does][-1]
-    for name in (kind, "split") if kind == "softcap-split" else (kind,):
+    applies = {name for name, does in {"bounded": bounded, "softcap": softcap, "split": split}.items() if does}
+    kind = [kind for kind, needs in KINDS.items() if needs <= applies][-1]
+    for name in (kind, "split") if kind == "softcap-split" else (kind,):  # where it has none of its own, that for split keys
         found = _overrides().get(tile_name(dim, dim_v, name)) or _SM90_OTHER.get(name, {}).get((dim, dim_v))
         if found is not None:
             return found
@@ -221,7 +224,7 @@ def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = 
 
 def split_tiles(dim: int, dim_v: int, bounded: bool, softcap: bool) -> list[TileSm90]:
     """For keys that are split: the tile that is meant for it, and one with more rows if there is such, that for keys which are
-    not split. Putting parts together takes the registers in which that one would hold weights."""
+    not split. Putting parts together takes the registers in which that one would hold weights. Not swept, as the others are."""
     found = choose_sm90(dim, dim_v, bounded, softcap=softcap, split=True)
     wide = dataclasses.replace(choose_sm90(dim, dim_v, bounded, softcap=softcap), hold=0)
     return [found, wide] if wide.block_m > found.block_m else [found]
