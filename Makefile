@@ -34,8 +34,10 @@ $(READY): pyproject.toml
 demo: $(READY) ## exact attention against standard attention, on the device there is
 	$(VENV)/bin/strobe demo
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, clang-format and mypy
 	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files "*.cuh" "*.cu" "*.h")
 	$(VENV)/bin/python -m mypy
 
 test: lint ## lint, types and every test that needs no GPU
@@ -61,9 +63,9 @@ site: $(READY) ## the documents as a web site, in build/site; needs the extra `d
 	$(VENV)/bin/python -m sphinx -q -W --keep-going docs build/site
 
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
-	$(VENV)/bin/python -m strobe.support --write README.md
+	$(VENV)/bin/python -m strobe.tools.support --write README.md
 	$(VENV)/bin/python -m strobe.bench.docs --write
-	$(VENV)/bin/python -m strobe.ladder.docs --write
+	$(VENV)/bin/python -m strobe.learn.ladder.docs --write
 
 clean: ## remove caches (not .venv)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

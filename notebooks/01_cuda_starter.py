@@ -39,9 +39,7 @@ import sys
 if importlib.util.find_spec("strobe") is None:
     wheels = sorted(pathlib.Path(".").glob("strobe-*.whl"))
     if not wheels:
-        raise SystemExit(
-            "strobe is not installed, and there is no strobe-*.whl beside this notebook"
-        )
+        raise SystemExit("strobe is not installed, and there is no strobe-*.whl beside this notebook")
     subprocess.check_call([sys.executable, "-m", "pip", "install", "--quiet", str(wheels[-1])])
 
 # %%
@@ -165,10 +163,7 @@ ran = run_kernel(
 torch.testing.assert_close(gray, picture @ torch.tensor([0.299, 0.587, 0.114]))
 print(ran)
 if ran.counters:
-    assert (
-        ran.counters.global_bytes_read == 3 * 4 * pixels
-        and ran.counters.global_bytes_written == 4 * pixels
-    )
+    assert ran.counters.global_bytes_read == 3 * 4 * pixels and ran.counters.global_bytes_written == 4 * pixels
 
 # %% [markdown]
 # ## 4. Launch configurations
@@ -198,8 +193,8 @@ assert configurations["250 x 4"] == 12.5 and configurations["8 x 128"] > 97
 assert configurations["10 x 100"] < 80  # 100 threads fill 3 warps and an eighth of a fourth
 
 # %% [markdown]
-# The same comparison with the CUDA C++ kernel. A GPU shows its clock. The emulator has none; it shows that the work is the
-# same.
+# The same comparison with the CUDA C++ kernel. A GPU shows its clock. The emulator has none; it shows that the work is
+# the same.
 
 # %%
 for threads in (32, 128, 256, 1024):
@@ -287,9 +282,7 @@ if torch.cuda.is_available():
         start = time.perf_counter()
         tensor.to("cuda", non_blocking=True)
         torch.cuda.synchronize()
-        print(
-            f"{kind:15s} {tensor.numel() * 4 / (time.perf_counter() - start) / 1e9:6.1f} GB/s to the device"
-        )
+        print(f"{kind:15s} {tensor.numel() * 4 / (time.perf_counter() - start) / 1e9:6.1f} GB/s to the device")
 else:
     print("no GPU here: nothing to copy to")
 
@@ -524,9 +517,7 @@ if found["matmul"].counters:
     read = {name: ran.counters.global_bytes_read / 1024 for name, ran in found.items()}
     show(bars("KiB read from global memory", read))
     assert found["matmul"].counters.global_bytes_read == 4 * 2 * m * n * k
-    assert (
-        read["matmul"] > 10 * read["matmul_tiled"]
-    )  # not 16, because the tiles at the edges are not full
+    assert read["matmul"] > 10 * read["matmul_tiled"]  # not 16, because the tiles at the edges are not full
 
 # %% [markdown]
 # Is that a fast matrix multiplication? No. Every product still costs two reads of shared memory. Real kernels hold a

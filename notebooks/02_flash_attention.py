@@ -37,9 +37,7 @@ import sys
 if importlib.util.find_spec("strobe") is None:
     wheels = sorted(pathlib.Path(".").glob("strobe-*.whl"))
     if not wheels:
-        raise SystemExit(
-            "strobe is not installed, and there is no strobe-*.whl beside this notebook"
-        )
+        raise SystemExit("strobe is not installed, and there is no strobe-*.whl beside this notebook")
     subprocess.check_call([sys.executable, "-m", "pip", "install", "--quiet", str(wheels[-1])])
 
 # %%
@@ -49,14 +47,14 @@ import time
 import torch
 
 import strobe
-from strobe import worked_example
+from strobe.backends.tiled.forward import block_sizes
 from strobe.cuda.plan import variants
 from strobe.emulator import compiler
+from strobe.learn import worked_example
 from strobe.learn.drawing import bars, show
 from strobe.learn.exercises import ATTENTION, LOG_SUM_EXP
 from strobe.learn.explain_page import GPUS, MODERATE
 from strobe.learn.simulator import Array, launch
-from strobe.tiled import block_sizes
 
 torch.manual_seed(0)
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -111,9 +109,7 @@ for name in ("1K", "4K", "16K"):
     n = lengths[name]
     kept = 4 * n * (d + 2)  # o, m, l
     ratio = scores[name] / kept
-    print(
-        f"{name:>3}: S {scores[name] / MIB:6.0f} MiB, O with m and l {kept / MIB:6.3f} MiB, {ratio:5.1f} times less"
-    )
+    print(f"{name:>3}: S {scores[name] / MIB:6.0f} MiB, O with m and l {kept / MIB:6.3f} MiB, {ratio:5.1f} times less")
 ratios = [round(n * n / (n * (d + 2)), 1) for n in (1024, 4096, 16_384)]
 assert ratios == [15.5, 62.1, 248.2]
 assert [round(4 * n * (d + 2) / MIB, 3) for n in (1024, 4096, 16_384)] == [0.258, 1.031, 4.125]
@@ -142,13 +138,9 @@ for g in GPUS:
         f"{g['name']:>11} {registers:6.1f} MiB {shared:5.1f} MiB {g['l2']:2d} MiB   {g['memory']}, {g['bandwidth']} GB/s"
     )
 h100 = next(g for g in GPUS if g["name"] == "H100")
-assert (
-    scores["4K"] > h100["sms"] * h100["shared"] * KIB
-)  # the scores of one head do not fit on the whole chip
+assert scores["4K"] > h100["sms"] * h100["shared"] * KIB  # the scores of one head do not fit on the whole chip
 tile_bytes = 128 * 128 * 4
-assert (
-    tile_bytes == 64 * KIB < h100["shared"] * KIB
-)  # a tile of 128 x 128 of them fits on one of its multiprocessors
+assert tile_bytes == 64 * KIB < h100["shared"] * KIB  # a tile of 128 x 128 of them fits on one of its multiprocessors
 
 # %% [markdown]
 # Device memory (HBM on the large ones) is beside the chip. How many operations can such a GPU do in the time in which
@@ -210,9 +202,7 @@ N, D, BLOCK = 32, 4, 8
 q, k, v = torch.randn(3, N, D, dtype=torch.float64)
 expected = standard_attention(q, k, v)
 arrays = {name: Array(name, x.tolist()) for name, x in (("q", q), ("k", k), ("v", v))}
-s, p, o = (
-    Array(name, shape=shape) for name, shape in (("s", (N, N)), ("p", (N, N)), ("o", (N, D)))
-)
+s, p, o = (Array(name, shape=shape) for name, shape in (("s", (N, N)), ("p", (N, N)), ("o", (N, D))))
 reports = [
     launch(scores_kernel, N // BLOCK, BLOCK, arrays["q"], arrays["k"], s, N, D),
     launch(softmax_kernel, N // BLOCK, BLOCK, s, p, N),
@@ -360,9 +350,7 @@ print(
 # %%
 forgotten = flash_attention(q, k, v, 8, 8, rescale=False)
 error = (forgotten - expected).abs().max().item()
-print(
-    f"largest error without the rescale: {error:.3f}, everything finite: {bool(forgotten.isfinite().all())}"
-)
+print(f"largest error without the rescale: {error:.3f}, everything finite: {bool(forgotten.isfinite().all())}")
 assert error > 0.01 and forgotten.isfinite().all()
 torch.testing.assert_close(
     flash_attention(q, k, v, 8, N, rescale=False), expected
@@ -371,22 +359,18 @@ torch.testing.assert_close(
 # %% [markdown]
 # ## 6. The worked example
 #
-# Four queries, four keys, d = 2, tiles of two. The library has it as `strobe.worked_example`, and on a terminal as
-# `strobe demo --example`.
+# Four queries, four keys, d = 2, tiles of two. The library has it as `strobe.learn.worked_example`, and on a terminal
+# as `strobe demo --example`.
 
 
 # %%
 def walk(q, k, v, block=2):
     for step in worked_example.tile_steps(q, k, v, block, block):
-        print(
-            f"queries {step.rows.start}-{step.rows.stop - 1}, keys {step.keys.start}-{step.keys.stop - 1}"
-        )
+        print(f"queries {step.rows.start}-{step.rows.stop - 1}, keys {step.keys.start}-{step.keys.stop - 1}")
         for i, row in enumerate(step.rows):
             numbers = " ".join(f"{x:10.6f}" for x in step.s[i])
             out = " ".join(f"{x:.6f}" for x in step.normalised[i])
-            print(
-                f"  row {row}: s {numbers}  m {step.m[i]:10.6f}  α {step.alpha[i]:.6e}  l {step.l[i]:.7f}  o/l {out}"
-            )
+            print(f"  row {row}: s {numbers}  m {step.m[i]:10.6f}  α {step.alpha[i]:.6e}  l {step.l[i]:.7f}  o/l {out}")
 
 
 q4, k4, v4 = worked_example.inputs()
@@ -405,19 +389,15 @@ for check in checks[:4]:
 first, second = list(worked_example.tile_steps(q4, k4, v4))[:2]
 golden = torch.tensor([[2.474874, 6.717514], [5.303301, 15.202796]], dtype=torch.float64)
 torch.testing.assert_close(first.s, golden, atol=1e-6, rtol=0)
-assert (
-    first.s - torch.tensor([[1.77, 3.89], [4.95, 10.61]])
-).abs().min() > 0.3  # none of the others is right
+assert (first.s - torch.tensor([[1.77, 3.89], [4.95, 10.61]])).abs().min() > 0.3  # none of the others is right
 torch.testing.assert_close(second.alpha[0].item(), 2.064853e-4, atol=1e-10, rtol=0)
-out = torch.tensor(
-    [[0.697084216, 0.797084216], [0.699989959, 0.799989959], [0.699999965, 0.799999965], [0.7, 0.8]]
-)
+out = torch.tensor([[0.697084216, 0.797084216], [0.699989959, 0.799989959], [0.699999965, 0.799999965], [0.7, 0.8]])
 torch.testing.assert_close(strobe.attention(q4, k4, v4), out.double(), atol=1e-6, rtol=0)
 
 # %% [markdown]
 # It is also a poor example. The scores are so far apart that the softmax is almost one-hot: each row's last key takes
-# nearly all of the weight, and α is almost 0. The rescale then looks like "forget what came before". That is not what it
-# is.
+# nearly all of the weight, and α is almost 0. The rescale then looks like "forget what came before". That is not what
+# it is.
 
 # %%
 weights = torch.softmax(q4 @ k4.T / math.sqrt(2), dim=1)
@@ -468,10 +448,7 @@ def flash_kernel(t, q, k, v, o, n, d, block_k):
             k_tile[element] = k[start * d + element]
             v_tile[element] = v[start * d + element]
         yield
-        s = [
-            sum(query[i] * k_tile[key, i] for i in range(d)) / math.sqrt(d)
-            for key in range(block_k)
-        ]
+        s = [sum(query[i] * k_tile[key, i] for i in range(d)) / math.sqrt(d) for key in range(block_k)]
         m_new = max(m, *s)
         alpha = math.exp(m - m_new)
         p = [math.exp(x - m_new) for x in s]
@@ -559,12 +536,8 @@ for block_q, block_k in ((16, 16), (16, 128), (64, 64), (128, 128), (512, 512)):
     with block_sizes(block_q, block_k):
         result = strobe.attention(big_q, big_k, big_v, backend="tiled")
         torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-4)
-        times[f"{block_q} x {block_k}"] = 1000 * seconds(
-            lambda: strobe.attention(big_q, big_k, big_v, backend="tiled")
-        )
-        extra[f"{block_q} x {block_k}"] = (
-            strobe.explain(big_q, big_k, big_v, backend="tiled").extra_bytes / KIB
-        )
+        times[f"{block_q} x {block_k}"] = 1000 * seconds(lambda: strobe.attention(big_q, big_k, big_v, backend="tiled"))
+        extra[f"{block_q} x {block_k}"] = strobe.explain(big_q, big_k, big_v, backend="tiled").extra_bytes / KIB
 show(bars(f"milliseconds on this {device}, {n} tokens, tiles of queries x keys", times, "ms"))
 show(bars("extra memory of these tiles, KiB, logarithmic", extra, "KiB", logarithmic=True))
 assert extra["16 x 16"] < extra["64 x 64"] < extra["512 x 512"]
@@ -579,9 +552,7 @@ for n in (1024, 2048, 4096, 8192, 16_384):
     x = torch.empty(n, 64)
     workspace[n] = strobe.explain(x, x, x, backend="tiled").extra_bytes
     matrices[n] = 2 * 4 * n * n  # S and P
-    print(
-        f"{n:6d} tokens: tiles {workspace[n] / MIB:6.2f} MiB, S and P {matrices[n] / MIB:7.0f} MiB"
-    )
+    print(f"{n:6d} tokens: tiles {workspace[n] / MIB:6.2f} MiB, S and P {matrices[n] / MIB:7.0f} MiB")
 assert workspace[16_384] == workspace[8192] and matrices[16_384] == 4 * matrices[8192]
 
 # %% [markdown]
@@ -671,16 +642,12 @@ def fa1(q, k, v, block_q, block_k):
             total_new = total[r] * alpha + p.sum(1, keepdim=True)
             o[r] = o[r] * (total[r] / total_new) * alpha + p @ v_tile / total_new
             m[r], total[r] = m_new, total_new
-            moved += q[r].numel() + 2 * (
-                o[r].numel() + m[r].numel() + total[r].numel()
-            )  # q in; o, m, l in and out
+            moved += q[r].numel() + 2 * (o[r].numel() + m[r].numel() + total[r].numel())  # q in; o, m, l in and out
     return o, moved
 
 
 def fa2_moved(n, d, block_q):
-    return (
-        2 * n * d + 2 * n * d * n // block_q + n
-    )  # q in and o out once, k and v per block of rows, the log-sum-exp
+    return 2 * n * d + 2 * n * d * n // block_q + n  # q in and o out once, k and v per block of rows, the log-sum-exp
 
 
 o1, moved1 = fa1(q, k, v, 8, 8)
@@ -706,9 +673,7 @@ ours = strobe.attention(huge_q, huge_k, huge_v, backend="tiled")
 right = standard_attention(huge_q.double(), huge_k.double(), huge_v.double())
 print(f"largest score {largest:.0f}, largest error {(ours - right).abs().max().item():.1e}")
 assert largest > 1000 and (ours - right).abs().max() < 1e-2 and ours.isfinite().all()
-nothing, minus_infinity = strobe.attention(
-    q, k, v, mask=torch.zeros(N, N, dtype=torch.bool), return_lse=True
-)
+nothing, minus_infinity = strobe.attention(q, k, v, mask=torch.zeros(N, N, dtype=torch.bool), return_lse=True)
 assert (nothing == 0).all() and (minus_infinity == -math.inf).all()
 
 # %% [markdown]
@@ -722,9 +687,7 @@ assert (nothing == 0).all() and (minus_infinity == -math.inf).all()
 n = 1024
 x = torch.randn(3, 1, n, 4, 64, device=device)
 speed = {
-    "the loop, 64 x 64": seconds(
-        lambda: [flash_attention(*x[:, 0, :, head], 64, 64) for head in range(4)]
-    ),
+    "the loop, 64 x 64": seconds(lambda: [flash_attention(*x[:, 0, :, head], 64, 64) for head in range(4)]),
     "strobe, tiled": seconds(lambda: strobe.attention(*x, backend="tiled")),
     "standard": seconds(lambda: [standard_attention(*x[:, 0, :, head]) for head in range(4)]),
     f"strobe, {strobe.explain(*x).backend}": seconds(lambda: strobe.attention(*x)),

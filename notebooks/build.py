@@ -42,7 +42,12 @@ def notebook(text: str, name: str) -> dict[str, Any]:
     """Jupyter's format 4.5, without outputs; a T4 is asked for on Colab."""
 
     def cell(index: int, kind: str, source: str) -> dict[str, Any]:
-        made = {"cell_type": kind, "id": f"{name[:2]}-{index:03d}", "metadata": {}, "source": source.splitlines(keepends=True)}
+        made = {
+            "cell_type": kind,
+            "id": f"{name[:2]}-{index:03d}",
+            "metadata": {},
+            "source": source.splitlines(keepends=True),
+        }
         return made | ({"execution_count": None, "outputs": []} if kind == "code" else {})
 
     return {

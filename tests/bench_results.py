@@ -1,5 +1,5 @@
-"""Made-up results with the shape of real ones: a fast fused provider, standard attention that runs out of memory, reasons,
-clocks. For tests of the report and the documents; no number here was measured."""
+"""Made-up results with the shape of real ones: a fast fused provider, standard attention that runs out of memory,
+reasons, clocks. For tests of the report and the documents; no number here was measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 import torch
 
 from strobe.bench.results import Ceilings, Clock, Error, Results, Row, Timing
-from strobe.bench.statistics import summarise
 from strobe.bench.suites import Case, cases
+from strobe.measure.statistics import summarise
 
 MEMORY = 140 << 30
 RATES = {  # provider: (kind, TFLOP/s reached by long sequences, length at which half of it is reached, bytes per score)
@@ -46,7 +46,13 @@ def synthetic(
             "host_cores": 16,
             "packages": {},
             "environment": {},
-            "device": {"kind": "cuda", "name": "Made-up GPU", "arch": "sm_90", "memory_bytes": MEMORY, "multiprocessors": 132},
+            "device": {
+                "kind": "cuda",
+                "name": "Made-up GPU",
+                "arch": "sm_90",
+                "memory_bytes": MEMORY,
+                "multiprocessors": 132,
+            },
         },
         method={"budget_ms": 150, "rounds": 5, "l2": "flushed"},
         ceilings=Ceilings({"bfloat16": 800.0}, 4200.0, "made up"),
@@ -70,16 +76,28 @@ def _row(case: Case, provider: str, chance: random.Random, faster: float) -> Row
     flops, ideal = case.flops(device), case.ideal_bytes(device)
     extra = per_score * case.score_elements() + 4 * case.batch * case.heads * case.len_q
     row = Row(
-        case, provider, kind, flops=flops, ideal_bytes=ideal, repeat=f"strobe bench --only '{case.key}' --provider {provider}"
+        case,
+        provider,
+        kind,
+        flops=flops,
+        ideal_bytes=ideal,
+        repeat=f"strobe bench --only '{case.key}' --provider {provider}",
     )
     if extra > MEMORY:
-        row.status, row.reason = "out of memory", f"needs at least {extra >> 30} GiB at one time, the device has {MEMORY >> 30}"
+        row.status, row.reason = (
+            "out of memory",
+            f"needs at least {extra >> 30} GiB at one time, the device has {MEMORY >> 30}",
+        )
         return row
     if provider == "torch-efficient" and case.heads_k != case.heads:
         row.status, row.reason = "unsupported", "grouped heads"
         return row
     reached = (
-        rate * case.len_k / (case.len_k + half) * (faster if kind == "ours" else 1.0) * (0.6 + 0.4 * min(case.dim, 128) / 128)
+        rate
+        * case.len_k
+        / (case.len_k + half)
+        * (faster if kind == "ours" else 1.0)
+        * (0.6 + 0.4 * min(case.dim, 128) / 128)
     )
     if case.tile is not None:
         reached *= 0.4 + 0.6 * min(1, case.tile[0] * case.tile[1] / (128 * 128))

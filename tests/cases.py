@@ -27,7 +27,9 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     scale: float | None = None
-    scores: str = "normal"  # or "huge", "low": around +-1000; "rising", "falling": each key beats, or loses to, all before
+    scores: str = (
+        "normal"  # or "huge", "low": around +-1000; "rising", "falling": each key beats, or loses to, all before
+    )
     memory: str = "dense"  # or "sliced": a part of a larger tensor, the rest of which is NaN
     lengths: tuple[tuple[int, int], ...] | None = None  # packed: (len_q, len_k) of each sequence
 
@@ -37,7 +39,9 @@ class Case:
     @property
     def interval(self) -> bool:
         """Nothing that our first CUDA kernels leave to others."""
-        return self.mask_tensor is None and self.bias is None and not self.softcap and not self.sinks and not self.dropout
+        return (
+            self.mask_tensor is None and self.bias is None and not self.softcap and not self.sinks and not self.dropout
+        )
 
 
 CASES = [
@@ -118,11 +122,13 @@ def _placed(case: Case, t: torch.Tensor, dtype: torch.dtype, device: torch.devic
 def make(
     case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """(q, k, v, keyword arguments of strobe.attention), (batch, length, heads, dim). Packed cases give (total, heads, dim) and
-    have `cu_q` and `cu_k` among the keywords: those of strobe.attention_varlen."""
+    """(q, k, v, keyword arguments of strobe.attention), (batch, length, heads, dim). Packed cases give (total, heads,
+    dim) and have `cu_q` and `cu_k` among the keywords: those of strobe.attention_varlen."""
     generator = torch.Generator().manual_seed(seed)
     dim_v = case.dim if case.dim_v is None else case.dim_v
-    totals = (case.len_q, case.len_k) if case.lengths is None else tuple(sum(n) for n in zip(*case.lengths, strict=True))
+    totals = (
+        (case.len_q, case.len_k) if case.lengths is None else tuple(sum(n) for n in zip(*case.lengths, strict=True))
+    )
     q = _tensor(case, totals[0], case.heads, case.dim, generator)
     k = _tensor(case, totals[1], case.heads_k, case.dim, generator)
     v = _tensor(case, totals[1], case.heads_k, dim_v, generator)
@@ -143,7 +149,9 @@ def make(
     if case.bias is not None:
         kwargs["bias"] = torch.randn(case.bias, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
     if case.sinks:
-        kwargs["sinks"] = torch.randn(case.heads, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+        kwargs["sinks"] = torch.randn(case.heads, generator=generator, dtype=torch.float64).to(
+            device=device, dtype=dtype
+        )
     for name in ("softcap", "scale"):
         if getattr(case, name) is not None:
             kwargs[name] = getattr(case, name)

@@ -1,6 +1,6 @@
-"""Inputs on which kernels have nothing to round until they divide. Scores are small integers, and with a scale of log 2 weights
-are powers of two and all sums exact in any order: outputs of different kernels, or of one kernel on different machines, agree
-bit for bit."""
+"""Inputs on which kernels have nothing to round until they divide. Scores are small integers, and with a scale of log 2
+weights are powers of two and all sums exact in any order: outputs of different kernels, or of one kernel on different
+machines, agree bit for bit."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def make_exact(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu
     return q, k, v, kwargs
 
 
-def emulate(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def emulate(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), with heads before rows."""
     return forward(kernel, *checked(q, k, v, kwargs))

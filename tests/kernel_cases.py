@@ -1,5 +1,5 @@
-"""The cases that the CUDA kernels take, for the emulator and for GPUs: those of `cases` that they support, and more that their
-tiles, rings and rounds need."""
+"""The cases that the CUDA kernels take, for the emulator and for GPUs: those of `cases` that they support, and more
+that their tiles, rings and rounds need."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from oracle import prepare
 from strobe.cuda.backend import feature_limits
 from strobe.mask import causal, causal_top_left, chunked, prefix, window
 
-# Lengths cross several key blocks and query tiles, whatever the tile table says; heads times rows make a persistent kernel on
-# three multiprocessors (as emulated) go several rounds.
+# Lengths cross several key blocks and query tiles, whatever the tile table says; heads times rows make a persistent
+# kernel on three multiprocessors (as emulated) go several rounds.
 KERNEL_CASES = [
     Case("k_64_rounds", 390, 300, heads=3, heads_k=1, dim=64),
     Case("k_64_causal_rounds", 390, 390, batch=1, heads=8, heads_k=1, dim=64, mask=causal),
     Case("k_64_softcap_sinks", 70, 300, batch=1, heads=3, heads_k=1, dim=64, softcap=3.0, sinks=True, mask=causal),
-    Case("k_64_packed", 0, 0, heads=3, heads_k=1, dim=64, mask=causal,
-         lengths=((0, 0), (130, 261), (0, 40), (65, 0), (1, 128), (200, 129), (64, 64), (0, 0))),
+    Case(
+        "k_64_packed",
+        0,
+        0,
+        heads=3,
+        heads_k=1,
+        dim=64,
+        mask=causal,
+        lengths=((0, 0), (130, 261), (0, 40), (65, 0), (1, 128), (200, 129), (64, 64), (0, 0)),
+    ),
     Case("k_96", 130, 300, batch=1, heads=3, heads_k=1, dim=96, mask=causal),
     Case("k_96_window_packed", 0, 0, dim=96, mask=window(40, 7), lengths=((70, 300), (0, 3), (129, 90), (65, 1))),
     Case("k_128_rounds", 300, 400, dim=128),
@@ -30,8 +38,10 @@ KERNEL_CASES = [
     Case("k_128_packed", 0, 0, dim=128, heads=8, heads_k=1, lengths=((128, 129), (0, 7), (3, 0), (257, 130), (1, 1))),
     Case("k_128_rising", 64, 520, batch=1, dim=128, scores="rising"),
     Case("k_128_falling", 64, 520, batch=1, dim=128, scores="falling"),  # kernels go from the last key to the first
-    Case("k_128_steep", 64, 520, batch=1, dim=128, scores="falling", scale=0.5),  # exp overflows under a maximum of a block ago
-    Case("k_128_first_row_late", 64, 319, batch=1, dim=128, scores="low", mask=causal),  # no key of the first block it meets
+    # exp overflows under a maximum of a block ago
+    Case("k_128_steep", 64, 520, batch=1, dim=128, scores="falling", scale=0.5),
+    # no key of the first block it meets
+    Case("k_128_first_row_late", 64, 319, batch=1, dim=128, scores="low", mask=causal),
     Case("k_64_falling", 200, 300, batch=1, dim=64, scores="falling", mask=causal),
     Case("k_128_huge", 64, 260, batch=1, dim=128, scores="huge", mask=causal),
     Case("k_192", 130, 200, batch=1, dim=192, mask=causal),
@@ -50,7 +60,7 @@ KERNEL_CASES = [
     Case("k_rows_without_keys", 400, 60, batch=1, dim=64, mask=window(20, 10)),
     Case("k_scale", 70, 140, batch=1, dim=64, scale=0.7),
     Case("k_softcap", 70, 140, batch=1, dim=64, softcap=20.0, scores="huge"),
-]  # fmt: skip
+]
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strobe.ladder.rung import Shape
+from strobe.learn.ladder.rung import Shape
 
 CASES = {
     "ragged": Shape(slices=2, len_q=70, len_k=150, dim=64),

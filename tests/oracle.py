@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from cases import Case, make
 
-from strobe import problem, reference
+from strobe import problem
+from strobe.backends import reference
 from strobe.problem import Inputs, Problem
 
 LEAVES = ("q", "k", "v", "bias", "sinks")
 
 
-def prepare(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Problem, Inputs]:
+def prepare(
+    case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> tuple[Problem, Inputs]:
     q, k, v, kwargs = make(case, dtype, device, seed)
     return checked(q, k, v, kwargs)
 
@@ -63,7 +66,9 @@ def gradients(p: Problem, inputs: Inputs, dtype: torch.dtype, through_lse: bool)
 
 
 @functools.cache
-def expected(case: Case, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def expected(
+    case: Case, dtype: torch.dtype
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """(exact, same dtype), each (out, lse); the LSE of the second in at least fp32, as every backend returns it."""
     p, inputs = prepare(case, dtype)
     exact = reference.attention(p, inputs)

@@ -1,5 +1,5 @@
-"""The tolerance rule, one for all backends: finite, and no further from float64 than twice what PyTorch's ordinary operations
-in the same dtype are (three times, for gradients), plus a few roundings."""
+"""The tolerance rule, one for all backends: finite, and no further from float64 than twice what PyTorch's ordinary
+operations in the same dtype are (three times, for gradients), plus a few roundings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ def allowed(exact: torch.Tensor, same_dtype: torch.Tensor, dtype: torch.dtype, f
 
 
 def check(
-    what: str, found: torch.Tensor, exact: torch.Tensor, same_dtype: torch.Tensor, factor: float = FORWARD, floor: float = 0.0
+    what: str,
+    found: torch.Tensor,
+    exact: torch.Tensor,
+    same_dtype: torch.Tensor,
+    factor: float = FORWARD,
+    floor: float = 0.0,
 ) -> None:
     """Fails with numbers. Infinities (the LSE of a row that sees nothing) must be where they belong; NaN never passes.
     `floor`: what is allowed beyond the rule (see `lse_floor` and `gradient_floor`)."""
@@ -41,7 +46,8 @@ def check(
 
 
 def lse_floor(lse: torch.Tensor) -> float:
-    """Two more roundings, in the dtype in which it is returned: kernels keep it in units of log2 and convert at the end."""
+    """Two more roundings, in the dtype in which it is returned: kernels keep it in units of log2 and convert at the
+    end."""
     finite = lse[torch.isfinite(lse)]
     return 2 * torch.finfo(lse.dtype).eps * finite.abs().max().item() if finite.numel() else 0.0
 
@@ -49,9 +55,11 @@ def lse_floor(lse: torch.Tensor) -> float:
 def gradient_floor(
     name: str, problem: Problem, inputs: Inputs, lse: torch.Tensor, dout: torch.Tensor, exact: torch.Tensor
 ) -> float:
-    """What a backward that is given `out` and the LSE, both rounded, cannot know. A rounding of the LSE changes every p of its
-    row by as much, relatively; delta = rowsum(dout * out) and dp = dout v, which textbook attention makes cancel exactly, come
-    from different sums. Of interest for fp32 only: these are roundings in the dtype of the LSE, and 16 bits hide them."""
+    """What a backward that is given `out` and the LSE, both rounded, cannot know. A rounding of the LSE changes every p
+    of its row by as much, relatively; delta = rowsum(dout * out) and dp = dout v, which textbook attention makes cancel
+    exactly, come from different sums. Of interest for fp32 only: these are roundings in the dtype of the LSE, and 16
+    bits hide
+    them."""
     if problem.empty:
         return 0.0
     eps = torch.finfo(lse.dtype).eps

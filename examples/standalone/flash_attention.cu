@@ -4,10 +4,12 @@
 //     ./flash_attention --seq-len 1024 --head-dim 128 --block-q 32 --block-k 32 --init normal --causal
 //     ./flash_attention --help
 //
-// It fills Q, K and V, computes softmax(Q K^T / sqrt(d)) V on the GPU without ever storing the N x N matrix, prints the matrices, checks the
-// result against a plain computation on the CPU, and times the kernel with CUDA events. It is written to be understood, not to be fast.
+// It fills Q, K and V, computes softmax(Q K^T / sqrt(d)) V on the GPU without ever storing the N x N matrix, prints the
+// matrices, checks the result against a plain computation on the CPU, and times the kernel with CUDA events. It is
+// written to be understood, not to be fast.
 //
-// Without a GPU: g++ -std=c++17 -x c++ -DON_CPU flash_attention.cu -o flash_attention   (threads_on_cpu.h stands in for CUDA)
+// Without a GPU: g++ -std=c++17 -x c++ -DON_CPU flash_attention.cu -o flash_attention   (threads_on_cpu.h stands in for
+// CUDA)
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -23,17 +25,19 @@
 #include <cuda_runtime.h>
 #endif
 
-// ---- the kernel --------------------------------------------------------------------------------------------------------------------------
+// ---- the kernel -----------------------------------------------------------------------------------------------------
 //
-// A block of threads owns `block_q` queries and goes over the keys, `block_k` at a time. All that it works on lies in shared memory:
-//     Q tile [block_q][dim] | K tile [block_k][dim] | V tile [block_k][dim] | S [block_q][block_k] | O [block_q][dim] | m, l, alpha [block_q]
+// A block of threads owns `block_q` queries and goes over the keys, `block_k` at a time. All that it works on lies in
+// shared memory:
+//     Q tile [block_q][dim] | K tile [block_k][dim] | V tile [block_k][dim] | S [block_q][block_k] | O [block_q][dim] |
+//     m, l, alpha [block_q]
 // and the threads share out the numbers of each matrix: thread t takes number t, t + threads, t + 2 threads, ...
 __host__ __device__ inline size_t shared_floats(int dim, int block_q, int block_k) {
   return size_t(2 * block_q + 2 * block_k) * dim + size_t(block_q) * block_k + 3 * block_q;
 }
 
-__global__ void flash_attention(const float* q, const float* k, const float* v, float* o, int seq_len, int dim, int block_q, int block_k, bool causal,
-                                float scale) {
+__global__ void flash_attention(const float* q, const float* k, const float* v, float* o, int seq_len, int dim,
+                                int block_q, int block_k, bool causal, float scale) {
   extern __shared__ float shared[];
   float* q_tile = shared;
   float* k_tile = q_tile + block_q * dim;
@@ -74,14 +78,16 @@ __global__ void flash_attention(const float* q, const float* k, const float* v, 
     }
     __syncthreads();  // S is complete
 
-    // The online softmax, a thread for each row. O and l were summed up with the old maximum in their exponents. If a larger one turns up,
-    // exp(x - new) = exp(x - old) * exp(old - new): everything that was summed before is multiplied by alpha = exp(old - new).
+    // The online softmax, a thread for each row. O and l were summed up with the old maximum in their exponents. If a
+    // larger one turns up, exp(x - new) = exp(x - old) * exp(old - new): everything that was summed before is
+    // multiplied by alpha = exp(old - new).
     for (int row = thread; row < rows; row += threads) {
       float* scores = s + row * block_k;
       const float m_old = m[row];
       float m_new = m_old;
       for (int key = 0; key < keys; ++key) m_new = fmaxf(m_new, scores[key]);
-      alpha[row] = expf(m_old - m_new);  // 0 for the first tile: exp(-infinity). Every query sees key 0, so that m_new is finite
+      alpha[row] =
+          expf(m_old - m_new);  // 0 for the first tile: exp(-infinity). Every query sees key 0, so that m_new is finite
       float sum = 0.f;
       for (int key = 0; key < keys; ++key) {
         scores[key] = expf(scores[key] - m_new);
@@ -102,12 +108,14 @@ __global__ void flash_attention(const float* q, const float* k, const float* v, 
     __syncthreads();  // nobody reads K, V and P any more
   }
 
-  for (int i = thread; i < rows * dim; i += threads) o[size_t(row0) * dim + i] = o_tile[i] / l[i / dim];  // one division, at the end
+  for (int i = thread; i < rows * dim; i += threads)
+    o[size_t(row0) * dim + i] = o_tile[i] / l[i / dim];  // one division, at the end
 }
 
-// ---- what it should compute: textbook attention on the CPU, in double precision --------------------------------------------------------------
-static std::vector<double> standard_attention(const std::vector<float>& q, const std::vector<float>& k, const std::vector<float>& v, int seq_len, int dim,
-                                              bool causal, double scale) {
+// ---- what it should compute: textbook attention on the CPU, in double precision -------------------------------------
+static std::vector<double> standard_attention(const std::vector<float>& q, const std::vector<float>& k,
+                                              const std::vector<float>& v, int seq_len, int dim, bool causal,
+                                              double scale) {
   std::vector<double> o(q.size(), 0.0), weights(seq_len);
   for (int row = 0; row < seq_len; ++row) {
     const int keys = causal ? row + 1 : seq_len;
@@ -125,19 +133,19 @@ static std::vector<double> standard_attention(const std::vector<float>& q, const
   return o;
 }
 
-// ---- arguments -------------------------------------------------------------------------------------------------------------------------------
+// ---- arguments ------------------------------------------------------------------------------------------------------
 [[noreturn]] static void fail(const std::string& message) {
   fprintf(stderr, "flash_attention: %s\n", message.c_str());
   exit(2);
 }
 
-#define CHECK(call)                                                                                          \
-  do {                                                                                                       \
-    const cudaError_t error = (call);                                                                        \
-    if (error != cudaSuccess) {                                                                              \
+#define CHECK(call)                                                                                              \
+  do {                                                                                                           \
+    const cudaError_t error = (call);                                                                            \
+    if (error != cudaSuccess) {                                                                                  \
       fprintf(stderr, "flash_attention: %s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
-      exit(1);                                                                                               \
-    }                                                                                                        \
+      exit(1);                                                                                                   \
+    }                                                                                                            \
   } while (0)
 
 struct Options {
@@ -164,7 +172,8 @@ static long number(const std::string& flag, const char* text, long least, long m
   char* end = nullptr;
   const long value = text ? strtol(text, &end, 10) : 0;
   if (!text || end == text || *end || value < least || value > most)
-    fail(flag + " must be a whole number from " + std::to_string(least) + " to " + std::to_string(most) + ", got " + (text ? text : "nothing"));
+    fail(flag + " must be a whole number from " + std::to_string(least) + " to " + std::to_string(most) + ", got " +
+         (text ? text : "nothing"));
   return value;
 }
 
@@ -177,8 +186,14 @@ static Options parse(int argc, char** argv) {
       fputs(kHelp, stdout);
       exit(0);
     }
-    if (flag == "--causal") { options.causal = true; continue; }
-    if (flag == "--print") { options.print = true; continue; }
+    if (flag == "--causal") {
+      options.causal = true;
+      continue;
+    }
+    if (flag == "--print") {
+      options.print = true;
+      continue;
+    }
     ++i;
     if (flag == "--seq-len") options.seq_len = number(flag, next, 1, 1 << 20), options.sizes_given = true;
     else if (flag == "--head-dim") options.head_dim = number(flag, next, 1, 1024), options.sizes_given = true;
@@ -192,7 +207,7 @@ static Options parse(int argc, char** argv) {
   return options;
 }
 
-// ---- inputs ------------------------------------------------------------------------------------------------------------------------------------
+// ---- inputs ---------------------------------------------------------------------------------------------------------
 struct Random {  // splitmix64: a few lines, the same numbers everywhere
   uint64_t state;
   double uniform() {  // from 0 to 1, never 1
@@ -207,7 +222,8 @@ struct Random {  // splitmix64: a few lines, the same numbers everywhere
 static std::vector<float> read_file(Options& options) {
   std::ifstream file(options.init);
   if (!file) fail("--init must be uniform, normal, ones, ramp or a file that can be read, got " + options.init);
-  if (options.sizes_given) fail("--init " + options.init + " is a file, which has sizes of its own: leave out --seq-len and --head-dim");
+  if (options.sizes_given)
+    fail("--init " + options.init + " is a file, which has sizes of its own: leave out --seq-len and --head-dim");
   std::vector<float> numbers;
   std::string line;
   size_t columns = 0, lines = 0;
@@ -225,7 +241,8 @@ static std::vector<float> read_file(Options& options) {
     }
     if (!count) continue;
     if (lines && count != columns)
-      fail(options.init + ":" + std::to_string(where) + ": " + std::to_string(count) + " numbers, the lines before have " + std::to_string(columns));
+      fail(options.init + ":" + std::to_string(where) + ": " + std::to_string(count) +
+           " numbers, the lines before have " + std::to_string(columns));
     columns = count;
     ++lines;
   }
@@ -247,7 +264,7 @@ static std::vector<float> make(const Options& options, int which) {  // 0, 1, 2:
   return x;
 }
 
-// ---- output ------------------------------------------------------------------------------------------------------------------------------------
+// ---- output ---------------------------------------------------------------------------------------------------------
 static void print_matrix(const char* name, const std::vector<float>& x, int rows, int columns, bool all) {
   const int edge = 3;
   printf("%s, %d x %d\n", name, rows, columns);
@@ -288,8 +305,9 @@ int main(int argc, char** argv) {
   CHECK(cudaGetDeviceProperties(&properties, device));
   CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   if (bytes > size_t(most))
-    fail("tiles of " + std::to_string(options.block_q) + " queries and " + std::to_string(options.block_k) + " keys need " + std::to_string(bytes) +
-         " bytes of shared memory, a block has " + std::to_string(most) + ": make --block-q or --block-k smaller");
+    fail("tiles of " + std::to_string(options.block_q) + " queries and " + std::to_string(options.block_k) +
+         " keys need " + std::to_string(bytes) + " bytes of shared memory, a block has " + std::to_string(most) +
+         ": make --block-q or --block-k smaller");
   CHECK(cudaFuncSetAttribute(flash_attention, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
 
   const size_t size = q.size() * sizeof(float);
@@ -305,9 +323,12 @@ int main(int argc, char** argv) {
   const int blocks = (seq_len + options.block_q - 1) / options.block_q;
   const auto launch = [&] {
 #ifdef ON_CPU
-    run_on_cpu(blocks, threads, bytes, [&] { flash_attention(d_q, d_k, d_v, d_o, seq_len, dim, options.block_q, options.block_k, options.causal, scale); });
+    run_on_cpu(blocks, threads, bytes, [&] {
+      flash_attention(d_q, d_k, d_v, d_o, seq_len, dim, options.block_q, options.block_k, options.causal, scale);
+    });
 #else
-    flash_attention<<<blocks, threads, bytes>>>(d_q, d_k, d_v, d_o, seq_len, dim, options.block_q, options.block_k, options.causal, scale);
+    flash_attention<<<blocks, threads, bytes> > >(d_q, d_k, d_v, d_o, seq_len, dim, options.block_q, options.block_k,
+                                                  options.causal, scale);
 #endif
     CHECK(cudaGetLastError());
   };
@@ -343,11 +364,12 @@ int main(int argc, char** argv) {
   const double allowed = 1e-5 * fmax(largest, 1.0);
   const bool right = error <= allowed;
   const double flops = 4.0 * dim * (options.causal ? 0.5 * seq_len * (seq_len + 1.0) : double(seq_len) * seq_len);
-  printf("%s: %d tokens, head dim %d%s, tiles of %d queries x %d keys, %zu bytes of shared memory\n", properties.name, seq_len, dim,
-         options.causal ? ", causal" : "", options.block_q, options.block_k, bytes);
+  printf("%s: %d tokens, head dim %d%s, tiles of %d queries x %d keys, %zu bytes of shared memory\n", properties.name,
+         seq_len, dim, options.causal ? ", causal" : "", options.block_q, options.block_k, bytes);
   printf("the N x N matrix would take %zu bytes; it was never stored\n", size_t(seq_len) * seq_len * sizeof(float));
   printf("time: %.4f ms a launch, %.2f GFLOP/s\n", milliseconds, flops / milliseconds / 1e6);
-  printf("largest difference from the CPU's computation: %.3g, allowed %.3g: %s\n", error, allowed, right ? "right" : "WRONG");
+  printf("largest difference from the CPU's computation: %.3g, allowed %.3g: %s\n", error, allowed,
+         right ? "right" : "WRONG");
 
   CHECK(cudaEventDestroy(begin));
   CHECK(cudaEventDestroy(end));

@@ -1,5 +1,6 @@
-// As much of CUDA as flash_attention.cu needs, on the CPU: blocks run one after the other, and the threads of a block in turns, each until
-// it reaches __syncthreads() or its end. So a barrier that is missing shows: the threads that come later have not done their part yet.
+// As much of CUDA as flash_attention.cu needs, on the CPU: blocks run one after the other, and the threads of a block
+// in turns, each until it reaches __syncthreads() or its end. So a barrier that is missing shows: the threads that come
+// later have not done their part yet.
 #pragma once
 #include <ucontext.h>
 
@@ -92,7 +93,7 @@ inline void run_on_cpu(int blocks, int threads, size_t shared_bytes, const std::
   }
 }
 
-// ---- the runtime's functions ---------------------------------------------------------------------------------------------------------------
+// ---- the runtime's functions ----------------------------------------------------------------------------------------
 enum cudaError_t { cudaSuccess };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
@@ -106,13 +107,23 @@ inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) { return *properties = cudaDeviceProp(), cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = kSharedBytes, cudaSuccess; }
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  return *properties = cudaDeviceProp(), cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = kSharedBytes, cudaSuccess;
+}
 template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) { return cudaSuccess; }
-inline cudaError_t cudaMalloc(float** memory, size_t bytes) { return *memory = static_cast<float*>(malloc(bytes)), cudaSuccess; }
+inline cudaError_t cudaMalloc(float** memory, size_t bytes) {
+  return *memory = static_cast<float*>(malloc(bytes)), cudaSuccess;
+}
 inline cudaError_t cudaFree(float* memory) { return free(memory), cudaSuccess; }
-inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return memcpy(to, from, bytes), cudaSuccess; }
-inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return *event = new std::chrono::steady_clock::time_point, cudaSuccess; }
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  return memcpy(to, from, bytes), cudaSuccess;
+}
+inline cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  return *event = new std::chrono::steady_clock::time_point, cudaSuccess;
+}
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
 inline cudaError_t cudaEventRecord(cudaEvent_t event) { return *event = std::chrono::steady_clock::now(), cudaSuccess; }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }

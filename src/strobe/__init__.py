@@ -8,7 +8,6 @@ from strobe.problem import Unsupported
 __version__ = "0.1.0"
 
 
-
 def __getattr__(name: str) -> object:
     """`strobe.trace`, for lessons, is loaded when it is asked for: `import strobe` stays light."""
     if name == "trace":

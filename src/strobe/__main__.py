@@ -1,6 +1,6 @@
 """`python -m strobe` is `strobe`."""
 
-from strobe.cli import main
+from strobe.tools.cli import main
 
 if __name__ == "__main__":
     main()

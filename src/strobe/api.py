@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from strobe import autograd, compiled, dispatch, mask as masks
-from strobe.backend import Backend
+from strobe import autograd, compiled, mask as masks
+from strobe.backends import dispatch
+from strobe.backends.backend import Backend
 from strobe.mask import Mask
 from strobe.problem import Inputs, Problem, check, from_bhsd, to_bhsd
 
@@ -35,19 +36,21 @@ def attention(
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, without the matrix of scores.
 
-    q is (batch, len_q, heads, dim), k and v (batch, len_k, heads_k, dim or dim_v); `layout="bhsd"` takes PyTorch's order.
-    Leading axes may be missing: (len, dim) works. Fewer key heads than query heads are grouped.
+    q is (batch, len_q, heads, dim), k and v (batch, len_k, heads_k, dim or dim_v); `layout="bhsd"` takes PyTorch's
+    order. Leading axes may be missing: (len, dim) works. Fewer key heads than query heads are grouped.
 
     mask           strobe.causal, strobe.window(left, right), …, combined with `&`; or booleans broadcastable to
                    (batch, heads, len_q, len_k), True where attention is allowed
     scale          1/sqrt(dim) by default
     softcap        scores become softcap * tanh(score / softcap)
     bias           added to the scores, broadcastable to (batch, heads, len_q, len_k)
-    dropout, seed  drops attention weights; the same seed drops the same ones on every backend. Without a seed one is drawn
+    dropout, seed  drops attention weights; the same seed drops the same ones on every backend. Without a seed one is
+    drawn
                    from torch's generator
     sinks          (heads,): one more logit per head in the softmax's denominator, without a value
     out            write the result here (no gradients then)
-    return_lse     also return the logarithm of the softmax's denominator, (batch, heads, len_q), natural log, differentiable
+    return_lse     also return the logarithm of the softmax's denominator, (batch, heads, len_q), natural log,
+    differentiable
     deterministic  only bit-for-bit reproducible algorithms, backward included
     backend        run this one or raise `strobe.Unsupported`; `strobe.explain` says which run what
 
@@ -55,33 +58,79 @@ def attention(
     """
     if _is_compiling() or (q.__class__ not in _REAL and compiled.is_traced(q)):
         return compiled.attention(
-            None, q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
-            layout=layout, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
-        )  # fmt: skip
+            None,
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=scale,
+            softcap=softcap,
+            bias=bias,
+            dropout=dropout,
+            seed=seed,
+            sinks=sinks,
+            layout=layout,
+            out=out,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            backend=backend,
+        )
     key = repeat = None
-    if bias is None and sinks is None and out is None and seed is None and dropout.__class__ in _NUMBERS and not dropout:
+    if (
+        bias is None
+        and sinks is None
+        and out is None
+        and seed is None
+        and dropout.__class__ in _NUMBERS
+        and not dropout
+    ):
         try:  # what follows decides how fast small problems are on a CPU, hence no function calls
             if q.is_cpu and k.is_cpu and v.is_cpu and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
                 key = (
-                    q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
+                    q.shape,
+                    k.shape,
+                    v.shape,
+                    q.dtype,
+                    k.dtype,
+                    v.dtype,
                     _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-                    mask, scale, softcap, layout, return_lse, deterministic, backend,
-                )  # fmt: skip
+                    mask,
+                    scale,
+                    softcap,
+                    layout,
+                    return_lse,
+                    deterministic,
+                    backend,
+                )
                 repeat = _repeats_on_cpu.get(key)
             else:
                 key = _strided_key(q, k, v, (mask, scale, softcap, layout, return_lse, deterministic, backend))
                 repeat = None if key is None else _repeats_of(q).get(key)
         except (AttributeError, TypeError, RuntimeError):
             key = None  # not tensors, without strides, or an option that cannot be hashed: `check` will say so
-        if repeat is not None and scale.__class__ is not bool and softcap.__class__ is not bool:  # True would pass for 1
+        if (
+            repeat is not None and scale.__class__ is not bool and softcap.__class__ is not bool
+        ):  # True would pass for 1
             try:
                 return repeat(q, k, v)
             except NotImplementedError:
                 key = None  # an opaque tensor, which looks contiguous: as above
     problem, inputs = check(
-        q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
-        layout=layout, out=out, return_lse=return_lse, deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        dropout=dropout,
+        seed=seed,
+        sinks=sinks,
+        layout=layout,
+        out=out,
+        return_lse=return_lse,
+        deterministic=deterministic,
+    )
     chosen = dispatch.choose(problem, backend)
     o, lse = _run(chosen, problem, inputs, None if out is None else to_bhsd(out, layout), layout)
     if key is not None and q.dim() == 4 and not problem.empty and not problem.has_mask_tensor:
@@ -118,21 +167,54 @@ def attention_varlen(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """`attention` for sequences of different lengths packed one after the other: q is (total_q, heads, dim), k and v are
-    (total_k, heads_k, dim). Sequence i holds the rows cu_q[i] to cu_q[i+1] and the keys cu_k[i] to cu_k[i+1] (int32, starting
-    with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and `cu_q`, `cu_k` are taken
-    on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k). The LSE is (heads, total_q)."""
+    """`attention` for sequences of different lengths packed one after the other: q is (total_q, heads, dim), k and v
+    are (total_k, heads_k, dim). Sequence i holds the rows cu_q[i] to cu_q[i+1] and the keys cu_k[i] to cu_k[i+1]
+    (int32, starting with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and
+    `cu_q`, `cu_k` are taken on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k).
+    The LSE
+    is
+    (heads,
+    total_q)."""
     if _is_compiling() or (q.__class__ not in _REAL and compiled.is_traced(q)):
         return compiled.attention(
-            (cu_q, cu_k, max_q, max_k), q, k, v, mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed,
-            sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
-        )  # fmt: skip
+            (cu_q, cu_k, max_q, max_k),
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=scale,
+            softcap=softcap,
+            bias=bias,
+            dropout=dropout,
+            seed=seed,
+            sinks=sinks,
+            out=out,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            backend=backend,
+        )
     problem, inputs = check(
-        q, k, v, cu=(cu_q, cu_k, max_q, max_k), mask=mask, scale=scale, softcap=softcap, bias=bias, dropout=dropout, seed=seed,
-        sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu=(cu_q, cu_k, max_q, max_k),
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        dropout=dropout,
+        seed=seed,
+        sinks=sinks,
+        out=out,
+        return_lse=return_lse,
+        deterministic=deterministic,
+    )
     o, lse = _run(
-        dispatch.choose(problem, backend), problem, inputs, None if out is None else out.transpose(0, 1).unsqueeze(0), "bshd"
+        dispatch.choose(problem, backend),
+        problem,
+        inputs,
+        None if out is None else out.transpose(0, 1).unsqueeze(0),
+        "bshd",
     )
     result = out if out is not None else o[0].transpose(0, 1)
     return (result, lse[0]) if return_lse else result
@@ -177,15 +259,17 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """A drop-in for torch.nn.functional.scaled_dot_product_attention: its signature, its (batch, heads, length, dim) layout,
-    its causal mask aligned to the top left."""
+    """A drop-in for torch.nn.functional.scaled_dot_product_attention: its signature, its (batch, heads, length, dim)
+    layout, its causal mask aligned to the top left."""
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask must be None when is_causal is True")
     if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
         axes = f"{query.dim()}, {key.dim()}, {value.dim()}"
         raise ValueError(f"query, key and value must have the same number of axes, at least 2; got {axes}")
     if query.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
-        raise ValueError(f"query has {query.shape[-3]} heads, key has {key.shape[-3]}; pass enable_gqa=True to group them")
+        raise ValueError(
+            f"query has {query.shape[-3]} heads, key has {key.shape[-3]}; pass enable_gqa=True to group them"
+        )
     q, k, v, lead = query, key, value, query.shape[:-3]
     if query.dim() > 4 or not key.shape[:-3] == value.shape[:-3] == lead:
         lead = torch.broadcast_shapes(lead, key.shape[:-3], value.shape[:-3])
@@ -215,13 +299,15 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: t
 
 
 def backends() -> dict[str, str]:
-    """The backends there are, fastest first, with a line about each. `strobe.explain` tells which would run a problem."""
+    """The backends there are, fastest first, with a line about each. `strobe.explain` tells which would run a
+    problem."""
     return {name: dispatch.get(name).summary for name in dispatch.NAMES}
 
 
-# ---- calls that look like an earlier one -----------------------------------------------------------------------------------
-# Checking arguments in Python costs more than launching a kernel. A checked call becomes a function of the tensors alone, made
-# by the backend's `repeat` where it has one; the next call with the same shapes, strides and options goes straight there.
+# ---- calls that look like an earlier one
+# ----------------------------------------------------------------------------------- Checking arguments in Python costs
+# more than launching a kernel. A checked call becomes a function of the tensors alone, made by the backend's `repeat`
+# where it has one; the next call with the same shapes, strides and options goes straight there.
 
 _Repeats = dict[Any, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]]
 _repeats_on_cpu: _Repeats = {}
@@ -255,15 +341,29 @@ def _strided_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tup
     if q.is_cuda and (needs_grad or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15):
         return None
     return (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, needs_grad, options,
-    )  # fmt: skip
+        q.shape,
+        q.stride(),
+        k.shape,
+        k.stride(),
+        v.shape,
+        v.stride(),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        needs_grad,
+        options,
+    )
 
 
 def _attend_again(
     backend: Backend, problem: Problem, layout: str, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Any:
     inputs = Inputs(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
-    attended = autograd.attention(backend, problem, inputs) if problem.needs_grad else backend.forward(problem, inputs, None)
+    attended = (
+        autograd.attention(backend, problem, inputs) if problem.needs_grad else backend.forward(problem, inputs, None)
+    )
     result = from_bhsd(attended[0], q, layout)
     return (result, attended[1]) if return_lse else result

@@ -1,9 +1,8 @@
 """Attention as a differentiable operation of PyTorch, whatever backend computes it.
 
-First derivatives come from the backend's backward or from `tiled`. For second derivatives the backward is an operation in its
-own right: it is written down once more in ordinary differentiable formulas, one block of query rows at a time, and PyTorch
-differentiates those. Query rows do not see each other, so memory stays at (rows of a block) x (keys).
-"""
+First derivatives come from the backend's backward or from `tiled`. For second derivatives the backward is an operation
+in its own right: it is written down once more in ordinary differentiable formulas, one block of query rows at a time,
+and PyTorch differentiates those. Query rows do not see each other, so memory stays at (rows of a block) x (keys)."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from typing import Any
 
 import torch
 
-from strobe import tiled_backward
-from strobe.backend import Backend
+from strobe.backends.backend import Backend
+from strobe.backends.reference import probabilities
+from strobe.backends.tiled import backward as tiled_backward
+from strobe.backends.tiled.slab import Slab, choose_blocks, slabs, tile_of
 from strobe.problem import Inputs, Problem
-from strobe.reference import probabilities
 from strobe.score import softcapped
-from strobe.slab import Slab, choose_blocks, slabs, tile_of
 
 _Tensors = tuple[torch.Tensor | None, ...]
 
@@ -61,8 +60,9 @@ class _Attention(torch.autograd.Function):
 
 
 class Plain(torch.autograd.Function):
-    """The output alone as a function of q, k and v alone: `_Attention` where Python's own time counts. `call` is (forward,
-    backward, backend, problem), the first two functions of tensors: (q, k, v) and (dout, q, k, v, out, lse)."""
+    """The output alone as a function of q, k and v alone: `_Attention` where Python's own time counts. `call` is
+    (forward, backward, backend, problem), the first two functions of tensors: (q, k, v) and (dout, q, k, v, out,
+    lse)."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
@@ -78,14 +78,23 @@ class Plain(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return None, *backward(*grads, q, k, v, out, lse)
         rest, needs = _without_tensors(Inputs(q, k, v)), (*ctx.needs_input_grad[1:], False, False)
-        found = _Backward.apply(backend, problem, rest, needs, out.detach(), lse.detach(), *grads, None, q, k, v, None, None)
+        found = _Backward.apply(
+            backend, problem, rest, needs, out.detach(), lse.detach(), *grads, None, q, k, v, None, None
+        )
         return None, *found[:3]
 
 
 def gradients(
-    backend: Backend, problem: Problem, rest: Inputs, needs: tuple[bool, ...],
-    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, tensors: Sequence[torch.Tensor | None],
-) -> _Tensors:  # fmt: skip
+    backend: Backend,
+    problem: Problem,
+    rest: Inputs,
+    needs: tuple[bool, ...],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor | None],
+) -> _Tensors:
     """Of q, k, v, bias and sinks, those that are needed."""
     inputs = _with(rest, *tensors)
     if backend.backward is None:
@@ -96,14 +105,22 @@ def gradients(
 
 
 class _Backward(torch.autograd.Function):
-    """The gradients as a function of (dout, dlse, q, k, v, bias, sinks). The results of the forward are passed as constants:
-    second derivatives go through the recomputation."""
+    """The gradients as a function of (dout, dlse, q, k, v, bias, sinks). The results of the forward are passed as
+    constants: second derivatives go through the recomputation."""
 
     @staticmethod
     def forward(
-        ctx: Any, backend: Backend, problem: Problem, rest: Inputs, needs: tuple[bool, ...],
-        out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, *tensors: torch.Tensor | None,
-    ) -> _Tensors:  # fmt: skip
+        ctx: Any,
+        backend: Backend,
+        problem: Problem,
+        rest: Inputs,
+        needs: tuple[bool, ...],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        *tensors: torch.Tensor | None,
+    ) -> _Tensors:
         ctx.save_for_backward(dout, dlse, *tensors)
         ctx.call = problem, rest, needs
         ctx.set_materialize_grads(False)
@@ -113,7 +130,9 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         """`cotangents` belong to the gradients of q, k, v, bias and sinks."""
         problem, rest, needs = ctx.call
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*ctx.saved_tensors, *cotangents)):
+        if torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (*ctx.saved_tensors, *cotangents)
+        ):
             return (None,) * 6 + _Third.apply(problem, rest, *cotangents, *ctx.saved_tensors)
         return (None,) * 6 + second_derivatives(problem, rest, cotangents, ctx.saved_tensors)
 
@@ -139,7 +158,9 @@ def second_derivatives(problem: Problem, rest: Inputs, cotangents: Sequence[Any]
         for rows in slab.row_blocks(blocks.q):
             parts = _parts(slab, rows, saved)
             directions = _parts(slab, rows, (None, None, *cotangents))[2:]
-            leaves: list[Any] = [None if t is None else t.detach().to(problem.lse_dtype).requires_grad_() for t in parts]
+            leaves: list[Any] = [
+                None if t is None else t.detach().to(problem.lse_dtype).requires_grad_() for t in parts
+            ]
             with torch.enable_grad():
                 out, lse = _dense_rows(slab, rows, leaves[2:])
                 first = [t for t in leaves[2:] if t is not None]
@@ -161,7 +182,8 @@ def second_derivatives(problem: Problem, rest: Inputs, cotangents: Sequence[Any]
 
 
 def _parts(slab: Slab, rows: range, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Of (dout, dlse, q, k, v, bias, sinks), or of what is shaped like them, the views that a block of rows has to do with."""
+    """Of (dout, dlse, q, k, v, bias, sinks), or of what is shaped like them, the views that a block of rows has to do
+    with."""
     here = slice(rows.start, rows.stop)
     dout, dlse, q, k, v, bias, sinks = tensors
     by_rows = [None if t is None else slab.of_queries(t)[:, :, :, here] for t in (dout, dlse, q)]
@@ -173,7 +195,8 @@ def _parts(slab: Slab, rows: range, tensors: Sequence[torch.Tensor | None]) -> l
 
 
 def _dense_rows(slab: Slab, rows: range, leaves: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a block of rows with all their scores at once, (b, hk, g, rows, len_k), in differentiable operations."""
+    """Attention of a block of rows with all their scores at once, (b, hk, g, rows, len_k), in differentiable
+    operations."""
     problem, (q, k, v, bias, sinks) = slab.problem, leaves
     s = softcapped(q @ k.unsqueeze(2).mT * problem.scale, problem.softcap)
     if bias is not None:

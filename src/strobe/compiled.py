@@ -1,9 +1,9 @@
 """Where PyTorch traces (`torch.compile`, `torch.export`, fake tensors) attention is one operation of the graph,
 `torch.ops.strobe.attention`, and so is its backward.
 
-A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as it is
-called without a compiler. Operations take no objects, hence interval masks travel by name. What an operation cannot express
-(`out=`, and a seed drawn for dropout) breaks the graph of a compiled function and then runs as usual.
+A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as
+it is called without a compiler. Operations take no objects, hence interval masks travel by name. What an operation
+cannot express (`out=`, and a seed drawn for dropout) breaks the graph of a compiled function and then runs as usual.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from strobe import autograd, dispatch
+from strobe import autograd
+from strobe.backends import dispatch
 from strobe.mask import Mask, full, named
 from strobe.problem import Unsupported, check, from_bhsd, lse_dtype, to_bhsd
 
@@ -29,10 +30,13 @@ _Maybe = torch.Tensor | None
 _TENSORS = ("q", "k", "v", "bias", "sinks")  # that can have gradients, in the order of `Gradients`
 _NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
 _library = torch.library.Library("strobe", "DEF")
-_tags = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name))
+_tags = tuple(
+    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name)
+)
 _library.define(f"attention({_CALL}, bool with_lse) -> (Tensor, Tensor)", tags=_tags)
 _library.define(
-    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_CALL}) -> Tensor[]", tags=_tags
+    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_CALL}) -> Tensor[]",
+    tags=_tags,
 )
 
 
@@ -45,23 +49,47 @@ def attention(cu: tuple[Any, ...] | None, q: torch.Tensor, k: torch.Tensor, v: t
     """`strobe.attention`, or `attention_varlen` if `cu` = (cu_q, cu_k, max_q, max_k), for a tracer."""
     mask, dropout, seed = options["mask"], options["dropout"], options["seed"]
     is_tensor = isinstance(mask, torch.Tensor)
-    if options["out"] is not None or (dropout and seed is None) or not (mask is None or is_tensor or isinstance(mask, Mask)):
+    if (
+        options["out"] is not None
+        or (dropout and seed is None)
+        or not (mask is None or is_tensor or isinstance(mask, Mask))
+    ):
         if not torch.compiler.is_dynamo_compiling():
-            raise Unsupported("only a mask of ours or a boolean tensor, no `out`, and dropout with a `seed` can be traced")
+            raise Unsupported(
+                "only a mask of ours or a boolean tensor, no `out`, and dropout with a `seed` can be traced"
+            )
         return _uncompiled(cu, q, k, v, options)
     bias, sinks, return_lse = options["bias"], options["sinks"], options["return_lse"]
     cu_q, cu_k, max_q, max_k = cu or (None, None, None, None)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))
     out, lse = torch.ops.strobe.attention(
-        q, k, v, mask if is_tensor else None, bias, sinks, cu_q, cu_k, max_q, max_k,
-        full.name if mask is None or is_tensor else mask.name, options["scale"], options["softcap"], dropout, seed or 0,
-        options.get("layout", "bshd"), options["deterministic"], options["backend"], return_lse or needs_grad,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask if is_tensor else None,
+        bias,
+        sinks,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        full.name if mask is None or is_tensor else mask.name,
+        options["scale"],
+        options["softcap"],
+        dropout,
+        seed or 0,
+        options.get("layout", "bshd"),
+        options["deterministic"],
+        options["backend"],
+        return_lse or needs_grad,
+    )
     return (out, lse) if return_lse else out
 
 
 @getattr(torch, "_disable_dynamo", torch.compiler.disable)  # the former does not import the compiler until it is needed
-def _uncompiled(cu: tuple[Any, ...] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
+def _uncompiled(
+    cu: tuple[Any, ...] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> Any:
     from strobe import api
 
     if cu is None:
@@ -78,7 +106,8 @@ def _options(call: dict[str, Any]) -> tuple[tuple[Any, ...] | None, dict[str, An
     return cu, {"mask": mask, "seed": seed} | {name: call[name] for name in passed}
 
 
-# ---- forward ---------------------------------------------------------------------------------------------------------------
+# ---- forward
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +133,8 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((*lead, call["v"].shape[-1])), q.new_empty(rows if with_lse else (0,), dtype=lse_dtype(q.dtype))
 
 
-# ---- backward --------------------------------------------------------------------------------------------------------------
+# ---- backward
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -147,10 +177,16 @@ def _backward(
 
         tensors = [inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks]
         found = autograd.gradients(
-            dispatch.choose(problem, call["backend"]), problem, inputs, tuple(needs), inside(out), lse.view(inputs.q.shape[:3]),
-            inside(torch.zeros_like(out) if dout is None else dout), None if dlse is None else dlse.reshape(inputs.q.shape[:3]),
+            dispatch.choose(problem, call["backend"]),
+            problem,
+            inputs,
+            tuple(needs),
+            inside(out),
+            lse.view(inputs.q.shape[:3]),
+            inside(torch.zeros_like(out) if dout is None else dout),
+            None if dlse is None else dlse.reshape(inputs.q.shape[:3]),
             tensors,
-        )  # fmt: skip
+        )
         moved = [outside(g, t) for g, t in zip(found[:3], (q, k, v), strict=True) if g is not None]
         moved += [g.reshape(call[name].shape) for g, name in zip(found[3:], _TENSORS[3:], strict=True) if g is not None]
         return [g.to(t.dtype).contiguous() for g, t in zip(moved, wanted, strict=True)]

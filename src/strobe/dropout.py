@@ -1,7 +1,8 @@
 """Which entries dropout keeps: a counter-based generator, a pure function of (seed, batch, head, query, key).
 
-No state is carried along, so the mask depends neither on the tile sizes nor on the order of the tiles nor on the device, and
-the backward pass computes it again instead of storing it. In unsigned 32-bit arithmetic, as a kernel would write it:
+No state is carried along, so the mask depends neither on the tile sizes nor on the order of the tiles nor on the
+device, and the backward pass computes it again instead of storing it. In unsigned 32-bit arithmetic, as a kernel would
+write it:
 
     r = mix(high ^ 0x9e3779b9); r = mix(r ^ low)                              the two halves of the 64-bit seed
     r = mix(r ^ batch); r = mix(r + head)
@@ -9,8 +10,8 @@ the backward pass computes it again instead of storing it. In unsigned 32-bit ar
     u = mix(mix(key ^ a) + b)
     kept where (u >> 8) >= threshold                                          threshold = round(p * 2^24)
 
-with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16, a bijection with good avalanche.
-"""
+with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16, a bijection with good
+avalanche."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def threshold(p: float) -> int:
 
 
 def _signed(x: int) -> int:
-    """The 32 bits of `x` as the signed int32 that torch wants; its arithmetic wraps, so the bits come out as in unsigned."""
+    """The 32 bits of `x` as the signed int32 that torch wants; its arithmetic wraps, so the bits come out as in
+    unsigned."""
     x &= 0xFFFFFFFF
     return x - (1 << 32) if x >> 31 else x
 

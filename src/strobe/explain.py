@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from strobe import dispatch
+from strobe.backends import dispatch
 from strobe.problem import check
 
 

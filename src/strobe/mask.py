@@ -1,8 +1,8 @@
-"""Masks, each defined once: query row `q` sees the keys `lo(q) <= k < hi(q)`, and neither end ever moves left as `q` grows.
+"""Masks, each defined once: query row `q` sees the keys `lo(q) <= k < hi(q)`, and neither end ever moves left as `q`
+grows.
 
-From these two integer expressions come the dense mask of the reference, the C++ text of the kernels, the range of key tiles to
-visit and which of them need no masking, and the exact count of visible pairs.
-"""
+From these two integer expressions come the dense mask of the reference, the C++ text of the kernels, the range of key
+tiles to visit and which of them need no masking, and the exact count of visible pairs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ class Mask:
         return Mask(_join("max", self.lo, other.lo), _join("min", self.hi, other.hi), " & ".join(dict.fromkeys(names)))
 
     def __repr__(self) -> str:
-        return f"strobe.{self.name}" if "&" not in self.name else " & ".join(f"strobe.{n}" for n in self.name.split(" & "))
+        return (
+            f"strobe.{self.name}" if "&" not in self.name else " & ".join(f"strobe.{n}" for n in self.name.split(" & "))
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mask) and self.lo == other.lo and self.hi == other.hi
@@ -108,7 +110,8 @@ class Mask:
     def __hash__(self) -> int:
         return self._hash
 
-    # ---- everything else is derived from the two ends -------------------------------------------------------------------
+    # ---- everything else is derived from the two ends
+    # -------------------------------------------------------------------
 
     def bounds(self, rows: Value, len_q: int, len_k: int) -> tuple[Value, Value]:
         """(lo, hi) of one row or a tensor of rows, clipped to the keys there are; nothing is visible where hi <= lo."""
@@ -133,8 +136,8 @@ class Mask:
         return (lo[:, None] <= keys) & (keys < hi[:, None])
 
     def tiles(self, q0: int, q1: int, block_k: int, len_q: int, len_k: int) -> tuple[int, int, int, int]:
-        """Key tiles for the rows [q0, q1): (first, end, first_full, end_full). Tiles outside [first, end) are invisible to
-        all of the rows; those in [first_full, end_full) are wholly visible to each of them and need no masking."""
+        """Key tiles for the rows [q0, q1): (first, end, first_full, end_full). Tiles outside [first, end) are invisible
+        to all of the rows; those in [first_full, end_full) are wholly visible to each of them and need no masking."""
         (lo_first, hi_first), (lo_last, hi_last) = self.bounds(q0, len_q, len_k), self.bounds(q1 - 1, len_q, len_k)
         first, end = lo_first // block_k, -(-hi_last // block_k)
         end = max(first, end)

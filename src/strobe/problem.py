@@ -1,8 +1,8 @@
 """`Problem`: the frozen facts of one attention call, and every check of its arguments.
 
-`Problem` says what is to be computed, without tensors: it is what backends are asked about (`supports`), what plans are made
-from and what caches are keyed by. `Inputs` holds the tensors, all in one order: (batch, heads, length, dim), as views.
-"""
+`Problem` says what is to be computed, without tensors: it is what backends are asked about (`supports`), what plans are
+made from and what caches are keyed by. `Inputs` holds the tensors, all in one order: (batch, heads, length, dim), as
+views."""
 
 from __future__ import annotations
 
@@ -79,14 +79,16 @@ class Problem:
 
     def bytes(self) -> int:
         """The least a forward pass has to move: q, k, v read once, the output and the LSE written once."""
-        elements = self.heads * self.total_q * (self.dim + self.dim_v) + self.heads_k * self.total_k * (self.dim + self.dim_v)
+        elements = self.heads * self.total_q * (self.dim + self.dim_v) + self.heads_k * self.total_k * (
+            self.dim + self.dim_v
+        )
         return elements * self.dtype.itemsize + self.heads * self.total_q * self.lse_dtype.itemsize
 
 
 @dataclass
 class Inputs:
-    """The tensors of a call, (batch, heads, length, dim). Packed problems have batch 1 here and say with cu_q, cu_k where
-    each sequence begins and ends."""
+    """The tensors of a call, (batch, heads, length, dim). Packed problems have batch 1 here and say with cu_q, cu_k
+    where each sequence begins and ends."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -166,7 +168,8 @@ def _check_cu(name: str, cu: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def _longest(name: str, max_name: str, cu: torch.Tensor, longest: Any, total: int) -> int:
-    """The longest sequence. If it is given and `cu` lives on a GPU nothing is read back, so that the call never waits."""
+    """The longest sequence. If it is given and `cu` lives on a GPU nothing is read back, so that the call never
+    waits."""
     if longest is not None:
         if isinstance(longest, bool) or not isinstance(longest, numbers.Integral):
             raise TypeError(f"{max_name} must be an int, got {longest!r}")
@@ -180,7 +183,9 @@ def _longest(name: str, max_name: str, cu: torch.Tensor, longest: Any, total: in
         raise ValueError(f"{name} must run from 0 to {total} (the rows there are), got {ends[0]} … {ends[-1]}")
     if any(n < 0 for n in lengths):
         at = next(i for i, n in enumerate(lengths) if n < 0)
-        raise ValueError(f"{name} must not decrease, but {name}[{at}] = {ends[at]} and {name}[{at + 1}] = {ends[at + 1]}")
+        raise ValueError(
+            f"{name} must not decrease, but {name}[{at}] = {ends[at]} and {name}[{at + 1}] = {ends[at + 1]}"
+        )
     found = max(lengths, default=0)
     if longest is not None and longest < found:
         raise ValueError(f"{max_name} is {longest}, but the longest sequence in {name} has {found} rows")
@@ -299,22 +304,37 @@ def check(
         raise TypeError(f"seed must be an int, got {seed!r}")
     if out is not None:
         _check_out(out, (*q.shape[:-1], dim_v), q)
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, v, bias, sinks)
-    )
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))
     if out is not None and needs_grad:
         raise ValueError(
             "out cannot be given while gradients are needed (in-place results are not differentiable); use torch.no_grad()"
         )
 
     problem = Problem(
-        dtype=q.dtype, device=q.device, batch=batch, heads=heads, heads_k=heads_k, len_q=len_q, len_k=len_k, dim=dim,
-        dim_v=dim_v, mask=mask, scale=scale, softcap=None if softcap is None else float(softcap), dropout=float(dropout),
-        has_mask_tensor=mask_tensor is not None, has_bias=bias is not None, has_sinks=sinks is not None,
-        packed=cu is not None, total_q=views[0].shape[0] * views[0].shape[2], total_k=views[1].shape[0] * views[1].shape[2],
-        needs_grad=needs_grad, return_lse=return_lse, deterministic=deterministic,
+        dtype=q.dtype,
+        device=q.device,
+        batch=batch,
+        heads=heads,
+        heads_k=heads_k,
+        len_q=len_q,
+        len_k=len_k,
+        dim=dim,
+        dim_v=dim_v,
+        mask=mask,
+        scale=scale,
+        softcap=None if softcap is None else float(softcap),
+        dropout=float(dropout),
+        has_mask_tensor=mask_tensor is not None,
+        has_bias=bias is not None,
+        has_sinks=sinks is not None,
+        packed=cu is not None,
+        total_q=views[0].shape[0] * views[0].shape[2],
+        total_k=views[1].shape[0] * views[1].shape[2],
+        needs_grad=needs_grad,
+        return_lse=return_lse,
+        deterministic=deterministic,
         strides=tuple(t.stride()[:3] for t in views),
-    )  # fmt: skip
+    )
     if dropout and seed is None:  # follows torch.manual_seed
         seed = int(torch.randint(1 << 62, ()).item())
     return problem, Inputs(views[0], views[1], views[2], mask_tensor, bias, sinks, seed or 0, cu_q, cu_k)

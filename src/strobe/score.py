@@ -22,6 +22,6 @@ def softcap_slope(capped: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def kernel_constants(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(before, after): the kernels compute exp2(after * f(before * q.k)) with f = tanh when capped, else the identity, so that
-    an exponential costs one FMA and one EX2."""
+    """(before, after): the kernels compute exp2(after * f(before * q.k)) with f = tanh when capped, else the identity,
+    so that an exponential costs one FMA and one EX2."""
     return (1.0, scale * LOG2E) if softcap is None else (scale / softcap, softcap * LOG2E)

@@ -1,4 +1,5 @@
-"""A headless browser driven over its DevTools protocol, with the standard library only: the few messages that tests need."""
+"""A headless browser driven over its DevTools protocol, with the standard library only: the few messages that tests
+need."""
 
 from __future__ import annotations
 
@@ -15,12 +16,22 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
 
 
 class WebSocket:
@@ -41,7 +52,13 @@ class WebSocket:
     def send(self, text: str) -> None:
         payload, mask = text.encode(), os.urandom(4)
         n = len(payload)
-        size = bytes([0x80 | n]) if n < 126 else b"\xfe" + struct.pack("!H", n) if n < 65536 else b"\xff" + struct.pack("!Q", n)
+        size = (
+            bytes([0x80 | n])
+            if n < 126
+            else b"\xfe" + struct.pack("!H", n)
+            if n < 65536
+            else b"\xff" + struct.pack("!Q", n)
+        )
         repeated = mask * (n // 4 + 1)
         masked = (int.from_bytes(payload, "big") ^ int.from_bytes(repeated[:n], "big")).to_bytes(n, "big")
         self._socket.sendall(b"\x81" + size + mask + masked)

@@ -1,5 +1,5 @@
-"""The page on which one watches the algorithm run, in a real browser: its numbers are the library's, its controls work by
-mouse and by keyboard, breaking the algorithm shows, and nothing comes from the network."""
+"""The page on which one watches the algorithm run, in a real browser: its numbers are the library's, its controls work
+by mouse and by keyboard, breaking the algorithm shows, and nothing comes from the network."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch
 from browser.devtools import BROWSER, Page
 
 import strobe
-from strobe import worked_example
-from strobe.learn import explain_page
+from strobe.learn import explain_page, worked_example
 from strobe.learn.trace import sample, trace
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the path")
@@ -80,14 +79,22 @@ def close(found: Any, wanted: Any, tolerance: float, where: str = "") -> None:
         assert found == wanted, f"{where}: {found!r} is not {wanted!r}"
 
 
-# ---- the page and the library --------------------------------------------------------------------------------------------
+# ---- the page and the library
+# --------------------------------------------------------------------------------------------
 
 RUNS = [
-    (4, 2, 2, 2, "float64", "full", 0, 0), (8, 4, 2, 2, "float64", "causal", 0, 0), (11, 3, 4, 3, "float64", "window", 2, 0),
-    (13, 5, 3, 4, "float64", "window", 1, 2), (9, 2, 16, 4, "float64", "causal", 0, 0), (7, 6, 1, 1, "float64", "full", 0, 0),
-    (16, 8, 4, 8, "float32", "causal", 0, 0), (16, 8, 8, 4, "float16", "full", 0, 0), (16, 8, 8, 4, "bfloat16", "window", 5, 1),
-    (40, 16, 16, 8, "bfloat16", "causal", 0, 0), (24, 4, 7, 5, "float32", "window", 0, 0),
-]  # fmt: skip
+    (4, 2, 2, 2, "float64", "full", 0, 0),
+    (8, 4, 2, 2, "float64", "causal", 0, 0),
+    (11, 3, 4, 3, "float64", "window", 2, 0),
+    (13, 5, 3, 4, "float64", "window", 1, 2),
+    (9, 2, 16, 4, "float64", "causal", 0, 0),
+    (7, 6, 1, 1, "float64", "full", 0, 0),
+    (16, 8, 4, 8, "float32", "causal", 0, 0),
+    (16, 8, 8, 4, "float16", "full", 0, 0),
+    (16, 8, 8, 4, "bfloat16", "window", 5, 1),
+    (40, 16, 16, 8, "bfloat16", "causal", 0, 0),
+    (24, 4, 7, 5, "float32", "window", 0, 0),
+]
 
 
 @pytest.mark.parametrize(("n", "d", "block_q", "block_k", "dtype", "mask", "left", "right"), RUNS)
@@ -126,8 +133,10 @@ def test_golden_numbers_are_shown(page: Page) -> None:
     page.click("#first")
     for index in range(1, steps + 1):
         page.click("#next")
-        moment = page.js("({ index: strobePage.state.index, kind: strobePage.moment.kind, block: strobePage.moment.step.block,"
-                         " tile: strobePage.moment.step.tile })")  # fmt: skip
+        moment = page.js(
+            "({ index: strobePage.state.index, kind: strobePage.moment.kind, block: strobePage.moment.step.block,"
+            " tile: strobePage.moment.step.tile })"
+        )
         assert moment["index"] == index
         if moment["block"] == 0:
             seen[moment["tile"], moment["kind"]] = numbers(page)
@@ -146,8 +155,10 @@ def test_golden_numbers_are_shown(page: Page) -> None:
 
 def test_edited_numbers_are_recomputed(page: Page) -> None:
     page.js("document.querySelector('#edit').open = true")
-    page.js("(() => { const e = document.querySelector('[aria-label=\"K row 1 column 0\"]'); e.value = '-1.25';"
-            " e.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    page.js(
+        "(() => { const e = document.querySelector('[aria-label=\"K row 1 column 0\"]'); e.value = '-1.25';"
+        " e.dispatchEvent(new Event('change')); })()"
+    )
     q, k, v = worked_example.inputs(torch.float32)
     k[1, 0] = -1.25
     wanted = trace(q, k, v, block_q=2, block_k=2)
@@ -155,7 +166,8 @@ def test_edited_numbers_are_recomputed(page: Page) -> None:
     assert page.js("strobePage.trace.from") == "page" and text(page, "#about") == "Your own numbers."
 
 
-# ---- breaking it -----------------------------------------------------------------------------------------------------------
+# ---- breaking it
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_without_the_rescale_the_answer_is_wrong(page: Page) -> None:
@@ -163,7 +175,9 @@ def test_without_the_rescale_the_answer_is_wrong(page: Page) -> None:
     page.click("input[value=rescale]")
     q, k, v = (torch.tensor(explain_page.MODERATE[name], dtype=torch.float64) for name in "qkv")
     s = (q @ k.T / math.sqrt(2))[0]
-    kept = torch.cat([(s[:2] - s[:2].max()).exp(), (s[2:] - s.max()).exp()])  # each tile measured from the maximum of its time
+    kept = torch.cat(
+        [(s[:2] - s[:2].max()).exp(), (s[2:] - s.max()).exp()]
+    )  # each tile measured from the maximum of its time
     wrong = (kept @ v / kept.sum()).tolist()
     close(page.js("strobePage.trace.row(0).out"), wrong, 1e-12)
     assert "wrong" in text(page, "#verdict") and "instead of [1.11212, 1.67598]" in text(page, "#verdict")
@@ -186,7 +200,8 @@ def test_without_the_maximum_large_scores_overflow(page: Page) -> None:
     assert "overflows float16 above s = 11.09" in text(page, "#verdict")
 
 
-# ---- the model ---------------------------------------------------------------------------------------------------------------
+# ---- the model
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_and_time_follow_the_settings(page: Page) -> None:
@@ -214,7 +229,8 @@ def test_impossible_settings_are_refused_with_a_reason(page: Page) -> None:
     assert page.js("document.querySelector('#problem').hidden") and page.js("strobePage.trace.n") == 6
 
 
-# ---- controls ----------------------------------------------------------------------------------------------------------------
+# ---- controls
+# ----------------------------------------------------------------------------------------------------------------
 
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Home": 36, "End": 35, "PageDown": 34, "PageUp": 33}
 
@@ -268,13 +284,16 @@ def test_everything_has_a_name_and_can_be_reached(page: Page) -> None:
     assert nameless == []
     assert page.js("document.querySelector('#sentence').ariaLive") == "polite"
     page.js("strobePage.go(10)")
-    assert page.js("document.querySelector('#scrub').getAttribute('aria-valuetext')").startswith("Step 10 of 24: l and o are")
+    assert page.js("document.querySelector('#scrub').getAttribute('aria-valuetext')").startswith(
+        "Step 10 of 24: l and o are"
+    )
     page.key("Tab", 9)
     assert page.js("document.activeElement.className") == "skip"
     assert page.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-# ---- how it looks ------------------------------------------------------------------------------------------------------------
+# ---- how it looks
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", [WORKED, CAUSAL, WINDOW, REAL])
@@ -291,7 +310,9 @@ def test_it_fits_a_phone(page: Page, preset: int) -> None:
 
 def test_light_and_dark(page: Page, tmp_path: Path) -> None:
     def light() -> bool:
-        return sum(map(int, page.js("getComputedStyle(document.body).backgroundColor").strip("rgb()").split(", "))) > 600
+        return (
+            sum(map(int, page.js("getComputedStyle(document.body).backgroundColor").strip("rgb()").split(", "))) > 600
+        )
 
     assert light()
     page.prefers(color_scheme="dark")

@@ -9,8 +9,8 @@ import pytest
 
 from strobe.cuda import cubin, jit
 from strobe.cuda.tiles import SMEM_BYTES
-from strobe.ladder.rung import PARAMS, Rung
-from strobe.ladder.rungs import RUNGS
+from strobe.learn.ladder.rung import PARAMS, Rung
+from strobe.learn.ladder.rungs import RUNGS
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 WANTED = [(rung, "sm_90a" if rung.hopper else "sm_80", dim) for rung in RUNGS if not rung.library for dim in (64, 128)]

@@ -1,7 +1,8 @@
-"""Every kernel variant that a plan can produce compiles for its architecture: nothing spills, and Python's arguments fit.
+"""Every kernel variant that a plan can produce compiles for its architecture: nothing spills, and Python's arguments
+fit.
 
-The common variants are compiled each time; STROBE_EXHAUSTIVE=1 compiles every combination of features for every architecture.
-"""
+The common variants are compiled each time; STROBE_EXHAUSTIVE=1 compiles every combination of features for every
+architecture."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 
 
 def selected(arch: str) -> list[plan.Variant]:
-    """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims, and plain
-    ones of the other type."""
+    """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
+    and plain ones of the other type."""
     every = list(plan.variants(arch, exhaustive=True))
-    folded = [v for v in every if v.fold > 1 and v.softcap and v.sinks and v.mask.lo is not None and v.element == "bf16"]
+    folded = [
+        v for v in every if v.fold > 1 and v.softcap and v.sinks and v.mask.lo is not None and v.element == "bf16"
+    ]
     folded = [replace(v, fold=fold) for v in folded for fold in (2, 64)]  # elsewhere 8 stands for any
     if EXHAUSTIVE:
         return every + folded
@@ -47,7 +50,9 @@ def test_variants_compile_without_spills(arch: str) -> None:
         info = cubin.inspect(artifact.cubin)["kernel"]
         spilled = cubin.spills(artifact.log) if artifact.origin == "compiled" else info.stack_frame
         if spilled or info.stack_frame or cubin.warnings(artifact.log):
-            wrong.append(f"{variant.name}: {spilled} bytes spilled, stack {info.stack_frame}, {cubin.warnings(artifact.log)}")
+            wrong.append(
+                f"{variant.name}: {spilled} bytes spilled, stack {info.stack_frame}, {cubin.warnings(artifact.log)}"
+            )
         assert [size for _, size in info.params] == [variant.params.size], variant.name
         assert variant.smem <= SMEM_BYTES[generation(arch)], variant.name
         assert info.registers * variant.threads * variant.tile.blocks_per_sm <= 65536, variant.name

@@ -212,13 +212,17 @@ def test_accumulators_declared_in_ptx_compile(element, n):
     assert check(ACCUMULATORS.format(printed=text, element=element, n=n), "sm_90a").registers > n // 2
     scaled = re.findall(r"mul\.ftz\.f32 d(\d+), d(\d+), %(\d)", text)
     assert scaled == [(f"{i}", f"{i}", f"{i >> 1 & 1}") for i in range(n // 2)]  # the factor of its row
-    staged = re.findall(r"mul\.ftz\.f32 (x|y), d%(\d+), %(\d)", text)  # behind address and factors, which are %0, %1, %2
+    staged = re.findall(
+        r"mul\.ftz\.f32 (x|y), d%(\d+), %(\d)", text
+    )  # behind address and factors, which are %0, %1, %2
     assert staged == [("xy"[i & 1], f"{3 + i}", f"{1 + (i >> 1 & 1)}") for i in range(8)]
     kind = "bf16" if element == "bf16" else "f16"
     assert re.findall(rf"cvt\.rn\.{kind}x2\.f32 p(\d), y, x", text) == ["0", "1", "2", "3"]  # the upper half first
     stored = re.findall(r"st\.global\.v2\.f32 \[%0 \+ (\d+)\], {d(\d+), d(\d+)}", text)
     assert sorted(int(d) for _, *pair in stored for d in pair) == list(range(n // 2))  # each of them once
-    assert all(int(at) == 32 * (int(d) // 4) for at, d, _ in stored)  # a register's column is 8 * (i // 4), four bytes each
+    assert all(
+        int(at) == 32 * (int(d) // 4) for at, d, _ in stored
+    )  # a register's column is 8 * (i // 4), four bytes each
 
 
 def test_every_wrapper_is_used_here():

@@ -1,4 +1,5 @@
-"""The site: every code block runs, every page can be reached, links and settings are real. README.md: test_readme.py."""
+"""The site: every code block runs, every page can be reached, links and settings are real. README.md:
+test_readme.py."""
 
 from __future__ import annotations
 
@@ -16,9 +17,18 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 EVERY_PAGE = sorted(DOCS.rglob("*.md"))
 EXPECTED = {
-    "index", "install", "use", "choosing-a-backend", "learn", "how-it-works", "ladder", "page", "results", "benchmark-method",
+    "index",
+    "install",
+    "use",
+    "choosing-a-backend",
+    "learn",
+    "how-it-works",
+    "ladder",
+    "page",
+    "results",
+    "benchmark-method",
     "contributing",
-}  # fmt: skip
+}
 
 
 def text_of(page: Path) -> str:
@@ -30,7 +40,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 

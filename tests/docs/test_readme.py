@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe import support
+from strobe.tools import support
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -45,7 +45,11 @@ def test_support_table_differs_between_backends() -> None:
     assert support.NO not in cells["tiled"].values()
     assert cells["sm80"]["float64"] == support.NO and cells["sm80"]["float16, bfloat16"] == support.YES
     assert cells["aten_cpu"]["sinks"] == support.NO
-    assert (cells["sm80"]["devices"], cells["emulator"]["devices"], cells["aten_cpu"]["devices"]) == ("CUDA", "CPU", "CPU")
+    assert (cells["sm80"]["devices"], cells["emulator"]["devices"], cells["aten_cpu"]["devices"]) == (
+        "CUDA",
+        "CPU",
+        "CPU",
+    )
 
 
 def test_a_text_without_markers_is_refused() -> None:
@@ -60,14 +64,16 @@ def test_paths_exist(document: Path) -> None:
     quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     links = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
     tops = {p.name for p in ROOT.iterdir()}
-    paths = [q for q in quoted if re.fullmatch(r"[\w./-]+", q) and (q.split("/")[0] in tops and not q.startswith(".venv"))]
+    paths = [
+        q for q in quoted if re.fullmatch(r"[\w./-]+", q) and (q.split("/")[0] in tops and not q.startswith(".venv"))
+    ]
     gone = [p for p in paths if not (ROOT / p).exists()] + [t for t in links if not (document.parent / t).exists()]
     assert gone == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_make_targets_and_commands_exist(document: Path) -> None:
-    from strobe import cli
+    from strobe.tools import cli
 
     text = document.read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))

@@ -15,7 +15,9 @@ from strobe.problem import Inputs, Problem
 KERNELS = ("sm80", "sm90")
 
 
-def plan_of(kernel: str, problem: Problem, out_strides: tuple[int, int, int], sms: int = backend.MULTIPROCESSORS) -> Plan:
+def plan_of(
+    kernel: str, problem: Problem, out_strides: tuple[int, int, int], sms: int = backend.MULTIPROCESSORS
+) -> Plan:
     if kernel == "sm90":
         return plan_sm90(problem, out_strides, sms)
     return plan_sm80(problem, backend.ARCH, out_strides)
@@ -50,8 +52,14 @@ def forward(
     if edit is not None:
         plan = with_source(plan, edit)
     tensors = {
-        "q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "lse": lse,
-        "sinks": None if inputs.sinks is None else inputs.sinks.float(), "cu_q": inputs.cu_q, "cu_k": inputs.cu_k,
-    }  # fmt: skip
+        "q": inputs.q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "o": out,
+        "lse": lse,
+        "sinks": None if inputs.sinks is None else inputs.sinks.float(),
+        "cu_q": inputs.cu_q,
+        "cu_k": inputs.cu_k,
+    }
     backend.launch(plan, tensors, mode=mode, seed=seed)
     return out, lse

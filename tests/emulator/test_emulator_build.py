@@ -106,7 +106,9 @@ def test_unwritable_cache_is_survived(copying_compiler: None, monkeypatch: pytes
     assert str(blocked) not in str(program.library) and program.library.exists()
 
 
-def test_cache_holds_source_beside_library(copying_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_holds_source_beside_library(
+    copying_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
     program = emulator.build(COUNT.source())
     names = sorted(path.suffix for path in program.library.parent.iterdir())

@@ -9,7 +9,8 @@ from emulator.toy_kernels import Toy, aligned, place
 from strobe.emulator import EmulatorError
 
 # Sums the rows of x tile by tile, two stages in shared memory; each thread adds up a column that others have copied.
-# bug 1: no wait; 2: waits for one group too few; 3: no barrier after the wait; 4: no barrier before a stage is filled again.
+# bug 1: no wait; 2: waits for one group too few; 3: no barrier after the wait; 4: no barrier before a stage is filled
+# again.
 PIPELINE = Toy(
     """
 STROBE_KERNEL(64, 1) kernel(STROBE_GRID_CONSTANT Params p) {

@@ -11,8 +11,9 @@ from strobe.cuda.driver import TensorMapSpec
 from strobe.emulator import Counters, EmulatorError
 
 BLOCK_N, STAGES = 64, 2
-# bug 1: K is never released; 2: one consumer warpgroup forgets to release V; 3: wrong parity for V; 4: K released before the
-# wait for S; 5: Q K^T is not waited for; 6: no proxy fence before O is stored; 7: producer expects too few bytes.
+# bug 1: K is never released; 2: one consumer warpgroup forgets to release V; 3: wrong parity for V; 4: K released
+# before the wait for S; 5: Q K^T is not waited for; 6: no proxy fence before O is stored; 7: producer expects too few
+# bytes.
 FORWARD = Toy(
     """
 constexpr int BM = 128, BN = 64, ST = 2;
@@ -159,12 +160,25 @@ def forward(
     specs = {name: spec(array, BLOCK_N if name in "kv" else 64) for name, array in arrays.items()}
     scale_log2 = round(dim**-0.5 * np.log2(np.e) * 2**16)
     counters = FORWARD.run(
-        grid=heads * -(-len_q // 128), mode=mode, seed=seed, specs=specs,
-        qx=arrays["q"], kx=arrays["k"], vx=arrays["v"], ox=arrays["out"], lse=lse,
-        len_q=len_q, len_k=len_k, dim=dim, causal=causal, scale_log2=scale_log2, bug=bug,
-    )  # fmt: skip
+        grid=heads * -(-len_q // 128),
+        mode=mode,
+        seed=seed,
+        specs=specs,
+        qx=arrays["q"],
+        kx=arrays["k"],
+        vx=arrays["v"],
+        ox=arrays["out"],
+        lse=lse,
+        len_q=len_q,
+        len_k=len_k,
+        dim=dim,
+        causal=causal,
+        scale_log2=scale_log2,
+        bug=bug,
+    )
     q, k, v, o = (
-        torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).double().transpose(0, 1) for array in arrays.values()
+        torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).double().transpose(0, 1)
+        for array in arrays.values()
     )
     s = q @ k.transpose(1, 2) * (scale_log2 / 2**16 * np.log(2))
     if causal:

@@ -96,14 +96,18 @@ def test_divergent_warp_is_reported() -> None:
     assert "divergent: only 20 of the 32 lanes of warp 0 came" in text
     text = report(9)
     assert re.search(
-        r"divergent warp: this thread reaches any while \d+ others wait in shfl_xor at " + MISTAKES.line("p.bug == 9)"), text
+        r"divergent warp: this thread reaches any while \d+ others wait in shfl_xor at " + MISTAKES.line("p.bug == 9)"),
+        text,
     )
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_deadlock_says_who_waits_for_what(mode: str) -> None:
     text = report(10, mode)
-    assert f"warps 0-2, 4-7 (224 threads): sync_block at {MISTAKES.line('p.bug == 10 ')}; 224 of 256 threads arrived" in text
+    assert (
+        f"warps 0-2, 4-7 (224 threads): sync_block at {MISTAKES.line('p.bug == 10 ')}; 224 of 256 threads arrived"
+        in text
+    )
     assert "warp 3 (32 threads): exited" in text
     text = report(20, mode)
     where = MISTAKES.line("p.bug == 20 && warp >= 4")
@@ -136,7 +140,9 @@ def test_wrong_launches_are_refused() -> None:
     program = build(MISTAKES.source(), name="mistakes")
     with pytest.raises(EmulatorError, match="params has 3 bytes, the kernel's Params 24"):
         program.run(b"abc", grid=1, threads=32, smem=0, buffers=[])
-    with pytest.raises(EmulatorError, match="threads=512; must be a multiple of 32, at most the kernel's launch bound 256"):
+    with pytest.raises(
+        EmulatorError, match="threads=512; must be a multiple of 32, at most the kernel's launch bound 256"
+    ):
         program.run(bytes(24), grid=1, threads=512, smem=0, buffers=[])
     with pytest.raises(ValueError, match="mode: 'late'"):
         program.run(bytes(24), grid=1, threads=32, smem=0, buffers=[], mode="late")  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ from emulator.toy_kernels import Toy, aligned, place
 from strobe.cuda.driver import TensorMapSpec
 from strobe.emulator import EmulatorError
 
-# Loads a box at (0, row, panel 0, 1, 0) to shared memory, dumps it raw, adds 1 to every element and stores the box to y.
-# bug 1: no mbarrier wait; 2: no proxy fence; 3: no barrier before the store; 4: overwrites before the store has read;
-# 5: misaligned destination; 6: expects too few bytes; 7: no mbar_init_fence; 8: store never waited for.
+# Loads a box at (0, row, panel 0, 1, 0) to shared memory, dumps it raw, adds 1 to every element and stores the box to
+# y. bug 1: no mbarrier wait; 2: no proxy fence; 3: no barrier before the store; 4: overwrites before the store has
+# read; 5: misaligned destination; 6: expects too few bytes; 7: no mbar_init_fence; 8: store never waited for.
 BOX = Toy(
     """
 STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
@@ -51,7 +51,9 @@ STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
 LENGTH, PANELS, HEADS = 21, 2, 3
 
 
-def box(row: int, mode: str, seed: int = 0, bug: int = 0, swizzle: int = 128) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def box(
+    row: int, mode: str, seed: int = 0, bug: int = 0, swizzle: int = 128
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     x = place(np.arange(1, 1 + LENGTH * HEADS * PANELS * 64, dtype=np.uint16).reshape(LENGTH, HEADS, PANELS * 64))
     y = aligned(x.shape, "uint16")
     raw = aligned(1024, "uint32")
@@ -108,5 +110,7 @@ def test_races_around_bulk_copies_are_caught(bug: int, what: str, line: str) -> 
 
 
 def test_wrong_byte_count_deadlocks_with_the_difference() -> None:
-    with pytest.raises(EmulatorError, match=r"1 of 1 arrivals, -2048 bytes pending \(more came than were expected\), phase 0"):
+    with pytest.raises(
+        EmulatorError, match=r"1 of 1 arrivals, -2048 bytes pending \(more came than were expected\), phase 0"
+    ):
         box(0, "async", bug=6)

@@ -1,4 +1,5 @@
-"""Warp-level instructions: arithmetic, conversions, shuffles, ldmatrix, stmatrix, mma, and what the counters say of them."""
+"""Warp-level instructions: arithmetic, conversions, shuffles, ldmatrix, stmatrix, mma, and what the counters say of
+them."""
 
 from __future__ import annotations
 
@@ -121,7 +122,9 @@ def test_scalar_arithmetic_rounds_and_flushes_as_the_instructions_do() -> None:
     rng = np.random.default_rng(1)
     n = 4096
     bits = rng.integers(0, 2**32, n, dtype=np.uint32)  # every exponent, infinities and NaN
-    bits[: n // 2] = (rng.standard_normal(n // 2) * 2.0 ** rng.integers(-26, 17, n // 2)).astype(np.float32).view(np.uint32)
+    bits[: n // 2] = (
+        (rng.standard_normal(n // 2) * 2.0 ** rng.integers(-26, 17, n // 2)).astype(np.float32).view(np.uint32)
+    )
     bits[n // 2 : n // 2 + 64] &= 0xFFFFF000 | 0x1000  # ties of fp16 and bf16
     bits[n - 8 :] = [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x477FEFFF, 0x477FF000]
     x = place(bits.view(np.float32))
@@ -138,7 +141,9 @@ def test_scalar_arithmetic_rounds_and_flushes_as_the_instructions_do() -> None:
             got = torch.from_numpy((packed[:, column] >> (16 * half)).astype(np.uint16).view(np.int16)).view(dtype)
             same = (got == expected) | (got.isnan() & expected.isnan())
             assert same.all(), (dtype, source[~same][:4], got[~same][:4], expected[~same][:4])
-        assert torch.equal(torch.from_numpy(out[:, column].copy()).nan_to_num(7.0), tx.to(dtype).float().nan_to_num(7.0))
+        assert torch.equal(
+            torch.from_numpy(out[:, column].copy()).nan_to_num(7.0), tx.to(dtype).float().nan_to_num(7.0)
+        )
     with np.errstate(all="ignore"):
         smallest = np.float32(2.0**-126)
         exp2 = np.exp2(x.astype(np.float64)).astype(np.float32)

@@ -9,10 +9,10 @@ from emulator.toy_kernels import Toy, aligned, from_bits, place, to_bits
 from strobe.emulator import EmulatorError
 
 N, D = 80, 128
-# S = Q K^T twice (Q from shared memory, Q from registers), P = round(S), O = 2 P V. Tiles are panels of 64 columns, 128-byte
-# swizzled, Q and K K-major, V MN-major.
-# bug 1: no proxy fence; 2: no wait before S is read; 3: P changed in flight; 4: no wgmma_fence; 5: K overwritten in flight;
-# 6: O written in flight; 7: descriptor without the swizzle bit; 8: waits for one group too few; 9: tile past shared memory.
+# S = Q K^T twice (Q from shared memory, Q from registers), P = round(S), O = 2 P V. Tiles are panels of 64 columns,
+# 128-byte swizzled, Q and K K-major, V MN-major. bug 1: no proxy fence; 2: no wait before S is read; 3: P changed in
+# flight; 4: no wgmma_fence; 5: K overwritten in flight; 6: O written in flight; 7: descriptor without the swizzle bit;
+# 8: waits for one group too few; 9: tile past shared memory.
 PRODUCTS = Toy(
     """
 constexpr int N = 80, D = 128;

@@ -1,4 +1,5 @@
-"""The Hopper kernel where queries are few: heads become rows of a tile, and keys are split among blocks, which then meet."""
+"""The Hopper kernel where queries are few: heads become rows of a tile, and keys are split among blocks, which then
+meet."""
 
 from __future__ import annotations
 
@@ -26,11 +27,15 @@ CASES = [
     Case("s_rows_without_keys", 700, 520, batch=1, heads=1, heads_k=1, dim=64, mask=causal),
     Case("s_sinks_softcap", 5, 600, batch=1, heads=2, dim=96, sinks=True, softcap=4.0, mask=causal),
     Case("s_falling", 20, 600, batch=1, dim=128, scores="falling", scale=0.5),
-    Case("s_packed", 0, 0, heads=1, heads_k=1, dim=64, mask=causal, lengths=((1, 500), (0, 3), (1, 1), (5, 0), (60, 300))),
+    Case(
+        "s_packed", 0, 0, heads=1, heads_k=1, dim=64, mask=causal, lengths=((1, 500), (0, 3), (1, 1), (5, 0), (60, 300))
+    ),
     Case("s_192_128", 3, 500, batch=1, heads=2, dim=192, dim_v=128),
     Case("s_192_low", 3, 500, batch=1, heads=2, dim=192, scores="low"),
     Case("s_256", 65, 400, batch=1, dim=256, mask=causal),
-    Case("s_192_rows", 150, 600, batch=1, heads=6, heads_k=6, dim=64, mask=causal),  # 128 would make one tile for each SM
+    Case(
+        "s_192_rows", 150, 600, batch=1, heads=6, heads_k=6, dim=64, mask=causal
+    ),  # 128 would make one tile for each SM
     Case("s_192_rows_softcap_sinks", 130, 400, batch=1, heads=6, heads_k=6, dim=96, softcap=4.0, sinks=True),
 ]
 

@@ -24,7 +24,15 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 BY_NAME = {case.name: case for case in (*CASES, *KERNEL_CASES)}
 FP16 = ("k_64_causal_rounds", "k_128_sliced", "k_192_128_packed", "rising", "huge")
-ASYNC = ("k_64_causal_rounds", "k_128_rounds", "k_128_packed", "k_256_rounds", "k_96", "k_72_packed", "k_rows_without_keys")
+ASYNC = (
+    "k_64_causal_rounds",
+    "k_128_rounds",
+    "k_128_packed",
+    "k_256_rounds",
+    "k_96",
+    "k_72_packed",
+    "k_rows_without_keys",
+)
 SEEDS = (1, 2)
 
 
@@ -67,7 +75,8 @@ def test_kernels_agree_where_nothing_is_rounded(case: Case) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["k_64_packed", "k_128_packed", "k_72_packed"])
 def test_nan_of_a_packed_neighbour_stays_there(name: str, kernel: str) -> None:
-    """Every other sequence holds nothing but NaN: the ones between must not notice, neither by reading nor by being written."""
+    """Every other sequence holds nothing but NaN: the ones between must not notice, neither by reading nor by being
+    written."""
     case = BY_NAME[name]
     problem, inputs = prepare(case, torch.bfloat16)
     assert inputs.cu_q is not None and inputs.cu_k is not None

@@ -1,4 +1,5 @@
-"""Every rung of the ladder, unchanged, on the emulator: right, free of races, and doing the work that its header says."""
+"""Every rung of the ladder, unchanged, on the emulator: right, free of races, and doing the work that its header
+says."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import torch
 from ladder_cases import CASES, GAIN, LARGE_SCORES, WIDE
 
 from strobe.emulator import Counters, EmulatorError, compiler
-from strobe.ladder import execute, measure, rungs
-from strobe.ladder.exact import judge
-from strobe.ladder.rung import Rung, Shape
+from strobe.learn.ladder import execute, measure, rungs
+from strobe.learn.ladder.exact import judge
+from strobe.learn.ladder.rung import Rung, Shape
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 every_rung = pytest.mark.parametrize("rung", rungs.RUNGS, ids=lambda rung: rung.number)
@@ -44,7 +45,9 @@ def test_scores_of_a_thousand(rung: Rung) -> None:
     x = execute.make(rung, LARGE_SCORES, gain=GAIN)
     scores = x.q.double() @ x.k.double().mT * LARGE_SCORES.scale
     assert scores.abs().max() > 1000
-    if rung.backward:  # the weights are 0 or 1: gradients are differences of nearly equal numbers, and only have to be finite
+    if (
+        rung.backward
+    ):  # the weights are 0 or 1: gradients are differences of nearly equal numbers, and only have to be finite
         execute.emulate(rung, LARGE_SCORES, x)
         assert all(torch.isfinite(t).all() for t in x.results(rung).values())
     else:
@@ -113,7 +116,9 @@ def test_the_steps_do_what_they_promise(counted: dict[str, measure.Row]) -> None
     assert count("05", "global_bytes_written") < count("04", "global_bytes_written") / 2  # O is written once
     assert count("05", "mma") == 0 < count("06", "mma")
     assert count("06", "bank_conflicts") > 10_000 and count("07", "bank_conflicts") == 0
-    assert count("06", "shared_bytes_read") == count("07", "shared_bytes_read")  # the swizzle moves, and removes nothing
+    assert count("06", "shared_bytes_read") == count(
+        "07", "shared_bytes_read"
+    )  # the swizzle moves, and removes nothing
     assert count("08", "block_barriers") <= count("07", "block_barriers") / 2
     assert count("09", "shared_bytes_read") < count("08", "shared_bytes_read")  # P stays in registers
     assert count("09", "wgmma") == 0 < count("10", "wgmma")

@@ -1,4 +1,5 @@
-"""The stand-alone program: compiled by nvcc where there is one, and always run, on the CPU: arguments, kernel, printing."""
+"""The stand-alone program: compiled by nvcc where there is one, and always run, on the CPU: arguments, kernel,
+printing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler"
 def build(source: str, folder: Path) -> Path:
     file, program = folder / "flash_attention.cu", folder / "flash_attention"
     file.write_text(source, encoding="utf-8")
-    command = [*shlex.split(compiler() or ""), *("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")]
+    command = [
+        *shlex.split(compiler() or ""),
+        *("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+    ]
     subprocess.run([*command, "-I", FOLDER, "-x", "c++", "-DON_CPU", file, "-o", program], check=True)
     return program
 
@@ -77,8 +81,11 @@ def test_default_output_is_short_and_timed(program: Path) -> None:
     done = run(program)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith(("Query", "Key", "Value", "Output"))] == [
-        "Query, 256 x 64", "Key, 256 x 64", "Value, 256 x 64", "Output, 256 x 64",
-    ]  # fmt: skip
+        "Query, 256 x 64",
+        "Key, 256 x 64",
+        "Value, 256 x 64",
+        "Output, 256 x 64",
+    ]
     assert len(done.stdout.splitlines()) < 50 and "..." in done.stdout
     assert re.search(r"time: \d+\.\d+ ms a launch", done.stdout)
     assert "would take 262144 bytes" in done.stdout
@@ -96,7 +103,9 @@ def test_any_tile_size_gives_the_same(program: Path, blocks: tuple[int, int]) ->
 @needs_compiler
 def test_seed(program: Path) -> None:
     one, same, other = (run(program, "--seq-len", "4", "--head-dim", "4", "--seed", s).stdout for s in ("1", "1", "2"))
-    assert matrices(one)["Query"].equal(matrices(same)["Query"]) and not matrices(one)["Query"].equal(matrices(other)["Query"])
+    assert matrices(one)["Query"].equal(matrices(same)["Query"]) and not matrices(one)["Query"].equal(
+        matrices(other)["Query"]
+    )
 
 
 @needs_compiler

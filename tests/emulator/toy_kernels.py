@@ -1,4 +1,5 @@
-"""Tiny kernels for tests of the emulator itself: a body, some arrays, and the line numbers of the body in the reports."""
+"""Tiny kernels for tests of the emulator itself: a body, some arrays, and the line numbers of the body in the
+reports."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import numpy as np
 from strobe.cuda.driver import TensorMapSpec
 from strobe.emulator import Buffer, Counters, build, encode_tensor_map
 
-_HEADERS = "".join(f"#include <strobe/ptx/{name}.cuh>\n" for name in ("base", "math", "memory", "mma", "tma", "warp", "wgmma"))
+_HEADERS = "".join(
+    f"#include <strobe/ptx/{name}.cuh>\n" for name in ("base", "math", "memory", "mma", "tma", "warp", "wgmma")
+)
 _CTYPES = {"uint16": "u16", "uint32": "u32", "float32": "float", "int32": "int"}
 
 
@@ -38,7 +41,9 @@ class Toy:
 
     def mutate(self, old: str, new: str) -> Toy:
         assert self.kernel.count(old) == 1, f"{old!r} occurs {self.kernel.count(old)} times"
-        return Toy(self.kernel.replace(old, new), self.arrays, self.scalars, self.maps, self.threads, self.smem, self.read_only)
+        return Toy(
+            self.kernel.replace(old, new), self.arrays, self.scalars, self.maps, self.threads, self.smem, self.read_only
+        )
 
     def line(self, text: str) -> str:
         """Where `text` stands, as the reports name it."""
@@ -68,7 +73,14 @@ class Toy:
         packed += bytes(-len(packed) % align)
         program = build(self.source(), name="toy")
         return program.run(
-            packed, grid=grid, threads=self.threads, smem=self.smem, buffers=buffers, mode=mode, seed=seed, workers=workers
+            packed,
+            grid=grid,
+            threads=self.threads,
+            smem=self.smem,
+            buffers=buffers,
+            mode=mode,
+            seed=seed,
+            workers=workers,
         )  # type: ignore[arg-type]
 
 

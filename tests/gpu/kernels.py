@@ -1,4 +1,5 @@
-"""What the tests on GPUs share: the kernels of this machine, compiled beforehand and side by side, and the reference there."""
+"""What the tests on GPUs share: the kernels of this machine, compiled beforehand and side by side, and the reference
+there."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from cases import Case, make
 from oracle import prepare
 
 import strobe
-from strobe import dispatch, reference
+from strobe.backends import dispatch, reference
 from strobe.cuda import backend, jit
 from strobe.problem import Inputs, Problem
 
@@ -64,7 +65,9 @@ def leave_nan_behind(count: int) -> None:
     del del_me
 
 
-def references(problem: Problem, inputs: Inputs) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def references(
+    problem: Problem, inputs: Inputs
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """(exact, same dtype), each (out, lse): as oracle.expected, on the inputs' device."""
     exact = reference.attention(problem, inputs)
     same, _ = reference.attention(problem, inputs, problem.dtype)
@@ -72,12 +75,14 @@ def references(problem: Problem, inputs: Inputs) -> tuple[tuple[torch.Tensor, to
 
 
 def check(
-    out: torch.Tensor, lse: torch.Tensor, expected: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    expected: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     (exact, exact_lse), (same, same_lse) = expected
     tolerance.check("out", out, exact, same)
-    # Tensor cores keep fewer bits below the last one than an FMA does: scores around 1000 are a few roundings off, more than
-    # fp32 arithmetic in the reference would be.
+    # Tensor cores keep fewer bits below the last one than an FMA does: scores around 1000 are a few roundings off, more
+    # than fp32 arithmetic in the reference would be.
     tolerance.check("lse", lse, exact_lse, same_lse, floor=4 * tolerance.lse_floor(same_lse))
 
 

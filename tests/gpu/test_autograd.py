@@ -13,13 +13,26 @@ from kernel_cases import SUPPORTED
 from oracle import cotangents, finite_part, gradients, prepare, with_leaves
 
 import strobe
-from strobe import autograd, dispatch
+from strobe import autograd
+from strobe.backends import dispatch
 from strobe.mask import causal
 
 NAMES = (
-    "plain", "ragged_causal", "empty_rows", "group_3", "dim_v_smaller", "sliced", "softcap", "sinks", "packed_causal",
-    "k_128_causal", "k_96_window_packed", "k_192_128", "k_64_softcap_sinks", "k_chunked",
-)  # fmt: skip
+    "plain",
+    "ragged_causal",
+    "empty_rows",
+    "group_3",
+    "dim_v_smaller",
+    "sliced",
+    "softcap",
+    "sinks",
+    "packed_causal",
+    "k_128_causal",
+    "k_96_window_packed",
+    "k_192_128",
+    "k_64_softcap_sinks",
+    "k_chunked",
+)
 CASES = [case for case in SUPPORTED if case.name in NAMES]
 assert len(CASES) == len(NAMES)
 

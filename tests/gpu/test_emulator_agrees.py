@@ -29,7 +29,9 @@ def compiled() -> None:
     problems = [problem_of(case, dtype) for case in exact_inputs.CASES for dtype in DTYPES]
     compile_together((kernel, problem) for problem in problems for kernel in kernels_here())
     on_cpu = [prepare(case, dtype)[0] for case in exact_inputs.CASES for dtype in DTYPES]
-    variants = {plan_of(kernel, p, (0, p.dim_v, p.heads * p.dim_v)).variant for p in on_cpu for kernel in kernels_here()}
+    variants = {
+        plan_of(kernel, p, (0, p.dim_v, p.heads * p.dim_v)).variant for p in on_cpu for kernel in kernels_here()
+    }
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda variant: build(variant.source, name=variant.name), variants))
 
@@ -57,7 +59,8 @@ def test_bit_for_bit_where_the_order_of_sums_does_not_matter(case: Case, dtype: 
 @kernels
 @pytest.mark.parametrize("case", exact_inputs.CASES, ids=str)
 def test_random_inputs(case: Case, kernel: str) -> None:
-    """Sums in another order move the last bit of some weights, hence their values by up to 2^-9 each, and few outputs."""
+    """Sums in another order move the last bit of some weights, hence their values by up to 2^-9 each, and few
+    outputs."""
     q, k, v, kwargs = make(case, torch.bfloat16)
     (out, lse), (out_gpu, lse_gpu) = both(kernel, q, k, v, kwargs)
     one_bit = torch.maximum(out.abs(), out_gpu.abs()).float() * 2**-7

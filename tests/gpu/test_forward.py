@@ -13,7 +13,7 @@ from kernel_cases import SUPPORTED
 from oracle import prepare
 
 import strobe
-from strobe import dispatch
+from strobe.backends import dispatch
 from strobe.mask import causal, causal_top_left, chunked, prefix, window
 
 # Many blocks, many rounds, and lengths at which a tile table may switch.
@@ -29,15 +29,26 @@ LARGE = [
     Case("g_128_prefix", 1500, 1500, batch=1, heads=4, heads_k=4, dim=128, mask=prefix(700)),
     Case("g_128_chunked", 1500, 1500, batch=1, heads=4, heads_k=4, dim=128, mask=chunked(512) & causal),
     Case("g_128_top_left", 1500, 900, batch=1, heads=4, heads_k=4, dim=128, mask=causal_top_left),
-    Case("g_128_softcap_sinks", 1500, 1500, batch=1, heads=8, heads_k=2, dim=128, mask=causal, softcap=15.0, sinks=True),
-    Case("g_128_packed", 0, 0, heads=8, heads_k=2, dim=128, mask=causal,
-         lengths=((1000, 1000), (1, 1), (0, 0), (513, 700), (128, 2000), (0, 5), (2000, 128), (77, 77))),
+    Case(
+        "g_128_softcap_sinks", 1500, 1500, batch=1, heads=8, heads_k=2, dim=128, mask=causal, softcap=15.0, sinks=True
+    ),
+    Case(
+        "g_128_packed",
+        0,
+        0,
+        heads=8,
+        heads_k=2,
+        dim=128,
+        mask=causal,
+        lengths=((1000, 1000), (1, 1), (0, 0), (513, 700), (128, 2000), (0, 5), (2000, 128), (77, 77)),
+    ),
     Case("g_192_128_causal", 1500, 1500, batch=1, heads=16, heads_k=16, dim=192, dim_v=128, mask=causal),
     Case("g_192", 1000, 1000, batch=2, heads=8, heads_k=8, dim=192),
     Case("g_256_causal", 1500, 1500, batch=2, heads=8, heads_k=8, dim=256, mask=causal),
     Case("g_80", 1000, 1300, batch=2, heads=6, heads_k=2, dim=80, mask=causal),
     Case("g_one_query", 1, 4000, batch=8, heads=16, heads_k=2, dim=128),
-    Case("g_one_query_long", 1, 30000, batch=1, heads=64, heads_k=8, dim=128),  # from here on keys are split among blocks
+    # from here on keys are split among blocks
+    Case("g_one_query_long", 1, 30000, batch=1, heads=64, heads_k=8, dim=128),
     Case("g_192_rows", 192, 3000, batch=1, heads=60, heads_k=60, dim=64, mask=causal),
     Case("g_192_rows_softcap_sinks", 150, 2000, batch=2, heads=30, heads_k=15, dim=96, softcap=8.0, sinks=True),
     Case("g_one_query_group_of_7", 1, 9000, batch=2, heads=14, heads_k=2, dim=128),
@@ -47,11 +58,13 @@ LARGE = [
     Case("g_few_queries_256", 16, 5000, batch=1, heads=8, heads_k=1, dim=256, mask=causal),
     Case("g_few_queries_192_128", 3, 5000, batch=1, heads=16, heads_k=4, dim=192, dim_v=128),
     Case("g_piece_of_a_prompt", 256, 16000, batch=1, heads=8, heads_k=1, dim=128, mask=causal),
-    Case("g_packed_caches", 0, 0, heads=8, heads_k=2, dim=128, mask=causal, lengths=((1, 7000), (0, 9), (3, 900), (1, 1))),
+    Case(
+        "g_packed_caches", 0, 0, heads=8, heads_k=2, dim=128, mask=causal, lengths=((1, 7000), (0, 9), (3, 900), (1, 1))
+    ),
     Case("g_rising", 256, 4096, batch=1, heads=4, heads_k=4, dim=128, scores="rising"),
     Case("g_falling", 256, 4096, batch=1, heads=4, heads_k=4, dim=128, scores="falling", mask=causal),
     Case("g_huge", 300, 2000, batch=1, heads=4, heads_k=4, dim=128, scores="huge", mask=causal),
-]  # fmt: skip
+]
 ALL = [*SUPPORTED, *LARGE]
 
 

@@ -17,7 +17,7 @@ from gpu.kernels import check, compile_together, kernels_here, references
 from oracle import checked
 
 import strobe
-from strobe import dispatch
+from strobe.backends import dispatch
 from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
 
 COUNT = int(os.environ.get("STROBE_FUZZ", "2000"))
@@ -63,7 +63,9 @@ def shapes(count: int = 40) -> list[Shape]:
     found = []
     for i, pairs in enumerate(dims):
         dtype = torch.float16 if r.random() < 0.3 else torch.bfloat16
-        found.append(Shape(dtype, pairs, kinds[i % len(kinds)], r.random() < 0.35, r.random() < 0.25, r.random() < 0.25))
+        found.append(
+            Shape(dtype, pairs, kinds[i % len(kinds)], r.random() < 0.35, r.random() < 0.25, r.random() < 0.25)
+        )
     return found
 
 
@@ -122,7 +124,10 @@ def draw(number: int, device: torch.device | str = "cuda") -> Drawn:
         for name, column in zip(("cu_q", "cu_k"), zip(*sequences, strict=True), strict=True):
             kwargs[name] = torch.tensor([0, *column]).cumsum(0).to(device=device, dtype=torch.int32)
         if r.random() < 0.5:  # no need to be exact
-            kwargs |= {"max_q": max(n for n, _ in sequences) + r.choice([0, 100]), "max_k": max(n for _, n in sequences)}
+            kwargs |= {
+                "max_q": max(n for n, _ in sequences) + r.choice([0, 100]),
+                "max_k": max(n for _, n in sequences),
+            }
         lengths: Any = sequences
     else:
         lead, len_q, len_k = (r.randint(1, 3),), _length(r), _length(r)

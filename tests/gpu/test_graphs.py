@@ -41,7 +41,8 @@ def test_replay_sees_new_inputs(kernel: str) -> None:
 
 @pytest.mark.parametrize("keys", [9000, 1100])
 def test_split_keys_in_a_graph(kernel: str, keys: int) -> None:
-    """Blocks meet in memory of the graph's own. With few keys it lies where counters lie, too: they must not overlap."""
+    """Blocks meet in memory of the graph's own. With few keys it lies where counters lie, too: they must not
+    overlap."""
     q, k, v = some(1, 1, 16, 128), some(1, keys, 2, 128), some(1, keys, 2, 128)
     wanted = strobe.attention(q, k, v, backend=kernel)
     graph = torch.cuda.CUDAGraph()
@@ -57,7 +58,8 @@ def test_split_keys_in_a_graph(kernel: str, keys: int) -> None:
 
 
 def test_launches_of_a_graph_share_counters(kernel: str) -> None:
-    """But not with other graphs, other streams of the same graph, or calls outside; and none if the reserve is used up."""
+    """But not with other graphs, other streams of the same graph, or calls outside; and none if the reserve is used
+    up."""
     q, k, v = some(1, 1, 16, 128), some(1, 3000, 2, 128), some(1, 3000, 2, 128)
     wanted = strobe.attention(q, k, v, backend=kernel)
     outs: list[torch.Tensor] = []

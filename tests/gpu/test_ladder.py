@@ -8,12 +8,17 @@ import pytest
 import torch
 from ladder_cases import CASES, GAIN, LARGE_SCORES
 
-from strobe.bench import measure as bench_measure, runner
-from strobe.ladder import execute, measure, rungs
-from strobe.ladder.exact import judge
-from strobe.ladder.rung import Rung, Shape
+from strobe.bench import runner
+from strobe.learn.ladder import execute, measure, rungs
+from strobe.learn.ladder.exact import judge
+from strobe.learn.ladder.rung import Rung, Shape
+from strobe.measure import stopwatch as bench_measure
 
-SHAPES = {**CASES, "long": Shape(slices=3, len_q=1000, len_k=1500, dim=64), "long, causal": Shape(2, 1500, 1500, 64, True)}
+SHAPES = {
+    **CASES,
+    "long": Shape(slices=3, len_q=1000, len_k=1500, dim=64),
+    "long, causal": Shape(2, 1500, 1500, 64, True),
+}
 
 
 def check(rung: Rung, shape: Shape, gain: float = 1.0) -> None:

@@ -1,4 +1,5 @@
-"""compute-sanitizer over both kernels, where the tool is at hand: no access outside the tensors, no race in shared memory."""
+"""compute-sanitizer over both kernels, where the tool is at hand: no access outside the tensors, no race in shared
+memory."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import strobe
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 pytestmark = pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not on the path")
 
-# Ragged everywhere: tails of keys and rows, a head dim that is rounded up, packed sequences of length 0, several rounds.
+# Ragged everywhere: tails of keys and rows, a head dim that is rounded up, packed sequences of length 0, several
+# rounds.
 _SCRIPT = """
 import sys, torch, strobe
 kernel = sys.argv[1]
@@ -40,7 +42,10 @@ def sanitize(tool: str, kernel: str) -> str:
         pytest.skip("no Hopper GPU")
     assert TOOL is not None
     # Without torch's pool every tensor is an allocation of its own, and reading behind it shows.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(strobe.__file__).parent.parent)}
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": str(Path(strobe.__file__).parent.parent),
+    }
     # torch asks the driver for functions that it may not have: an error to the tool, not to us.
     filters = ["--kernel-name", "kne=kernel"] if tool == "racecheck" else ["--report-api-errors", "no"]
     command = [TOOL, "--tool", tool, *filters, sys.executable, "-c", _SCRIPT, kernel]

@@ -81,9 +81,18 @@ CASES = [
     bad("head dims differ", lambda: qkv(q=t(2, 3, 4, 16)), ValueError, "q and k", "head dim", "16 and 8"),
     bad("head dim 0", lambda: qkv(2, 3, 4, 0), ValueError, "head dim", "0", "at least 1"),
     bad("no key heads", lambda: qkv(k=t(2, 3, 0, 8), v=t(2, 3, 0, 8)), ValueError, "q has 4 heads", "k has none"),
-    bad("heads not divisible", lambda: qkv(k=t(2, 3, 3, 8), v=t(2, 3, 3, 8)), ValueError, "4 heads", "multiple of the 3"),
+    bad(
+        "heads not divisible", lambda: qkv(k=t(2, 3, 3, 8), v=t(2, 3, 3, 8)), ValueError, "4 heads", "multiple of the 3"
+    ),
     bad("more key heads", lambda: qkv(k=t(2, 3, 8, 8), v=t(2, 3, 8, 8)), ValueError, "4 heads", "multiple of the 8"),
-    bad("q's last axis strided", lambda: qkv(q=t(2, 3, 4, 16)[..., ::2]), ValueError, "last axis of q", "2", "contiguous"),
+    bad(
+        "q's last axis strided",
+        lambda: qkv(q=t(2, 3, 4, 16)[..., ::2]),
+        ValueError,
+        "last axis of q",
+        "2",
+        "contiguous",
+    ),
     bad("v's last axis strided", lambda: qkv(v=t(2, 3, 8, 4).mT), ValueError, "last axis of v", "contiguous"),
     bad("k's last axis expanded", lambda: qkv(k=t(2, 3, 4, 1).expand(2, 3, 4, 8)), ValueError, "last axis of k", "0"),
     # mask
@@ -92,9 +101,17 @@ CASES = [
     bad("mask is a list", lambda: qkv(mask=[True]), TypeError, "mask", "[True]", "strobe.causal"),
     bad("mask is a function", lambda: qkv(mask=strobe.window), TypeError, "mask", "window"),
     bad("mask of numbers", lambda: qkv(mask=t(3, 3)), TypeError, "mask", "torch.float32", "boolean", "bias"),
-    bad("mask of wrong shape", lambda: qkv(mask=t(3, 5, dtype=torch.bool)), ValueError, "mask", "(3, 5)", "(2, 4, 3, 3)"),
+    bad(
+        "mask of wrong shape", lambda: qkv(mask=t(3, 5, dtype=torch.bool)), ValueError, "mask", "(3, 5)", "(2, 4, 3, 3)"
+    ),
     bad("mask of rank 5", lambda: qkv(mask=t(1, 2, 4, 3, 3, dtype=torch.bool)), ValueError, "mask has 5 axes", "4"),
-    bad("mask elsewhere", lambda: qkv(mask=t(3, 3, dtype=torch.bool, device="meta")), ValueError, "mask is on meta", "cpu"),
+    bad(
+        "mask elsewhere",
+        lambda: qkv(mask=t(3, 3, dtype=torch.bool, device="meta")),
+        ValueError,
+        "mask is on meta",
+        "cpu",
+    ),
     bad("negative left", lambda: qkv(mask=strobe.window(-1, 0)), ValueError, "left", "-1", "at least 0"),
     bad("negative right", lambda: qkv(mask=strobe.window(None, -2)), ValueError, "right", "-2", "at least 0"),
     bad("window of floats", lambda: qkv(mask=strobe.window(1.5, 0)), TypeError, "left", "1.5", "int"),
@@ -131,12 +148,25 @@ CASES = [
     # out
     bad("out not a tensor", lambda: qkv(out=True), TypeError, "out must be a torch.Tensor", "bool"),
     bad("out of wrong shape", lambda: qkv(out=t(2, 4, 3, 8)), ValueError, "out", "(2, 4, 3, 8)", "(2, 3, 4, 8)"),
-    bad("out of wrong dtype", lambda: qkv(out=t(2, 3, 4, 8, dtype=torch.float64)), TypeError, "out", "float64", "float32"),
+    bad(
+        "out of wrong dtype",
+        lambda: qkv(out=t(2, 3, 4, 8, dtype=torch.float64)),
+        TypeError,
+        "out",
+        "float64",
+        "float32",
+    ),
     bad("out elsewhere", lambda: qkv(out=t(2, 3, 4, 8, device="meta")), ValueError, "out is on meta", "cpu"),
     bad("out requires grad", lambda: qkv(out=t(2, 3, 4, 8).requires_grad_()), ValueError, "out requires grad"),
     bad("out expanded", lambda: qkv(out=t(1, 3, 4, 8).expand(2, 3, 4, 8)), ValueError, "out", "expanded"),
     bad("out strided", lambda: qkv(out=t(2, 3, 4, 16)[..., ::2]), ValueError, "last axis of out", "2"),
-    bad("out with gradients", lambda: qkv(q=t(2, 3, 4, 8).requires_grad_(), out=t(2, 3, 4, 8)), ValueError, "out", "no_grad"),
+    bad(
+        "out with gradients",
+        lambda: qkv(q=t(2, 3, 4, 8).requires_grad_(), out=t(2, 3, 4, 8)),
+        ValueError,
+        "out",
+        "no_grad",
+    ),
     # backend
     bad("unknown backend", lambda: qkv(backend="fa2"), ValueError, "backend", "'fa2'", "'tiled'"),
     bad("backend a number", lambda: qkv(backend=3), ValueError, "backend", "3", "'tiled'"),
@@ -144,7 +174,9 @@ CASES = [
     # packed sequences
     bad_packed("packed rank 4", lambda: packed(**qkv(1, 5, 4, 8)), ValueError, "q has 4 axes", "3"),
     bad_packed("cu_q a list", lambda: packed(cu_q=[0, 2, 5]), TypeError, "cu_q must be a torch.Tensor", "list"),
-    bad_packed("cu_q int64", lambda: packed(cu_q=ints(0, 2, 5, dtype=torch.int64)), TypeError, "cu_q", "torch.int64", "int32"),
+    bad_packed(
+        "cu_q int64", lambda: packed(cu_q=ints(0, 2, 5, dtype=torch.int64)), TypeError, "cu_q", "torch.int64", "int32"
+    ),
     bad_packed("cu_k of rank 2", lambda: packed(cu_k=ints(0, 2, 5)[None]), ValueError, "cu_k", "(1, 3)"),
     bad_packed("cu_q empty", lambda: packed(cu_q=ints()), ValueError, "cu_q", "(0,)"),
     bad_packed("cu_q elsewhere", lambda: packed(cu_q=ints(0, 2, 5).to("meta")), ValueError, "cu_q is on meta", "cpu"),
@@ -161,19 +193,62 @@ CASES = [
     bad_packed("packed dropout", lambda: packed(dropout=2), ValueError, "dropout", "2", "less than 1"),
     bad_packed("packed out", lambda: packed(out=t(5, 4, 7)), ValueError, "out", "(5, 4, 7)", "(5, 4, 8)"),
     # the other functions
-    bad("flash_attention: rank", lambda: dict(q=t(2, 3, 4), k=t(3, 4), v=t(3, 4), output=t(3, 4)), ValueError,
-        "q must have 2 axes", "(2, 3, 4)", call=strobe.flash_attention),
-    bad("flash_attention: output", lambda: dict(q=t(3, 4), k=t(3, 4), v=t(3, 4), output=t(4, 3)), ValueError,
-        "out", "(4, 3)", "(3, 4)", call=strobe.flash_attention),
-    bad("flash_attention: no output", lambda: dict(q=t(3, 4), k=t(3, 4), v=t(3, 4), output=None), TypeError,
-        "output must be a torch.Tensor", "NoneType", call=strobe.flash_attention),
-    bad("sdpa: both masks", lambda: dict(query=t(1, 2, 3, 8), key=t(1, 2, 3, 8), value=t(1, 2, 3, 8), is_causal=True,
-        attn_mask=t(3, 3, dtype=torch.bool)), ValueError, "attn_mask", "is_causal", call=strobe.sdpa),
-    bad("sdpa: grouped heads", lambda: dict(query=t(1, 4, 3, 8), key=t(1, 2, 3, 8), value=t(1, 2, 3, 8)), ValueError,
-        "4 heads", "2", "enable_gqa", call=strobe.sdpa),
-    bad("explain: one cu", lambda: dict(q=t(5, 4, 8), k=t(5, 4, 8), v=t(5, 4, 8), cu_q=ints(0, 5)), ValueError,
-        "cu_q and cu_k", call=strobe.explain),
-]  # fmt: skip
+    bad(
+        "flash_attention: rank",
+        lambda: dict(q=t(2, 3, 4), k=t(3, 4), v=t(3, 4), output=t(3, 4)),
+        ValueError,
+        "q must have 2 axes",
+        "(2, 3, 4)",
+        call=strobe.flash_attention,
+    ),
+    bad(
+        "flash_attention: output",
+        lambda: dict(q=t(3, 4), k=t(3, 4), v=t(3, 4), output=t(4, 3)),
+        ValueError,
+        "out",
+        "(4, 3)",
+        "(3, 4)",
+        call=strobe.flash_attention,
+    ),
+    bad(
+        "flash_attention: no output",
+        lambda: dict(q=t(3, 4), k=t(3, 4), v=t(3, 4), output=None),
+        TypeError,
+        "output must be a torch.Tensor",
+        "NoneType",
+        call=strobe.flash_attention,
+    ),
+    bad(
+        "sdpa: both masks",
+        lambda: dict(
+            query=t(1, 2, 3, 8),
+            key=t(1, 2, 3, 8),
+            value=t(1, 2, 3, 8),
+            is_causal=True,
+            attn_mask=t(3, 3, dtype=torch.bool),
+        ),
+        ValueError,
+        "attn_mask",
+        "is_causal",
+        call=strobe.sdpa,
+    ),
+    bad(
+        "sdpa: grouped heads",
+        lambda: dict(query=t(1, 4, 3, 8), key=t(1, 2, 3, 8), value=t(1, 2, 3, 8)),
+        ValueError,
+        "4 heads",
+        "2",
+        "enable_gqa",
+        call=strobe.sdpa,
+    ),
+    bad(
+        "explain: one cu",
+        lambda: dict(q=t(5, 4, 8), k=t(5, 4, 8), v=t(5, 4, 8), cu_q=ints(0, 5)),
+        ValueError,
+        "cu_q and cu_k",
+        call=strobe.explain,
+    ),
+]
 
 POISON = 12345.0
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -182,7 +257,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in 
 @pytest.fixture(autouse=True, scope="module")
 def good_calls_before() -> None:
     """Calls that look like an earlier one skip the checks: every bad call below comes after good ones like it."""
-    for options in ({}, {"scale": 1.0}, {"softcap": 1.0}, {"mask": strobe.causal}, {"layout": "bhsd"}, {"backend": "tiled"}):
+    for options in (
+        {},
+        {"scale": 1.0},
+        {"softcap": 1.0},
+        {"mask": strobe.causal},
+        {"layout": "bhsd"},
+        {"backend": "tiled"},
+    ):
         strobe.attention(**qkv(**options))
         strobe.attention(**qkv(q=t(2, 3, 4, 8).requires_grad_(), **options))
 
@@ -195,8 +277,11 @@ def test_bad_input_is_named(case: Case) -> None:
     assert not missing, f"{missing} not in the message: {caught.value}"
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.call is not strobe.explain and c.call is not strobe.sdpa],
-                         ids=lambda case: case.name.replace(" ", "-"))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.call is not strobe.explain and c.call is not strobe.sdpa],
+    ids=lambda case: case.name.replace(" ", "-"),
+)
 def test_nothing_is_written(case: Case) -> None:
     """With an `out` of the right shape beside the bad argument, and with the bad `out` itself."""
     name = "output" if case.call is strobe.flash_attention else "out"
@@ -222,12 +307,15 @@ def test_names_are_unique() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("shapes, want", [
-    (((0, 3, 4, 8), (0, 3, 4, 8)), (0, 3, 4, 8)),  # no sequences
-    (((2, 0, 4, 8), (2, 3, 4, 8)), (2, 0, 4, 8)),  # no queries
-    (((2, 3, 4, 8), (2, 0, 4, 8)), (2, 3, 4, 8)),  # no keys: every row sees nothing
-    (((2, 3, 0, 8), (2, 3, 0, 8)), (2, 3, 0, 8)),  # no heads
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shapes, want",
+    [
+        (((0, 3, 4, 8), (0, 3, 4, 8)), (0, 3, 4, 8)),  # no sequences
+        (((2, 0, 4, 8), (2, 3, 4, 8)), (2, 0, 4, 8)),  # no queries
+        (((2, 3, 4, 8), (2, 0, 4, 8)), (2, 3, 4, 8)),  # no keys: every row sees nothing
+        (((2, 3, 0, 8), (2, 3, 0, 8)), (2, 3, 0, 8)),  # no heads
+    ],
+)
 def test_empty_is_not_an_error(shapes: tuple[tuple[int, ...], tuple[int, ...]], want: tuple[int, ...]) -> None:
     q, kv = t(*shapes[0]), t(*shapes[1])
     out, lse = strobe.attention(q, kv, kv, return_lse=True)

@@ -1,4 +1,5 @@
-"""Dependencies point one way, `asm` stays behind its wrappers, importing stays cheap. Read from the source, not from memory."""
+"""Dependencies point one way, `asm` stays behind its wrappers, importing stays cheap. Read from the source, not from
+memory."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "strobe"
 HEADERS = SOURCE / "cuda" / "include" / "strobe"
 
-# A module may import modules of its own layer and of those below it. Unlisted modules are of the layer named by their package.
+# Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
+# `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
     ["mask", "score", "dropout"],
     ["problem"],
-    ["backend"],
-    ["reference", "slab", "tiled", "tiled_backward", "aten_cpu", "autograd", "cuda", "emulator"],
-    ["dispatch"],
-    ["api", "compiled", "explain"],
-    ["support", "generated", "demo", "demo_inputs", "doctor", "worked_example", "bench", "ladder", "learn", "tune"],
-    ["terminal"],
-    ["cli", "__main__"],
+    ["backends.backend"],
+    ["backends", "autograd", "cuda", "emulator"],
+    ["backends.dispatch"],
+    ["api", "compiled", "explain", "tiled"],
+    ["measure"],
+    ["learn"],
+    ["bench"],
+    ["tools"],
+    ["__main__"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 HEADER_LAYERS = ["ptx", "tile", "pipeline", "kernels"]  # emu stands in for ptx
@@ -39,8 +43,11 @@ MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def layer_of(module: str) -> str | None:
-    """"strobe.cuda.jit" -> "cuda"; None for the package itself, which only lists the public names."""
-    return module.split(".")[1] if "." in module else None
+    """ "strobe.cuda.jit" -> "cuda"; None for the package itself, which only lists the public names."""
+    parts = module.split(".")[1:]
+    if not parts:
+        return None
+    return next((name for n in (2, 1) if (name := ".".join(parts[:n])) in RANK), parts[0])
 
 
 def imports(path: Path, *, lazy: bool = True) -> set[str]:
@@ -106,7 +113,8 @@ def test_jit_and_driver_know_no_torch(module: str) -> None:
     assert not any(i.split(".")[0] == "torch" for i in imports(MODULES[module]))
 
 
-# ---- headers -----------------------------------------------------------------------------------------------------------
+# ---- headers
+# -----------------------------------------------------------------------------------------------------------
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 _HEADER_FILES = sorted(path for path in HEADERS.rglob("*.cuh"))
@@ -157,7 +165,8 @@ def test_every_wrapper_has_a_second_implementation() -> None:
         assert (HEADERS / "emu" / ptx.name).is_file(), f"ptx/{ptx.name} has no emulation in emu/"
 
 
-# ---- importing -----------------------------------------------------------------------------------------------------------
+# ---- importing
+# -----------------------------------------------------------------------------------------------------------
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -178,13 +187,15 @@ _TIMED_IMPORT = "import time, torch; t = time.process_time(); import strobe; pri
 
 
 def test_import_costs_at_most_50_ms_more_than_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU time, because other tests run beside this one; the best of three, with compiled bytecode as any second import has."""
+    """CPU time, because other tests run beside this one; the best of three, with compiled bytecode as any second import
+    has."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     python("-c", "import strobe")
     assert min(float(python("-c", _TIMED_IMPORT).stdout) for _ in range(3)) <= 0.050
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------------
+# ---- text
+# ------------------------------------------------------------------------------------------------------------------
 
 _TEXT = (".py", ".cuh", ".cu", ".h", ".cpp", ".md", ".toml", ".yml", ".json", ".txt", ".sh", ".ipynb")
 _SKIP = {".git", ".venv", ".cache", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__", "dist"}

@@ -11,7 +11,8 @@ from cases import CASES, Case
 from oracle import cotangents, expected, expected_gradients, prepare
 
 import strobe
-from strobe import aten_cpu, mask as masks
+from strobe import mask as masks
+from strobe.backends import aten_cpu
 from strobe.problem import check
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -27,8 +28,26 @@ COVERED = [case for case in CASES if supported(case)]
 
 def test_covers_what_it_should() -> None:
     names = {case.name for case in COVERED}
-    assert {"plain", "causal", "ragged", "top_left", "top_left_more_queries", "one_query", "dim_odd", "dim_256"} <= names
-    assert {"huge", "rising", "scale_negative", "sliced_group", "group_8", "mask_tensor", "mask_padding", "bias"} <= names
+    assert {
+        "plain",
+        "causal",
+        "ragged",
+        "top_left",
+        "top_left_more_queries",
+        "one_query",
+        "dim_odd",
+        "dim_256",
+    } <= names
+    assert {
+        "huge",
+        "rising",
+        "scale_negative",
+        "sliced_group",
+        "group_8",
+        "mask_tensor",
+        "mask_padding",
+        "bias",
+    } <= names
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -40,7 +59,9 @@ def test_forward(case: Case, dtype: torch.dtype) -> None:
     exact, same = expected(case, dtype)
     tolerance.check("out", out, exact[0], same[0])
     # In 16 bits its exponentials, and so the LSE, are good to about 1e-4 only.
-    tolerance.check("lse", lse, exact[1], same[1], floor=tolerance.lse_floor(lse) + (2e-4 if dtype.itemsize == 2 else 0))
+    tolerance.check(
+        "lse", lse, exact[1], same[1], floor=tolerance.lse_floor(lse) + (2e-4 if dtype.itemsize == 2 else 0)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,8 +9,10 @@ import torch
 from cases import CASES, Case
 from oracle import finite_part, prepare, with_leaves
 
-from strobe import aten_cpu, autograd, reference, tiled
-from strobe.backend import Backend
+from strobe import autograd
+from strobe.backends import aten_cpu, reference
+from strobe.backends.backend import Backend
+from strobe.backends.tiled import forward as tiled
 from strobe.mask import causal, window
 from strobe.problem import Inputs, Problem
 
@@ -25,11 +27,34 @@ TINY = [
     Case("softcap", 3, 4, batch=1, heads=1, heads_k=1, dim=2, softcap=0.7),
     Case("sinks", 4, 3, batch=2, heads=2, heads_k=1, dim=2, sinks=True, mask=causal),
     Case("dropout", 4, 5, batch=1, heads=2, heads_k=2, dim=2, dropout=0.4),
-    Case("all", 4, 5, batch=1, heads=2, heads_k=1, dim=2, dim_v=3, mask=window(2, 1), bias=(1, 2, 4, 5), softcap=1.5,
-         sinks=True, dropout=0.3),
-    Case("packed", 0, 0, heads=2, heads_k=1, dim=2, mask=causal, lengths=((2, 3), (0, 2), (3, 2)), sinks=True,
-         bias=(3, 1, 3, 3)),
-]  # fmt: skip
+    Case(
+        "all",
+        4,
+        5,
+        batch=1,
+        heads=2,
+        heads_k=1,
+        dim=2,
+        dim_v=3,
+        mask=window(2, 1),
+        bias=(1, 2, 4, 5),
+        softcap=1.5,
+        sinks=True,
+        dropout=0.3,
+    ),
+    Case(
+        "packed",
+        0,
+        0,
+        heads=2,
+        heads_k=1,
+        dim=2,
+        mask=causal,
+        lengths=((2, 3), (0, 2), (3, 2)),
+        sinks=True,
+        bias=(3, 1, 3, 3),
+    ),
+]
 
 
 def as_function(backend: Backend, p: Problem, inputs: Inputs) -> tuple[Callable, tuple[torch.Tensor, ...]]:
@@ -61,8 +86,17 @@ def test_gradgradcheck(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "top_left", "mask_padding"])
 def test_aten_cpu_first_and_second(name: str) -> None:
-    case = Case(name, 3, 4, batch=1, heads=2, heads_k=1, dim=2, **{k: getattr(by_name(name), k) for k in ("mask",)},
-                mask_tensor=(1, 1, 1, 4) if name == "mask_padding" else None)  # fmt: skip
+    case = Case(
+        name,
+        3,
+        4,
+        batch=1,
+        heads=2,
+        heads_k=1,
+        dim=2,
+        **{k: getattr(by_name(name), k) for k in ("mask",)},
+        mask_tensor=(1, 1, 1, 4) if name == "mask_padding" else None,
+    )
     p, inputs = prepare(case, torch.float64)
     assert ATEN.supports(p) is None
     function, leaves = as_function(ATEN, p, inputs)

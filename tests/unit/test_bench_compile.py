@@ -16,15 +16,17 @@ from bench_results import synthetic
 from strobe.bench import compile_time, docs, first_call, providers
 from strobe.bench.providers import Refusal
 from strobe.bench.results import Row, Timing
-from strobe.bench.statistics import summarise
 from strobe.bench.suites import case, cases
+from strobe.measure.statistics import summarise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SMALL = case("t", "small", batch=2, heads=2, heads_k=1, length=40, len_k=70, dim=16, mask="causal", dtype="float32")
 
 
 def rows(device: torch.device) -> dict[str, Row]:
-    found = compile_time.rows(cases("compile")[0], providers.select(["ours"]), device, lambda what, name: f"again {name}")
+    found = compile_time.rows(
+        cases("compile")[0], providers.select(["ours"]), device, lambda what, name: f"again {name}"
+    )
     assert all(row.timed or row.reason for row in found)
     return {row.provider: row for row in found}
 
@@ -38,7 +40,8 @@ def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_time, "_compiled", missing)
 
 
-# ---- a new process ---------------------------------------------------------------------------------------------------------
+# ---- a new process
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_whole_calls_are_timed_in_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +49,9 @@ def test_whole_calls_are_timed_in_new_processes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(first_call, "_CACHED", 1)
     monkeypatch.setenv("STROBE_NO_COMPILE", "1")  # of the one who asks; a first call has to compile
     found = dict(first_call.times(SMALL, "tiled", CPU))
-    assert list(found) == ["first call", "cached call"] and all(0 < ms < 60_000 for samples in found.values() for ms in samples)
+    assert list(found) == ["first call", "cached call"] and all(
+        0 < ms < 60_000 for samples in found.values() for ms in samples
+    )
 
 
 def test_the_clock_starts_with_nothing_loaded_that_a_user_would_not_have() -> None:
@@ -91,7 +96,8 @@ def test_a_process_that_dies_is_a_reason(code: int, said: str, tmp_path: Path, m
         first_call._ask(first_call._question(SMALL, "tiled", CPU), tmp_path)
 
 
-# ---- rows -------------------------------------------------------------------------------------------------------------------
+# ---- rows
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def answering(answers: dict[bool, dict[str, Any]]) -> Any:
@@ -112,7 +118,9 @@ def test_rows_of_whole_calls(no_nvrtc: None, monkeypatch: pytest.MonkeyPatch) ->
     answers = {False: {"ms": 1500.0, "origins": ["compiled"]}, True: {"ms": 30.0, "origins": ["disk"]}}
     monkeypatch.setattr(first_call, "_ask", answering(answers))
     found = rows(CUDA)
-    assert list(found) == [f"strobe-{b}: {n}" for b in ("sm90", "sm80") for n in (*compile_time.COMPILED, *compile_time.CALLED)]
+    assert list(found) == [
+        f"strobe-{b}: {n}" for b in ("sm90", "sm80") for n in (*compile_time.COMPILED, *compile_time.CALLED)
+    ]
     first, cached = found["strobe-sm90: first call"], found["strobe-sm90: cached call"]
     assert (first.median_ms, cached.median_ms) == (1500.0, 30.0)
     assert first.timing is not None and cached.timing is not None and cached.timing.summary.n == 3
@@ -125,7 +133,10 @@ def test_rows_of_whole_calls(no_nvrtc: None, monkeypatch: pytest.MonkeyPatch) ->
     ("cached", "reason"),
     [
         ({"status": "failed", "reason": "CudaError: no"}, "CudaError: no"),
-        ({"ms": 30.0, "origins": ["compiled"]}, "RuntimeError: cached call: one kernel should be disk; found ['compiled']"),
+        (
+            {"ms": 30.0, "origins": ["compiled"]},
+            "RuntimeError: cached call: one kernel should be disk; found ['compiled']",
+        ),
         ({"ms": 30.0, "origins": []}, "RuntimeError: cached call: one kernel should be disk; found []"),
     ],
 )

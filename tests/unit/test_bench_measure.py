@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strobe.bench.measure import _SPINS_PER_MS, Call, Contender, Settings, Stopwatch, interleave, orders
+from strobe.measure.stopwatch import _SPINS_PER_MS, Call, Contender, Settings, Stopwatch, interleave, orders
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -61,8 +61,8 @@ def test_a_failing_call_drops_out() -> None:
 
 
 class FakeGpu:
-    """One queue, and a CPU that takes `cpu_ms` to put a call into it. The first call behind another's takes 1 ms, every other
-    an eighth; clearing the cache a quarter."""
+    """One queue, and a CPU that takes `cpu_ms` to put a call into it. The first call behind another's takes 1 ms, every
+    other an eighth; clearing the cache a quarter."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cpu_ms: float = 0.01) -> None:
         self.cpu = self.free = 0.0  # the time on the CPU; when the GPU will have done all it was given
@@ -125,14 +125,18 @@ def test_the_first_call_of_a_turn_is_left_out_on_a_gpu(kind: str, monkeypatch: p
     interleave(contenders, watch, kind)
     for contender in contenders:
         assert contender.problem is None and contender.method.startswith("graph" if kind == "graph" else "device")
-        assert len(contender.turns_ms) == 6 and contender.leads and {round(ms, 9) for ms in contender.samples_ms} == {0.125}
+        assert (
+            len(contender.turns_ms) == 6
+            and contender.leads
+            and {round(ms, 9) for ms in contender.samples_ms} == {0.125}
+        )
     assert watch.head_start == 0 and not watch.late
 
 
 @pytest.mark.parametrize(("cpu_ms", "head_start"), [(0.3, 0), (0.4, 1), (0.6, 3), (2.0, 4)])
 def test_a_slow_cpu_gets_a_head_start(cpu_ms: float, head_start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call and the clearing before it take 0.375 ms: a CPU that needs more falls behind, and its time must not show. One that
-    always does is said to."""
+    """A call and the clearing before it take 0.375 ms: a CPU that needs more falls behind, and its time must not show.
+    One that always does is said to."""
     gpu = FakeGpu(monkeypatch, cpu_ms)
     watch = gpu.watch(budget_ms=2.5, rounds=5)
     contenders = [gpu.contender(name) for name in "ab"]

@@ -11,12 +11,13 @@ import torch
 from bench_results import synthetic
 from typer.testing import CliRunner
 
-from strobe import cli
-from strobe.bench import ceilings, claims, clocks, plots, provenance, results as files
-from strobe.bench.clocks import Monitor, Sample
+from strobe.bench import ceilings, claims, plots, results as files
 from strobe.bench.compare import comparable, compare, other_company
 from strobe.bench.report import page
 from strobe.bench.results import Results
+from strobe.measure import clocks, provenance
+from strobe.measure.clocks import Monitor, Sample
+from strobe.tools import cli
 
 SMALL = ("sweep", "tiles")
 
@@ -149,7 +150,9 @@ def test_figures(made: Results, tmp_path: Path) -> None:
 
 def test_claims(made: Results) -> None:
     exponents = claims.memory_exponents(made, "sweep")
-    assert exponents["strobe-sm90"] == pytest.approx(1.0, abs=0.01) and exponents["torch-math"] == pytest.approx(2.0, abs=0.01)
+    assert exponents["strobe-sm90"] == pytest.approx(1.0, abs=0.01) and exponents["torch-math"] == pytest.approx(
+        2.0, abs=0.01
+    )
     found = claims.speed_ups(made, "sweep")
     assert any(s.times is None and s.reason == "out of memory" for s in found)
     assert all(s.times > 1 for s in found if s.times is not None)
@@ -158,7 +161,8 @@ def test_claims(made: Results) -> None:
     assert claims.repeatability(made, made) == (sum(r.timed for r in made.rows),) * 2
 
 
-# ---- clocks ------------------------------------------------------------------------------------------------------------
+# ---- clocks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_clocks_without_a_gpu() -> None:
@@ -205,7 +209,10 @@ def test_cycles_of_the_matrix_units() -> None:
     ("line", "version"),
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023", "535.54.03"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@host)", "580.159.04"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@host)",
+            "580.159.04",
+        ),
         ("GCC version: 12.2.0", None),
     ],
 )
@@ -216,7 +223,10 @@ def test_driver_version(line: str, version: str | None) -> None:
 @pytest.mark.parametrize(
     ("cpuinfo", "name"),
     [
-        ("processor\t: 0\nmodel name\t: A CPU @ 2.0GHz: fast\nmodel name\t: A CPU @ 2.0GHz: fast\n", "A CPU @ 2.0GHz: fast"),
+        (
+            "processor\t: 0\nmodel name\t: A CPU @ 2.0GHz: fast\nmodel name\t: A CPU @ 2.0GHz: fast\n",
+            "A CPU @ 2.0GHz: fast",
+        ),
         ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", "a machine, implementer 0x41, part 0xd0c"),
         ("", "a machine"),
     ],

@@ -13,11 +13,12 @@ from bench_results import synthetic
 from fake_driver import Recorder
 
 from strobe import emulator
-from strobe.bench import compile_time, docs, figure, measure, plots, providers, results as files, rungs as bench_rungs, runner
+from strobe.bench import compile_time, docs, figure, plots, providers, results as files, rungs as bench_rungs, runner
 from strobe.bench.report import page
 from strobe.bench.suites import Case, case, cases
-from strobe.ladder import execute, rungs
-from strobe.ladder.rung import PARAMS, POINTERS, Shape
+from strobe.learn.ladder import execute, rungs
+from strobe.learn.ladder.rung import PARAMS, POINTERS, Shape
+from strobe.measure import stopwatch as measure
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 QUICK = measure.Settings(budget_ms=1, rounds=1, warmup_ms=0)
@@ -28,7 +29,9 @@ def fitting(rung: Any, **more: Any) -> Case:
     """A small case that the rung runs."""
     dtype = str(rung.dtype).removeprefix("torch.")
     direction = "backward" if rung.backward else "forward"
-    return case("t", rung.number, **{"heads": 2, "length": 64, "dim": 64, "dtype": dtype, "direction": direction} | more)
+    return case(
+        "t", rung.number, **{"heads": 2, "length": 64, "dim": 64, "dtype": dtype, "direction": direction} | more
+    )
 
 
 @pytest.fixture
@@ -43,7 +46,8 @@ def as_on_a_gpu(any_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_rungs, "cannot", lambda rung, what, device: really(rung, what, CUDA))
 
 
-# ---- who is measured -----------------------------------------------------------------------------------------------------
+# ---- who is measured
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_rungs_run_only_when_asked_for() -> None:
@@ -52,7 +56,10 @@ def test_rungs_run_only_when_asked_for() -> None:
     assert not {p.name for p in providers.select(["ours"])} & set(NAMES)
     assert [p.name for p in providers.select(["ladder"])] == NAMES
     assert [p.name for p in providers.select(["ladder-05"])] == ["ladder-05-queries-outside"]
-    assert [p.name for p in providers.select(["ladder-07-swizzle", "ladder-b1"])] == ["ladder-07-swizzle", "ladder-b1-backward"]
+    assert [p.name for p in providers.select(["ladder-07-swizzle", "ladder-b1"])] == [
+        "ladder-07-swizzle",
+        "ladder-b1-backward",
+    ]
     assert {p.kind for p in providers.every()} == set(files.KINDS)
 
 
@@ -62,7 +69,8 @@ def test_every_rung_runs_something_of_its_suite(any_machine: None) -> None:
         assert any(bench_rungs.cannot(rung, what, CUDA) is None for what in cases("ladder", direction)), rung.number
 
 
-# ---- what they cannot do ---------------------------------------------------------------------------------------------------
+# ---- what they cannot do
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,7 @@ def test_every_rung_runs_something_of_its_suite(any_machine: None) -> None:
         ("01", {"length": 1 << 19}, "2147483648 blocks; a launch has at most 2147483647"),
         ("06", {"mask": "causal", "length": 1000, "len_k": 70}, None),
     ],
-)  # fmt: skip
+)
 def test_a_reason_for_each_thing_that_is_missing(
     number: str, more: dict[str, Any], reason: str | None, any_machine: None
 ) -> None:
@@ -94,7 +102,10 @@ def test_a_machine_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Facts())
     monkeypatch.setattr(execute, "cannot_run", lambda rung, device: "no wgmma" if rung.hopper else None)
-    for number, dim, reason in (("05", 64, None), ("05", 128, "needs 115712 bytes of shared memory, a block has 101376")):
+    for number, dim, reason in (
+        ("05", 64, None),
+        ("05", 128, "needs 115712 bytes of shared memory, a block has 101376"),
+    ):
         assert bench_rungs.cannot(rungs.get(number), fitting(rungs.get(number), dim=dim), CUDA) == reason
     assert bench_rungs.cannot(rungs.get("13"), fitting(rungs.get("13")), CUDA) == "no wgmma"
 
@@ -107,7 +118,9 @@ def run(names: tuple[str, ...], chosen: list[Case], device: torch.device = CPU) 
 
 @pytest.fixture
 def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner.ceilings, "measure", lambda watch, dtypes: files.Ceilings({"float32": 0.1}, 10.0, "made up"))
+    monkeypatch.setattr(
+        runner.ceilings, "measure", lambda watch, dtypes: files.Ceilings({"float32": 0.1}, 10.0, "made up")
+    )
 
 
 def test_on_a_cpu_every_row_says_why(no_ceilings: None) -> None:
@@ -134,7 +147,8 @@ def test_slow_rungs_wait_until_they_are_named(any_machine: None) -> None:
     assert providers.select(["ladder-01"])[0].matrices(big) == 4 * big.score_elements() and five.matrices(big) == 0
 
 
-# ---- what they compute -------------------------------------------------------------------------------------------------------
+# ---- what they compute
+# -------------------------------------------------------------------------------------------------------
 
 
 class EmulatedCall:
@@ -148,7 +162,9 @@ class EmulatedCall:
 
 
 @pytest.mark.skipif(emulator.compiler() is None, reason="the emulator needs a C++ compiler")
-def test_rows_are_right_by_the_benchmarks_rule(as_on_a_gpu: None, no_ceilings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_right_by_the_benchmarks_rule(
+    as_on_a_gpu: None, no_ceilings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(execute, "Call", EmulatedCall)
     chosen = providers.select(["ladder-01", "ladder-05", "ladder-09", "ladder-b1"])
     monkeypatch.setattr(runner, "select", lambda names: [dataclasses.replace(p, device=None) for p in chosen])
@@ -184,7 +200,9 @@ def test_a_call_sends_the_addresses_of_its_tensors(number: str, monkeypatch: pyt
             assert stream == 77 and (launch.threads, launch.smem) == (rung.threads, rung.smem(64))
             pointers = {name: struct.unpack_from("<Q", sent, PARAMS.offsets[name])[0] for name in POINTERS}
             assert pointers == dict.fromkeys(POINTERS, 0) | x.addresses()
-            numbers = {n: struct.unpack_from("<i", sent, PARAMS.offsets[n])[0] for n in ("slices", "len_q", "len_k", "stage")}
+            numbers = {
+                n: struct.unpack_from("<i", sent, PARAMS.offsets[n])[0] for n in ("slices", "len_q", "len_k", "stage")
+            }
             assert numbers == {"slices": 3, "len_q": 70, "len_k": 150, "stage": stage}
             if rung.hopper:
                 maps = [struct.unpack_from("<Q", sent, PARAMS.offsets[f"map_{t}"])[0] for t in "qkv"]
@@ -203,7 +221,8 @@ def test_every_call_has_an_output_of_its_own(as_on_a_gpu: None, monkeypatch: pyt
     assert seen[0].workspace.numel() == what.score_elements() and seen[0].lse.shape == (6, 40)
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------------------------
+# ---- what is shown
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_reports_and_documents_know_the_kind() -> None:

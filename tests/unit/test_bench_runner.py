@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from strobe.bench import exactness, measure, providers, results as files, runner
+from strobe.bench import exactness, providers, results as files, runner
 from strobe.bench.exactness import Judge, Tensors
 from strobe.bench.providers import Prepared, Provider, Refusal
 from strobe.bench.suites import Case, case
+from strobe.measure import stopwatch as measure
 
 CPU = torch.device("cpu")
 QUICK = measure.Settings(budget_ms=5, rounds=3, warmup_ms=0)
@@ -18,7 +19,7 @@ CASES = [
     case("t", "full-64", heads=2, length=64, dim=16, dtype="float32"),
     case("t", "causal-96", heads=4, heads_k=2, length=96, dim=16, mask="causal", dtype="float32"),
     case("t", "grad-64", heads=4, heads_k=2, length=64, dim=16, mask="causal", dtype="float32", direction="backward"),
-]  # fmt: skip
+]
 
 
 def good(what: Case, x: Tensors) -> Prepared:
@@ -78,7 +79,9 @@ ZOO.append(Provider("lazy", "peer", "", good, skipped=lambda c, d: "later"))
 def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "select", lambda names: list(ZOO))
     monkeypatch.setattr(runner, "cases", lambda suite, direction, on_gpu: list(CASES))
-    monkeypatch.setattr(runner.ceilings, "measure", lambda watch, dtypes: files.Ceilings({"float32": 0.1}, 10.0, "made up"))
+    monkeypatch.setattr(
+        runner.ceilings, "measure", lambda watch, dtypes: files.Ceilings({"float32": 0.1}, 10.0, "made up")
+    )
 
 
 def test_everyone_gets_a_row_with_a_reason(zoo: None) -> None:
@@ -98,7 +101,10 @@ def test_everyone_gets_a_row_with_a_reason(zoo: None) -> None:
         assert status["lazy", label] == ("skipped", "later")
     assert status["fails_late", "full-64"][0] == "failed" and "enough" in str(status["fails_late", "full-64"][1])
     assert status["forgets_the_mask", "full-64"][0] == "ok" and status["forgets_the_mask", "causal-96"][0] == "wrong"
-    assert status["forward_only", "grad-64"] == ("unsupported", "no gradients") and status["forward_only", "full-64"][0] == "ok"
+    assert (
+        status["forward_only", "grad-64"] == ("unsupported", "no gradients")
+        and status["forward_only", "full-64"][0] == "ok"
+    )
     assert all(r.reason for r in found.rows if r.status != "ok") and all(
         r.timing is None for r in found.rows if r.status == "wrong"
     )
@@ -142,10 +148,14 @@ def test_real_providers_agree_on_the_cpu(zoo: None) -> None:
         case("t", "sinks", **shape, mask="causal", sinks=True),
         case("t", "bias", **{**shape, "heads_k": 4}, bias=True),
         case("t", "both", **shape, mask="causal", direction="both"),
-    ]  # fmt: skip
+    ]
     found = work.run()
     status = {(r.provider, r.case.label): r.status for r in found.rows}
-    assert {status["strobe-tiled", c.label] for c in work.cases} == {status["eager", c.label] for c in work.cases} == {"ok"}
+    assert (
+        {status["strobe-tiled", c.label] for c in work.cases}
+        == {status["eager", c.label] for c in work.cases}
+        == {"ok"}
+    )
     assert (
         status["torch-math", "sinks"] == status["torch-math", "softcap"] == "unsupported"
         and status["torch-math", "bias"] == "ok"
@@ -155,7 +165,8 @@ def test_real_providers_agree_on_the_cpu(zoo: None) -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_judge_is_right_and_strict(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against autograd in float64, in several blocks of rows; one key that is dropped out of 500 is noticed in bfloat16."""
+    """Against autograd in float64, in several blocks of rows; one key that is dropped out of 500 is noticed in
+    bfloat16."""
     monkeypatch.setattr(exactness, "_BLOCK_ELEMENTS", 20_000)
     what = case(
         "t",

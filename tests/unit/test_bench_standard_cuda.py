@@ -44,8 +44,10 @@ def run(style: str, what: Case, x: Tensors) -> tuple[torch.Tensor, list[emulator
 
 def inputs(what: Case) -> Tensors:
     shapes = (
-        (what.heads, what.len_q, what.dim), (what.heads_k, what.len_k, what.dim), (what.heads_k, what.len_k, what.dim_v)
-    )  # fmt: skip
+        (what.heads, what.len_q, what.dim),
+        (what.heads_k, what.len_k, what.dim),
+        (what.heads_k, what.len_k, what.dim_v),
+    )
     return Tensors(*(torch.randn(what.batch, *shape).to(DTYPES[what.dtype]) for shape in shapes))
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from strobe.bench.statistics import (
+from strobe.measure.statistics import (
     geometric_mean,
     growth_exponent,
     median_ranks,

@@ -13,10 +13,10 @@ import torch
 from bench_results import synthetic
 
 from strobe.bench import claims, studies
-from strobe.bench.measure import Settings, Stopwatch
 from strobe.bench.results import save
 from strobe.cuda import jit, plan
 from strobe.cuda.tiles import choose_sm90
+from strobe.measure.stopwatch import Settings, Stopwatch
 
 
 def test_times_are_kept_by_place_in_the_turn() -> None:
@@ -49,7 +49,9 @@ def test_inputs_differ_from_plain_bf16_in_one_thing() -> None:
         plain = problem["bf16"]
         assert plain.heads == plain.heads_k and plain.dtype == "bfloat16"
         for name, other in problem.items():
-            changed = {f for f in ("dtype", "heads_k", "heads", "batch", "len_q") if getattr(other, f) != getattr(plain, f)}
+            changed = {
+                f for f in ("dtype", "heads_k", "heads", "batch", "len_q") if getattr(other, f) != getattr(plain, f)
+            }
             assert changed == {"bf16": set(), "fp16": {"dtype"}, "grouped": {"heads_k"}}[name]
             assert name != "grouped" or other.group == 8
 
@@ -108,7 +110,9 @@ def test_a_variant_that_took_too_long_is_tried_again(monkeypatch: pytest.MonkeyP
     assert [row["seconds"] for row in found] == [1.4, 1.3, 1.6]
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         studies.main(["turns", "-o", str(tmp_path / "x.json")])

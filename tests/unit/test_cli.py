@@ -1,4 +1,5 @@
-"""The command line, run in this process: what it prints, what it returns, and that user errors are a line and exit code 2."""
+"""The command line, run in this process: what it prints, what it returns, and that user errors are a line and exit code
+2."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 import strobe
-from strobe import cli, demo, demo_inputs, dispatch, worked_example
+from strobe.backends import dispatch
 from strobe.cuda import jit
+from strobe.learn import worked_example
+from strobe.tools import cli, demo, demo_inputs
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 
@@ -45,13 +48,34 @@ def test_version(strobe_command) -> None:
     assert strobe_command("--version").out.strip() == f"strobe {strobe.__version__}"
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (("--help",), ("demo", "doctor", "compile", "--version")),
-    (("demo", "--help"), ("--seq-len", "--head-dim", "--heads", "--block-q", "--block-k", "--init", "--seed", "--dtype",
-                          "--causal", "--device", "--backend", "--print", "--example", "ramp", "FILE")),
-    (("doctor", "--help"), ("--json",)),
-    (("compile", "--help"), ("--arch", "--out", "--dtype", "--head-dim", "no GPU")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--help",), ("demo", "doctor", "compile", "--version")),
+        (
+            ("demo", "--help"),
+            (
+                "--seq-len",
+                "--head-dim",
+                "--heads",
+                "--block-q",
+                "--block-k",
+                "--init",
+                "--seed",
+                "--dtype",
+                "--causal",
+                "--device",
+                "--backend",
+                "--print",
+                "--example",
+                "ramp",
+                "FILE",
+            ),
+        ),
+        (("doctor", "--help"), ("--json",)),
+        (("compile", "--help"), ("--arch", "--out", "--dtype", "--head-dim", "no GPU")),
+    ],
+)
 def test_help(strobe_command, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     result = strobe_command(*arguments)
     assert result.code == 0
@@ -61,11 +85,24 @@ def test_help(strobe_command, arguments: tuple[str, ...], words: tuple[str, ...]
 # ---- demo ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extra", [
-    (), ("--causal",), ("--heads", "2"), ("--dtype", "float64"), ("--dtype", "bfloat16"), ("--init", "uniform"),
-    ("--init", "ones"), ("--init", "ramp"), ("--seed", "7"), ("--backend", "reference"), ("--seq-len", "20"),
-    ("--block-q", "16", "--block-k", "8"),
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("--causal",),
+        ("--heads", "2"),
+        ("--dtype", "float64"),
+        ("--dtype", "bfloat16"),
+        ("--init", "uniform"),
+        ("--init", "ones"),
+        ("--init", "ramp"),
+        ("--seed", "7"),
+        ("--backend", "reference"),
+        ("--seq-len", "20"),
+        ("--block-q", "16", "--block-k", "8"),
+    ],
+    ids=" ".join,
+)
 def test_demo_runs(strobe_command, extra: tuple[str, ...]) -> None:
     result = strobe_command(*SMALL, *extra)
     assert result.code == 0, result.err
@@ -135,18 +172,22 @@ def test_a_wrong_example_is_found(strobe_command, monkeypatch: pytest.MonkeyPatc
     assert result.code == 1 and "should be" in result.out
 
 
-@pytest.mark.parametrize("arguments, says", [
-    (("--backend", "fa2"), ("--backend", "fa2", "tiled")),
-    (("--backend", "sm80"), ("sm80",)),
-    (("--dtype", "int8"), ("--dtype", "int8", "bfloat16")),
-    (("--device", "nowhere"), ("--device", "nowhere")),
-    (("--device", "meta"), ("--device", "meta")),
-    (("--init", "nothing.txt"), ("--init", "nothing.txt", "--seq-len")),
-    (("--block-q", "8", "--backend", "reference"), ("--block-q", "tiled", "reference")),
-    (("--seq-len", "0"), ("--seq-len", "1")),
-    (("--head-dim", "many"), ("--head-dim", "integer")),
-    (("--unknown",), ("--unknown",)),
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--backend", "fa2"), ("--backend", "fa2", "tiled")),
+        (("--backend", "sm80"), ("sm80",)),
+        (("--dtype", "int8"), ("--dtype", "int8", "bfloat16")),
+        (("--device", "nowhere"), ("--device", "nowhere")),
+        (("--device", "meta"), ("--device", "meta")),
+        (("--init", "nothing.txt"), ("--init", "nothing.txt", "--seq-len")),
+        (("--block-q", "8", "--backend", "reference"), ("--block-q", "tiled", "reference")),
+        (("--seq-len", "0"), ("--seq-len", "1")),
+        (("--head-dim", "many"), ("--head-dim", "integer")),
+        (("--unknown",), ("--unknown",)),
+    ],
+    ids=" ".join,
+)
 def test_user_errors_of_demo(strobe_command, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
     result = strobe_command(*SMALL, *arguments)
     assert result.code == 2 and "Traceback" not in result.err
@@ -190,15 +231,18 @@ def test_heads_from_a_file(tmp_path: Path) -> None:
     assert tuple(demo_inputs.read(tmp_path / "heads.pt").q.shape) == (1, 6, 3, 2)
 
 
-@pytest.mark.parametrize("name, content, says", [
-    ("missing.txt", None, "no file"),
-    ("inputs.json", "[]", ".csv"),
-    ("words.txt", "1 2\nthree four\n", "line 2"),
-    ("ragged.csv", "1,2\n3\n", "line 2"),
-    ("empty.txt", "# nothing\n", "no numbers"),
-    ("broken.pt", "not a pickle", "cannot be read"),
-    ("broken.npy", "not an array", "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("missing.txt", None, "no file"),
+        ("inputs.json", "[]", ".csv"),
+        ("words.txt", "1 2\nthree four\n", "line 2"),
+        ("ragged.csv", "1,2\n3\n", "line 2"),
+        ("empty.txt", "# nothing\n", "no numbers"),
+        ("broken.pt", "not a pickle", "cannot be read"),
+        ("broken.npy", "not an array", "cannot be read"),
+    ],
+)
 def test_bad_files(tmp_path: Path, strobe_command, name: str, content: str | None, says: str) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
@@ -206,13 +250,16 @@ def test_bad_files(tmp_path: Path, strobe_command, name: str, content: str | Non
     assert result.code == 2 and says in result.err and name in result.err
 
 
-@pytest.mark.parametrize("content, says", [
-    ({"q": torch.ones(4, 2)}, "no k, v"),
-    (torch.ones(4), "(4,)"),
-    (torch.ones(4, 2, dtype=torch.bool), "not a tensor of numbers"),
-    ({"q": torch.ones(4, 2), "k": torch.ones(4, 3), "v": torch.ones(4, 3)}, "q (4, 1, 2), k (4, 1, 3)"),
-    ({"q": torch.ones(4, 2), "k": torch.ones(5, 2), "v": torch.ones(4, 2)}, "do not go together"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ({"q": torch.ones(4, 2)}, "no k, v"),
+        (torch.ones(4), "(4,)"),
+        (torch.ones(4, 2, dtype=torch.bool), "not a tensor of numbers"),
+        ({"q": torch.ones(4, 2), "k": torch.ones(4, 3), "v": torch.ones(4, 3)}, "q (4, 1, 2), k (4, 1, 3)"),
+        ({"q": torch.ones(4, 2), "k": torch.ones(5, 2), "v": torch.ones(4, 2)}, "do not go together"),
+    ],
+)
 def test_bad_tensors_in_a_file(tmp_path: Path, content: object, says: str) -> None:
     torch.save(content, tmp_path / "bad.pt")
     with pytest.raises(ValueError) as caught:
@@ -293,14 +340,20 @@ def test_compile_makes_a_layer(strobe_command, few_variants, tmp_path: Path, mon
     assert jit.get(variants[0].source, "sm_80").origin == "layer"
 
 
-@pytest.mark.parametrize("arguments, says", [
-    (("--arch", "ampere"), ("--arch", "ampere", "sm_80")),
-    (("--arch", "sm_80", "--dtype", "float32"), ("--dtype", "float32", "bfloat16")),
-    (("--arch", "sm_80", "--head-dim", "999"), ("--head-dim", "999")),
-    ((), ("--arch",)),
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--arch", "ampere"), ("--arch", "ampere", "sm_80")),
+        (("--arch", "sm_80", "--dtype", "float32"), ("--dtype", "float32", "bfloat16")),
+        (("--arch", "sm_80", "--head-dim", "999"), ("--head-dim", "999")),
+        ((), ("--arch",)),
+    ],
+    ids=" ".join,
+)
 @needs_nvrtc
-def test_user_errors_of_compile(strobe_command, tmp_path: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+def test_user_errors_of_compile(
+    strobe_command, tmp_path: Path, arguments: tuple[str, ...], says: tuple[str, ...]
+) -> None:
     result = strobe_command("compile", *arguments, "--out", str(tmp_path / "out"))
     assert result.code == 2 and "Traceback" not in result.err
     assert [word for word in says if word not in result.err] == []

@@ -1,5 +1,5 @@
-"""Under torch.compile: one graph, the same numbers. `aot_eager` traces forward and backward but generates no code; one test
-does."""
+"""Under torch.compile: one graph, the same numbers. `aot_eager` traces forward and backward but generates no code; one
+test does."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_one_graph_and_the_same_numbers(name: str) -> None:
 
 def test_lengths_may_change_without_a_new_graph() -> None:
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal), backend=graphs, dynamic=True)
+    compiled = torch.compile(
+        lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal), backend=graphs, dynamic=True
+    )
     seen = []
     for length in (17, 40, 64):
         shapes = [(2, length, 4, 16)] * 3
@@ -172,11 +174,17 @@ def test_the_operation_keeps_its_promises(dtype: torch.dtype, with_lse: bool) ->
 @pytest.mark.parametrize(
     "mask",
     [
-        strobe.full, strobe.causal, strobe.causal_top_left, strobe.window(3, None), strobe.window(None, 0), strobe.prefix(7),
-        strobe.chunked(5) & strobe.causal, strobe.causal & strobe.window(2, 2) & strobe.prefix(1),
+        strobe.full,
+        strobe.causal,
+        strobe.causal_top_left,
+        strobe.window(3, None),
+        strobe.window(None, 0),
+        strobe.prefix(7),
+        strobe.chunked(5) & strobe.causal,
+        strobe.causal & strobe.window(2, 2) & strobe.prefix(1),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_masks_are_known_by_their_names(mask: strobe.Mask) -> None:
     assert named(mask.name) == mask
 

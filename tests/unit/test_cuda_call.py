@@ -1,4 +1,5 @@
-"""What a call on a GPU does before the driver sees it, with the driver replaced: arguments, tensor maps, counters, reuse."""
+"""What a call on a GPU does before the driver sees it, with the driver replaced: arguments, tensor maps, counters,
+reuse."""
 
 from __future__ import annotations
 
@@ -76,12 +77,16 @@ def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest
         address, alive = backend._counter(0, stream)
         assert alive is None and found.setdefault((capture, stream), address) == address
     assert len(set(found.values())) == 4 and allocated == [4 * size]
-    assert zeroed == [(address, size, stream) for (_, stream), address in found.items()]  # once, where it was first used
+    assert zeroed == [
+        (address, size, stream) for (_, stream), address in found.items()
+    ]  # once, where it was first used
     assert all(1 << 30 <= address <= (1 << 30) + 3 * size for address in found.values())
 
     capture = 7  # the reserve is used up, and nothing can be allocated now: memory of the graph's own, for one launch
     address, alive = backend._counter(0, 1)
-    assert alive is not None and alive.data_ptr() == address and alive.nbytes == size and zeroed[-1] == (address, size, 1)
+    assert (
+        alive is not None and alive.data_ptr() == address and alive.nbytes == size and zeroed[-1] == (address, size, 1)
+    )
     assert backend._counter(0, 1)[1] is not None and allocated == [4 * size]
     capture = 0
     assert backend._counter(0, 3)[0] >= 2 << 30 and backend._counter(1, 1)[0] >= 3 << 30  # a new reserve; another GPU's

@@ -271,7 +271,8 @@ def test_a_tensor_map_is_encoded_and_pointed_elsewhere(with_stub):
         assert bytes(launch.params[72:]) == b"\\xab" * 120
         result = [log(), len(encoded), address, moved]
     """)
-    # In the driver's numbering: bfloat16 = 9, 128-byte swizzle = 3, 256-byte promotion = 3, out of bounds reads zero = 0.
+    # In the driver's numbering: bfloat16 = 9, 128-byte swizzle = 3, 256-byte promotion = 3, out of bounds reads zero =
+    # 0.
     assert lines[0] == (
         "encode kind 9 rank 3 at 0x1000 swizzle 3 interleave 0 l2 3 fill 0 dims 64/64/1 1000/128/1 2/1/1 strides 256 128"
     )

@@ -51,7 +51,9 @@ def test_golden_values() -> None:
 
 def test_tiles_and_index_tensors_give_the_same() -> None:
     whole = dropout.keep(7, range(2), range(3), range(40), range(50), 0.3)
-    assert torch.equal(whole[1:, 1:, 9:31, 17:], dropout.keep(7, range(1, 2), range(1, 3), range(9, 31), range(17, 50), 0.3))
+    assert torch.equal(
+        whole[1:, 1:, 9:31, 17:], dropout.keep(7, range(1, 2), range(1, 3), range(9, 31), range(17, 50), 0.3)
+    )
     order = torch.randperm(50)
     assert torch.equal(whole[..., order], dropout.keep(7, range(2), range(3), range(40), order, 0.3))
 

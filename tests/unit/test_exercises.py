@@ -64,7 +64,11 @@ def test_no_guard() -> None:
         gray[i] = 0.299 * rgb[i, 0] + 0.587 * rgb[i, 1] + 0.114 * rgb[i, 2]
 
     message = exercises.GRAYSCALE.check(kernel).message
-    assert "10 pixels in blocks of 4" in message and "thread 2 of block 2" in message and "rgb[10, 0] out of bounds" in message
+    assert (
+        "10 pixels in blocks of 4" in message
+        and "thread 2 of block 2" in message
+        and "rgb[10, 0] out of bounds" in message
+    )
 
 
 def test_right_numbers_are_not_enough_for_tiles() -> None:

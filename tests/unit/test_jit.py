@@ -395,6 +395,10 @@ def test_an_environment_that_builds_on_another_finds_its_compiler(tmp_path):
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     seen = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "others.pth").write_text("\n".join([*seen, str(Path(jit.__file__).parents[2])]))
-    command = "from strobe.cuda import jit; print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
-    done = subprocess.run([tmp_path / "venv" / "bin" / "python", "-c", command], capture_output=True, text=True, timeout=120)
+    command = (
+        "from strobe.cuda import jit; print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
+    )
+    done = subprocess.run(
+        [tmp_path / "venv" / "bin" / "python", "-c", command], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and done.stdout.splitlines() == ["None"], done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""The ladder as a text: one idea a file, headers that say what and why, predictions, diffs, the document made from them."""
+"""The ladder as a text: one idea a file, headers that say what and why, predictions, diffs, the document made from
+them."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from strobe.cli import app
-from strobe.ladder import docs, measure, rungs, show
-from strobe.ladder.exact import Error
-from strobe.ladder.measure import Row
-from strobe.ladder.rung import KERNELS, LIBRARY_KERNEL, PARAMS, Rung, Shape
+from strobe.learn.ladder import docs, measure, rungs, show
+from strobe.learn.ladder.exact import Error
+from strobe.learn.ladder.measure import Row
+from strobe.learn.ladder.rung import KERNELS, LIBRARY_KERNEL, PARAMS, Rung, Shape
+from strobe.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 FORWARD = [rung for rung in rungs.RUNGS if not rung.backward]
@@ -30,7 +31,8 @@ def code(rung: Rung) -> list[str]:
     return [line for line in rung.text.splitlines() if not line.startswith("//")]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------------
+# ---- files
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_file_is_a_rung() -> None:
@@ -80,7 +82,8 @@ def test_source_has_one_kernel_and_one_argument_struct(rung: Rung) -> None:
     assert not re.search(r"\basm\b", source.split('"ladder.cuh"')[1])
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------------------
+# ---- numbers
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_get() -> None:
@@ -121,7 +124,9 @@ def rows_of(times: dict[str, float]) -> list[Row]:
         rung = rungs.get(number)
         before = rungs.before(rung)
         against = before.number if before else None
-        made.append(Row(number, rung.title, "float32", against, rung.predicted, 1e6, Error("o", 1e-7, 1e-6), ms, 3, 10 / ms))
+        made.append(
+            Row(number, rung.title, "float32", against, rung.predicted, 1e6, Error("o", 1e-7, 1e-6), ms, 3, 10 / ms)
+        )
     return made
 
 
@@ -131,7 +136,11 @@ def test_speed_ups_compare_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "build_all", lambda *a: None)
     monkeypatch.setattr(measure, "_count", lambda rung, shape: found[rung.number])
     rows = measure.run(shape, [rungs.get(n) for n in found], torch.device("cpu"))
-    assert [row.speed_up for row in rows] == [None, 4.0, pytest.approx(0.5)]  # b1: 2.5 times the work in 5 times the time
+    assert [row.speed_up for row in rows] == [
+        None,
+        4.0,
+        pytest.approx(0.5),
+    ]  # b1: 2.5 times the work in 5 times the time
 
 
 def test_a_rung_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +155,8 @@ def test_a_rung_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPat
     assert (impossible.skipped, impossible.failed) == ("no wgmma", False)
 
 
-# ---- what is shown ------------------------------------------------------------------------------------------------------
+# ---- what is shown
+# ------------------------------------------------------------------------------------------------------
 
 
 def shown(rows: list[Row]) -> str:
@@ -190,16 +200,17 @@ def test_mistakes_are_explained(arguments: list[str], message: str) -> None:
     assert message in " ".join(re.sub(r"[│╭╰╮╯─]", " ", result.output).split())
 
 
-# ---- the document -------------------------------------------------------------------------------------------------------
+# ---- the document
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_document_is_up_to_date() -> None:
     text = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
-    assert docs.updated(text, ROOT) == text, "python -m strobe.ladder.docs --write"
+    assert docs.updated(text, ROOT) == text, "python -m strobe.learn.ladder.docs --write"
     written = docs.headers(ROOT)
     assert len(written) == len(rungs.RUNGS)
     for path, wanted in written.items():
-        assert path.read_text(encoding="utf-8") == wanted, "python -m strobe.ladder.docs --write"
+        assert path.read_text(encoding="utf-8") == wanted, "python -m strobe.learn.ladder.docs --write"
 
 
 def test_a_measurement_takes_the_place_of_the_last_one() -> None:

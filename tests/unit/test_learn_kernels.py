@@ -50,15 +50,20 @@ def test_the_emulator_notices_what_the_lesson_says_it_does() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_for_a_t4_and_later(name: str, arch: str) -> None:
     struct = params_of(source(name))
-    text = f"{source(name)}\nstatic_assert(sizeof(Params) == {struct.size}, \"differs\");\n"
+    text = f'{source(name)}\nstatic_assert(sizeof(Params) == {struct.size}, "differs");\n'
     assert name.encode() in jit.compile(jit.flatten(text), arch, name=name).cubin
 
 
 def test_params_are_read_from_the_source() -> None:
     struct = params_of(source("matmul"))
     assert [(f.name, f.ctype) for f in struct.fields] == [
-        ("a", "const float*"), ("b", "const float*"), ("c", "float*"), ("m", "int"), ("n", "int"), ("k", "int"),
-    ]  # fmt: skip
+        ("a", "const float*"),
+        ("b", "const float*"),
+        ("c", "float*"),
+        ("m", "int"),
+        ("n", "int"),
+        ("k", "int"),
+    ]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -145,8 +145,18 @@ def test_bounds_of_an_int_and_of_a_tensor(mask: Mask, len_q: int, len_k: int) ->
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_cpp_text_means_the_same(tmp_path: Path) -> None:
-    masks = [full, causal, causal_top_left, window(7, 0), window(None, 3), prefix(5), chunked(6), chunked(6) & causal,
-             window(4, 4) & causal, window(1 << 40, 1 << 40)]  # fmt: skip
+    masks = [
+        full,
+        causal,
+        causal_top_left,
+        window(7, 0),
+        window(None, 3),
+        prefix(5),
+        chunked(6),
+        chunked(6) & causal,
+        window(4, 4) & causal,
+        window(1 << 40, 1 << 40),
+    ]
     source = "#include <algorithm>\n#define STROBE_DEVICE\nusing std::max;\nusing std::min;\n"
     for i, mask in enumerate(masks):
         source += f"namespace n{i} {{\n{mask.cpp}}}\n"

@@ -1,5 +1,5 @@
-"""From problem to launch: padded head dims, tensor maps that the hardware takes, sources that do not depend on what may change
-between calls."""
+"""From problem to launch: padded head dims, tensor maps that the hardware takes, sources that do not depend on what may
+change between calls."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_source_does_not_depend_on_what_changes_between_calls() -> None:
         wanted = plans(problem_of(base))[i].variant
         for other in others:
             found = plans(problem_of(other))[i].variant
-            assert found == wanted and found.source == wanted.source and hash(found) == hash(wanted), f"{kernel}, {other}"
+            assert found == wanted and found.source == wanted.source and hash(found) == hash(wanted), (
+                f"{kernel}, {other}"
+            )
 
 
 def test_source_depends_on_what_changes_code() -> None:
@@ -116,9 +118,11 @@ def test_source_depends_on_what_changes_code() -> None:
         Case("softcap", 100, 200, dim=64, softcap=2.0),
         Case("sinks", 100, 200, dim=64, sinks=True),
         Case("packed", 0, 0, dim=64, lengths=((100, 200),)),
-        *(Case(str(m), 100, 200, dim=64, mask=m)
-          for m in (causal, causal_top_left, window(1, 1), window(5, None), prefix(3), chunked(8))),
-    ]  # fmt: skip
+        *(
+            Case(str(m), 100, 200, dim=64, mask=m)
+            for m in (causal, causal_top_left, window(1, 1), window(5, None), prefix(3), chunked(8))
+        ),
+    ]
     for i in range(2):
         variants = [plans(problem_of(case))[i].variant for case in (base, *others)]
         variants.append(plans(problem_of(base, torch.float16))[i].variant)
@@ -185,9 +189,15 @@ def test_tensor_maps_are_valid(case: Case) -> None:
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([1, 2, 3]), st.integers(1, 300), st.integers(1, 300), st.sampled_from([1, 2, 5]), st.sampled_from([1, 3]),
-    st.integers(1, 32).map(lambda n: 8 * n), st.integers(0, 3), st.booleans(),
-)  # fmt: skip
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 3]),
+    st.integers(1, 32).map(lambda n: 8 * n),
+    st.integers(0, 3),
+    st.booleans(),
+)
 def test_tensor_maps_of_odd_strides(
     batch: int, len_q: int, len_k: int, heads_k: int, group: int, dim: int, extra: int, size_one: bool
 ) -> None:
@@ -209,8 +219,8 @@ def test_tensor_maps_of_odd_strides(
 
 
 def test_packed_boxes_end_with_their_sequence() -> None:
-    """A box whose first coordinate starts at c has its rows where it would have them without, less the last c: the two large
-    coordinates cancel, modulo the 2^64 of an address, and no coordinate is ever negative."""
+    """A box whose first coordinate starts at c has its rows where it would have them without, less the last c: the two
+    large coordinates cancel, modulo the 2^64 of an address, and no coordinate is ever negative."""
     p = problem_of(Case("packed", 0, 0, dim=64, lengths=((70, 100), (0, 3), (65, 129))))
     for spec in plan_sm90(p, out_strides(p), 132).maps.values():
         spec.validate()
@@ -228,7 +238,8 @@ def test_the_kernel_and_the_plan_agree_how_far_is_far() -> None:
     assert f"kFar = 1 << {FAR.bit_length() - 1};" in header and 1 << (FAR.bit_length() - 1) == FAR
 
 
-# ---- decoding: the heads of a group become rows --------------------------------------------------------------------------
+# ---- decoding: the heads of a group become rows
+# --------------------------------------------------------------------------
 DECODE = Case("decode", 1, 300, batch=2, heads=8, heads_k=2, dim=64)
 
 
@@ -246,7 +257,9 @@ def test_one_query_of_a_group_is_folded(mask) -> None:  # type: ignore[no-untype
     assert plan_sm90(problem, (1024, 64, 512), 132).variant.mask is plan.shape_of(full)
 
 
-@pytest.mark.parametrize(("len_q", "group", "fold"), [(1, 4, 4), (9, 4, 4), (127, 64, 64), (128, 4, 1), (9, 7, 1), (9, 1, 1)])
+@pytest.mark.parametrize(
+    ("len_q", "group", "fold"), [(1, 4, 4), (9, 4, 4), (127, 64, 64), (128, 4, 1), (9, 7, 1), (9, 1, 1)]
+)
 def test_heads_are_folded_where_queries_are_few(len_q: int, group: int, fold: int) -> None:
     problem = problem_of(Case("few", len_q, 300, batch=2, heads=2 * group, heads_k=2, dim=64, mask=causal))
     found = plan_sm90(problem, out_strides(problem), 132)
@@ -259,10 +272,16 @@ def test_heads_are_folded_where_queries_are_few(len_q: int, group: int, fold: in
 @pytest.mark.parametrize(
     ("len_q", "len_k", "batch", "splits"),
     [
-        (1, 32768, 1, 16), (1, 32768, 16, 1), (1, 2048, 1, 8), (1, 768, 1, 3), (1, 767, 1, 1),
-        (16, 32768, 1, 16), (16, 1535, 1, 1), (256, 32768, 1, 2),
+        (1, 32768, 1, 16),
+        (1, 32768, 16, 1),
+        (1, 2048, 1, 8),
+        (1, 768, 1, 3),
+        (1, 767, 1, 1),
+        (16, 32768, 1, 16),
+        (16, 1535, 1, 1),
+        (256, 32768, 1, 2),
     ],
-)  # fmt: skip
+)
 def test_keys_are_split_where_tiles_are_few(len_q: int, len_k: int, batch: int, splits: int) -> None:
     """64 heads in groups of 8, on 132 multiprocessors."""
     heads = 64 if len_q < 128 else 32
@@ -280,7 +299,9 @@ def test_whatever_is_planned_is_among_the_variants(dims: tuple[int, int]) -> Non
     dim, dim_v = dims
     known = {v for v in plan.variants("sm_90a", exhaustive=True) if (v.dim, v.dim_v) == dims}
     heads_and_groups = ((1, 1), (4, 4), (60, 1), (120, 1))
-    for (heads, group), len_q, len_k in itertools.product(heads_and_groups, (1, 100, 192, 500), (64, 700, 768, 1400, 8192)):
+    for (heads, group), len_q, len_k in itertools.product(
+        heads_and_groups, (1, 100, 192, 500), (64, 700, 768, 1400, 8192)
+    ):
         for mask, softcap in itertools.product((full, causal), (None, 5.0)):
             found = planned(heads, group, len_q, len_k, dims, mask, softcap)
             variant = found.variant
@@ -291,7 +312,9 @@ def test_whatever_is_planned_is_among_the_variants(dims: tuple[int, int]) -> Non
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("mask", [full, causal], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_tiles_of_192_rows_are_split_where_those_of_128_are_too_many(dim: int, mask: Mask, softcap: float | None) -> None:
+def test_tiles_of_192_rows_are_split_where_those_of_128_are_too_many(
+    dim: int, mask: Mask, softcap: float | None
+) -> None:
     """60 heads, 192 queries: 120 tiles of 128 rows, or 60 of 192 in two parts."""
     found = planned(60, 1, 192, 8192, (dim, dim), mask, softcap)
     assert (found.variant.tile.block_m, found.values["splits"]) == ((192, 2) if dim < 128 else (128, 1))

@@ -9,7 +9,8 @@ import torch
 from cases import CASES, Case
 from oracle import prepare, with_leaves
 
-from strobe import dropout, reference
+from strobe import dropout
+from strobe.backends import reference
 from strobe.problem import Inputs, Problem
 
 SMALL = {
@@ -17,10 +18,21 @@ SMALL = {
     for case in (
         Case("plain", 4, 6, batch=1, dim=3),
         *(c for c in CASES if c.name in ("no_keys", "no_keys_sinks", "packed_mask_tensor", "packed_everything")),
-        Case("all", 5, 7, heads=4, dim=3, dim_v=2, softcap=1.5, sinks=True, dropout=0.4, bias=(1, 4, 5, 7),
-             mask_tensor=(2, 1, 5, 7)),
+        Case(
+            "all",
+            5,
+            7,
+            heads=4,
+            dim=3,
+            dim_v=2,
+            softcap=1.5,
+            sinks=True,
+            dropout=0.4,
+            bias=(1, 4, 5, 7),
+            mask_tensor=(2, 1, 5, 7),
+        ),
     )
-}  # fmt: skip
+}
 
 
 def loops(p: Problem, x: Inputs, b: int, h: int, i: int) -> tuple[list[float], float]:

@@ -54,7 +54,9 @@ def test_out_of_bounds(index: int) -> None:
         if t.thread == 5:
             x[index] = 1
 
-    with pytest.raises(KernelError, match=rf"thread 1 of block 1, line \d+: writes x\[{index}\] out of bounds: index {index}"):
+    with pytest.raises(
+        KernelError, match=rf"thread 1 of block 1, line \d+: writes x\[{index}\] out of bounds: index {index}"
+    ):
         launch(kernel, 2, 4, Array("x", range(8)))
 
 
@@ -107,7 +109,9 @@ def test_a_barrier_does_not_order_blocks() -> None:
         yield
         x[0] = t.block
 
-    with pytest.raises(KernelError, match=r"thread 0 of block 1.*race on x\[0\].*thread 0 of block 0.*blocks run in any order"):
+    with pytest.raises(
+        KernelError, match=r"thread 0 of block 1.*race on x\[0\].*thread 0 of block 0.*blocks run in any order"
+    ):
         launch(kernel, 2, 1, Array("x", [0]))
 
     def reader(t, x):
@@ -130,7 +134,9 @@ def test_divergent_barrier() -> None:
             yield
 
     barrier = line_of(some, 2)
-    with pytest.raises(KernelError, match=rf"block 0: threads 0, 1 at the barrier in line {barrier}; threads 2, 3 already"):
+    with pytest.raises(
+        KernelError, match=rf"block 0: threads 0, 1 at the barrier in line {barrier}; threads 2, 3 already"
+    ):
         launch(some, 1, 4, Array("x", [0]))
 
     def elsewhere(t, x):
@@ -179,7 +185,9 @@ def test_two_accesses_of_one_line_are_two_instructions() -> None:
 
 def test_host_and_device_are_apart() -> None:
     x = Array("x", [[1, 2], [3, 4]])
-    with pytest.raises(KernelError, match=r"x\[0, 1\] lies in the device's memory: on the host, copy it with x.to_host\(\)"):
+    with pytest.raises(
+        KernelError, match=r"x\[0, 1\] lies in the device's memory: on the host, copy it with x.to_host\(\)"
+    ):
         x[0, 1]
     assert x.to_host() == [[1, 2], [3, 4]] and x.shape == (2, 2)
 
@@ -191,7 +199,11 @@ def test_an_exception_of_the_kernel_says_whose() -> None:
 
 
 def test_bad_launches_and_arrays() -> None:
-    for grid, block, what in ((0, 1, "grid: 0"), (1, (4, 0), "block"), (1, (64, 32), "2048 threads; a block has at most 1024")):
+    for grid, block, what in (
+        (0, 1, "grid: 0"),
+        (1, (4, 0), "block"),
+        (1, (64, 32), "2048 threads; a block has at most 1024"),
+    ):
         with pytest.raises(ValueError, match=what):
             launch(lambda t: None, grid, block)
     with pytest.raises(ValueError, match="needs values or a shape"):

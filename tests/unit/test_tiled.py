@@ -13,9 +13,11 @@ from oracle import cotangents, expected, expected_gradients, prepare
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strobe import mask as masks, reference, tiled
+from strobe import mask as masks
+from strobe.backends import reference
+from strobe.backends.tiled import forward as tiled
+from strobe.backends.tiled.slab import choose_blocks
 from strobe.problem import check
-from strobe.slab import choose_blocks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = {"block_q": 24, "block_k": 40}  # small and unequal, so that the cases have many tiles and ragged ones
@@ -55,8 +57,8 @@ def test_backward(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mask", [masks.full, masks.causal], ids=str)
 def test_thousands_of_keys(mask: masks.Mask) -> None:
-    """In the tiles it chooses. With these inputs the score of the key that row 281 looks at most comes out well from q kᵀ and,
-    by bad luck, ten times worse from (c q) kᵀ: whoever scales the queries first is out of bounds."""
+    """In the tiles it chooses. With these inputs the score of the key that row 281 looks at most comes out well from q
+    kᵀ and, by bad luck, ten times worse from (c q) kᵀ: whoever scales the queries first is out of bounds."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4096, 1, 64) for _ in range(3))
     p, inputs = check(q, k, v, mask=mask)
@@ -101,17 +103,22 @@ def test_worked_example() -> None:
                 torch.testing.assert_close(found_lse[0, 0].double(), lse, atol=bound, rtol=1e-7 if bound > 1e-9 else 0)
 
 
-# ---- properties ------------------------------------------------------------------------------------------------------------
+# ---- properties
+# ------------------------------------------------------------------------------------------------------------
 
 lengths = st.integers(1, 40)
-mask_kinds = st.sampled_from([masks.full, masks.causal, masks.window(5, 3), masks.prefix(7), masks.chunked(8) & masks.causal])
+mask_kinds = st.sampled_from(
+    [masks.full, masks.causal, masks.window(5, 3), masks.prefix(7), masks.chunked(8) & masks.causal]
+)
 
 
 def some_inputs(len_q: int, len_k: int) -> list[torch.Tensor]:
     return [torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (len_q, len_k, len_k)]
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_q: int = 7, block_k: int = 9, **kwargs: object) -> tuple:
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_q: int = 7, block_k: int = 9, **kwargs: object
+) -> tuple:
     p, inputs = check(q, k, v, **kwargs)  # type: ignore[arg-type]
     return tiled.forward(p, inputs, block_q=block_q, block_k=block_k)
 
@@ -155,7 +162,8 @@ def test_permuted_keys_and_shifted_scores(len_q: int, len_k: int, shift: float) 
     same((out, lse + shift), run(q, k, v, bias=torch.full((1, 1), shift, dtype=torch.float64)))
 
 
-# ---- memory and masks that skip ----------------------------------------------------------------------------------------------
+# ---- memory and masks that skip
+# ----------------------------------------------------------------------------------------------
 
 
 class LiveMemory(TorchDispatchMode):
@@ -167,7 +175,9 @@ class LiveMemory(TorchDispatchMode):
         self.live = self.peak = self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        given_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given_storages = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor):
@@ -247,4 +257,6 @@ def test_infinite_bias_hides_like_a_mask() -> None:
     exact = reference.attention(p, inputs)
     torch.testing.assert_close((out, lse), exact, atol=1e-12, rtol=1e-12)
     assert (lse[:, :, 3] == -torch.inf).all()
-    assert all(torch.isfinite(g).all() for g in tiled.backward(p, inputs, out, lse, *cotangents(p, inputs), **BLOCKS)[:3])
+    assert all(
+        torch.isfinite(g).all() for g in tiled.backward(p, inputs, out, lse, *cotangents(p, inputs), **BLOCKS)[:3]
+    )

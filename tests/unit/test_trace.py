@@ -11,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 import strobe
-from strobe import cli, tiled, worked_example
-from strobe.learn import explain_page
+from strobe.backends.tiled import forward as tiled
+from strobe.learn import explain_page, worked_example
 from strobe.learn.trace import Trace, sample, trace
+from strobe.tools import cli
 
 MASKS = [strobe.full, strobe.causal, strobe.window(2, 0), strobe.window(1, 2)]
 
@@ -71,13 +72,22 @@ def test_each_tile_follows_from_the_one_before(mask: strobe.Mask) -> None:
 
 def test_tiles_are_skipped_masked_or_whole_as_the_mask_says() -> None:
     q, k, v = sample(6, 2)
-    kinds = {(s.block, s.tile): (s.kind, s.masked) for s in trace(q, k, v, block_q=2, block_k=2, mask=strobe.causal).steps
-             if s.kind in ("skip", "add")}  # fmt: skip
+    kinds = {
+        (s.block, s.tile): (s.kind, s.masked)
+        for s in trace(q, k, v, block_q=2, block_k=2, mask=strobe.causal).steps
+        if s.kind in ("skip", "add")
+    }
     assert kinds == {
-        (0, 0): ("add", True), (0, 1): ("skip", True), (0, 2): ("skip", True),
-        (1, 0): ("add", False), (1, 1): ("add", True), (1, 2): ("skip", True),
-        (2, 0): ("add", False), (2, 1): ("add", False), (2, 2): ("add", True),
-    }  # fmt: skip
+        (0, 0): ("add", True),
+        (0, 1): ("skip", True),
+        (0, 2): ("skip", True),
+        (1, 0): ("add", False),
+        (1, 1): ("add", True),
+        (1, 2): ("skip", True),
+        (2, 0): ("add", False),
+        (2, 1): ("add", False),
+        (2, 2): ("add", True),
+    }
 
 
 @pytest.mark.parametrize(("n", "d", "block"), [(64, 8, 16), (32, 16, 4), (48, 4, 12)])
@@ -105,10 +115,13 @@ def test_large_scores_stay_finite() -> None:
     assert all(map(math.isfinite, itertools.chain(*trace(q, k, v, block_q=2, block_k=2).out)))
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"block_q": 0, "block_k": 2}, "block_q must be an int of at least 1, got 0"),
-    ({"block_q": 2, "block_k": True}, "block_k must be an int of at least 1, got True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_q": 0, "block_k": 2}, "block_q must be an int of at least 1, got 0"),
+        ({"block_q": 2, "block_k": True}, "block_k must be an int of at least 1, got True"),
+    ],
+)
 def test_wrong_blocks_are_named(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trace(*sample(4, 2), **arguments)
@@ -131,8 +144,10 @@ def test_the_page_is_one_file_with_nothing_from_outside(tmp_path) -> None:
     result = CliRunner().invoke(cli.app, ["explain-page", "-o", str(tmp_path / "made" / "page.html")])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "made" / "page.html").read_text(encoding="utf-8")
-    assert len(text) > 50_000 and not any(f"/*{mark}*/" in text for mark in ("STYLE", "MODEL", "VIEW", "SCRIPT", "DATA"))
-    for foreign in ("<link rel=\"stylesheet", " src=", "@import", "url(", "fetch(", "https://"):
+    assert len(text) > 50_000 and not any(
+        f"/*{mark}*/" in text for mark in ("STYLE", "MODEL", "VIEW", "SCRIPT", "DATA")
+    )
+    for foreign in ('<link rel="stylesheet', " src=", "@import", "url(", "fetch(", "https://"):
         assert foreign not in text
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strobe import tune
 from strobe.bench import results, studies
 from strobe.cuda import jit, tiles
+from strobe.tools import tune
 
 SMEM = tiles.SMEM_BYTES["sm_90"]
 

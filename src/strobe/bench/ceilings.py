@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from strobe.bench.measure import Call, Stopwatch
 from strobe.bench.results import Ceilings
 from strobe.bench.suites import DTYPES
+from strobe.measure.stopwatch import Call, Stopwatch
 
 # Dense 16-bit multiplications and additions with fp32 sums, per multiprocessor and clock. Where products of one
 # architecture differ (GeForce and professional Ampere, Ada), nothing is said.
@@ -28,7 +28,8 @@ def matrix_unit_use(
 
 
 def measure(watch: Stopwatch, dtypes: list[str]) -> Ceilings:
-    """Medians on a GPU. On a CPU, whose cores others use too, the fastest of several: a ceiling is what can be reached."""
+    """Medians on a GPU. On a CPU, whose cores others use too, the fastest of several: a ceiling is what can be
+    reached."""
     on_gpu = watch.on_gpu
     sizes = (4096, 8192) if on_gpu else (512, 1024, 2048)
     statistic = "median" if on_gpu else "fastest call"

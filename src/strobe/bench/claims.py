@@ -1,5 +1,5 @@
-"""What committed results say about the claims one hears of FlashAttention, and the words for it. Nothing is said that no
-row shows."""
+"""What committed results say about the claims one hears of FlashAttention, and the words for it. Nothing is said that
+no row shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from strobe.bench.results import Results, Row
-from strobe.bench.statistics import geometric_mean, growth_exponent, separated
+from strobe.measure.statistics import geometric_mean, growth_exponent, separated
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,39 @@ def speed_ups(results: Results, suite: str, direction: str = "forward") -> list[
     found = []
     for rows in by_case(results).values():
         case, best = rows[0].case, fastest_of_ours(rows)
-        if case.suite != suite or case.direction != direction or case.measure != "time" or best is None or best.timing is None:
+        if (
+            case.suite != suite
+            or case.direction != direction
+            or case.measure != "time"
+            or best is None
+            or best.timing is None
+        ):
             continue
         for row in rows:
             if row.kind == "standard" and row.timed and row.timing is not None:
                 times = row.timing.summary.median / best.timing.summary.median
-                found.append(SpeedUp(case.len_k, row.provider, times, separated(row.timing.summary, best.timing.summary)))
+                found.append(
+                    SpeedUp(case.len_k, row.provider, times, separated(row.timing.summary, best.timing.summary))
+                )
             elif row.kind == "standard" and row.status == "out of memory":
                 found.append(SpeedUp(case.len_k, row.provider, None, True, "out of memory"))
     return found
 
 
 def memory_exponents(results: Results, suite: str) -> dict[str, float]:
-    """Provider -> exponent with which its extra memory grows with the length, all else kept; the mean over the series of
-    the suite."""
+    """Provider -> exponent with which its extra memory grows with the length, all else kept; the mean over the series
+    of the suite."""
     series: dict[str, dict[tuple[int, int, str, str], list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for row in results.rows:
         c = row.case
-        if c.suite == suite and c.tile is None and c.measure == "time" and row.timed and row.extra_bytes and c.batch == 1:
+        if (
+            c.suite == suite
+            and c.tile is None
+            and c.measure == "time"
+            and row.timed
+            and row.extra_bytes
+            and c.batch == 1
+        ):
             series[row.provider][c.heads, c.dim, c.mask, c.direction].append((c.len_k, row.extra_bytes))
     found = {}
     for provider, lines in series.items():

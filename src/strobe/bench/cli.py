@@ -41,14 +41,21 @@ def bench(
     ] = 90.0,
     profile: Annotated[bool, typer.Option(help="Record which kernels ran.")] = True,
     compare: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Compare with these results; exit 1 on a regression outside noise.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Compare with these results; exit 1 on a regression outside noise."),
     ] = None,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Differences up to this fraction are no regression.")] = 0.03,
-    result: Annotated[Path | None, typer.Option(dir_okay=False, help="Compare these results instead of measuring.")] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Differences up to this fraction are no regression.")
+    ] = 0.03,
+    result: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Compare these results instead of measuring.")
+    ] = None,
     report_to: Annotated[
         Path | None, typer.Option("--report", file_okay=False, help="Also write the report into this directory.")
     ] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="Print suites, cases and providers, and measure nothing.")] = False,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Print suites, cases and providers, and measure nothing.")
+    ] = False,
 ) -> None:
     """Measure attention: every provider checked against float64, then timed in turns with the others."""
     from rich.console import Console
@@ -102,9 +109,9 @@ def report(
     results: Annotated[
         list[Path], typer.Argument(help="Files written by `strobe bench`; a second run is compared with the first.")
     ],
-    out: Annotated[Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")] = Path(
-        "report"
-    ),
+    out: Annotated[
+        Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")
+    ] = Path("report"),
     figures: Annotated[bool, typer.Option(help="Also PNG and SVG files (needs matplotlib).")] = True,
 ) -> None:
     """A self-contained HTML page from results, and its figures as PNG and SVG."""
@@ -158,7 +165,8 @@ def _measure(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from strobe.bench import measure, runner
+    from strobe.bench import runner
+    from strobe.measure import stopwatch as measure
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda":

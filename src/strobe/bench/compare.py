@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strobe.bench.results import Results, Row
-from strobe.bench.statistics import separated
+from strobe.measure.statistics import separated
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Change:
 
 
 def compare(old: Results, new: Results, tolerance: float = 0.03) -> list[Change]:
-    """A regression needs both: intervals of the medians that do not overlap, and a difference above `tolerance`. What was
-    timed and is no longer is broken. Rows of cases that were not run again are left out."""
+    """A regression needs both: intervals of the medians that do not overlap, and a difference above `tolerance`. What
+    was timed and is no longer is broken. Rows of cases that were not run again are left out."""
     changes = []
     cases = {row.case.key for row in new.rows}
     before = {(row.case.key, row.provider): row for row in old.rows if row.case.key in cases}
@@ -38,7 +38,9 @@ def compare(old: Results, new: Results, tolerance: float = 0.03) -> list[Change]
         was = before.pop((row.case.key, row.provider), None)
         changes.append(Change(row.case.key, row.provider, _kind(was, row, tolerance), was, row))
     providers = {row.provider for row in new.rows}
-    changes += [Change(key, provider, "gone", was, None) for (key, provider), was in before.items() if provider in providers]
+    changes += [
+        Change(key, provider, "gone", was, None) for (key, provider), was in before.items() if provider in providers
+    ]
     return changes
 
 
@@ -72,4 +74,6 @@ def other_company(old: Results, new: Results) -> str | None:
     suites = set(new.suites())
     timed = [{row.provider for row in run.rows if row.timed and row.case.suite in suites} for run in (old, new)]
     names = ", ".join(sorted(timed[0] ^ timed[1]))
-    return f"{names} took turns in only one of the two runs; that alone can move times by some percent" if names else None
+    return (
+        f"{names} took turns in only one of the two runs; that alone can move times by some percent" if names else None
+    )

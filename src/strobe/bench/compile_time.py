@@ -15,9 +15,9 @@ from strobe.bench import first_call
 from strobe.bench.providers import Provider, Refusal
 from strobe.bench.reasons import explain
 from strobe.bench.results import Row, Timing
-from strobe.bench.statistics import summarise
 from strobe.bench.suites import Case
 from strobe.bench.table import milliseconds
+from strobe.measure.statistics import summarise
 
 _REPEATS = 3
 COMPILED = ("first", "disk", "memory")
@@ -25,8 +25,9 @@ CALLED = tuple(first_call.ORIGINS)
 
 
 def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Callable[[Case, str], str]) -> list[Row]:
-    """Five for each backend of ours that compiles. Of the kernel alone: provider "…: first" (compiled), "…: disk" (another
-    process's), "…: memory". Of a whole call in a new process: "…: first call" (nothing on disk), "…: cached call"."""
+    """Five for each backend of ours that compiles. Of the kernel alone: provider "…: first" (compiled), "…: disk"
+    (another process's), "…: memory". Of a whole call in a new process: "…: first call" (nothing on disk), "…: cached
+    call"."""
     found = []
     for provider in providers:
         again = repeat(case, provider.name)
@@ -102,7 +103,9 @@ def _times(variant: Any) -> dict[str, list[float]]:
                     times[origin].append((time.perf_counter() - begun) * 1e3)
                     expected = {"first": "compiled"}.get(origin, origin)
                     if artifact.origin != expected:
-                        raise RuntimeError(f"expected the kernel to come from {expected}, it came from {artifact.origin}")
+                        raise RuntimeError(
+                            f"expected the kernel to come from {expected}, it came from {artifact.origin}"
+                        )
     finally:
         jit._memory.clear()
         jit._memory.update(kept)

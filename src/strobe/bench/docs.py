@@ -1,5 +1,5 @@
-"""The numbers in the documents, made from the committed results: a block of README.md, the whole of docs/results.md, their
-figures.
+"""The numbers in the documents, made from the committed results: a block of README.md, the whole of docs/results.md,
+their figures.
 
     python -m strobe.bench.docs            say what differs; exit 1 if anything does
     python -m strobe.bench.docs --write    bring everything up to date
@@ -18,7 +18,7 @@ from strobe.bench import claims, figure, ledger, studies
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.results import KINDS, Results, load
 from strobe.bench.table import milliseconds
-from strobe.generated import replace_between
+from strobe.measure.generated import replace_between
 
 BEGIN, END = "<!-- results: begin (python -m strobe.bench.docs --write) -->", "<!-- results: end -->"
 _BASE = "torch-cudnn"
@@ -27,7 +27,9 @@ _BASE = "torch-cudnn"
 def committed(root: Path) -> dict[str, dict[str, Results]]:
     """Machine -> name of a file -> its results."""
     found: dict[str, dict[str, Results]] = defaultdict(dict)
-    for path in sorted((root / "benchmarks" / "results").glob("*/*.json"), key=lambda path: (path.parent.name, path.stem)):
+    for path in sorted(
+        (root / "benchmarks" / "results").glob("*/*.json"), key=lambda path: (path.parent.name, path.stem)
+    ):
         kind = json.loads(path.read_text(encoding="utf-8")).get("kind")
         if kind == "strobe bench":  # the ladder and `strobe tune` write there too
             found[path.parent.name][path.stem] = load(path)
@@ -56,7 +58,8 @@ def wanted(root: Path) -> dict[Path, str]:
     return files
 
 
-# ---- README ------------------------------------------------------------------------------------------------------------
+# ---- README
+# ------------------------------------------------------------------------------------------------------------
 
 
 def readme_block(machines: dict[str, dict[str, Results]]) -> str:
@@ -99,7 +102,12 @@ def grid_table(run: Results, direction: str) -> list[str]:
         f"Best of ours, TFLOP/s {direction}, bfloat16, 16384 tokens, heads × dim = 2048 "
         "(in brackets: the fastest peer that was installed)."
     )
-    lines = [head, "", "| head dim, mask | " + " | ".join(_short(n) for n in lengths) + " |", "|---|" + "---|" * len(lengths)]
+    lines = [
+        head,
+        "",
+        "| head dim, mask | " + " | ".join(_short(n) for n in lengths) + " |",
+        "|---|" + "---|" * len(lengths),
+    ]
     for dim, mask in dict.fromkeys((r.case.dim, r.case.mask) for r in rows):
         cells = []
         for n in lengths:
@@ -123,7 +131,8 @@ def _short(n: int) -> str:
     return f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n)
 
 
-# ---- docs/results.md ---------------------------------------------------------------------------------------------------
+# ---- docs/results.md
+# ---------------------------------------------------------------------------------------------------
 
 
 def page(machines: dict[str, dict[str, Results]]) -> str:
@@ -142,7 +151,12 @@ def page(machines: dict[str, dict[str, Results]]) -> str:
 
 def _machine(machine: str, results: dict[str, Results]) -> list[str]:
     first = next(iter(results.values()))
-    lines = [f"## {first.device}", "", *(line for name, run in results.items() for line in _provenance(machine, name, run)), ""]
+    lines = [
+        f"## {first.device}",
+        "",
+        *(line for name, run in results.items() for line in _provenance(machine, name, run)),
+        "",
+    ]
     for name, run in results.items():
         for direction in ("forward", "backward", "both"):
             table = grid_table(run, direction)
@@ -171,7 +185,9 @@ def _provenance(machine: str, name: str, run: Results) -> list[str]:
     copy = "" if run.ceilings.copy_gbytes_per_s is None else f", copy {run.ceilings.copy_gbytes_per_s:.0f} GB/s"
     unfinished = "" if run.complete else " Stopped before its end."
     if p["device"]["kind"] == "cpu" and (p.get("host_load") or 0) > p["host_cores"] / 4:
-        unfinished += f" Other work ran on the machine (load {p['host_load']} on {p['host_cores']} cores): the times are noisy."
+        unfinished += (
+            f" Other work ran on the machine (load {p['host_load']} on {p['host_cores']} cores): the times are noisy."
+        )
     return [
         f"- `benchmarks/results/{machine}/{name}.json`: {p['date'][:10]}, commit {commit}, {versions}; "
         f"matrix product {matmul}{copy}.{unfinished}"
@@ -246,7 +262,9 @@ def _against_standard(run: Results, suite: str) -> list[str]:
         if unclear:
             lines += [
                 "",
-                "No clear difference: " + ", ".join(sorted({f"`{s.baseline}` at {_short(s.length)}" for s in unclear})) + ".",
+                "No clear difference: "
+                + ", ".join(sorted({f"`{s.baseline}` at {_short(s.length)}" for s in unclear}))
+                + ".",
             ]
         lines.append("")
     return lines
@@ -294,13 +312,20 @@ def _memory(run: Results, suite: str) -> list[str]:
 def _by_case(run: Results) -> list[str]:
     """Suites whose cases have nothing in common but the provider."""
     lines: list[str] = []
-    for suite, title in (("gqa", "Grouped heads, and few queries against a long cache"), ("models", "Shapes of models")):
+    for suite, title in (
+        ("gqa", "Grouped heads, and few queries against a long cache"),
+        ("models", "Shapes of models"),
+    ):
         for direction in dict.fromkeys(r.case.direction for r in run.rows):
             rows = [r for r in run.rows if r.case.suite == suite and r.case.direction == direction and r.timed]
             if not rows:
                 continue
             providers = list(dict.fromkeys(r.provider for r in rows))
-            lines += [f"### {title}, {direction} (`{suite}`)", "", "| case | " + " | ".join(f"`{p}`" for p in providers) + " |"]
+            lines += [
+                f"### {title}, {direction} (`{suite}`)",
+                "",
+                "| case | " + " | ".join(f"`{p}`" for p in providers) + " |",
+            ]
             lines += ["|---|" + "---|" * len(providers)]
             for label in dict.fromkeys(r.case.label for r in rows):
                 times = {r.provider: r.median_ms for r in rows if r.case.label == label}
@@ -311,7 +336,10 @@ def _by_case(run: Results) -> list[str]:
 
 def _overhead(run: Results) -> list[str]:
     lines: list[str] = []
-    for measure, title in (("call", "What one call costs the CPU"), ("graph", "Short calls, replayed from a CUDA graph")):
+    for measure, title in (
+        ("call", "What one call costs the CPU"),
+        ("graph", "Short calls, replayed from a CUDA graph"),
+    ):
         rows = [r for r in run.rows if r.case.suite == "overhead" and r.case.measure == measure and r.timed]
         if not rows:
             continue
@@ -337,7 +365,9 @@ def _compile(run: Results) -> list[str]:
     lines = ["### From source to kernel", "", f"| kernel | {' | '.join(headings)} |", "|---|" + "---|" * len(headings)]
     for label, backend in dict.fromkeys((r.case.label, r.provider.split(":")[0]) for r in rows):
         times = {
-            r.provider.split(": ")[1]: r.median_ms for r in rows if (r.case.label, r.provider.split(":")[0]) == (label, backend)
+            r.provider.split(": ")[1]: r.median_ms
+            for r in rows
+            if (r.case.label, r.provider.split(":")[0]) == (label, backend)
         }
         lines.append(f"| `{backend}` {label} | " + " | ".join(_cell(times.get(o)) for o in (*COMPILED, *CALLED)) + " |")
     return [*lines, ""]
@@ -372,7 +402,9 @@ def _unmeasured(results: dict[str, Results]) -> list[str]:
 
 
 def outdated(root: Path) -> list[Path]:
-    return [path for path, text in wanted(root).items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    return [
+        path for path, text in wanted(root).items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
 
 
 def main(arguments: list[str], root: Path | None = None) -> int:

@@ -1,5 +1,5 @@
-"""Every provider against float64, before it is timed: a few rows of the score matrix at a time, on a few heads where there
-are many."""
+"""Every provider against float64, before it is timed: a few rows of the score matrix at a time, on a few heads where
+there are many."""
 
 from __future__ import annotations
 
@@ -41,10 +41,13 @@ Parts = dict[str, list[torch.Tensor]]  # "out", "dq", "dk", "dv" -> one tensor p
 
 
 def units_of(case: Case, device: torch.device) -> list[Unit]:
-    """Evenly spread, first and last included, as many as the budget allows. Gradients of keys need all heads of a group."""
+    """Evenly spread, first and last included, as many as the budget allows. Gradients of keys need all heads of a
+    group."""
     wide = case.group if case.direction != "forward" else 1
     per_head = 2 * (case.dim + case.dim_v) * case.len_q * case.len_k * (1 if case.direction == "forward" else 3.5)
-    every = [Unit(b, slice(h, h + wide), h // case.group) for b in range(case.batch) for h in range(0, case.heads, wide)]
+    every = [
+        Unit(b, slice(h, h + wide), h // case.group) for b in range(case.batch) for h in range(0, case.heads, wide)
+    ]
     most = max(1, min(len(every), int(_FLOP_BUDGET.get(device.type, 4e9) / (per_head * wide)), 64))
     if most == 1:
         return every[-1:]
@@ -117,7 +120,9 @@ class Judge:
         every = self.case.batch * self.case.heads
         return "every head" if heads == every else f"{heads} of {every} heads"
 
-    def judge(self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None, roundings: float = 0.0) -> Error:
+    def judge(
+        self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None, roundings: float = 0.0
+    ) -> Error:
         """The output and gradients of a provider, (batch, heads, length, dim). The quantity that is worst against its
         allowance counts. `roundings`: of the largest number, that the provider's way of computing explains."""
         worst: Error | None = None
@@ -125,7 +130,9 @@ class Judge:
             largest, relative = _distance(found, self._exact[name])
             allowed, allowed_relative = self._allowed[name]
             checked = f"{self.checked}, {name}" if name != "out" else self.checked
-            error = Error(largest, relative, allowed + roundings * self._rounding[name], allowed_relative, checked=checked)
+            error = Error(
+                largest, relative, allowed + roundings * self._rounding[name], allowed_relative, checked=checked
+            )
             if (
                 worst is None
                 or not error.passed

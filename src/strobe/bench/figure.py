@@ -1,5 +1,5 @@
-"""One figure for the documents, as SVG text that depends on the numbers and nothing else: the same results give the same
-bytes."""
+"""One figure for the documents, as SVG text that depends on the numbers and nothing else: the same results give the
+same bytes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def _panel(rows: list[Row], title: str, top: float, colours: dict[str, str]) -> 
         )
         value += step
     for n in lengths:
-        parts.append(f'<text x="{x(n):.1f}" y="{_H - _BOTTOM + 15}" text-anchor="middle" fill="#555">{_short(n)}</text>')
+        parts.append(
+            f'<text x="{x(n):.1f}" y="{_H - _BOTTOM + 15}" text-anchor="middle" fill="#555">{_short(n)}</text>'
+        )
     for name, colour in colours.items():
         points = sorted((r.case.len_k, r.tflops or 0.0) for r in rows if r.provider == name)
         if points:

@@ -1,8 +1,9 @@
-"""The first call of a process, as a user waits for it: plan, compile or load, launch, wait. Each is made in a new process.
+"""The first call of a process, as a user waits for it: plan, compile or load, launch, wait. Each is made in a new
+process.
 
-That process (`python -m strobe.bench.first_call`) imports torch and strobe, makes the tensors and with them the CUDA context,
-and only then starts the clock. It imports nothing else before, or the call would find done what it has to do itself.
-"""
+That process (`python -m strobe.bench.first_call`) imports torch and strobe, makes the tensors and with them the CUDA
+context, and only then starts the clock. It imports nothing else before, or the call would find done what it has to do
+itself."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def _ask(question: dict[str, Any], cache: Path) -> dict[str, Any]:
 
     unlike_a_user = ("STROBE_CUBIN_PATH", "STROBE_NO_COMPILE", "PYTHONDONTWRITEBYTECODE")  # whose modules are compiled
     environment = {name: value for name, value in os.environ.items() if name not in unlike_a_user}
-    source = str(Path(strobe.__file__).resolve().parents[1])  # the strobe of this process, wherever it was imported from
+    source = str(
+        Path(strobe.__file__).resolve().parents[1]
+    )  # the strobe of this process, wherever it was imported from
     environment["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment["STROBE_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", "strobe.bench.first_call", json.dumps(question)]
@@ -76,7 +79,8 @@ def _ask(question: dict[str, Any], cache: Path) -> dict[str, Any]:
     return answer
 
 
-# ---- in the new process --------------------------------------------------------------------------------------------------
+# ---- in the new process
+# --------------------------------------------------------------------------------------------------
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ _MOST = 8
 
 
 def kernels_that_ran(calls: dict[str, tuple[Any, Any]], device: torch.device) -> dict[str, list[str]]:
-    """Provider -> names, longest-running first: CUDA kernels on a GPU, operators on a CPU. One session of the profiler for
-    all, since starting it costs more than a call; each provider is waited for before the next begins, so that time tells
-    whose a kernel is."""
+    """Provider -> names, longest-running first: CUDA kernels on a GPU, operators on a CPU. One session of the profiler
+    for all, since starting it costs more than a call; each provider is waited for before the next begins, so that time
+    tells whose a kernel is."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from strobe import tune
 from strobe.bench import studies
-from strobe.bench.statistics import geometric_mean
+from strobe.measure.statistics import geometric_mean
+from strobe.tools import tune
 
 BEGIN, END = "<!-- ledger: begin (python -m strobe.bench.docs --write) -->", "<!-- ledger: end -->"
 DIMS = (64, 128, 256)
@@ -73,8 +73,14 @@ def _tiles(root: Path) -> list[str]:
     found = studies.load(root, "tiles")
     if found is None:
         return []
-    lines = ["Tiles in use among their neighbours, one switch changed at a time (`strobe tune`); means over all its cases:", ""]
-    lines += ["| kernel | head dim | in use | tiles timed | speed over the best's | the best |", "|---|---|---|---|---|---|"]
+    lines = [
+        "Tiles in use among their neighbours, one switch changed at a time (`strobe tune`); means over all its cases:",
+        "",
+    ]
+    lines += [
+        "| kernel | head dim | in use | tiles timed | speed over the best's | the best |",
+        "|---|---|---|---|---|---|",
+    ]
     for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):
         speeds = tune.means(found["rows"], dim, dim_v, kind)
         in_use, best = next(iter(speeds)), max(speeds, key=speeds.__getitem__)
@@ -89,7 +95,10 @@ def _dims(dim: int, dim_v: int) -> str:
 
 def _caches(rows: list[dict[str, Any]]) -> list[str]:
     """Few queries against many keys, with and without what the kernel does about it."""
-    lines = ["Few queries against a long cache, 8 query heads to a key head, head dim 128, bf16; microseconds, in turns:", ""]
+    lines = [
+        "Few queries against a long cache, 8 query heads to a key head, head dim 128, bf16; microseconds, in turns:",
+        "",
+    ]
     lines += ["| queries | keys | as it is | keys not split | heads not folded |", "|---|---|---|---|---|"]
     for row in rows:
         times = " | ".join(f"{1e3 * row['ms'][way]:.0f}" for way in ("now", "no split", "no fold"))
@@ -99,7 +108,9 @@ def _caches(rows: list[dict[str, Any]]) -> list[str]:
 
 def _one_query(rows: list[dict[str, Any]]) -> list[str]:
     """Beside cuDNN, with a cold cache and, where launches are short, one after the other from a graph."""
-    lines = ["One query, 64 heads to 8 key heads, bf16; microseconds, in turns: launched one by one, with the L2 overwritten"]
+    lines = [
+        "One query, 64 heads to 8 key heads, bf16; microseconds, in turns: launched one by one, with the L2 overwritten"
+    ]
     lines += ["before each, and 20 of them in a graph with a warm L2:", ""]
     lines += ["| head dim | keys | `strobe-sm90` | `torch-cudnn` | `strobe-sm90`, graph | `torch-cudnn`, graph |"]
     lines += ["|---|---|---|---|---|---|"]

@@ -1,4 +1,5 @@
-"""Other people's attention, where it is installed: FlexAttention, flash-attn 2, 3 and 4, xformers, FlashInfer, Megatron-LM."""
+"""Other people's attention, where it is installed: FlexAttention, flash-attn 2, 3 and 4, xformers, FlashInfer,
+Megatron-LM."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def _import(module: str, package: str, name: str | None = None) -> Any:
         ) from None
 
 
-# ---- FlexAttention -----------------------------------------------------------------------------------------------------
+# ---- FlexAttention
+# -----------------------------------------------------------------------------------------------------
 
 
 def _flex(case: Case, x: Tensors) -> Prepared:
@@ -78,7 +80,8 @@ def _flex(case: Case, x: Tensors) -> Prepared:
     return Prepared(lambda q, k, v: compiled(q, k, v, **options))
 
 
-# ---- flash-attn --------------------------------------------------------------------------------------------------------
+# ---- flash-attn
+# --------------------------------------------------------------------------------------------------------
 
 
 def _window(case: Case) -> tuple[int, int]:
@@ -133,11 +136,18 @@ def _first(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-# ---- xformers, FlashInfer ----------------------------------------------------------------------------------------------
+# ---- xformers, FlashInfer
+# ----------------------------------------------------------------------------------------------
 
 
 def _xformers(case: Case, x: Tensors) -> Prepared:
-    refuse(case, softcap="no softcap", sinks="no sinks", bias="not measured with a bias", window="not measured with a window")
+    refuse(
+        case,
+        softcap="no softcap",
+        sinks="no sinks",
+        bias="not measured with a bias",
+        window="not measured with a window",
+    )
     _needs_gpu(x)
     if case.group > 1:
         raise Refusal("unsupported", "not measured with grouped heads, which need expanded five-axis inputs")
@@ -151,8 +161,12 @@ def _flashinfer(case: Case, x: Tensors) -> Prepared:
     _needs_gpu(x)
     flashinfer = _import("flashinfer", "flashinfer")
     device = x.q.device
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device), "NHD")
-    ends_q, ends_k = (torch.arange(case.batch + 1, dtype=torch.int32, device=device) * n for n in (case.len_q, case.len_k))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device=device), "NHD"
+    )
+    ends_q, ends_k = (
+        torch.arange(case.batch + 1, dtype=torch.int32, device=device) * n for n in (case.len_q, case.len_k)
+    )
     left, right = _window(case)
     if right > 0:
         raise Refusal("unsupported", f"a window to the right, {case.mask}")
@@ -176,7 +190,8 @@ def _flashinfer(case: Case, x: Tensors) -> Prepared:
     return Prepared(forward, "bshd")
 
 
-# ---- Megatron-LM's local attention, without a distributed set-up -------------------------------------------------------
+# ---- Megatron-LM's local attention, without a distributed set-up
+# -------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -202,7 +217,13 @@ class _OneProcess:
 
 def _megatron(fused_softmax: bool) -> Any:
     def prepare(case: Case, x: Tensors) -> Prepared:
-        refuse(case, softcap="no softcap", sinks="not measured with sinks", bias="no bias", unequal="key and value dims differ")
+        refuse(
+            case,
+            softcap="no softcap",
+            sinks="not measured with sinks",
+            bias="no bias",
+            unequal="key and value dims differ",
+        )
         _needs_gpu(x)
         if case.mask == "causal" and case.len_q != case.len_k:
             raise Refusal("unsupported", "its causal mask is for self attention only")
@@ -235,7 +256,8 @@ def _megatron(fused_softmax: bool) -> Any:
         taken = layer.scale_mask_softmax.is_kernel_available(None, case.batch, case.heads, case.len_q, case.len_k)
         if fused_softmax and not taken:
             raise Refusal(
-                "fell back", "the fused softmax takes lengths above 16 and up to 4096 only; beyond it is torch's softmax"
+                "fell back",
+                "the fused softmax takes lengths above 16 and up to 4096 only; beyond it is torch's softmax",
             )
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -295,6 +317,12 @@ def providers() -> list[Provider]:
         ),
         Provider("xformers", "peer", "xformers", _xformers, kernels="fmha|flash|attention", device="cuda"),
         Provider(
-            "flashinfer", "peer", "FlashInfer", _flashinfer, kernels="(?i)prefill|flash", differentiable=False, device="cuda"
+            "flashinfer",
+            "peer",
+            "FlashInfer",
+            _flashinfer,
+            kernels="(?i)prefill|flash",
+            differentiable=False,
+            device="cuda",
         ),
     ]

@@ -62,13 +62,17 @@ def write(runs: list[Results], directory: Path) -> list[Path]:
             if figure is not None:
                 for suffix in ("png", "svg"):
                     path = directory / f"{suite}-{name}.{suffix}"
-                    figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if suffix == "svg" else None)
+                    figure.savefig(
+                        path, dpi=150, bbox_inches="tight", metadata={"Date": None} if suffix == "svg" else None
+                    )
                     written.append(path)
     return written
 
 
 def _styles(rows: list[_Row]) -> dict[str, dict[str, Any]]:
-    names = {kind: list(dict.fromkeys(r["provider"] for r in rows if r["kind"] == kind and r["timed"])) for kind in KINDS}
+    names = {
+        kind: list(dict.fromkeys(r["provider"] for r in rows if r["kind"] == kind and r["timed"])) for kind in KINDS
+    }
     marks = {"ours": "o-", "ladder": "d-", "peer": "s-", "standard": "^--"}
     return {
         name: {
@@ -128,7 +132,9 @@ def _lines(
 def _mark_out_of_memory(axis: Any, rows: list[_Row], styles: dict[str, Any]) -> None:
     for n, row in enumerate(r for r in rows if r["status"] == "out of memory" and r["provider"] in styles):
         colour = styles[row["provider"]]["color"]
-        axis.plot(row["length"], 0.97 - 0.05 * (n % 4), "x", color=colour, transform=axis.get_xaxis_transform(), markersize=7)
+        axis.plot(
+            row["length"], 0.97 - 0.05 * (n % 4), "x", color=colour, transform=axis.get_xaxis_transform(), markersize=7
+        )
 
 
 def _against_ours(rows: list[_Row]) -> list[_Row]:
@@ -136,7 +142,9 @@ def _against_ours(rows: list[_Row]) -> list[_Row]:
     found = []
     for same in _by(rows, lambda r: r["key"]).values():
         ours = min((r["ms"] for r in same if r["kind"] == "ours" and r["timed"]), default=None)
-        found += [{**r, "times": r["ms"] / ours if ours and r["timed"] else None} for r in same if r["kind"] == "standard"]
+        found += [
+            {**r, "times": r["ms"] / ours if ours and r["timed"] else None} for r in same if r["kind"] == "standard"
+        ]
     return found
 
 
@@ -145,7 +153,9 @@ def _axes(count: int) -> tuple[Any, list[Any]]:
 
     columns = min(3, count)
     lines = -(-count // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False, layout="constrained"
+    )
     flat_axes = list(axes.flat)
     for axis in flat_axes[count:]:
         axis.set_visible(False)
@@ -174,7 +184,9 @@ def _roofline(rows: list[_Row], styles: dict[str, Any], run: Results) -> Any:
     ridge = peak * 1e3 / copy
     ends = (min(ridge / 2, *(r["intensity"] for r in points)), max(ridge * 2, *(r["intensity"] for r in points)))
     axis.plot([ends[0], ridge, ends[1]], [ends[0] * copy / 1e3, peak, peak], color="black", linewidth=1)
-    axis.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s", title=f"roofline, {dtype}")
+    axis.set(
+        xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s", title=f"roofline, {dtype}"
+    )
     axis.legend(fontsize=6)
     axis.grid(alpha=0.25)
     return figure

@@ -1,4 +1,5 @@
-"""Who is measured. Each provider can say, before anything runs, why it cannot; what it raises later becomes its row as well."""
+"""Who is measured. Each provider can say, before anything runs, why it cannot; what it raises later becomes its row as
+well."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 import strobe
-from strobe import dispatch, tiled
+from strobe.backends import dispatch
+from strobe.backends.tiled import forward as tiled
 from strobe.bench.exactness import Tensors
 from strobe.bench.results import KINDS
 from strobe.bench.suites import DTYPES, Case
@@ -50,15 +52,20 @@ class Provider:
     )  # bytes of the N x N matrices it holds at one time, at least
     kernels: str | None = None  # a regular expression that some kernel's name on a GPU must match
     differentiable: bool = True
-    cannot: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)  # known without tensors
-    skipped: Callable[[Case, torch.device], str | None] = field(default=lambda case, device: None)  # unless named: why not
+    cannot: Callable[[Case, torch.device], str | None] = field(
+        default=lambda case, device: None
+    )  # known without tensors
+    skipped: Callable[[Case, torch.device], str | None] = field(
+        default=lambda case, device: None
+    )  # unless named: why not
     roundings: Callable[[Case], float] = field(default=lambda case: 0.0)  # see Judge.judge
     compiles: bool = False  # each new shape costs seconds
     tiles: bool = False  # can take a tile size
     device: str | None = None  # the only kind it runs on
 
 
-# ---- layouts -----------------------------------------------------------------------------------------------------------
+# ---- layouts
+# -----------------------------------------------------------------------------------------------------------
 
 _TO = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 _BACK = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
@@ -98,7 +105,8 @@ def refuse(case: Case, **features: str) -> None:
         raise Refusal("unsupported", reason)
 
 
-# ---- ours --------------------------------------------------------------------------------------------------------------
+# ---- ours
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _ours(backend: str) -> Callable[[Case, Tensors], Prepared]:
@@ -129,7 +137,9 @@ def _with_tile(backend: str, case: Case, device: torch.device, options: dict[str
     block_q, block_k = case.tile
     if backend == "tiled":
         return Prepared(
-            lambda q, k, v: strobe.attention(q, k, v, **options), "bshd", scope=lambda: tiled.block_sizes(block_q, block_k)
+            lambda q, k, v: strobe.attention(q, k, v, **options),
+            "bshd",
+            scope=lambda: tiled.block_sizes(block_q, block_k),
         )
     from strobe.cuda import backend as cuda_backend, plan, tiles
 
@@ -192,7 +202,8 @@ def ours() -> list[Provider]:
     ]
 
 
-# ---- PyTorch's scaled_dot_product_attention ----------------------------------------------------------------------------
+# ---- PyTorch's scaled_dot_product_attention
+# ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -219,12 +230,19 @@ def _sdpa(backend: str, half: bool = False) -> Callable[[Case, Tensors], Prepare
         if device.type != "cuda" and backend in ("EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
             raise Refusal("unsupported", f"needs an NVIDIA GPU, the tensors are on {device.type}")
         if half and (device.type != "cuda" or case.dtype == "float32"):
-            raise Refusal("unsupported", "a setting for 16-bit inputs on NVIDIA GPUs; here it would be the same as torch-math")
+            raise Refusal(
+                "unsupported", "a setting for 16-bit inputs on NVIDIA GPUs; here it would be the same as torch-math"
+            )
         causal = case.mask == "causal" and case.len_q == case.len_k
         mask = None if causal else dense_mask(case, device)
         if x.bias is not None:
             mask = x.bias if mask is None else x.bias.masked_fill(~mask, -torch.inf)
-        options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": case.scale, "enable_gqa": case.group > 1}
+        options: dict[str, Any] = {
+            "attn_mask": mask,
+            "is_causal": causal,
+            "scale": case.scale,
+            "enable_gqa": case.group > 1,
+        }
         sdpa = torch.nn.functional.scaled_dot_product_attention
         return Prepared(lambda q, k, v: sdpa(q, k, v, **options), scope=lambda: _sdpa_scope(backend, half))
 
@@ -248,7 +266,11 @@ def why_no_kernel(backend: str, case: Case, x: Tensors, prepared: Prepared) -> s
     return "; ".join(dict.fromkeys(useful)) or "PyTorch has no such kernel for this problem"
 
 
-SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "torch-efficient": "EFFICIENT_ATTENTION", "torch-cudnn": "CUDNN_ATTENTION"}
+SDPA_BACKENDS = {
+    "torch-flash": "FLASH_ATTENTION",
+    "torch-efficient": "EFFICIENT_ATTENTION",
+    "torch-cudnn": "CUDNN_ATTENTION",
+}
 
 
 def _width(case: Case) -> int:
@@ -260,7 +282,11 @@ def torch_providers() -> list[Provider]:
     return [
         Provider("torch-cudnn", "peer", "PyTorch's cuDNN backend", _sdpa("CUDNN_ATTENTION"), kernels="cudnn|sdpa"),
         Provider(
-            "torch-flash", "peer", "PyTorch's flash backend (FlashAttention-2)", _sdpa("FLASH_ATTENTION"), kernels="flash"
+            "torch-flash",
+            "peer",
+            "PyTorch's flash backend (FlashAttention-2)",
+            _sdpa("FLASH_ATTENTION"),
+            kernels="flash",
         ),
         Provider(
             "torch-efficient",
@@ -286,7 +312,8 @@ def torch_providers() -> list[Provider]:
     ]
 
 
-# ---- softmax(q k^T) v, as written --------------------------------------------------------------------------------------
+# ---- softmax(q k^T) v, as written
+# --------------------------------------------------------------------------------------
 
 
 def _textbook(case: Case, x: Tensors) -> Forward:
@@ -356,8 +383,8 @@ def every() -> list[Provider]:
 
 
 def select(names: list[str] | None) -> list[Provider]:
-    """By name, or all but those of kinds that wait to be asked for. A name may also be a kind ("ours", "ladder", "standard",
-    "peer") or a prefix ("torch", "strobe", "ladder-05")."""
+    """By name, or all but those of kinds that wait to be asked for. A name may also be a kind ("ours", "ladder",
+    "standard", "peer") or a prefix ("torch", "strobe", "ladder-05")."""
     found = every()
     if not names:
         return [p for p in found if p.kind not in ON_REQUEST]

@@ -16,7 +16,11 @@ def explain(error: BaseException) -> tuple[str, str]:
     text = re.sub(r"(?:/[\w.+-]+){2,}/([\w.+-]+)", r"\1", text)  # directories of this machine say nothing to others
     if isinstance(error, Refusal):
         return error.status, error.reason
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text.lower():
+    if (
+        isinstance(error, torch.OutOfMemoryError)
+        or "out of memory" in text.lower()
+        or "can't allocate memory" in text.lower()
+    ):
         return "out of memory", text
     if isinstance(error, strobe.Unsupported | NotImplementedError):
         return "unsupported", text

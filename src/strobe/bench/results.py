@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strobe.bench.statistics import Summary
 from strobe.bench.suites import Case
+from strobe.measure.clocks import Clock
+from strobe.measure.statistics import Summary
 
 SCHEMA = 1
 OK = "ok"
@@ -24,7 +25,8 @@ KINDS = ("ours", "ladder", "peer", "standard")  # of providers, in the order in 
 
 @dataclass
 class Error:
-    """Against float64. `allowed` is what rounding explains: a multiple of what standard attention in the same dtype errs."""
+    """Against float64. `allowed` is what rounding explains: a multiple of what standard attention in the same dtype
+    errs."""
 
     max_abs: float
     relative: float  # ‖out − exact‖ / ‖exact‖
@@ -45,17 +47,6 @@ class Timing:
     l2: str  # "flushed", "warm"
     per_turn: int = 1  # samples that were taken one right after the other
     late: int = 0  # samples in which the GPU had to wait for the CPU
-
-
-@dataclass
-class Clock:
-    """Of the GPU while the row ran."""
-
-    sm_mhz: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    throttle: list[str] = field(default_factory=list)
-    n: int = 0
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""The rungs of the ladder as providers, beside the library and its peers. They are measured only when they are asked for."""
+"""The rungs of the ladder as providers, beside the library and its peers. They are measured only when they are asked
+for."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ import strobe
 from strobe.bench.exactness import Tensors
 from strobe.bench.providers import Forward, Prepared, Provider, Refusal, lacking
 from strobe.bench.suites import DTYPES, Case
-from strobe.ladder import exact, execute, rungs
-from strobe.ladder.measure import GPU_SHAPE
-from strobe.ladder.rung import Rung, Shape
+from strobe.learn.ladder import exact, execute, rungs
+from strobe.learn.ladder.measure import GPU_SHAPE
+from strobe.learn.ladder.rung import Rung, Shape
 
 _MOST_BLOCKS = 2**31 - 1
 _MULTIPROCESSORS = 132  # of the GPU that predictions speak of
@@ -33,10 +34,13 @@ def shape_of(case: Case) -> Shape:
     return Shape(case.batch * case.heads, case.len_q, case.len_k, case.dim, case.mask == "causal")
 
 
-# ---- what a rung cannot do -----------------------------------------------------------------------------------------------
+# ---- what a rung cannot do
+# -----------------------------------------------------------------------------------------------
 
 
-_GPU_ONLY = "runs on an NVIDIA GPU only: the emulator is too slow to be timed; `strobe ladder` counts what a rung does there"
+_GPU_ONLY = (
+    "runs on an NVIDIA GPU only: the emulator is too slow to be timed; `strobe ladder` counts what a rung does there"
+)
 
 
 def _machine_lacks(rung: Rung, device: torch.device, dim: int) -> str | None:
@@ -76,8 +80,8 @@ def cannot(rung: Rung, case: Case, device: torch.device) -> str | None:
 
 
 def expected_s(rung: Rung, shape: Shape) -> float:
-    """Of one call, if every prediction up to this rung is right: they speak of 16 heads, which leave a grid with a block for
-    each head mostly idle. Hidden pairs count, for the slow rungs compute them."""
+    """Of one call, if every prediction up to this rung is right: they speak of 16 heads, which leave a grid with a
+    block for each head mostly idle. Hidden pairs count, for the slow rungs compute them."""
     speed, step = _FIRST_FLOPS, rung
     while (before := rungs.before(step)) is not None:
         speed, step = speed * step.predicted, before
@@ -90,7 +94,8 @@ def _busy(rung: Rung, shape: Shape) -> int:
     return min((min(grid(shape), _MULTIPROCESSORS) for grid in rung.grids), default=_MULTIPROCESSORS)
 
 
-# ---- calls ---------------------------------------------------------------------------------------------------------------
+# ---- calls
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _launch(call: Any, rung: Rung, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> execute.Tensors:
@@ -109,7 +114,9 @@ class _Gradients(torch.autograd.Function):
     """Forward by the rung that the backward rung builds on, backward by that rung."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward: Any, backward: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward: Any, backward: Any
+    ) -> torch.Tensor:
         x = forward(q, k, v)
         ctx.save_for_backward(q, k, v, x.o, x.lse)
         ctx.launch = backward
@@ -136,7 +143,8 @@ def _differentiable(rung: Rung, shape: Shape, device: torch.device) -> Prepared:
         return dq, dk, dv
 
     return Prepared(
-        lambda q, k, v: _Gradients.apply(q, k, v, forward, backward), note=f"the forward pass is that of {name_of(base)}"
+        lambda q, k, v: _Gradients.apply(q, k, v, forward, backward),
+        note=f"the forward pass is that of {name_of(base)}",
     )
 
 
@@ -166,7 +174,9 @@ def _provider(rung: Rung) -> Provider:
         seconds = expected_s(rung, shape_of(case))
         if seconds <= _PATIENCE_S:
             return None
-        return f"about {seconds:.1f} s a call, if its prediction holds; --provider {name_of(rung)} times it all the same"
+        return (
+            f"about {seconds:.1f} s a call, if its prediction holds; --provider {name_of(rung)} times it all the same"
+        )
 
     return Provider(
         name_of(rung),

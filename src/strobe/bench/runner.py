@@ -16,16 +16,26 @@ from typing import Any
 
 import torch
 
-from strobe.bench import ceilings, compile_time, measure, provenance, results as files
-from strobe.bench.clocks import Monitor
+from strobe.bench import ceilings, compile_time, results as files
 from strobe.bench.exactness import Judge, Tensors
 from strobe.bench.kernel_names import kernels_that_ran
-from strobe.bench.measure import Contender, Stopwatch
 from strobe.bench.prepare import compile_ahead, time_limit
-from strobe.bench.providers import SDPA_BACKENDS, Prepared, Provider, Refusal, from_layout, select, to_layout, why_no_kernel
+from strobe.bench.providers import (
+    SDPA_BACKENDS,
+    Prepared,
+    Provider,
+    Refusal,
+    from_layout,
+    select,
+    to_layout,
+    why_no_kernel,
+)
 from strobe.bench.reasons import explain
 from strobe.bench.results import Results, Row
 from strobe.bench.suites import DTYPES, Case, cases
+from strobe.measure import provenance, stopwatch as measure
+from strobe.measure.clocks import Monitor
+from strobe.measure.stopwatch import Contender, Stopwatch
 
 Progress = Callable[[str, int, int], None]  # what is being done, cases done, cases in all
 
@@ -47,7 +57,9 @@ class Request:
     def cases(self) -> list[Case]:
         found = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
         if self.only:
-            found = [c for c in found if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)]
+            found = [
+                c for c in found if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)
+            ]
             if not found:
                 raise ValueError(f"only: no case of {', '.join(self.suites)} matches {', '.join(self.only)}")
         return found
@@ -59,7 +71,12 @@ class Request:
         words += [f"--provider {name}" for name in providers]
         if case.direction != "forward" and self.direction != "forward":
             words.append(f"--pass {self.direction}")
-        words += [f"--device {self.device.type}", f"--seed {self.seed}", f"--budget-ms {s.budget_ms:g}", f"--rounds {s.rounds}"]
+        words += [
+            f"--device {self.device.type}",
+            f"--seed {self.seed}",
+            f"--budget-ms {s.budget_ms:g}",
+            f"--rounds {s.rounds}",
+        ]
         return " ".join(words + ([f"--l2 {s.l2}"] if s.l2 != "flushed" else []))
 
 
@@ -111,7 +128,9 @@ class Runner:
                 if request.out is not None:
                     files.save(found, request.out)
             found.complete = True
-            found.clocks["matmul_tflops_after"] = ceilings.measure(self.watch, list(found.ceilings.matmul_tflops)).matmul_tflops
+            found.clocks["matmul_tflops_after"] = ceilings.measure(
+                self.watch, list(found.ceilings.matmul_tflops)
+            ).matmul_tflops
             found.seconds = time.perf_counter() - begun
             if request.out is not None:
                 files.save(found, request.out)
@@ -134,7 +153,8 @@ class Runner:
             "clock_source": monitor.source or monitor.unavailable,
         }
 
-    # ---- one case ------------------------------------------------------------------------------------------------------
+    # ---- one case
+    # ------------------------------------------------------------------------------------------------------
 
     def _case(self, case: Case, monitor: Monitor, found: Results) -> list[Row]:
         providers = [p for p in self.providers if p.tiles or case.tile is None]
@@ -208,14 +228,18 @@ class Runner:
                 entry.refuse("skipped", reason)
             elif (need := p.matrices(case) + case.tensor_bytes()) > total:
                 entry.refuse(
-                    "out of memory", f"needs at least {need / 2**30:.0f} GiB at one time, the device has {total / 2**30:.0f}"
+                    "out of memory",
+                    f"needs at least {need / 2**30:.0f} GiB at one time, the device has {total / 2**30:.0f}",
                 )
             elif p.compiles and self._compiling.get(p.name, 0.0) > self.request.compile_limit_s:
                 entry.refuse(
-                    "skipped", f"compiling took more than the {self.request.compile_limit_s:g} s allowed, see --compile-limit-s"
+                    "skipped",
+                    f"compiling took more than the {self.request.compile_limit_s:g} s allowed, see --compile-limit-s",
                 )
 
-    def _prepare(self, entry: Entry, case: Case, tensors: Tensors, layouts: dict[str, tuple[torch.Tensor, ...]]) -> None:
+    def _prepare(
+        self, entry: Entry, case: Case, tensors: Tensors, layouts: dict[str, tuple[torch.Tensor, ...]]
+    ) -> None:
         limit = max(1.0, self.request.compile_limit_s - self._compiling.get(entry.provider.name, 0.0))
         begun = time.perf_counter()
         with time_limit(limit) if entry.provider.compiles else contextlib.nullcontext():
@@ -263,7 +287,9 @@ class Runner:
                 raise Refusal("wrong", reason)
             del out
         if seconds > self.request.call_limit_s:
-            raise Refusal("skipped", f"one call takes {seconds:.1f} s, more than --call-limit-s {self.request.call_limit_s:g}")
+            raise Refusal(
+                "skipped", f"one call takes {seconds:.1f} s, more than --call-limit-s {self.request.call_limit_s:g}"
+            )
         with scope():
             peak = measure.peak_memory(lambda: step(entry, whole), self.device)
         if peak is not None:
@@ -298,7 +324,12 @@ class Runner:
         for entry in entries:
             entry.row.kernels = names.get(entry.provider.name, [])
             expected = entry.provider.kernels
-            if self.device.type == "cuda" and expected and entry.row.kernels and not _any_matches(expected, entry.row.kernels):
+            if (
+                self.device.type == "cuda"
+                and expected
+                and entry.row.kernels
+                and not _any_matches(expected, entry.row.kernels)
+            ):
                 entry.row.status = "fell back"
                 entry.row.reason = f"no kernel matches /{expected}/; ran {', '.join(entry.row.kernels[:3])}"
 

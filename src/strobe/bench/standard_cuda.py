@@ -1,5 +1,5 @@
-"""Standard attention in CUDA of our own, as three unfused kernels, naive and on the matrix units: to show what the N x N
-matrix costs.
+"""Standard attention in CUDA of our own, as three unfused kernels, naive and on the matrix units: to show what the N x
+N matrix costs.
 
 The kernels go through the same compiler, cache and launcher as the library's, and run on the emulator as well.
 """
@@ -59,7 +59,8 @@ class Kernel:
             return 2 * 16 * 17 * 4
         if self.step == "scores":
             return max(
-                tile_bytes(self.block_m, self.dim) + tile_bytes(self.block_n, self.dim), tile_bytes(self.block_m, self.block_n)
+                tile_bytes(self.block_m, self.dim) + tile_bytes(self.block_n, self.dim),
+                tile_bytes(self.block_m, self.block_n),
             )
         if self.step == "values":
             return 2 * (tile_bytes(self.block_m, _KEYS) + tile_bytes(_KEYS, self.dim))
@@ -79,7 +80,10 @@ class Kernel:
                 Field("p", f"{matrix}*"),
                 *(Field(f"{t}_{axis}", "i64") for t in "qkvo" for axis in ("batch", "head", "row")),
                 Field("scale", "float"),
-                *(Field(name, "int") for name in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "stride_s")),
+                *(
+                    Field(name, "int")
+                    for name in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "stride_s")
+                ),
                 Field("mask", "int", MAX_CONSTANTS),
             ],
         )
@@ -164,7 +168,8 @@ def matrices(problem: Problem, style: str, device: torch.device) -> tuple[torch.
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 
-# ---- on a GPU ----------------------------------------------------------------------------------------------------------
+# ---- on a GPU
+# ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -176,7 +181,9 @@ def _prepare(style: str) -> Any:
     def prepare(case: Case, x: Tensors) -> Prepared:
         device = x.q.device
         if device.type != "cuda":
-            raise Refusal("unsupported", f"needs an NVIDIA GPU, the tensors are on {device.type}; tests run it on the emulator")
+            raise Refusal(
+                "unsupported", f"needs an NVIDIA GPU, the tensors are on {device.type}; tests run it on the emulator"
+            )
         refuse(case, softcap="no softcap", sinks="no sinks", bias="no bias", gradients="no gradients")
         problem = case.problem(device)
         if (reason := feature_limits(problem, style) or driver.available() or jit.compiler_missing()) is not None:
@@ -212,7 +219,9 @@ def providers() -> list[Provider]:
     def slow(case: Case, device: torch.device) -> str | None:
         work = case.score_elements() * case.dim
         return (
-            "scalar arithmetic: it would take seconds; name it to time it" if device.type == "cuda" and work > 1 << 34 else None
+            "scalar arithmetic: it would take seconds; name it to time it"
+            if device.type == "cuda" and work > 1 << 34
+            else None
         )
 
     width = lambda case: DTYPES[case.dtype].itemsize  # noqa: E731

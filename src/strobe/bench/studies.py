@@ -1,5 +1,6 @@
 """Small experiments beside the benchmark, each with a table of its own in the documents:
-`python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json`; `inputs` and `variants` likewise."""
+`python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json`; `inputs` and `variants`
+likewise."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from typing import Any
 
 import torch
 
-from strobe.bench import claims, provenance, results
-from strobe.bench.measure import Call, Contender, Settings, Stopwatch, interleave, orders
+from strobe.bench import claims, results
 from strobe.bench.providers import Scope, select, to_layout
 from strobe.bench.runner import make_tensors
-from strobe.bench.statistics import percentile
 from strobe.bench.suites import Case, cases
 from strobe.cuda import cubin, jit, plan
+from strobe.measure import provenance
+from strobe.measure.statistics import percentile
+from strobe.measure.stopwatch import Call, Contender, Settings, Stopwatch, interleave, orders
 
 BEGIN, END = "<!-- turns: begin (python -m strobe.bench.docs --write) -->", "<!-- turns: end -->"
 Rows = Iterator[dict[str, Any]]
@@ -54,10 +56,13 @@ def prepared(case: Case, name: str, device: torch.device) -> tuple[Call, Scope]:
     return call, ready.scope
 
 
-# ---- turns: does it matter when in its turn a call is timed? -------------------------------------------------------------
+# ---- turns: does it matter when in its turn a call is timed?
+# -------------------------------------------------------------
 
 
-def by_place(watch: Stopwatch, calls: Mapping[str, tuple[Call, Scope]], places: int, rounds: int) -> dict[str, list[float]]:
+def by_place(
+    watch: Stopwatch, calls: Mapping[str, tuple[Call, Scope]], places: int, rounds: int
+) -> dict[str, list[float]]:
     """The median time of a provider's first, second, ... call in a turn, in ms."""
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
     for turn, order in zip(range(rounds + 1), orders(len(calls)), strict=False):
@@ -67,7 +72,9 @@ def by_place(watch: Stopwatch, calls: Mapping[str, tuple[Call, Scope]], places: 
                 taken = watch.times_ms(call, places)
             if turn:  # the first round warms up
                 times[name].append(taken)
-    return {name: [round(statistics.median(place), 5) for place in zip(*rows, strict=True)] for name, rows in times.items()}
+    return {
+        name: [round(statistics.median(place), 5) for place in zip(*rows, strict=True)] for name, rows in times.items()
+    }
 
 
 def turns(device: torch.device) -> Rows:
@@ -89,7 +96,9 @@ def turns_block(root: Path) -> str:
         speed = [b / a for a, b in zip(ours, theirs, strict=True)]
         for name, values in [*shown.items(), ("ratio", speed)]:
             cells = [f"{values[place - 1]:.3f}" if place <= len(values) else "" for place in (1, 2, 6, 12, 60)]
-            lines.append(f"| {row['case']} | {len(row['ms'])} providers, {len(ours)} calls | {name} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {row['case']} | {len(row['ms'])} providers, {len(ours)} calls | {name} | {' | '.join(cells)} |"
+            )
     return "\n".join(lines + _best_moments(root)) + "\n"
 
 
@@ -104,7 +113,8 @@ def _best_moments(root: Path) -> list[str]:
     return ["", f"`strobe-sm90` over `torch-cudnn`, geometric mean of `grid36`: {found}."]
 
 
-# ---- inputs: what the type and the grouping of heads change ----------------------------------------------------------------
+# ---- inputs: what the type and the grouping of heads change
+# ----------------------------------------------------------------
 
 
 def input_cases() -> list[dict[str, Case]]:
@@ -147,7 +157,8 @@ def inputs_table(root: Path) -> list[str]:
     return lines
 
 
-# ---- variants: how long does NVRTC take for each of them? ------------------------------------------------------------------
+# ---- variants: how long does NVRTC take for each of them?
+# ------------------------------------------------------------------
 
 _AT_MOST_S = 1.5
 
@@ -163,7 +174,8 @@ def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None
 
 
 def _variant(variant: plan.Variant, arch: str) -> dict[str, Any]:
-    """One that took too long is compiled twice more: a CPU that others use, too, is slow at times. The median counts."""
+    """One that took too long is compiled twice more: a CPU that others use, too, is slow at times. The median
+    counts."""
     tries = [jit.compile(variant.source, arch)]
     if tries[0].seconds > _AT_MOST_S:
         tries += [jit.compile(variant.source, arch) for _ in range(2)]
@@ -187,7 +199,9 @@ def _variants_table(found: dict[str, Any]) -> list[str]:
     limits = {"spills": 0, "warnings": 0, "seconds": _AT_MOST_S}
     spill, warn, long = (sum(row[what] > most for row in rows) for what, most in limits.items())
     again = sum(len(row["tries"]) > 1 for row in rows)
-    retried = f"{again} took more than {_AT_MOST_S} at first and were compiled twice more: medians count. " if again else ""
+    retried = (
+        f"{again} took more than {_AT_MOST_S} at first and were compiled twice more: medians count. " if again else ""
+    )
     lines = [
         f"Seconds that NVRTC {machine['nvrtc']} takes for a variant in bf16, two at a time ({machine['host_cpu']}, "
         f"{machine['host_cores']} cores). {retried}Of {seen}, {long} take more than {_AT_MOST_S}, {spill} spill and {warn} "
@@ -226,7 +240,9 @@ STUDIES: dict[str, Callable[[torch.device], Rows]] = {"turns": turns, "inputs": 
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m strobe.bench.studies", description="Small experiments on a Hopper GPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m strobe.bench.studies", description="Small experiments on a Hopper GPU."
+    )
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
     chosen = parser.parse_args(arguments)

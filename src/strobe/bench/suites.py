@@ -137,12 +137,14 @@ def _short(length: int) -> str:
 
 
 def case(suite: str, label: str, *, batch: int = 1, heads: int, length: int, dim: int, **more: Any) -> Case:
-    """With as many key heads, keys and value columns as query heads, queries and query columns unless said otherwise."""
+    """With as many key heads, keys and value columns as query heads, queries and query columns unless said
+    otherwise."""
     values = {"heads_k": heads, "len_q": length, "len_k": length, "dim_v": dim} | more
     return Case(suite=suite, label=label, batch=batch, heads=heads, dim=dim, **values)
 
 
-# ---- the suites --------------------------------------------------------------------------------------------------------
+# ---- the suites
+# --------------------------------------------------------------------------------------------------------
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -167,9 +169,18 @@ def grid36(direction: str = "forward") -> list[Case]:
 
 
 def sweep(direction: str = "forward") -> list[Case]:
-    """Length against model dimension, one sequence: where memory grows, and with it the distance to standard attention."""
+    """Length against model dimension, one sequence: where memory grows, and with it the distance to standard
+    attention."""
     return [
-        case("sweep", f"m{model}-{mask}-{_short(n)}", heads=model // 128, length=n, dim=128, mask=mask, direction=direction)
+        case(
+            "sweep",
+            f"m{model}-{mask}-{_short(n)}",
+            heads=model // 128,
+            length=n,
+            dim=128,
+            mask=mask,
+            direction=direction,
+        )
         for model in (1024, 2048, 4096, 8192)
         for mask in ("full",)
         for n in (1024, 2048, 4096, 8192, 16384, 32768)
@@ -196,14 +207,21 @@ def gqa(direction: str = "forward") -> list[Case]:
     ]
     if direction != "forward":
         return grouped
-    # One query; several, guessed ahead; a piece of a prompt against what came before it. Masks would hide next to nothing.
+    # One query; several, guessed ahead; a piece of a prompt against what came before it. Masks would hide next to
+    # nothing.
     against_a_cache = [
-        ("decode-b1", 1, 64, 1, 32768), ("decode-b16", 16, 64, 1, 8192), ("decode-b128", 128, 64, 1, 4096),
-        ("guess8-b1", 1, 64, 8, 32768), ("guess8-b16", 16, 64, 8, 8192),
-        ("piece256-8h1", 1, 8, 256, 32768), ("piece256-64h8", 1, 64, 256, 32768),
-    ]  # fmt: skip
+        ("decode-b1", 1, 64, 1, 32768),
+        ("decode-b16", 16, 64, 1, 8192),
+        ("decode-b128", 128, 64, 1, 4096),
+        ("guess8-b1", 1, 64, 8, 32768),
+        ("guess8-b16", 16, 64, 8, 8192),
+        ("piece256-8h1", 1, 8, 256, 32768),
+        ("piece256-64h8", 1, 64, 256, 32768),
+    ]
     return grouped + [
-        case("gqa", f"{name}-{_short(n)}", batch=batch, heads=heads, heads_k=heads // 8, length=length, len_k=n, dim=128)
+        case(
+            "gqa", f"{name}-{_short(n)}", batch=batch, heads=heads, heads_k=heads // 8, length=length, len_k=n, dim=128
+        )
         for name, batch, heads, length, n in against_a_cache
     ]
 
@@ -228,7 +246,11 @@ def models(direction: str = "forward") -> list[Case]:
             "Gemma 3 27B, local",
             {"heads": 32, "heads_k": 16, "length": 8192, "dim": 128, "mask": "window(1023, 0)"},
         ),
-        ("deepseek-v3", "DeepSeek-V3, prefill", {"heads": 128, "length": 4096, "dim": 192, "dim_v": 128, "mask": "causal"}),
+        (
+            "deepseek-v3",
+            "DeepSeek-V3, prefill",
+            {"heads": 128, "length": 4096, "dim": 192, "dim_v": 128, "mask": "causal"},
+        ),
         (
             "gpt-oss-full",
             "gpt-oss, full",
@@ -299,7 +321,9 @@ def ladder(direction: str = "forward") -> list[Case]:
 def compile(direction: str = "forward") -> list[Case]:
     """Compile times of our kernels, first and cached, and first calls of a process; lengths do not matter."""
     return [
-        case("compile", f"d{dim}-{mask}", heads=8, length=512, dim=dim, mask=mask, measure="compile", direction=direction)
+        case(
+            "compile", f"d{dim}-{mask}", heads=8, length=512, dim=dim, mask=mask, measure="compile", direction=direction
+        )
         for dim in (64, 128, 256)
         for mask in ("full", "causal")
     ]
@@ -307,7 +331,9 @@ def compile(direction: str = "forward") -> list[Case]:
 
 def cpu(direction: str = "forward") -> list[Case]:
     return [
-        case("cpu", f"d{dim}-{mask}-{_short(n)}", heads=4, length=n, dim=dim, mask=mask, dtype=dtype, direction=direction)
+        case(
+            "cpu", f"d{dim}-{mask}-{_short(n)}", heads=4, length=n, dim=dim, mask=mask, dtype=dtype, direction=direction
+        )
         for dtype in ("float32", "bfloat16")
         for dim in (64, 128)
         for mask in ("full", "causal")
@@ -334,14 +360,25 @@ def quick(direction: str = "forward", on_gpu: bool = False) -> list[Case]:
         ]
     else:
         made = [
-            case("quick", f"d64-{mask}-{_short(n)}", heads=2, length=n, dim=64, mask=mask, dtype="float32", direction=direction)
+            case(
+                "quick",
+                f"d64-{mask}-{_short(n)}",
+                heads=2,
+                length=n,
+                dim=64,
+                mask=mask,
+                dtype="float32",
+                direction=direction,
+            )
             for mask, lengths in (("full", (256, 512, 1024, 2048)), ("causal", (512, 2048)))
             for n in lengths
         ]
     dtype = "bfloat16" if on_gpu else "float32"
     if direction == "forward":
         made.append(
-            case("quick", "d64-causal-1k", heads=4, length=1024, dim=64, mask="causal", dtype=dtype, direction="backward")
+            case(
+                "quick", "d64-causal-1k", heads=4, length=1024, dim=64, mask="causal", dtype=dtype, direction="backward"
+            )
         )
         made.append(case("quick", "d64-128", heads=4, length=128, dim=64, dtype=dtype, measure="call"))
         sides = ((64, 128), (64, 128)) if on_gpu else ((64, 256, 1024), (64, 1024))

@@ -52,7 +52,16 @@ def show(results: Results, console: Console) -> None:
     _show_others(results, console)
 
 
-_WIDTHS = {"median": 8, "±": 5, "rate": 12, "of matmul": 9, "matrix units": 12, "SM clock": 8, "extra memory": 12, "error": 7}
+_WIDTHS = {
+    "median": 8,
+    "±": 5,
+    "rate": 12,
+    "of matmul": 9,
+    "matrix units": 12,
+    "SM clock": 8,
+    "extra memory": 12,
+    "error": 7,
+}
 
 
 def _table(key: str, rows: list[Row], clocked: bool) -> Table:
@@ -88,7 +97,9 @@ def _show_others(results: Results, console: Console) -> None:
             reasons[row.status, row.reason or ""][row.provider] += 1
     for (status, reason), providers in sorted(reasons.items()):
         who = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in providers.items())
-        console.print(f"{status}: {who}: {reason}", style="bold red" if status in ("wrong", "failed") else "dim", markup=False)
+        console.print(
+            f"{status}: {who}: {reason}", style="bold red" if status in ("wrong", "failed") else "dim", markup=False
+        )
 
 
 def show_changes(changes: list[Change], console: Console) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from strobe.backend import Backend
+from strobe.backends.backend import Backend
 from strobe.cuda import driver, jit
 from strobe.cuda.plan import ELEMENTS, PART_COUNTERS, POINTERS, Plan, Strides, Variant, plan_sm80, plan_sm90
 from strobe.cuda.tiles import MAX_DIM
@@ -95,7 +95,9 @@ def kernel(variant: Variant) -> driver.Kernel:
 def aligned(t: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy if its address or strides are not multiples of what the kernels move at a time."""
     step = _ALIGN // t.element_size()
-    if t.data_ptr() % _ALIGN == 0 and all(s % step == 0 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True) if n > 1):
+    if t.data_ptr() % _ALIGN == 0 and all(
+        s % step == 0 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True) if n > 1
+    ):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
@@ -144,12 +146,12 @@ _spare: dict[int, list[int]] = {}
 
 
 def _counter(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
-    """The address of zeros that a launch on this stream may count with, and what has to live until it is under way. Launches on
-    a stream run one after the other and leave them zero, so all of them can use the same. A graph may be replayed beside
-    anything: in a capture, each stream gets zeros of its own, which its first launch sets. Nothing can be allocated then, so
-    they come from a reserve, and, if that is used up, from the graph's memory, to be set for this launch alone. The reserve is
-    no memory of torch's, who would miss it in pools that it manages for others; nor do the zeros come from `torch.zeros`, whose
-    kernel would have to be loaded in the first call of a process."""
+    """The address of zeros that a launch on this stream may count with, and what has to live until it is under way.
+    Launches on a stream run one after the other and leave them zero, so all of them can use the same. A graph may be
+    replayed beside anything: in a capture, each stream gets zeros of its own, which its first launch sets. Nothing can
+    be allocated then, so they come from a reserve, and, if that is used up, from the graph's memory, to be set for this
+    launch alone. The reserve is no memory of torch's, who would miss it in pools that it manages for others; nor do the
+    zeros come from `torch.zeros`, whose kernel would have to be loaded in the first call of a process."""
     capturing = torch._C._cuda_isCurrentStreamCapturing()
     key = (device, stream, driver.capture_id(stream)) if capturing else (device, stream)
     found = _counters.get(key)
@@ -207,7 +209,9 @@ def _forward(
     return out, lse
 
 
-def _repeat(planner: Planner, problem: Problem, inputs: Inputs, layout: str, return_lse: bool) -> Callable[..., Any] | None:
+def _repeat(
+    planner: Planner, problem: Problem, inputs: Inputs, layout: str, return_lse: bool
+) -> Callable[..., Any] | None:
     """`_forward` for further dense calls with the same shapes and options, with the Python left out."""
     if problem.packed or any(aligned(t) is not t for t in (inputs.q, inputs.k, inputs.v)):
         return None
@@ -233,7 +237,9 @@ def _repeat(planner: Planner, problem: Problem, inputs: Inputs, layout: str, ret
 
 def _plan(planner: Planner, problem: Problem) -> Plan:
     """With a contiguous output."""
-    return planner(problem, (problem.len_q * problem.heads * problem.dim_v, problem.dim_v, problem.heads * problem.dim_v))
+    return planner(
+        problem, (problem.len_q * problem.heads * problem.dim_v, problem.dim_v, problem.heads * problem.dim_v)
+    )
 
 
 def _backend(name: str, summary: str, supports: Callable[[Problem], str | None], planner: Planner) -> Backend:
@@ -250,5 +256,7 @@ def _backend(name: str, summary: str, supports: Callable[[Problem], str | None],
 
 BACKENDS = {
     "sm90": _backend("sm90", "our CUDA kernel for Hopper: TMA, wgmma, warp specialisation", _supports_sm90, _plan_sm90),
-    "sm80": _backend("sm80", "our CUDA kernel for Ampere and later: mma.sync, ldmatrix, cp.async", _supports_sm80, _plan_sm80),
+    "sm80": _backend(
+        "sm80", "our CUDA kernel for Ampere and later: mma.sync, ldmatrix, cp.async", _supports_sm80, _plan_sm80
+    ),
 }

@@ -266,7 +266,8 @@ class TensorMapSpec:
 
 @functools.cache
 def _address_is_first_word() -> bool:
-    """Whether this driver keeps a tensor map's address, as it is, in the first eight bytes: not documented, so tried out."""
+    """Whether this driver keeps a tensor map's address, as it is, in the first eight bytes: not documented, so tried
+    out."""
     spec = TensorMapSpec(0, 2, (64, 64), (128,), (64, 64), 128)
     maps = {address: replace(spec, address=address).encode() for address in (0x7F0012345670, 1 << 30)}
     first, second = maps.values()

@@ -217,8 +217,8 @@ def _library() -> tuple[str, Path] | None:
 
 
 def _nvrtc() -> Any:
-    """The bindings. They look for their library in this environment alone; one that is seen through a path file, as when a
-    virtual environment builds on another, has to be loaded for them."""
+    """The bindings. They look for their library in this environment alone; one that is seen through a path file, as
+    when a virtual environment builds on another, has to be loaded for them."""
     from cuda.bindings import nvrtc
 
     _load_library()

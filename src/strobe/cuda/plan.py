@@ -1,8 +1,8 @@
-"""From a problem to a launch: which kernel variant, how many blocks, which arguments. Facts and tables; no CUDA, no tensors.
+"""From a problem to a launch: which kernel variant, how many blocks, which arguments. Facts and tables; no CUDA, no
+tensors.
 
-A `Variant` is everything that changes code, and prints the source that is compiled. A `Plan` adds what changes from problem to
-problem without changing code: lengths, strides, scale, window sizes.
-"""
+A `Variant` is everything that changes code, and prints the source that is compiled. A `Plan` adds what changes from
+problem to problem without changing code: lengths, strides, scale, window sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _COMMON = [
     Field("sinks", "const float*"),
     Field("cu_q", "const int*"),
     Field("cu_k", "const int*"),
-    Field("counter", "u32*"),  # zeros before and after each launch: one hands out tiles, the others count parts of tiles
+    Field(
+        "counter", "u32*"
+    ),  # zeros before and after each launch: one hands out tiles, the others count parts of tiles
     Field("partial", "float*"),  # where the parts of a tile whose keys are split meet
     *(Field(f"{t}_{axis}", "i64") for t in "qkvo" for axis in ("batch", "head", "row")),  # strides in elements
     Field("lse_batch", "i64"),
@@ -146,10 +148,14 @@ class Plan:
         t, splits = self.variant.tile, self.values["splits"]
         unusual = {"heads as rows of a tile": self.variant.fold, "parts of the keys": splits}
         return {
-            "kernel": self.variant.name, "arch": self.variant.arch, "tile": f"{t.block_m} queries x {t.block_n} keys",
-            "threads": self.variant.threads, "blocks": self.grid, "shared memory": f"{self.variant.smem} bytes",
+            "kernel": self.variant.name,
+            "arch": self.variant.arch,
+            "tile": f"{t.block_m} queries x {t.block_n} keys",
+            "threads": self.variant.threads,
+            "blocks": self.grid,
+            "shared memory": f"{self.variant.smem} bytes",
             **{name: number for name, number in unusual.items() if number != 1},
-        }  # fmt: skip
+        }
 
 
 def shape_of(mask: Mask) -> Mask:
@@ -168,9 +174,10 @@ def _sees_everything(problem: Problem) -> bool:
 
 
 def fold_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides]:
-    """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one tile,
-    and their keys are read once instead of once for each of them. By strides alone, so for any kernel and group, but only where
-    all keys are visible, so that rows need not be told apart, and without sinks, which belong to heads."""
+    """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one
+    tile, and their keys are read once instead of once for each of them. By strides alone, so for any kernel and group,
+    but only where all keys are visible, so that rows need not be told apart, and without sinks, which belong to
+    heads."""
     if problem.len_q != 1 or problem.group == 1 or problem.packed or problem.has_sinks or not _sees_everything(problem):
         return problem, out_strides
     group = problem.group
@@ -196,13 +203,15 @@ def plan_sm80(
 
 
 def fold_of(problem: Problem) -> int:
-    """Heads that the Hopper kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles.
-    The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
+    """Heads that the Hopper kernel itself takes as rows of one tile: those of a group, where queries are too few to
+    fill tiles. The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
     able = not problem.packed and problem.len_q < 128 and 64 % problem.group == 0
     return problem.group if able else 1
 
 
-def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20) -> Plan:
+def plan_sm90(
+    problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 | None = None, l2_bytes: int = 32 << 20
+) -> Plan:
     fold, len_q = fold_of(problem), problem.len_q
     if fold == 1:
         problem, out_strides = fold_group(problem, out_strides)
@@ -235,15 +244,16 @@ def plan_sm90(problem: Problem, out_strides: Strides, sms: int, tile: TileSm90 |
 
 
 PART_COUNTERS = 1023  # that a launch finds behind the one for tiles: a consumer of a split tile has one
-# Where parts meet, every row of the tile is written and read once more. Tried out on an H200, but not swept as tiles are:
+# Where parts meet, every row of the tile is written and read once more. Tried out on an H200, but not swept as tiles
+# are:
 LEAST_PART = 2  # key blocks; twice that where rows are more than a few
 FEW_ROWS = 16
 FEWEST_PARTS = 3  # keys that do not suffice for as many stay together
 
 
 def _tile_and_splits(problem: Problem, dim: int, dim_v: int, sms: int) -> tuple[TileSm90, int]:
-    """Tiles that are meant for parts of the keys may have fewer rows than others, and be too many to be split where the others
-    would leave half of the multiprocessors idle. How many keys make a part is said by the former."""
+    """Tiles that are meant for parts of the keys may have fewer rows than others, and be too many to be split where the
+    others would leave half of the multiprocessors idle. How many keys make a part is said by the former."""
     bounded, softcap = problem.mask.hi is not None, problem.softcap is not None
     for_parts = split_tiles(dim, dim_v, bounded, softcap)
     for tile in for_parts:
@@ -253,8 +263,8 @@ def _tile_and_splits(problem: Problem, dim: int, dim_v: int, sms: int) -> tuple[
 
 
 def _splits(problem: Problem, tile: TileSm90, sms: int, block_n: int) -> int:
-    """Parts of a tile's keys, of LEAST_PART blocks of `block_n` or more, so that few tiles keep all multiprocessors busy: one
-    query against a long cache, or a short piece of a long prompt."""
+    """Parts of a tile's keys, of LEAST_PART blocks of `block_n` or more, so that few tiles keep all multiprocessors
+    busy: one query against a long cache, or a short piece of a long prompt."""
     tiles = _row_blocks(problem, tile.block_m) * problem.batch * problem.heads
     least = LEAST_PART * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
     if problem.len_k < FEWEST_PARTS * least or tiles * tile.consumers > PART_COUNTERS:
@@ -263,18 +273,26 @@ def _splits(problem: Problem, tile: TileSm90, sms: int, block_n: int) -> int:
 
 
 def _tensor_map(
-    problem: Problem, whole_panels: bool, element: str,
-    heads: int, length: int, total: int, dim: int, strides: Strides, box_rows: int, columns: int,
-) -> TensorMapSpec:  # fmt: skip
+    problem: Problem,
+    whole_panels: bool,
+    element: str,
+    heads: int,
+    length: int,
+    total: int,
+    dim: int,
+    strides: Strides,
+    box_rows: int,
+    columns: int,
+) -> TensorMapSpec:
     """(columns, rows, panels, heads, batch); see `Box` in forward_sm90.cuh.
 
-    Packed sequences end anywhere, and a box must not run into the next one: keys there may hold anything, and output there is
-    another's. Their maps are (columns, rows in a box, heads, rows in memory, far away). A row is addressed by the sum of two
-    coordinates. The first counts to the height of a box and no further: started at c instead of 0, the box ends c rows early.
-    The second says where in memory the box begins, c rows before its place, which may be before the tensor. Coordinates must
-    not be negative, though, so it is raised by FAR, and the last coordinate, also FAR, takes that back: its stride of 2^34
-    bytes less a row, FAR = 2^30 times, is less than nothing by FAR rows, modulo the 2^64 of an address. (The obvious way, to
-    encode an address before the tensor, faults if no memory is mapped there.)
+    Packed sequences end anywhere, and a box must not run into the next one: keys there may hold anything, and output
+    there is another's. Their maps are (columns, rows in a box, heads, rows in memory, far away). A row is addressed by
+    the sum of two coordinates. The first counts to the height of a box and no further: started at c instead of 0, the
+    box ends c rows early. The second says where in memory the box begins, c rows before its place, which may be before
+    the tensor. Coordinates must not be negative, though, so it is raised by FAR, and the last coordinate, also FAR,
+    takes that back: its stride of 2^34 bytes less a row, FAR = 2^30 times, is less than nothing by FAR rows, modulo the
+    2^64 of an address. (The obvious way, to encode an address before the tensor, faults if no memory is mapped there.)
     """
     batch_stride, head_stride, row_stride = (2 * s for s in strides)
     # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
@@ -306,9 +324,19 @@ def _variant(
     problem: Problem, arch: str, tile: TileSm80 | TileSm90, dim: int, dim_v: int, splits: int, whole_dims: bool
 ) -> Variant:
     return Variant(
-        arch, ELEMENTS[problem.dtype], tile, dim, dim_v, shape_of(problem.mask), problem.packed, problem.softcap is not None,
-        problem.has_sinks, splits > 1, 1, whole_dims,
-    )  # fmt: skip
+        arch,
+        ELEMENTS[problem.dtype],
+        tile,
+        dim,
+        dim_v,
+        shape_of(problem.mask),
+        problem.packed,
+        problem.softcap is not None,
+        problem.has_sinks,
+        splits > 1,
+        1,
+        whole_dims,
+    )
 
 
 def _row_blocks(problem: Problem, block_m: int) -> int:
@@ -324,18 +352,31 @@ def _values(problem: Problem, out_strides: Strides, block_m: int, splits: int, l
         values |= {f"{t}_{axis}": s for axis, s in zip(("batch", "head", "row"), strides, strict=True)}
     rows = problem.total_q if problem.packed else problem.len_q
     return values | {
-        "lse_batch": problem.heads * rows, "lse_head": rows, "scale_before": before, "scale_log2": after,
-        "batch": problem.batch, "heads": problem.heads, "group": problem.group, "len_q": problem.len_q, "len_k": problem.len_k,
-        "dim": problem.dim, "dim_v": problem.dim_v, "row_blocks": row_blocks, "section": _section(problem, l2_bytes),
-        "splits": splits, "tiles": row_blocks * problem.batch * problem.heads * splits,
+        "lse_batch": problem.heads * rows,
+        "lse_head": rows,
+        "scale_before": before,
+        "scale_log2": after,
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "group": problem.group,
+        "len_q": problem.len_q,
+        "len_k": problem.len_k,
+        "dim": problem.dim,
+        "dim_v": problem.dim_v,
+        "row_blocks": row_blocks,
+        "section": _section(problem, l2_bytes),
+        "splits": splits,
+        "tiles": row_blocks * problem.batch * problem.heads * splits,
         "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),
-    }  # fmt: skip
+    }
 
 
 def _section(problem: Problem, l2_bytes: int) -> int:
-    """Heads that run together (pipeline/schedule.cuh). Where all rows cost the same, one head at a time reuses its keys best;
-    else as many as the L2 holds, so that the longest rows of all of them can go first. A few in any case, 16 at head dim 128:
-    some eight blocks of a large GPU then share the keys of a head at any time, and memory keeps up without the L2."""
+    """Heads that run together (pipeline/schedule.cuh). Where all rows cost the same, one head at a time reuses its keys
+    best; else as many as the L2 holds, so that the longest rows of all of them can go first. A few in any case, 16 at
+    head dim 128: some eight blocks of a large GPU then share the keys of a head at any time, and memory keeps up
+    without the
+    L2."""
     if problem.mask.lo is not None or problem.mask.hi is None:
         return 1
     width = problem.dim + problem.dim_v
@@ -344,8 +385,8 @@ def _section(problem: Problem, l2_bytes: int) -> int:
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
-    """The variants that calls produce, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are
-    the common ones. `exhaustive` adds every combination of features."""
+    """The variants that calls produce, for compiling ahead of time and for tests. Masks have infinitely many shapes;
+    these are the common ones. `exhaustive` adds every combination of features."""
     sm90 = arch == "sm_90a"
     choices = [(False, True), (False, True), (False, True), (False, True) if sm90 else (False,)]
     combinations = list(itertools.product(*choices))  # of packed, softcap, sinks, split
@@ -360,7 +401,9 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[Variant]:
                     for tile in _tiles(arch, dim, dim_v, mask.hi is not None, softcap, split, exhaustive):
                         for whole_dims in [True, False] if able and (exhaustive or not packed) else [able]:
                             yield Variant(arch, element, tile, dim, dim_v, *facts, whole_dims=whole_dims)
-                        if sm90 and not packed and (exhaustive or (dim, dim_v) == (128, 128)):  # folded heads: one of many
+                        if (
+                            sm90 and not packed and (exhaustive or (dim, dim_v) == (128, 128))
+                        ):  # folded heads: one of many
                             yield Variant(arch, element, tile, dim, dim_v, *facts, fold=8, whole_dims=False)
 
 

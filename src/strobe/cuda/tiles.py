@@ -1,8 +1,7 @@
 """Tile shapes: how a block of threads cuts the work, by head dim and GPU.
 
-The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for sm80's 192. The others are
-chosen for shared memory and registers, and nobody has timed them.
-"""
+The tables for Hopper, of both kernels, were swept on an H200 (docs/design/hopper-forward.md) but for sm80's 192. The
+others are chosen for shared memory and registers, and nobody has timed them."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_DIM = 256
-# (dim, dim_v) that have kernels of their own. Others use the next larger ones: the columns in between are zeros that never
-# touch memory.
+# (dim, dim_v) that have kernels of their own. Others use the next larger ones: the columns in between are zeros that
+# never touch memory.
 DIMS = {
     "sm80": [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)],
     "sm90": [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)],
@@ -91,7 +90,8 @@ SMEM_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100
 
 
 def generation(arch: str) -> str:
-    """The oldest architecture with the same tiles: consumer Ampere, Ada and consumer Blackwell have little shared memory."""
+    """The oldest architecture with the same tiles: consumer Ampere, Ada and consumer Blackwell have little shared
+    memory."""
     number = int("".join(c for c in arch if c.isdigit()))
     if number in (86, 89) or number >= 120:
         return "sm_86"
@@ -200,8 +200,8 @@ def _overrides() -> dict[str, TileSm90]:
         raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
 
 
-# Kernels that differ so much that each may want a tile of its own, and what a kernel must have to be one; the last that applies
-# counts. bounded: the mask hides keys from the right; split: keys among blocks.
+# Kernels that differ so much that each may want a tile of its own, and what a kernel must have to be one; the last that
+# applies counts. bounded: the mask hides keys from the right; split: keys among blocks.
 KINDS: dict[str, set[str]] = {
     "full": set(), "bounded": {"bounded"}, "softcap": {"softcap"}, "split": {"split"}, "softcap-split": {"softcap", "split"},
 }  # fmt: skip
@@ -215,7 +215,9 @@ def tile_name(dim: int, dim_v: int, kind: str) -> str:
 def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> TileSm90:
     applies = {name for name, does in {"bounded": bounded, "softcap": softcap, "split": split}.items() if does}
     kind = [kind for kind, needs in KINDS.items() if needs <= applies][-1]
-    for name in (kind, "split") if kind == "softcap-split" else (kind,):  # where it has none of its own, that for split keys
+    for name in (
+        (kind, "split") if kind == "softcap-split" else (kind,)
+    ):  # where it has none of its own, that for split keys
         found = _overrides().get(tile_name(dim, dim_v, name)) or _SM90_OTHER.get(name, {}).get((dim, dim_v))
         if found is not None:
             return found
@@ -223,8 +225,10 @@ def choose_sm90(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = 
 
 
 def split_tiles(dim: int, dim_v: int, bounded: bool, softcap: bool) -> list[TileSm90]:
-    """For keys that are split: the tile that is meant for it, and one with more rows if there is such, that for keys which are
-    not split. Putting parts together takes the registers in which that one would hold weights. Not swept, as the others are."""
+    """For keys that are split: the tile that is meant for it, and one with more rows if there is such, that for keys
+    which are not split. Putting parts together takes the registers in which that one would hold weights. Not swept, as
+    the others
+    are."""
     found = choose_sm90(dim, dim_v, bounded, softcap=softcap, split=True)
     wide = dataclasses.replace(choose_sm90(dim, dim_v, bounded, softcap=softcap), hold=0)
     return [found, wide] if wide.block_m > found.block_m else [found]

@@ -1,4 +1,5 @@
-"""Prints `Wgmma<T, N>`, Hopper's warpgroup matrix product, and `Accumulators<T, N>`, its result, for the shapes a kernel uses.
+"""Prints `Wgmma<T, N>`, Hopper's warpgroup matrix product, and `Accumulators<T, N>`, its result, for the shapes a
+kernel uses.
 
 Each instruction names N/2 accumulator registers, which nobody should type. This is the only Python that prints asm.
 """
@@ -34,16 +35,17 @@ def shapes(element: str, ns: Iterable[tuple[int, Sequence[Form]]]) -> str:
             if name not in FORMS or (steps is not None and steps < 1):
                 raise ValueError(f"forms: {form!r} for n = {n} should be one of {', '.join(FORMS)}, or (one, steps)")
             wanted.setdefault(n, set()).add((name, steps))
-    structs = [_struct(element, n, sorted(forms, key=lambda f: (FORMS.index(f[0]), f[1] or 0))) for n, forms in wanted.items()]
+    structs = [
+        _struct(element, n, sorted(forms, key=lambda f: (FORMS.index(f[0]), f[1] or 0))) for n, forms in wanted.items()
+    ]
     return _for_the_gpu("".join(structs))
 
 
 def accumulators(element: str, n: int, steps: int) -> str:
     """`strobe::Accumulators<T, N>`: the D of a chain rs_t in registers that are declared in PTX, d0, d1 and so on.
 
-    They are named in the text of statements and are never operands: NVRTC's optimiser, whose time grows with operands, does
-    not see them, only ptxas does. The text belongs where that of `shapes` does.
-    """
+    They are named in the text of statements and are never operands: NVRTC's optimiser, whose time grows with operands,
+    does not see them, only ptxas does. The text belongs where that of `shapes` does."""
     kind = _ptx_type(element, n)
     if n % 16:
         raise ValueError(f"n: {n} is not a multiple of 16, in which they are stored")
@@ -51,7 +53,8 @@ def accumulators(element: str, n: int, steps: int) -> str:
     zero = " ".join(f"mov.f32 {name}, 0f00000000;" for name in d)
     scale = " ".join(f"mul.ftz.f32 {name}, {name}, %{i >> 1 & 1};" for i, name in enumerate(d))
     rows = [
-        " ".join(f"st.global.v2.f32 [%0 + {8 * i}], {{d{i + r}, d{i + r + 1}}};" for i in range(0, n // 2, 4)) for r in (0, 2)
+        " ".join(f"st.global.v2.f32 [%0 + {8 * i}], {{d{i + r}, d{i + r + 1}}};" for i in range(0, n // 2, 4))
+        for r in (0, 2)
     ]
     # Operands: the address, a factor for either row, then the numbers of eight registers.
     pairs = [
@@ -125,8 +128,11 @@ def _form(element: str, n: int, form: str, chained: int | None) -> str:
     )
 
 
-def _products(element: str, n: int, form: str, chained: int | None, d: Sequence[str], operands: int) -> tuple[str, list[str]]:
-    """The text of one product or a chain of them into the registers `d`, and its inputs, before which come other `operands`."""
+def _products(
+    element: str, n: int, form: str, chained: int | None, d: Sequence[str], operands: int
+) -> tuple[str, list[str]]:
+    """The text of one product or a chain of them into the registers `d`, and its inputs, before which come other
+    `operands`."""
     steps = chained or 1
     from_registers, fresh = form.startswith("rs"), form.endswith("_zero")
     transpose_b = 1 if form.startswith("rs_t") else 0
@@ -150,5 +156,7 @@ def _products(element: str, n: int, form: str, chained: int | None, d: Sequence[
             lines.append(f"add.s64 b, {b}, %{operands + len(inputs)};")
             inputs.append(f'"n"(B::step({step}))')
         lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{_PTX_TYPES[element]}.{_PTX_TYPES[element]}")
-        lines.append(f"{{{', '.join(d)}}}, {a}, {'b' if step else b}, {'none' if fresh and not step else 'sum'}, {immediates};")
+        lines.append(
+            f"{{{', '.join(d)}}}, {a}, {'b' if step else b}, {'none' if fresh and not step else 'sum'}, {immediates};"
+        )
     return "".join(f'                 "{line}\\n"\n' for line in [*lines, "}"]).lstrip(), inputs

@@ -8,4 +8,13 @@ from strobe.emulator.compiler import CompilerMissing, build, compiler
 from strobe.emulator.program import Buffer, Counters, EmulatorError, Program
 from strobe.emulator.tensor_map import encode_tensor_map
 
-__all__ = ["Buffer", "CompilerMissing", "Counters", "EmulatorError", "Program", "build", "compiler", "encode_tensor_map"]
+__all__ = [
+    "Buffer",
+    "CompilerMissing",
+    "Counters",
+    "EmulatorError",
+    "Program",
+    "build",
+    "compiler",
+    "encode_tensor_map",
+]

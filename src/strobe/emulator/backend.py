@@ -1,5 +1,5 @@
-"""`backend="emulator"`: the CUDA kernels on CPU tensors, through the same plan and the same arguments as on a GPU. For tests,
-lessons and debuggers: thousands of times slower than anything else.
+"""`backend="emulator"`: the CUDA kernels on CPU tensors, through the same plan and the same arguments as on a GPU. For
+tests, lessons and debuggers: thousands of times slower than anything else.
 
 STROBE_EMULATE=sm90 runs the Hopper kernel instead of the Ampere one, STROBE_EMULATOR_MODE=async lets copies land late.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from strobe.backend import Backend
+from strobe.backends.backend import Backend
 from strobe.cuda.backend import aligned, allocate_lse, feature_limits, sm90_limits
 from strobe.cuda.plan import PART_COUNTERS, Plan, Strides, plan_sm80, plan_sm90
 from strobe.emulator.compiler import build, compiler, how_to_install

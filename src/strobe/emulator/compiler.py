@@ -30,7 +30,8 @@ class CompilerMissing(RuntimeError):
 
 
 def compiler() -> str | None:
-    """The C++ compiler the emulator would use: $CXX, else the first of c++, g++, clang++ on the path; None without one."""
+    """The C++ compiler the emulator would use: $CXX, else the first of c++, g++, clang++ on the path; None without
+    one."""
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         return chosen if shutil.which(shlex.split(chosen)[0]) else None

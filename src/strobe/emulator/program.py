@@ -28,7 +28,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Counters:
-    """What one launch did. Bytes include asynchronous copies; `bank_conflicts` counts wavefronts beyond those needed."""
+    """What one launch did. Bytes include asynchronous copies; `bank_conflicts` counts wavefronts beyond those
+    needed."""
 
     global_bytes_read: int
     global_bytes_written: int
@@ -61,7 +62,10 @@ class _Launch(ctypes.Structure):  # emu/driver.cuh
         ("params", ctypes.c_char_p),
         ("params_bytes", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
-        *[(name, ctypes.c_uint32) for name in ("buffer_count", "grid", "threads", "smem", "is_async", "seed", "workers")],
+        *[
+            (name, ctypes.c_uint32)
+            for name in ("buffer_count", "grid", "threads", "smem", "is_async", "seed", "workers")
+        ],
         ("counters", ctypes.POINTER(_Counters)),
         ("report", ctypes.c_char_p),
         ("report_capacity", ctypes.c_uint64),

@@ -14,7 +14,8 @@ _BYTES = 128
 
 
 def encode_tensor_map(spec: TensorMapSpec) -> bytes:
-    """The counterpart of `spec.encode()`, which needs a driver: the bytes that an emulated kernel takes as its `TensorMap`."""
+    """The counterpart of `spec.encode()`, which needs a driver: the bytes that an emulated kernel takes as its
+    `TensorMap`."""
     spec.validate()
     row_bytes = spec.box[0] * spec.element_bytes
     if spec.swizzle and row_bytes != spec.swizzle:

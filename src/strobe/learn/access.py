@@ -40,7 +40,8 @@ class Access(NamedTuple):
 
 @dataclass
 class History:
-    """As much of the accesses to one element as is needed to find a race: the last write, and reads by different threads."""
+    """As much of the accesses to one element as is needed to find a race: the last write, and reads by different
+    threads."""
 
     write: Access | None = None
     reads: list[Access] = field(default_factory=list)  # the last two of this block, by different threads
@@ -61,7 +62,8 @@ class History:
 
 
 def wavefronts(addresses: Iterable[int]) -> int:
-    """Turns that shared memory needs for one instruction of a warp: different words in one bank queue up, equal ones do not."""
+    """Turns that shared memory needs for one instruction of a warp: different words in one bank queue up, equal ones do
+    not."""
     words: dict[int, set[int]] = defaultdict(set)
     for address in addresses:
         word = address // _BANK_BYTES

@@ -12,7 +12,8 @@ from strobe.learn.checking import Case, Exercise
 from strobe.learn.simulator import Array, Report, Thread
 from strobe.learn.starter_exercises import matrix
 
-# ---- online softmax: one pass, rescaling ----------------------------------------------------------------------------------
+# ---- online softmax: one pass, rescaling
+# ----------------------------------------------------------------------------------
 
 
 def log_sum_exp_stub(t: Thread, s: Array, lse: Array, n: int) -> None:
@@ -60,7 +61,8 @@ LOG_SUM_EXP = Exercise(
 )
 
 
-# ---- attention: the output is rescaled as well ----------------------------------------------------------------------------
+# ---- attention: the output is rescaled as well
+# ----------------------------------------------------------------------------
 
 
 def attention_stub(t: Thread, q: Array, k: Array, v: Array, o: Array, n: int, d: int) -> None:

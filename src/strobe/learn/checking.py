@@ -24,7 +24,9 @@ class Case:
     arguments: tuple[Any, ...]
     output: Array
     expected: Sequence[Any]  # nested like the output
-    demand: Callable[[Report], str | None] = lambda report: None  # beyond the right numbers: None, or what is still wrong
+    demand: Callable[[Report], str | None] = lambda report: (
+        None
+    )  # beyond the right numbers: None, or what is still wrong
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def _svg(width: float, height: float, title: str, parts: list[str]) -> str:
 def thread_map(height: int, width: int, block: tuple[int, int] | int) -> Figure:
     """Which thread of which block has which element of a (height, width) array; `block` is (x, y), as CUDA writes it.
 
-    Every cell says block.thread. Threads that stick out beyond the array are in brackets: they exist and must do nothing.
-    """
+    Every cell says block.thread. Threads that stick out beyond the array are in brackets: they exist and must do
+    nothing."""
     dims = Dim3(block) if isinstance(block, int) else Dim3(*block)
     grid = Dim3(-(-width // dims.x), -(-height // dims.y))
     title = f"{height} x {width} elements, {grid.size} blocks of {dims.x} x {dims.y} threads"
@@ -64,7 +64,9 @@ def thread_map(height: int, width: int, block: tuple[int, int] | int) -> Figure:
             x, y = 4 + column * _CELL, 24 + row * _CELL
             fill = _FILLS[number % len(_FILLS)] if inside else "none"
             dashes = "" if inside else ' stroke-dasharray="3 3"'
-            parts.append(f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" fill="{fill}" stroke="#555"{dashes}/>')
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" fill="{fill}" stroke="#555"{dashes}/>'
+            )
             colour = "#000" if inside else "#777"
             parts.append(f'<text x="{x + _CELL / 2}" y="{y + 19}" text-anchor="middle" fill="{colour}">{name}</text>')
         lines.append("".join(cells).rstrip())
@@ -92,7 +94,9 @@ def bars(title: str, values: Mapping[str, float], unit: str = "", *, logarithmic
         lines.append(f"{label:>{label_width}} {'█' * max(value > 0, round(40 * share(value)))} {shown}")
         y, length = 26 + 22 * i, max(2.0, 320 * share(value))
         parts.append(f'<text x="{left - 6}" y="{y + 13}" text-anchor="end">{html.escape(label)}</text>')
-        parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="18" fill="{_FILLS[i % 2]}" stroke="#555"/>')
+        parts.append(
+            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="18" fill="{_FILLS[i % 2]}" stroke="#555"/>'
+        )
         parts.append(f'<text x="{left + length + 6:.1f}" y="{y + 13}">{html.escape(shown)}</text>')
     width = max(left + 330 + 90, 7 * len(title))
     return Figure("\n".join(lines), _svg(width, 32 + 22 * len(values), title, parts))

@@ -1,10 +1,10 @@
 """All exercises, in the order of the lessons.
 
-    from strobe.learn.exercises import GRAYSCALE
-    print(GRAYSCALE.show())            # the task and the stub
-    print(GRAYSCALE.hint(1))
-    print(GRAYSCALE.check(my_kernel))  # which thread wrote which wrong element
-    print(GRAYSCALE.show_solution())
+from strobe.learn.exercises import GRAYSCALE
+print(GRAYSCALE.show())            # the task and the stub
+print(GRAYSCALE.hint(1))
+print(GRAYSCALE.check(my_kernel))  # which thread wrote which wrong element
+print(GRAYSCALE.show_solution())
 """
 
 from __future__ import annotations

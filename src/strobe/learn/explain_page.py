@@ -1,4 +1,5 @@
-"""The page on which one watches the algorithm run: one self-contained HTML file, with traces that the library has recorded."""
+"""The page on which one watches the algorithm run: one self-contained HTML file, with traces that the library has
+recorded."""
 
 from __future__ import annotations
 
@@ -9,28 +10,70 @@ from typing import Any
 import torch
 
 import strobe
-from strobe import worked_example
+from strobe.learn import worked_example
 from strobe.learn.trace import trace
 
 _HERE = Path(__file__).parent / "page"
 
-# Per GPU: multiprocessors, KiB of shared memory and of registers on each, MiB of L2, GB/s of memory, dense TFLOP/s of the units
-# that would do the work (matrix units with 32-bit sums for 16 bits; ordinary ones for float32; the better of both for float64).
-# From the vendor's data sheets and the CUDA programming guide; for SXM boards where there are several.
+# Per GPU: multiprocessors, KiB of shared memory and of registers on each, MiB of L2, GB/s of memory, dense TFLOP/s of
+# the units that would do the work (matrix units with 32-bit sums for 16 bits; ordinary ones for float32; the better of
+# both for float64). From the vendor's data sheets and the CUDA programming guide; for SXM boards where there are
+# several.
 GPUS: list[dict[str, Any]] = [
-    {"name": "H200", "sms": 132, "shared": 228, "registers": 256, "l2": 60, "memory": "HBM3e", "bandwidth": 4800,
-     "tflops": {"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67}},
-    {"name": "H100", "sms": 132, "shared": 228, "registers": 256, "l2": 50, "memory": "HBM3", "bandwidth": 3350,
-     "tflops": {"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67}},
-    {"name": "A100 80 GB", "sms": 108, "shared": 164, "registers": 256, "l2": 40, "memory": "HBM2e", "bandwidth": 2039,
-     "tflops": {"float16": 312, "bfloat16": 312, "float32": 19.5, "float64": 19.5}},
-    {"name": "RTX 4090", "sms": 128, "shared": 100, "registers": 256, "l2": 72, "memory": "GDDR6X", "bandwidth": 1008,
-     "tflops": {"float16": 165, "bfloat16": 165, "float32": 82.6, "float64": 1.3}},
-    {"name": "T4", "sms": 40, "shared": 64, "registers": 256, "l2": 4, "memory": "GDDR6", "bandwidth": 320,
-     "tflops": {"float16": 65, "float32": 8.1, "float64": 0.25}},
-]  # fmt: skip
+    {
+        "name": "H200",
+        "sms": 132,
+        "shared": 228,
+        "registers": 256,
+        "l2": 60,
+        "memory": "HBM3e",
+        "bandwidth": 4800,
+        "tflops": {"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67},
+    },
+    {
+        "name": "H100",
+        "sms": 132,
+        "shared": 228,
+        "registers": 256,
+        "l2": 50,
+        "memory": "HBM3",
+        "bandwidth": 3350,
+        "tflops": {"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67},
+    },
+    {
+        "name": "A100 80 GB",
+        "sms": 108,
+        "shared": 164,
+        "registers": 256,
+        "l2": 40,
+        "memory": "HBM2e",
+        "bandwidth": 2039,
+        "tflops": {"float16": 312, "bfloat16": 312, "float32": 19.5, "float64": 19.5},
+    },
+    {
+        "name": "RTX 4090",
+        "sms": 128,
+        "shared": 100,
+        "registers": 256,
+        "l2": 72,
+        "memory": "GDDR6X",
+        "bandwidth": 1008,
+        "tflops": {"float16": 165, "bfloat16": 165, "float32": 82.6, "float64": 1.3},
+    },
+    {
+        "name": "T4",
+        "sms": 40,
+        "shared": 64,
+        "registers": 256,
+        "l2": 4,
+        "memory": "GDDR6",
+        "bandwidth": 320,
+        "tflops": {"float16": 65, "float32": 8.1, "float64": 0.25},
+    },
+]
 
-# The second example has scores of about one: its weights can be seen, and some rows need the rescale while others do not.
+# The second example has scores of about one: its weights can be seen, and some rows need the rescale while others do
+# not.
 MODERATE = {
     "q": [[1, 0], [0, 1], [1, 1], [-1, 1]],
     "k": [[1, 0], [0, 1], [1, 1], [2, -1]],
@@ -50,40 +93,72 @@ def presets() -> list[dict[str, Any]]:
         _preset(
             "Worked example",
             "The one that circulates. Its softmax is almost one-hot: each new tile all but wipes out those before it.",
-            4, 2, 2, 2, matrices=worked,
+            4,
+            2,
+            2,
+            2,
+            matrices=worked,
         ),
         _preset(
             "Moderate scores",
             "Better to learn from: the weights are of one size, row 0 is rescaled by about a half, row 1 not at all.",
-            4, 2, 2, 2, matrices=MODERATE,
+            4,
+            2,
+            2,
+            2,
+            matrices=MODERATE,
         ),
         _preset(
             "Scores of a thousand",
             "Nothing overflows, because only differences from the maximum are exponentiated. Then break it.",
-            4, 2, 2, 2, matrices=larger,
+            4,
+            2,
+            2,
+            2,
+            matrices=larger,
         ),
         _preset(
             "Eight tokens, causal",
             "Tiles above the diagonal are skipped, those on it are masked.",
-            8, 4, 2, 2, mask="causal",
+            8,
+            4,
+            2,
+            2,
+            mask="causal",
         ),
         _preset(
             "Window of 128",
             "Each token sees itself and the 127 before it: a band of tiles is left.",
-            1024, 64, 64, 64, mask="window", left=127, right=0, dtype="bfloat16",
+            1024,
+            64,
+            64,
+            64,
+            mask="window",
+            left=127,
+            right=0,
+            dtype="bfloat16",
         ),
         _preset(
             "16-row tiles",
             "The first kernel everyone writes. With 16 rows and d = 64 it moves more bytes than standard attention: "
             "flash wins only if the tile has more than d/2 rows.",
-            1024, 64, 16, 64, dtype="float16",
+            1024,
+            64,
+            16,
+            64,
+            dtype="float16",
         ),
         _preset(
             "4096 tokens, 128-row tiles",
             "What a kernel on a data-centre GPU does.",
-            4096, 128, 128, 128, mask="causal", dtype="bfloat16",
+            4096,
+            128,
+            128,
+            128,
+            mask="causal",
+            dtype="bfloat16",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def traces() -> list[dict[str, Any]]:

@@ -67,11 +67,12 @@ def params_of(text: str) -> Struct:
 
 
 def run_kernel(name: str, *, grid: int, threads: int, smem: int = 0, **arguments: torch.Tensor | int | float) -> Run:
-    """Launch kernel `name` of `strobe/learn/kernels` with `grid` blocks of `threads` threads and `smem` bytes of shared memory.
+    """Launch kernel `name` of `strobe/learn/kernels` with `grid` blocks of `threads` threads and `smem` bytes of shared
+    memory.
 
     The arguments are the fields of its `Params`. CPU tensors are copied to the GPU, and those that the kernel may write
-    (pointers without const) are copied back: the results are in the tensors that were passed, on either kind of machine.
-    """
+    (pointers without const) are copied back: the results are in the tensors that were passed, on either kind of
+    machine."""
     text = source(name)
     struct = params_of(text)
     pointers = {f.name: f.ctype for f in struct.fields if f.ctype.endswith("*")}
@@ -114,7 +115,9 @@ def _on_emulator(
         values[argument] = tensor.data_ptr()
         size = tensor.numel() * tensor.element_size()
         buffers.append(Buffer(argument, tensor.data_ptr(), size, writable=argument in _written(struct)))
-    called_kernel = re.sub(rf"\b{name}(?=\(STROBE_GRID_CONSTANT)", "kernel", text)  # the one name that the emulator calls
+    called_kernel = re.sub(
+        rf"\b{name}(?=\(STROBE_GRID_CONSTANT)", "kernel", text
+    )  # the one name that the emulator calls
     program = build(jit.flatten(called_kernel, "emu", f"{name}.cu"), name=name)
     counters = program.run(bytes(struct.pack(values)), grid=grid, threads=threads, smem=smem, buffers=buffers)
     return Run("emulator", counters=counters)

@@ -11,10 +11,10 @@ A kernel is a function of one thread. If it waits for its block anywhere it is a
     x, y = Array("x", range(8)), Array("y", shape=8)
     print(launch(kernel, 2, 4, x, y))            # 2 blocks of 4 threads
 
-Every access to memory is counted. What a GPU would punish is reported with block, thread and line: accesses out of bounds,
-races between two barriers, barriers that only some threads reach, shared memory read before it is written. What a GPU would
-merely be slow at is counted: bank conflicts in shared memory, sectors of 32 bytes moved from and to global memory.
-"""
+Every access to memory is counted. What a GPU would punish is reported with block, thread and line: accesses out of
+bounds, races between two barriers, barriers that only some threads reach, shared memory read before it is written. What
+a GPU would merely be slow at is counted: bank conflicts in shared memory, sectors of 32 bytes moved from and to global
+memory."""
 
 from __future__ import annotations
 
@@ -63,12 +63,18 @@ def _dim3(name: str, size: int | Sequence[int]) -> Dim3:
 
 
 class Array:
-    """Memory of the device: a kernel indexes it, the host fills it when it is made and copies it back with `to_host()`."""
+    """Memory of the device: a kernel indexes it, the host fills it when it is made and copies it back with
+    `to_host()`."""
 
     def __init__(
-        self, name: str, values: Iterable[Any] | None = None, shape: int | Sequence[int] | None = None, itemsize: int = 4
+        self,
+        name: str,
+        values: Iterable[Any] | None = None,
+        shape: int | Sequence[int] | None = None,
+        itemsize: int = 4,
     ) -> None:
-        """`values` may be nested lists; without them the array is full of NaN, as memory fresh from an allocator may be."""
+        """`values` may be nested lists; without them the array is full of NaN, as memory fresh from an allocator may
+        be."""
         if values is None and shape is None:
             raise ValueError(f"array {name!r} needs values or a shape")
         flat, found = _flatten(values) if values is not None else ([], ())
@@ -116,7 +122,9 @@ class Array:
             where = "lies in the device's memory: on the host, copy it with"
             raise KernelError(f"{self._element(index)} {where} {self.name}.to_host()")
         t = running.thread
-        access = Access(t.block_name, t.name, t.block, t.lane_of_block, running.epoch, sys._getframe(2).f_lineno, writes)
+        access = Access(
+            t.block_name, t.name, t.block, t.lane_of_block, running.epoch, sys._getframe(2).f_lineno, writes
+        )
         try:
             offset = self._offset(index if isinstance(index, tuple) else (index,))
         except IndexError as error:
@@ -206,7 +214,9 @@ class Report:
 
     def __str__(self) -> str:
         def listed(counts: Counter[str]) -> str:
-            return f"{counts.total()}" + (f" ({', '.join(f'{n} {name}' for name, n in counts.items())})" if counts else "")
+            return f"{counts.total()}" + (
+                f" ({', '.join(f'{n} {name}' for name, n in counts.items())})" if counts else ""
+            )
 
         lines = [
             f"{self.grid.size} blocks of {self.block.size} threads: {self.warps} warps, {self.idle_lanes} idle lanes",
@@ -225,8 +235,8 @@ class _Launch:
         self.epoch = 0  # how many barriers this block has passed
         self.found = Report(grid, block)
         self._shared: dict[str, Array] = {}
-        # What a warp does in one instruction: its lanes are simulated one by one, so accesses that belong together are found by
-        # the line of the kernel and how often the lane has been there since the last barrier.
+        # What a warp does in one instruction: its lanes are simulated one by one, so accesses that belong together are
+        # found by the line of the kernel and how often the lane has been there since the last barrier.
         self._together: dict[tuple[Any, ...], list[int]] = {}
         self._visits: Counter[tuple[Any, ...]] = Counter()
         self._seen: set[tuple[int, str]] = set()
@@ -318,14 +328,18 @@ def _names(threads: list[Thread], indices: list[int]) -> str:
 
 
 def launch(
-    kernel: Callable[..., Any], grid: int | Sequence[int], block: int | Sequence[int], *arguments: Any, strict: bool = True
+    kernel: Callable[..., Any],
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    *arguments: Any,
+    strict: bool = True,
 ) -> Report:
-    """Run the kernel in every thread of `grid` blocks of `block` threads: `kernel<<<grid, block>>>(arguments)` in CUDA C++.
+    """Run the kernel in every thread of `grid` blocks of `block` threads: `kernel<<<grid, block>>>(arguments)` in CUDA
+    C++.
 
-    Blocks run one after the other, and inside a block each thread runs to the next barrier before the next one starts. A
-    correct kernel does not notice. With `strict` problems raise `KernelError`; without, those that one can continue after are
-    in the report.
-    """
+    Blocks run one after the other, and inside a block each thread runs to the next barrier before the next one starts.
+    A correct kernel does not notice. With `strict` problems raise `KernelError`; without, those that one can continue
+    after are in the report."""
     run = _Launch(_dim3("grid", grid), _dim3("block", block))
     if run.block_dim.size > _MOST_THREADS:
         raise ValueError(f"block: {block!r} has {run.block_dim.size} threads; a block has at most {_MOST_THREADS}")

@@ -23,7 +23,8 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-# ---- grey: one index, one guard ----------------------------------------------------------------------------------------
+# ---- grey: one index, one guard
+# ----------------------------------------------------------------------------------------
 
 
 def grayscale_stub(t: Thread, rgb: Array, gray: Array, pixels: int) -> None:
@@ -63,7 +64,8 @@ GRAYSCALE = Exercise(
 )
 
 
-# ---- grey again, in two dimensions ----------------------------------------------------------------------------------------
+# ---- grey again, in two dimensions
+# ----------------------------------------------------------------------------------------
 
 
 def grayscale_2d_stub(t: Thread, rgb: Array, gray: Array, height: int, width: int) -> None:
@@ -101,7 +103,8 @@ GRAYSCALE_2D = Exercise(
 )
 
 
-# ---- sum of a block: a barrier in a loop ----------------------------------------------------------------------------------
+# ---- sum of a block: a barrier in a loop
+# ----------------------------------------------------------------------------------
 
 
 def block_sum_stub(t: Thread, x: Array, sums: Array, n: int) -> Any:
@@ -155,7 +158,8 @@ BLOCK_SUM = Exercise(
 )
 
 
-# ---- matrix multiplication ------------------------------------------------------------------------------------------------
+# ---- matrix multiplication
+# ------------------------------------------------------------------------------------------------
 
 
 def matmul_stub(t: Thread, a: Array, b: Array, c: Array, m: int, n: int, k: int) -> None:
@@ -185,7 +189,11 @@ def _matmul_case(m: int, n: int, k: int, tiled: bool) -> Case:
 
     def fetched_once_per_block(report: Report) -> str | None:
         allowed = {"a": m * k * grid[0], "b": k * n * grid[1]}
-        found = [f"{report.loads[x]} loads of {x}, {most} are enough" for x, most in allowed.items() if report.loads[x] > most]
+        found = [
+            f"{report.loads[x]} loads of {x}, {most} are enough"
+            for x, most in allowed.items()
+            if report.loads[x] > most
+        ]
         return f"right, but {' and '.join(found)}: let threads share what they fetch" if found else None
 
     what = f"({m} x {k}) @ ({k} x {n}) in blocks of {TILE} x {TILE}"
@@ -204,7 +212,8 @@ MATMUL = Exercise(
 )
 
 
-# ---- the same in tiles ----------------------------------------------------------------------------------------------------
+# ---- the same in tiles
+# ----------------------------------------------------------------------------------------------------
 
 
 def matmul_tiled_stub(t: Thread, a: Array, b: Array, c: Array, m: int, n: int, k: int) -> Any:
@@ -252,7 +261,8 @@ MATMUL_TILED = Exercise(
 )
 
 
-# ---- transposition: banks and sectors -------------------------------------------------------------------------------------
+# ---- transposition: banks and sectors
+# -------------------------------------------------------------------------------------
 
 
 def transpose_stub(t: Thread, a: Array, b: Array) -> Any:

@@ -1,9 +1,8 @@
 """`strobe.trace`: the library's own tiled algorithm on a small problem, every step of it recorded as data.
 
-The numbers come out of `strobe.tiled` while it runs. What each step moves between the memories follows from its tile by the
-simple model that the lessons use: a tile of Q is read once, the tiles of K and V once per block of rows, the scores never leave
-the registers; standard attention writes and reads its matrix of scores twice.
-"""
+The numbers come out of `strobe.tiled` while it runs. What each step moves between the memories follows from its tile by
+the simple model that the lessons use: a tile of Q is read once, the tiles of K and V once per block of rows, the scores
+never leave the registers; standard attention writes and reads its matrix of scores twice."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 
-from strobe import tiled
+from strobe.backends.tiled import forward as tiled
+from strobe.backends.tiled.slab import LN2
 from strobe.mask import Mask
 from strobe.problem import Problem, check
-from strobe.slab import LN2
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ def trace(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Trace:
-    """Attention of (n, d) matrices by `strobe.tiled`, step by step. Every row of every tile is kept: meant for small n."""
+    """Attention of (n, d) matrices by `strobe.tiled`, step by step. Every row of every tile is kept: meant for small
+    n."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if isinstance(t, torch.Tensor) and t.dim() != 2:
             raise ValueError(f"{name} has {t.dim()} axes; a trace is of one head, (length, dim)")
@@ -143,7 +143,9 @@ class _Recorder:
         self._s, self._m_old = [_finite(row) for row in self._natural(s[0])], _finite(self._natural(m[0, :, 0]))
         self.visited[rows.start, keys.start // self._block_k] = keys, whole
 
-    def summed(self, p: torch.Tensor, rescale: torch.Tensor, m: torch.Tensor, ell: torch.Tensor, o: torch.Tensor) -> None:
+    def summed(
+        self, p: torch.Tensor, rescale: torch.Tensor, m: torch.Tensor, ell: torch.Tensor, o: torch.Tensor
+    ) -> None:
         rows, keys = self._at
         m_new = _finite(self._natural(m[0, :, 0]))
         for i, row in enumerate(rows):
@@ -169,7 +171,9 @@ def _finite(x: torch.Tensor) -> list[float | None]:
     return [None if value == -torch.inf else value for value in x.double().tolist()]
 
 
-def _steps(problem: Problem, block_q: int, block_k: int, visited: dict[tuple[int, int], tuple[range, bool]]) -> Iterator[Step]:
+def _steps(
+    problem: Problem, block_q: int, block_k: int, visited: dict[tuple[int, int], tuple[range, bool]]
+) -> Iterator[Step]:
     size, wide, dim, dim_v = problem.dtype.itemsize, problem.lse_dtype.itemsize, problem.dim, problem.dim_v
     for block, start in enumerate(range(0, problem.len_q, block_q)):
         rows = range(start, min(start + block_q, problem.len_q))
@@ -194,12 +198,14 @@ def _steps(problem: Problem, block_q: int, block_k: int, visited: dict[tuple[int
             yield Step("rescale", *at)
             yield Step("add", *at, Moved(shared_read=v), Moved(hbm_read=scores, hbm_written=scores))
         o = len(rows) * dim_v * size
-        yield Step("store", block, None, ends, None, False, Moved(hbm_written=o + len(rows) * wide), Moved(hbm_written=o))
+        yield Step(
+            "store", block, None, ends, None, False, Moved(hbm_written=o + len(rows) * wide), Moved(hbm_written=o)
+        )
 
 
 def sample(n: int, d: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q, K and V from a recipe in integers that any language can repeat: multiples of 1/64 in [-2, 2), so that scores over
-    √d are moderate. float64."""
+    """Q, K and V from a recipe in integers that any language can repeat: multiples of 1/64 in [-2, 2), so that scores
+    over √d are moderate. float64."""
     return tuple(
         torch.tensor([[_hashed(i * d + j, 3 * seed + which) for j in range(d)] for i in range(n)], dtype=torch.float64)
         for which in range(3)

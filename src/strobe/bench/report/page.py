@@ -64,7 +64,8 @@ def _run(parts: list[Results]) -> dict[str, Any]:
 
 
 def panels(rows: list[Row]) -> list[str]:
-    """Cases that differ in length only share a figure: d128-causal-4k and d128-causal-8k are points of "d128-causal"."""
+    """Cases that differ in length only share a figure: d128-causal-4k and d128-causal-8k are points of
+    "d128-causal"."""
     families: dict[str, set[int]] = defaultdict(set)
     for row in rows:
         families[_family(row)].add(row.case.len_k)

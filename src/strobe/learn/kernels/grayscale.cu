@@ -9,7 +9,8 @@ struct Params {
   int block;  // threads of a block, blockDim.x in CUDA's own words
 };
 
-STROBE_KERNEL(1024, 1) grayscale(STROBE_GRID_CONSTANT Params p) {
+STROBE_KERNEL(1024, 1)
+grayscale(STROBE_GRID_CONSTANT Params p) {
   const int i = block_idx() * p.block + thread_idx();
   if (i >= p.pixels) return;  // the last block is rarely full
   const float r = ld_global(p.rgb + 3 * i), g = ld_global(p.rgb + 3 * i + 1), b = ld_global(p.rgb + 3 * i + 2);

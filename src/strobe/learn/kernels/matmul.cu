@@ -1,4 +1,5 @@
-// C = A B, one thread per number of C, everything straight from global memory: each number of A is read `n` times, each of B `m` times.
+// C = A B, one thread per number of C, everything straight from global memory: each number of A is read `n` times, each
+// of B `m` times.
 #include <strobe/ptx/memory.cuh>
 using namespace strobe;
 
@@ -11,7 +12,8 @@ struct Params {
 
 constexpr int kSide = 16;  // a block computes 16 x 16 numbers of C
 
-STROBE_KERNEL(256, 1) matmul(STROBE_GRID_CONSTANT Params p) {
+STROBE_KERNEL(256, 1)
+matmul(STROBE_GRID_CONSTANT Params p) {
   const int across = (p.n + kSide - 1) / kSide;
   const int row = block_idx() / across * kSide + thread_idx() / kSide;
   const int column = block_idx() % across * kSide + thread_idx() % kSide;

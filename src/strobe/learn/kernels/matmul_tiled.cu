@@ -1,4 +1,5 @@
-// C = A B in tiles: a block fetches 16 x 16 numbers of A and of B into shared memory, and each is used 16 times before the next two come.
+// C = A B in tiles: a block fetches 16 x 16 numbers of A and of B into shared memory, and each is used 16 times before
+// the next two come.
 #include <strobe/ptx/memory.cuh>
 #include <strobe/ptx/warp.cuh>
 using namespace strobe;
@@ -13,9 +14,12 @@ struct Params {
 constexpr int kSide = 16;
 
 // Two tiles of 16 x 16 floats; shared memory is addressed in bytes.
-STROBE_DEVICE u32 cell(int tile, int row, int column) { return smem_base() + ((tile * kSide + row) * kSide + column) * 4; }
+STROBE_DEVICE u32 cell(int tile, int row, int column) {
+  return smem_base() + ((tile * kSide + row) * kSide + column) * 4;
+}
 
-STROBE_KERNEL(256, 1) matmul_tiled(STROBE_GRID_CONSTANT Params p) {
+STROBE_KERNEL(256, 1)
+matmul_tiled(STROBE_GRID_CONSTANT Params p) {
   const int across = (p.n + kSide - 1) / kSide;
   const int y = thread_idx() / kSide, x = thread_idx() % kSide;
   const int row = block_idx() / across * kSide + y, column = block_idx() % across * kSide + x;

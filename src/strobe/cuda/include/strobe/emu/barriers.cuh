@@ -10,11 +10,14 @@ STROBE_OUTLINE void named_barrier(u32 id, u32 threads, bool wait, const char* op
   const u32 me = b.running;
   if (id > 15) b.fail(format("%s: barrier id %u, but there are 16 (0..15)", op, id), site);
   if (threads == 0 || threads % 32 || threads > b.thread_count)
-    b.fail(format("%s: %u threads; must be a multiple of 32, at most the block's %u", op, threads, b.thread_count), site);
+    b.fail(format("%s: %u threads; must be a multiple of 32, at most the block's %u", op, threads, b.thread_count),
+           site);
   NamedBarrier& barrier = b.named[id];
   if (barrier.arrived == 0) barrier.expected = threads;
   if (barrier.expected != threads)
-    b.fail(format("%s: barrier %u with %u threads, but %u threads that arrived before gave %u", op, id, threads, barrier.arrived, barrier.expected), site);
+    b.fail(format("%s: barrier %u with %u threads, but %u threads that arrived before gave %u", op, id, threads,
+                  barrier.arrived, barrier.expected),
+           site);
   if (b.async) b.join(barrier.clock.data(), b.clock(me));
   if (++barrier.arrived < barrier.expected) {
     if (b.async && !wait) b.tick(me);
@@ -41,12 +44,16 @@ STROBE_OUTLINE u32 find_mbarrier(u32 address, const char* op, Site site) {
   Block& b = block();
   const u32 offset = address - Block::kSharedBase;
   if (address % 8) b.fail(format("%s: mbarrier at shared offset 0x%x is not 8-byte aligned", op, offset), site);
-  if (address < Block::kSharedBase || offset + 8 > b.smem) b.fail(format("%s: mbarrier at shared offset 0x%x lies outside shared memory (%u bytes)", op, offset, b.smem), site);
+  if (address < Block::kSharedBase || offset + 8 > b.smem)
+    b.fail(format("%s: mbarrier at shared offset 0x%x lies outside shared memory (%u bytes)", op, offset, b.smem),
+           site);
   const int at = b.mbarrier_at[offset / 4];
   if (at < 0) b.fail(format("%s: no mbarrier was initialised at shared offset 0x%x", op, offset), site);
   const Mbarrier& barrier = b.mbarriers[at];
   if (b.async && barrier.initialiser != b.running && b.clock(b.running)[barrier.initialiser] < barrier.init_clock)
-    b.fail(format("%s: the mbarrier at 0x%x was initialised by thread %u with no barrier in between", op, offset, barrier.initialiser), site);
+    b.fail(format("%s: the mbarrier at 0x%x was initialised by thread %u with no barrier in between", op, offset,
+                  barrier.initialiser),
+           site);
   return static_cast<u32>(at);
 }
 
@@ -70,8 +77,11 @@ STROBE_OUTLINE void arrive_on_mbarrier(u32 address, u32 bytes, const char* op, S
   const u32 at = find_mbarrier(address, op, site);
   Mbarrier& barrier = b.mbarriers[at];
   if (barrier.pending == 0)
-    b.fail(format("%s: one arrival too many on the mbarrier at 0x%x: all %u of phase %u are in, %lld bytes are still to come", op,
-                  address - Block::kSharedBase, barrier.count, barrier.phase, barrier.bytes), site);
+    b.fail(
+        format(
+            "%s: one arrival too many on the mbarrier at 0x%x: all %u of phase %u are in, %lld bytes are still to come",
+            op, address - Block::kSharedBase, barrier.count, barrier.phase, barrier.bytes),
+        site);
   if (b.async) {
     b.join(barrier.arriving.data(), b.clock(b.running));
     b.tick(b.running);

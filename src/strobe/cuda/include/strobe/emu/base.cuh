@@ -26,8 +26,16 @@ STROBE_DEVICE u32 thread_idx() { return emu::self().index; }
 STROBE_DEVICE u32 block_idx() { return emu::block().index; }
 STROBE_DEVICE u32 grid_dim() { return emu::block().grid; }
 
-STROBE_DEVICE float as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
-STROBE_DEVICE u32 as_bits(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
+STROBE_DEVICE float as_float(u32 bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+STROBE_DEVICE u32 as_bits(float x) {
+  u32 bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
 constexpr STROBE_DEVICE int min(int a, int b) { return a < b ? a : b; }
 constexpr STROBE_DEVICE int max(int a, int b) { return a > b ? a : b; }
 
@@ -36,7 +44,9 @@ STROBE_DEVICE int opaque(int x) { return x; }
 STROBE_DEVICE u32 thread_idx_again() { return thread_idx(); }
 
 STROBE_DEVICE u32 warp_uniform(u32 x, Site site = Site::here()) {
-  struct Lane { u32 value; } lane{x};
+  struct Lane {
+    u32 value;
+  } lane{x};
   emu::block().converge(emu::Scope::warp, "warp_uniform", false, site, &lane, [](void** lanes) {
     for (int i = 1; i < 32; ++i) static_cast<Lane*>(lanes[i])->value = static_cast<Lane*>(lanes[0])->value;
   });

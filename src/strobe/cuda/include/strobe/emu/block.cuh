@@ -1,7 +1,8 @@
 // One thread block: its fibers, who runs next, and the points at which a warp or warpgroup must come together.
 //
-// Two modes. "sync": copies and matrix products happen when they are issued. "async": they happen late, what they will write
-// is poisoned until then, threads run in a random order (by seed), and every shared access is checked for happens-before.
+// Two modes. "sync": copies and matrix products happen when they are issued. "async": they happen late, what they will
+// write is poisoned until then, threads run in a random order (by seed), and every shared access is checked for
+// happens-before.
 #pragma once
 #include <functional>
 #include <memory>
@@ -12,8 +13,8 @@ namespace strobe {
 namespace emu {
 
 struct Counters {  // the order is that of strobe.emulator.Counters
-  u64 global_bytes_read, global_bytes_written, shared_bytes_read, shared_bytes_written, bank_conflicts, mma, wgmma, flops, shuffles,
-      block_barriers, exp2;
+  u64 global_bytes_read, global_bytes_written, shared_bytes_read, shared_bytes_written, bank_conflicts, mma, wgmma,
+      flops, shuffles, block_barriers, exp2;
 };
 
 struct Buffer {
@@ -32,7 +33,7 @@ struct CopyInFlight {  // one cp.async
   Site site;
 };
 
-struct StoreInFlight {  // one bulk tensor store
+struct StoreInFlight {         // one bulk tensor store
   std::function<void()> read;  // takes the bytes from shared memory and writes them to global memory
   u32 group;
   Site site;
@@ -78,8 +79,8 @@ struct Mbarrier {
   std::vector<u32> waiting, arriving, completed;  // clocks: of the arrivals of this phase, of all before
 };
 
-// What the checker knows about four bytes of shared memory. Slots are threads, and behind them mbarriers, which stand for the
-// copies that complete on them.
+// What the checker knows about four bytes of shared memory. Slots are threads, and behind them mbarriers, which stand
+// for the copies that complete on them.
 struct Word {
   u32 write_clock = 0, read_clock = 0, write_stamp = 0;
   u16 write_slot = 0, read_slot = 0, write_site = 0, read_site = 0;
@@ -110,7 +111,7 @@ struct Block {
   std::vector<Site> sites;
   std::vector<u32> clocks;
   u32 slots = 0, stamp = 0;
-  std::vector<std::function<void()>> landings;  // bulk loads on their way
+  std::vector<std::function<void()>> landings;    // bulk loads on their way
   std::vector<std::shared_ptr<Wgmmas>> products;  // by warpgroup
   const Buffer* last_buffer = nullptr;
 
@@ -120,11 +121,12 @@ struct Block {
   u32 ready_first = 0, ready_count = 0;
   u64 random_state;
 
-  Block(u32 index, u32 grid, u32 thread_count, u32 smem, bool async, u32 seed, const void* params, const std::vector<Buffer>& buffers,
-        void (*kernel)(const void*))
-      : index(index), grid(grid), thread_count(thread_count), smem(smem), async(async), params(params), buffers(buffers), kernel(kernel),
-        threads(thread_count), warps(thread_count / 32), warpgroups(thread_count / 128), accesses(thread_count / 32),
-        mbarrier_at(smem / 4 + 1, -1), shared(new u8[smem + 1]), products(thread_count / 128), ready(thread_count),
+  Block(u32 index, u32 grid, u32 thread_count, u32 smem, bool async, u32 seed, const void* params,
+        const std::vector<Buffer>& buffers, void (*kernel)(const void*))
+      : index(index), grid(grid), thread_count(thread_count), smem(smem), async(async), params(params),
+        buffers(buffers), kernel(kernel), threads(thread_count), warps(thread_count / 32),
+        warpgroups(thread_count / 128), accesses(thread_count / 32), mbarrier_at(smem / 4 + 1, -1),
+        shared(new u8[smem + 1]), products(thread_count / 128), ready(thread_count),
         random_state((u64(seed) << 32 | index) * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull) {
     memset(shared.get(), 0xff, smem);  // NaN in every format
     for (u32 i = 0; i < warps.size(); ++i) warps[i].first = 32 * i, warps[i].size = 32;
@@ -144,12 +146,14 @@ struct Block {
     return static_cast<u32>(random_state >> 32);
   }
 
-  // ---- vector clocks ---------------------------------------------------------------------------------------------------------
+  // ---- vector clocks ------------------------------------------------------------------------------------------------
   u32* clock(u32 thread) { return clocks.data() + size_t(slots) * thread; }
-  __attribute__((noinline)) void join(u32* into, const u32* from) { for (u32 i = 0; i < slots; ++i) into[i] = into[i] > from[i] ? into[i] : from[i]; }
+  __attribute__((noinline)) void join(u32* into, const u32* from) {
+    for (u32 i = 0; i < slots; ++i) into[i] = into[i] > from[i] ? into[i] : from[i];
+  }
   void tick(u32 thread) { ++clock(thread)[thread]; }
 
-  // ---- scheduling ------------------------------------------------------------------------------------------------------------
+  // ---- scheduling ---------------------------------------------------------------------------------------------------
   Thread& self() { return threads[running]; }
   void make_ready(u32 thread) {
     threads[thread].waiting = Waiting::nothing;
@@ -195,32 +199,37 @@ struct Block {
 
   [[noreturn]] __attribute__((noinline, cold)) void fail(const std::string& what, Site site, int thread = -1) {
     const u32 who = thread < 0 ? running : static_cast<u32>(thread);
-    failure = what + format("\n  block %u, thread %u (warp %u, lane %u)\n  at ", index, who, who / 32, who % 32) + site.text();
+    failure = what + format("\n  block %u, thread %u (warp %u, lane %u)\n  at ", index, who, who / 32, who % 32) +
+              site.text();
     Fiber::change(self().fiber, scheduler);
     __builtin_unreachable();
   }
   std::string deadlock();
   std::string left_over();
 
-  // ---- convergence -----------------------------------------------------------------------------------------------------------
+  // ---- convergence --------------------------------------------------------------------------------------------------
   // Every lane hands in `lane`; the last to come calls `last` with all of them, then all go on.
   template <class Last> void converge(Scope scope, const char* op, bool aligned, Site site, void* lane, Last last) {
     Group* complete = arrive(scope, op, aligned, site, lane);
     if (!complete) return;
     last(complete->lanes);
-    for (u32 i = complete->first; i < complete->first + complete->size; ++i) if (i != running) make_ready(i);
+    for (u32 i = complete->first; i < complete->first + complete->size; ++i)
+      if (i != running) make_ready(i);
   }
   // The group, for the last of its threads; null for the others, which return when the group goes on.
   __attribute__((noinline)) Group* arrive(Scope scope, const char* op, bool aligned, Site site, void* lane) {
     const bool is_warp = scope == Scope::warp;
     const u32 which = running / (is_warp ? 32 : 128);
     std::vector<Group>& groups = is_warp ? warps : warpgroups;
-    if (which >= groups.size()) fail(format("%s needs a whole warpgroup; this block has %u threads", op, thread_count), site);
+    if (which >= groups.size())
+      fail(format("%s needs a whole warpgroup; this block has %u threads", op, thread_count), site);
     Group& group = groups[which];
     if (group.arrived == 0) group.op = op, group.site = site;
     if (strcmp(group.op, op) || (aligned && group.site.line != site.line)) {
-      fail(format("divergent %s: this thread reaches %s while %u others wait in %s at ", is_warp ? "warp" : "warpgroup", op, group.arrived,
-                  group.op) + group.site.text(), site);
+      fail(format("divergent %s: this thread reaches %s while %u others wait in %s at ", is_warp ? "warp" : "warpgroup",
+                  op, group.arrived, group.op) +
+               group.site.text(),
+           site);
     }
     group.lanes[running - group.first] = lane;
     if (++group.arrived < group.size) {
@@ -232,12 +241,14 @@ struct Block {
     return &group;
   }
 
-  // ---- bank conflicts --------------------------------------------------------------------------------------------------------
+  // ---- bank conflicts -----------------------------------------------------------------------------------------------
   __attribute__((noinline)) void note_banks(u32 address, u32 bytes, Site site) {
     std::vector<Access>& list = accesses[running / 32];
     const u32 bit = 1u << (running % 32);
     u32 at = self().access;
-    while (at < list.size() && (list[at].site.line != site.line || list[at].site.file != site.file || (list[at].mask & bit))) ++at;
+    while (at < list.size() &&
+           (list[at].site.line != site.line || list[at].site.file != site.file || (list[at].mask & bit)))
+      ++at;
     if (at >= 4096) return;
     if (at == list.size()) list.push_back(Access{site, bytes, 0, {}});
     list[at].mask |= bit;
@@ -263,7 +274,8 @@ struct Block {
     if (accesses[warp].empty()) return;
     for (const Access& access : accesses[warp]) {
       const u32 lanes = access.bytes == 16 ? 8 : 32;  // 16-byte accesses go a quarter warp at a time
-      for (u32 i = 0; i < 32; i += lanes) counters.bank_conflicts += extra_wavefronts(access.address + i, access.mask >> i, lanes, access.bytes);
+      for (u32 i = 0; i < 32; i += lanes)
+        counters.bank_conflicts += extra_wavefronts(access.address + i, access.mask >> i, lanes, access.bytes);
     }
     accesses[warp].clear();
     for (u32 i = 32 * warp; i < 32 * warp + 32; ++i) threads[i].access = 0;
@@ -303,7 +315,7 @@ STROBE_OUTLINE void Block::run(const Stacks& stacks) {
   current_block() = nullptr;
 }
 
-// ---- who waits for what ------------------------------------------------------------------------------------------------------
+// ---- who waits for what ---------------------------------------------------------------------------------------------
 STROBE_COLD std::string name_threads(const std::vector<u32>& indices) {
   std::vector<std::pair<u32, u32>> runs;
   for (u32 i : indices) {
@@ -312,12 +324,14 @@ STROBE_COLD std::string name_threads(const std::vector<u32>& indices) {
   }
   bool whole = true;
   for (auto& run : runs) whole = whole && run.first % 32 == 0 && run.second % 32 == 31;
-  std::string text = whole ? (indices.size() == 32 ? "warp " : "warps ") : "thread" + std::string(indices.size() == 1 ? " " : "s ");
+  std::string text =
+      whole ? (indices.size() == 32 ? "warp " : "warps ") : "thread" + std::string(indices.size() == 1 ? " " : "s ");
   for (size_t i = 0; i < runs.size() && i < 8; ++i) {
     const u32 from = runs[i].first / (whole ? 32 : 1), to = runs[i].second / (whole ? 32 : 1);
     text += (i ? ", " : "") + (from == to ? format("%u", from) : format("%u-%u", from, to));
   }
-  return text + (runs.size() > 8 ? ", ..." : "") + format(" (%zu thread%s)", indices.size(), indices.size() == 1 ? "" : "s");
+  return text + (runs.size() > 8 ? ", ..." : "") +
+         format(" (%zu thread%s)", indices.size(), indices.size() == 1 ? "" : "s");
 }
 
 STROBE_COLD std::string Block::deadlock() {
@@ -325,24 +339,31 @@ STROBE_COLD std::string Block::deadlock() {
   for (const Thread& thread : threads) {
     std::string what;
     switch (thread.waiting) {
-      case Waiting::nothing: continue;
-      case Waiting::exited: what = "exited"; break;
+      case Waiting::nothing:
+        continue;
+      case Waiting::exited:
+        what = "exited";
+        break;
       case Waiting::group: {
         const Group& group = (thread.parity == 32 ? warps : warpgroups)[thread.object];
         what = std::string(thread.op) + " at " + thread.site.text() +
-               format("; divergent: only %u of the %u lanes of %s %u came", group.arrived, group.size, thread.parity == 32 ? "warp" : "warpgroup", thread.object);
+               format("; divergent: only %u of the %u lanes of %s %u came", group.arrived, group.size,
+                      thread.parity == 32 ? "warp" : "warpgroup", thread.object);
         break;
       }
       case Waiting::named_barrier: {
         const NamedBarrier& barrier = named[thread.object];
-        what = (thread.object ? format("%s(%u, %u)", thread.op, thread.object, barrier.expected) : std::string(thread.op)) + " at " + thread.site.text() +
-               format("; %u of %u threads arrived", barrier.arrived, barrier.expected);
+        what = (thread.object ? format("%s(%u, %u)", thread.op, thread.object, barrier.expected)
+                              : std::string(thread.op)) +
+               " at " + thread.site.text() + format("; %u of %u threads arrived", barrier.arrived, barrier.expected);
         break;
       }
       case Waiting::mbarrier: {
         const Mbarrier& barrier = mbarriers[thread.object];
-        what = format("mbar_wait(0x%x, parity %u) at ", barrier.address - kSharedBase, thread.parity) + thread.site.text() +
-               format("; barrier state: %u of %u arrivals, %lld bytes pending%s, phase %u", barrier.count - barrier.pending, barrier.count, barrier.bytes,
+        what = format("mbar_wait(0x%x, parity %u) at ", barrier.address - kSharedBase, thread.parity) +
+               thread.site.text() +
+               format("; barrier state: %u of %u arrivals, %lld bytes pending%s, phase %u",
+                      barrier.count - barrier.pending, barrier.count, barrier.bytes,
                       barrier.bytes < 0 ? " (more came than were expected)" : "", barrier.phase);
         break;
       }
@@ -360,12 +381,17 @@ STROBE_COLD std::string Block::deadlock() {
 STROBE_COLD std::string Block::left_over() {
   for (const Mbarrier& barrier : mbarriers)
     if (barrier.bytes != 0)
-      return format("block %u ended with %lld bytes pending on the mbarrier at 0x%x (phase %u): expect_tx and the copies do not agree, or nobody waited",
-                    index, barrier.bytes, barrier.address - kSharedBase, barrier.phase);
+      return format(
+          "block %u ended with %lld bytes pending on the mbarrier at 0x%x (phase %u): expect_tx and the copies do not "
+          "agree, or nobody waited",
+          index, barrier.bytes, barrier.address - kSharedBase, barrier.phase);
   if (!async) return "";
   for (const Thread& thread : threads)
     if (!thread.stores.empty())
-      return format("block %u ended while a TMA store of thread %u may still read shared memory (missing tma_store_wait_read)\n  at ", index, thread.index) +
+      return format(
+                 "block %u ended while a TMA store of thread %u may still read shared memory (missing "
+                 "tma_store_wait_read)\n  at ",
+                 index, thread.index) +
              thread.stores[0].site.text();
   return "";
 }

@@ -18,12 +18,14 @@ struct Launch {  // the order is that of strobe.emulator.program._Launch
 inline void call_kernel(const void* params) { ::kernel(*static_cast<const Params*>(params)); }
 
 inline std::string launch(const Launch& launch) {
-  if (launch.params_bytes != sizeof(Params)) return format("params has %llu bytes, the kernel's Params %zu", launch.params_bytes, sizeof(Params));
+  if (launch.params_bytes != sizeof(Params))
+    return format("params has %llu bytes, the kernel's Params %zu", launch.params_bytes, sizeof(Params));
   if (launch.threads == 0 || launch.threads % 32 || launch.threads > strobe_launch_bound)
-    return format("threads=%u; must be a multiple of 32, at most the kernel's launch bound %u", launch.threads, strobe_launch_bound);
+    return format("threads=%u; must be a multiple of 32, at most the kernel's launch bound %u", launch.threads,
+                  strobe_launch_bound);
   if (launch.smem > 232448) return format("smem=%u; at most 232448 bytes", launch.smem);
-  std::unique_ptr<Params, void (*)(Params*)> params(static_cast<Params*>(aligned_alloc(128, (sizeof(Params) + 127) / 128 * 128)),
-                                                    [](Params* p) { free(p); });
+  std::unique_ptr<Params, void (*)(Params*)> params(
+      static_cast<Params*>(aligned_alloc(128, (sizeof(Params) + 127) / 128 * 128)), [](Params* p) { free(p); });
   memcpy(static_cast<void*>(params.get()), launch.params, sizeof(Params));
   const std::vector<Buffer> buffers(launch.buffers, launch.buffers + launch.buffer_count);
   std::atomic<u32> next{0}, failed{~0u};
@@ -32,9 +34,15 @@ inline std::string launch(const Launch& launch) {
   std::vector<Counters> counters(launch.workers);
   auto work = [&](u32 worker) {
     Stacks stacks(launch.threads);
-    if (!stacks.base) { reports[worker] = "no memory for the stacks of the emulated threads"; failed_block[worker] = 0; failed = 0; return; }
+    if (!stacks.base) {
+      reports[worker] = "no memory for the stacks of the emulated threads";
+      failed_block[worker] = 0;
+      failed = 0;
+      return;
+    }
     for (u32 i; (i = next++) < launch.grid && failed == ~0u;) {
-      Block block(i, launch.grid, launch.threads, launch.smem, launch.async, launch.seed, params.get(), buffers, call_kernel);
+      Block block(i, launch.grid, launch.threads, launch.smem, launch.async, launch.seed, params.get(), buffers,
+                  call_kernel);
       block.run(stacks);
       const u64* from = reinterpret_cast<const u64*>(&block.counters);
       u64* to = reinterpret_cast<u64*>(&counters[worker]);

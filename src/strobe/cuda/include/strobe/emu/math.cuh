@@ -1,5 +1,5 @@
-// Scalar arithmetic that has an instruction of its own. Where the hardware approximates (ex2, lg2, rcp), this is exact to
-// rounding; flushing of subnormal numbers is the instruction's.
+// Scalar arithmetic that has an instruction of its own. Where the hardware approximates (ex2, lg2, rcp), this is exact
+// to rounding; flushing of subnormal numbers is the instruction's.
 #pragma once
 #include <strobe/emu/base.cuh>
 
@@ -19,7 +19,7 @@ inline u16 round_fp16(float x) {
   if (magnitude > 0x7f800000u) return 0x7fff;
   if (magnitude >= 0x477ff000u) return static_cast<u16>(sign | 0x7c00u);  // 65520 and more
   if (magnitude < 0x38800000u) {                                          // below 2^-14: multiples of 2^-24
-    const float shifted = as_float(magnitude) + 0.5f;                     // 0.5's last place is 2^-24: the sum rounds for us
+    const float shifted = as_float(magnitude) + 0.5f;  // 0.5's last place is 2^-24: the sum rounds for us
     return static_cast<u16>(sign | (as_bits(shifted) - 0x3f000000u));
   }
   return static_cast<u16>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13));
@@ -32,7 +32,10 @@ inline float widen_fp16(u16 x) {
 
 }  // namespace emu
 
-STROBE_DEVICE float exp2_approx(float x) { ++emu::block().counters.exp2; return emu::flush(__builtin_exp2f(x)); }
+STROBE_DEVICE float exp2_approx(float x) {
+  ++emu::block().counters.exp2;
+  return emu::flush(__builtin_exp2f(x));
+}
 STROBE_DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
 STROBE_DEVICE float rcp_approx(float x) { return emu::flush(1.f / emu::flush(x)); }
 STROBE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -43,8 +46,12 @@ STROBE_DEVICE float fmax(float a, float b) {  // the number if one is NaN; +0 ab
 }
 
 template <class T> STROBE_DEVICE u32 pack2(float lo, float hi);
-template <> STROBE_DEVICE u32 pack2<bf16>(float lo, float hi) { return emu::round_bf16(lo) | u32(emu::round_bf16(hi)) << 16; }
-template <> STROBE_DEVICE u32 pack2<fp16>(float lo, float hi) { return emu::round_fp16(lo) | u32(emu::round_fp16(hi)) << 16; }
+template <> STROBE_DEVICE u32 pack2<bf16>(float lo, float hi) {
+  return emu::round_bf16(lo) | u32(emu::round_bf16(hi)) << 16;
+}
+template <> STROBE_DEVICE u32 pack2<fp16>(float lo, float hi) {
+  return emu::round_fp16(lo) | u32(emu::round_fp16(hi)) << 16;
+}
 
 template <class T> STROBE_DEVICE float to_float(u16 x);
 template <> STROBE_DEVICE float to_float<bf16>(u16 x) { return as_float(u32(x) << 16); }

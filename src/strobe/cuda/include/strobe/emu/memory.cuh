@@ -4,8 +4,12 @@
 
 namespace strobe {
 
-struct u32x2 { u32 x, y; };
-struct u32x4 { u32 x, y, z, w; };
+struct u32x2 {
+  u32 x, y;
+};
+struct u32x4 {
+  u32 x, y, z, w;
+};
 
 STROBE_DEVICE u32 smem_base() { return emu::Block::kSharedBase; }
 
@@ -28,22 +32,47 @@ template <u32 N> STROBE_DEVICE void ld_global_l2(float (&to)[N], const float* p,
   valid ? memcpy(to, p, sizeof(to)) : memset(to, 0, sizeof(to));
 }
 STROBE_DEVICE void st_global(float* p, float x, Site site = Site::here()) { emu::store_global(p, x, site); }
-STROBE_DEVICE void st_global_x2(float* p, float x, float y, Site site = Site::here()) { emu::store_global(p, u64(as_bits(y)) << 32 | as_bits(x), site); }
+STROBE_DEVICE void st_global_x2(float* p, float x, float y, Site site = Site::here()) {
+  emu::store_global(p, u64(as_bits(y)) << 32 | as_bits(x), site);
+}
 STROBE_DEVICE void st_global(u16* p, u16 x, Site site = Site::here()) { emu::store_global(p, x, site); }
 STROBE_DEVICE void st_global(u32* p, u32 x, Site site = Site::here()) { emu::store_global(p, x, site); }
 STROBE_DEVICE void st_global(void* p, u32x4 x, Site site = Site::here()) { emu::store_global(p, x, site); }
 
-STROBE_DEVICE u32 ld_shared(u32 addr, Site site = Site::here()) { u32 x; emu::load_shared(&x, addr, 4, "ld_shared", site); return x; }
-STROBE_DEVICE float ld_shared_f32(u32 addr, Site site = Site::here()) { float x; emu::load_shared(&x, addr, 4, "ld_shared_f32", site); return x; }
-STROBE_DEVICE u32x4 ld_shared_x4(u32 addr, Site site = Site::here()) { u32x4 v; emu::load_shared(&v, addr, 16, "ld_shared_x4", site); return v; }
-STROBE_DEVICE void st_shared(u32 addr, u32 x, Site site = Site::here()) { emu::store_shared(addr, &x, 4, "st_shared", site); }
-STROBE_DEVICE void st_shared(u32 addr, float x, Site site = Site::here()) { emu::store_shared(addr, &x, 4, "st_shared", site); }
-STROBE_DEVICE void st_shared(u32 addr, u32x2 v, Site site = Site::here()) { emu::store_shared(addr, &v, 8, "st_shared", site); }
-STROBE_DEVICE void st_shared(u32 addr, u32x4 v, Site site = Site::here()) { emu::store_shared(addr, &v, 16, "st_shared", site); }
+STROBE_DEVICE u32 ld_shared(u32 addr, Site site = Site::here()) {
+  u32 x;
+  emu::load_shared(&x, addr, 4, "ld_shared", site);
+  return x;
+}
+STROBE_DEVICE float ld_shared_f32(u32 addr, Site site = Site::here()) {
+  float x;
+  emu::load_shared(&x, addr, 4, "ld_shared_f32", site);
+  return x;
+}
+STROBE_DEVICE u32x4 ld_shared_x4(u32 addr, Site site = Site::here()) {
+  u32x4 v;
+  emu::load_shared(&v, addr, 16, "ld_shared_x4", site);
+  return v;
+}
+STROBE_DEVICE void st_shared(u32 addr, u32 x, Site site = Site::here()) {
+  emu::store_shared(addr, &x, 4, "st_shared", site);
+}
+STROBE_DEVICE void st_shared(u32 addr, float x, Site site = Site::here()) {
+  emu::store_shared(addr, &x, 4, "st_shared", site);
+}
+STROBE_DEVICE void st_shared(u32 addr, u32x2 v, Site site = Site::here()) {
+  emu::store_shared(addr, &v, 8, "st_shared", site);
+}
+STROBE_DEVICE void st_shared(u32 addr, u32x4 v, Site site = Site::here()) {
+  emu::store_shared(addr, &v, 16, "st_shared", site);
+}
 
 namespace emu {
 
-struct MatrixLane { u32 address; u32* regs[4]; };
+struct MatrixLane {
+  u32 address;
+  u32* regs[4];
+};
 
 STROBE_OUTLINE void check_matrix_rows(void** lanes, const char* op, Site site) {
   Block& b = block();
@@ -53,10 +82,12 @@ STROBE_OUTLINE void check_matrix_rows(void** lanes, const char* op, Site site) {
     address[i] = static_cast<MatrixLane*>(lanes[i])->address;
     check_shared(address[i], 16, 16, op, site, static_cast<int>(first + i));
   }
-  for (u32 i = 0; i < 32; i += 8) b.counters.bank_conflicts += Block::extra_wavefronts(address + i, 0xff, 8, 16);  // 8 rows a phase
+  for (u32 i = 0; i < 32; i += 8)
+    b.counters.bank_conflicts += Block::extra_wavefronts(address + i, 0xff, 8, 16);  // 8 rows a phase
 }
 
-template <bool Transpose> inline void load_matrices(u32 address, u32& r0, u32& r1, u32& r2, u32& r3, const char* op, Site site) {
+template <bool Transpose>
+inline void load_matrices(u32 address, u32& r0, u32& r1, u32& r2, u32& r3, const char* op, Site site) {
   MatrixLane lane{address, {&r0, &r1, &r2, &r3}};
   block().converge(Scope::warp, op, true, site, &lane, [=](void** lanes) {
     Block& b = block();
@@ -94,7 +125,8 @@ STROBE_DEVICE void stmatrix_x4(u32 addr, u32 a, u32 b, u32 c, u32 d, Site site =
     block.counters.shared_bytes_written += 512;
     for (u32 m = 0; m < 4; ++m)
       for (u32 i = 0; i < 8; ++i) {
-        const u32 to = static_cast<emu::MatrixLane*>(lanes[8 * m + i])->address, thread = block.running / 32 * 32 + 8 * m + i;
+        const u32 to = static_cast<emu::MatrixLane*>(lanes[8 * m + i])->address,
+                  thread = block.running / 32 * 32 + 8 * m + i;
         u32 row[4];
         for (u32 q = 0; q < 4; ++q) row[q] = *static_cast<emu::MatrixLane*>(lanes[4 * i + q])->regs[m];
         if (block.async) {
@@ -130,7 +162,10 @@ STROBE_OUTLINE void wait_copies(u32 pending) {
   Thread& thread = b.self();
   size_t kept = 0;
   for (const CopyInFlight& copy : thread.copies) {
-    if (copy.group + pending > thread.copy_groups) { thread.copies[kept++] = copy; continue; }
+    if (copy.group + pending > thread.copy_groups) {
+      thread.copies[kept++] = copy;
+      continue;
+    }
     copy.src ? memcpy(shared_at(copy.dst), copy.src, 16) : memset(shared_at(copy.dst), 0, 16);
     note_write(b.running, b.clock(b.running)[b.running], copy.dst, 16, false, true, copy.site);
   }
@@ -139,8 +174,12 @@ STROBE_OUTLINE void wait_copies(u32 pending) {
 
 }  // namespace emu
 
-STROBE_DEVICE void cp_async_16(u32 dst, const void* src, bool valid, Site site = Site::here()) { emu::copy_async(dst, src, valid, site); }
-STROBE_DEVICE void cp_async_16(u32 dst, const void* src, Site site = Site::here()) { emu::copy_async(dst, src, true, site); }
+STROBE_DEVICE void cp_async_16(u32 dst, const void* src, bool valid, Site site = Site::here()) {
+  emu::copy_async(dst, src, valid, site);
+}
+STROBE_DEVICE void cp_async_16(u32 dst, const void* src, Site site = Site::here()) {
+  emu::copy_async(dst, src, true, site);
+}
 STROBE_DEVICE void cp_async_commit() { ++emu::self().copy_groups; }
 template <int Pending> STROBE_DEVICE void cp_async_wait() { emu::wait_copies(Pending); }
 

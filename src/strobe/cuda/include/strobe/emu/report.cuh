@@ -17,7 +17,9 @@ namespace emu {
 struct Site {
   const char* file = "";
   unsigned line = 0;
-  static constexpr Site here(const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) { return Site{file, line}; }
+  static constexpr Site here(const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
+    return Site{file, line};
+  }
   __attribute__((noinline, cold)) std::string text() const { return std::string(file) + ":" + std::to_string(line); }
 };
 

@@ -1,10 +1,13 @@
-// Hopper: mbarriers and bulk tensor copies. A load lands at once in synchronous mode, else at a random later time, in any order.
+// Hopper: mbarriers and bulk tensor copies. A load lands at once in synchronous mode, else at a random later time, in
+// any order.
 #pragma once
 #include <strobe/emu/base.cuh>
 
 namespace strobe {
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
 
 namespace emu {
 
@@ -26,14 +29,17 @@ inline DecodedMap decode_map(const TensorMap* map, u32 shared, const char* op, S
   Block& b = block();
   DecodedMap decoded;
   memcpy(&decoded, map, sizeof decoded);
-  if (memcmp(decoded.magic, "STRB", 4)) b.fail(format("%s: not a tensor map of strobe.emulator.encode_tensor_map", op), site);
-  if (decoded.rank != 5) b.fail(format("%s: the tensor map has %u dimensions, the instruction 5", op, decoded.rank), site);
+  if (memcmp(decoded.magic, "STRB", 4))
+    b.fail(format("%s: not a tensor map of strobe.emulator.encode_tensor_map", op), site);
+  if (decoded.rank != 5)
+    b.fail(format("%s: the tensor map has %u dimensions, the instruction 5", op, decoded.rank), site);
   if (reinterpret_cast<u64>(map) % 64) b.fail(format("%s: the tensor map is not 64-byte aligned", op), site);
   check_shared(shared, decoded.bytes(), decoded.swizzle ? 8 * decoded.swizzle : 128, op, site);
   return decoded;
 }
 
-// Calls visit(shared address, global address or 0, bytes inside the tensor, where they begin) for each 16-byte chunk of the box.
+// Calls visit(shared address, global address or 0, bytes inside the tensor, where they begin) for each 16-byte chunk of
+// the box.
 template <class Visit> inline void for_each_chunk(const DecodedMap& map, u32 shared, const int (&c)[5], Visit visit) {
   u32 row = 0;
   for (u32 i4 = 0; i4 < map.box[4]; ++i4)
@@ -51,8 +57,9 @@ template <class Visit> inline void for_each_chunk(const DecodedMap& map, u32 sha
             const i64 first = i64(c[0]) * map.element_bytes + byte, end = i64(map.dims[0]) * map.element_bytes;
             const i64 from = first < 0 ? -first : 0, to = end - first < 16 ? end - first : 16;
             const bool some = inside && from < to;
-            visit(swizzled(shared + row * map.row_bytes() + byte, map.swizzle), some ? global + static_cast<u64>(first + from) : 0,
-                  some ? static_cast<u32>(to - from) : 0, static_cast<u32>(some ? from : 0));
+            visit(swizzled(shared + row * map.row_bytes() + byte, map.swizzle),
+                  some ? global + static_cast<u64>(first + from) : 0, some ? static_cast<u32>(to - from) : 0,
+                  static_cast<u32>(some ? from : 0));
           }
         }
 }
@@ -65,14 +72,15 @@ inline void check_box(const DecodedMap& map, u32 shared, const int (&c)[5], bool
 
 }  // namespace emu
 
-// ---- mbarrier ----------------------------------------------------------------------------------------------------------------
+// ---- mbarrier -------------------------------------------------------------------------------------------------------
 STROBE_DEVICE void mbar_init(u32 bar, u32 count, Site site = Site::here()) {
   emu::Block& b = emu::block();
   emu::check_shared(bar, 8, 8, "mbar_init", site);
   if (count == 0 || count > 0xfffff) b.fail(emu::format("mbar_init: count %u; must be 1..1048575", count), site);
   const u32 word = (bar - emu::Block::kSharedBase) / 4;
   if (b.mbarrier_at[word] < 0) {
-    if (b.mbarriers.size() == emu::Block::kMbarriers) b.fail(emu::format("mbar_init: more than %u mbarriers", emu::Block::kMbarriers), site);
+    if (b.mbarriers.size() == emu::Block::kMbarriers)
+      b.fail(emu::format("mbar_init: more than %u mbarriers", emu::Block::kMbarriers), site);
     b.mbarrier_at[word] = static_cast<short>(b.mbarriers.size());
     b.mbarriers.emplace_back();
   }
@@ -80,16 +88,20 @@ STROBE_DEVICE void mbar_init(u32 bar, u32 count, Site site = Site::here()) {
   if (!barrier.waiting.empty()) b.fail("mbar_init: threads wait on this mbarrier", site);
   const u32 phase = barrier.phase & ~1u;  // clocks never run backwards
   barrier = emu::Mbarrier();
-  barrier.address = bar, barrier.count = barrier.pending = count, barrier.initialiser = b.running, barrier.phase = phase;
+  barrier.address = bar, barrier.count = barrier.pending = count, barrier.initialiser = b.running,
+  barrier.phase = phase;
   if (!b.async) return;
   barrier.init_clock = b.clock(b.running)[b.running];
   barrier.arriving.assign(b.slots, 0);
   barrier.completed.assign(b.slots, 0);
 }
 STROBE_DEVICE void mbar_init_fence() {
-  for (emu::Mbarrier& barrier : emu::block().mbarriers) barrier.fenced = barrier.fenced || barrier.initialiser == emu::block().running;
+  for (emu::Mbarrier& barrier : emu::block().mbarriers)
+    barrier.fenced = barrier.fenced || barrier.initialiser == emu::block().running;
 }
-STROBE_DEVICE void mbar_arrive(u32 bar, Site site = Site::here()) { emu::arrive_on_mbarrier(bar, 0, "mbar_arrive", site); }
+STROBE_DEVICE void mbar_arrive(u32 bar, Site site = Site::here()) {
+  emu::arrive_on_mbarrier(bar, 0, "mbar_arrive", site);
+}
 STROBE_DEVICE void mbar_arrive_expect_tx(u32 bar, u32 bytes, Site site = Site::here()) {
   emu::arrive_on_mbarrier(bar, bytes, "mbar_arrive_expect_tx", site);
 }
@@ -104,14 +116,16 @@ STROBE_DEVICE void mbar_wait(u32 bar, u32 parity, Site site = Site::here()) {
   if (b.async) b.join(b.clock(b.running), b.mbarriers[at].completed.data());
 }
 
-// ---- bulk tensor copies ------------------------------------------------------------------------------------------------------
+// ---- bulk tensor copies ---------------------------------------------------------------------------------------------
 STROBE_DEVICE void tma_prefetch_map(const TensorMap*) {}
 
-STROBE_DEVICE void tma_load_5d(u32 dst, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3, int c4, Site site = Site::here()) {
+STROBE_DEVICE void tma_load_5d(u32 dst, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3, int c4,
+                               Site site = Site::here()) {
   emu::Block& b = emu::block();
   const emu::DecodedMap decoded = emu::decode_map(map, dst, "tma_load_5d", site);
   const u32 at = emu::find_mbarrier(bar, "tma_load_5d", site);
-  if (b.async && !b.mbarriers[at].fenced) b.fail("tma_load_5d: its mbarrier was initialised, but mbar_init_fence() was not executed", site);
+  if (b.async && !b.mbarriers[at].fenced)
+    b.fail("tma_load_5d: its mbarrier was initialised, but mbar_init_fence() was not executed", site);
   const int c[5] = {c0, c1, c2, c3, c4};
   emu::check_box(decoded, dst, c, false, "tma_load_5d", site);
   b.counters.shared_bytes_written += decoded.bytes();
@@ -135,7 +149,8 @@ STROBE_DEVICE void tma_load_5d(u32 dst, const TensorMap* map, u32 bar, int c0, i
   else land();
 }
 
-STROBE_DEVICE void tma_store_5d(const TensorMap* map, u32 src, int c0, int c1, int c2, int c3, int c4, Site site = Site::here()) {
+STROBE_DEVICE void tma_store_5d(const TensorMap* map, u32 src, int c0, int c1, int c2, int c3, int c4,
+                                Site site = Site::here()) {
   emu::Block& b = emu::block();
   const emu::DecodedMap decoded = emu::decode_map(map, src, "tma_store_5d", site);
   const int c[5] = {c0, c1, c2, c3, c4};
@@ -171,7 +186,7 @@ STROBE_DEVICE void fence_proxy_async() {
   if (b.async) b.self().fences.emplace_back(++b.stamp, b.clock(b.running)[b.running]);
 }
 
-// ---- programmatic dependent launch: grids run one after another here ---------------------------------------------------------
+// ---- programmatic dependent launch: grids run one after another here ------------------------------------------------
 STROBE_DEVICE void launch_dependents() {}
 STROBE_DEVICE void wait_for_previous_grid() {}
 

@@ -6,7 +6,10 @@ namespace strobe {
 namespace emu {
 
 template <class Pick> inline u32 exchange(u32 value, const char* op, Site site, Pick source_lane) {
-  struct Lane { u32 value, result; int source; } lane{value, 0, source_lane(block().running % 32)};
+  struct Lane {
+    u32 value, result;
+    int source;
+  } lane{value, 0, source_lane(block().running % 32)};
   ++block().counters.shuffles;
   block().converge(Scope::warp, op, false, site, &lane, [](void** lanes) {
     for (int i = 0; i < 32; ++i) {
@@ -20,13 +23,16 @@ template <class Pick> inline u32 exchange(u32 value, const char* op, Site site, 
 }  // namespace emu
 
 STROBE_DEVICE float shfl_xor(float x, int lane_mask, Site site = Site::here()) {
-  return as_float(emu::exchange(as_bits(x), "shfl_xor", site, [=](u32 lane) { return static_cast<int>(lane) ^ lane_mask; }));
+  return as_float(
+      emu::exchange(as_bits(x), "shfl_xor", site, [=](u32 lane) { return static_cast<int>(lane) ^ lane_mask; }));
 }
 STROBE_DEVICE u32 shfl(u32 x, int lane, Site site = Site::here()) {
   return emu::exchange(x, "shfl", site, [=](u32) { return lane; });
 }
 STROBE_DEVICE bool any(bool x, Site site = Site::here()) {
-  struct Lane { bool value; } lane{x};
+  struct Lane {
+    bool value;
+  } lane{x};
   emu::block().converge(emu::Scope::warp, "any", false, site, &lane, [](void** lanes) {
     bool result = false;
     for (int i = 0; i < 32; ++i) result = result || static_cast<Lane*>(lanes[i])->value;
@@ -41,20 +47,29 @@ STROBE_DEVICE void sync_warp(Site site = Site::here()) {
     const u32 first = b.running / 32 * 32;
     std::vector<u32> all(b.slots, 0);
     for (u32 i = first; i < first + 32; ++i) b.join(all.data(), b.clock(i));
-    for (u32 i = first; i < first + 32; ++i) { memcpy(b.clock(i), all.data(), b.slots * sizeof(u32)); b.tick(i); }
+    for (u32 i = first; i < first + 32; ++i) {
+      memcpy(b.clock(i), all.data(), b.slots * sizeof(u32));
+      b.tick(i);
+    }
   });
 }
 STROBE_DEVICE void sync_block(Site site = Site::here()) {
   if (emu::block().running == 0) ++emu::block().counters.block_barriers;
   emu::named_barrier(0, emu::block().thread_count, true, "sync_block", site);
 }
-STROBE_DEVICE void bar_sync(u32 id, u32 threads, Site site = Site::here()) { emu::named_barrier(id, threads, true, "bar_sync", site); }
-STROBE_DEVICE void bar_arrive(u32 id, u32 threads, Site site = Site::here()) { emu::named_barrier(id, threads, false, "bar_arrive", site); }
+STROBE_DEVICE void bar_sync(u32 id, u32 threads, Site site = Site::here()) {
+  emu::named_barrier(id, threads, true, "bar_sync", site);
+}
+STROBE_DEVICE void bar_arrive(u32 id, u32 threads, Site site = Site::here()) {
+  emu::named_barrier(id, threads, false, "bar_arrive", site);
+}
 
 STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last, Site site = Site::here()) {
   emu::check_global(counter, 4, 4, true, "atomic_inc_wrap", site);
   u32 old = __atomic_load_n(counter, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(counter, &old, old >= last ? 0 : old + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+  while (!__atomic_compare_exchange_n(counter, &old, old >= last ? 0 : old + 1, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
   return old;
 }
 STROBE_DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -1,7 +1,7 @@
-// Hopper's warpgroup matrix product. In synchronous mode it happens at issue. In asynchronous mode it happens at the wait that
-// retires its group: until then the accumulators hold NaN, the shared operands must not be written, and register operands must
-// keep their values. (Register operands are watched where they live: pass elements of an array that outlives the wait.)
-// Sums: as in mma.cuh, sixteen products in the order of k, then added to D.
+// Hopper's warpgroup matrix product. In synchronous mode it happens at issue. In asynchronous mode it happens at the
+// wait that retires its group: until then the accumulators hold NaN, the shared operands must not be written, and
+// register operands must keep their values. (Register operands are watched where they live: pass elements of an array
+// that outlives the wait.) Sums: as in mma.cuh, sixteen products in the order of k, then added to D.
 #pragma once
 #include <strobe/emu/base.cuh>
 #include <strobe/emu/math.cuh>
@@ -53,12 +53,16 @@ struct Wgmmas {
 
 inline u32 descriptor_field(u64 descriptor, int shift) { return static_cast<u32>((descriptor >> shift) & 0x3fff) << 4; }
 
-// Address of 8 elements: of row `row` of a K-major operand, columns 8*half.. ; of k row `k` of an MN-major one, columns n..
+// Address of 8 elements: of row `row` of a K-major operand, columns 8*half.. ; of k row `k` of an MN-major one, columns
+// n..
 inline u32 k_major_chunk(u64 descriptor, u32 row, u32 half) {
-  return swizzled(descriptor_field(descriptor, 0) + row / 8 * descriptor_field(descriptor, 32) + row % 8 * 128 + 16 * half, 128);
+  return swizzled(
+      descriptor_field(descriptor, 0) + row / 8 * descriptor_field(descriptor, 32) + row % 8 * 128 + 16 * half, 128);
 }
 inline u32 mn_major_chunk(u64 descriptor, u32 k, u32 n) {
-  return swizzled(descriptor_field(descriptor, 0) + n / 64 * descriptor_field(descriptor, 16) + k / 8 * descriptor_field(descriptor, 32) + k % 8 * 128 + n % 64 * 2, 128);
+  return swizzled(descriptor_field(descriptor, 0) + n / 64 * descriptor_field(descriptor, 16) +
+                      k / 8 * descriptor_field(descriptor, 32) + k % 8 * 128 + n % 64 * 2,
+                  128);
 }
 
 template <int N, A From, B Major, class Visit> inline void visit_chunks(const WgmmaLane* lanes, Visit visit) {
@@ -91,7 +95,8 @@ template <class T, int N, A From, B Major> inline void multiply(const WgmmaLane*
     for (int i = 0; i < 128; ++i)
       for (int j = 0; j < 4; ++j)
         for (int h = 0; h < 2; ++h)
-          a[i / 32 * 16 + i % 32 / 4 + 8 * (j & 1)][i % 4 * 2 + 8 * (j >> 1) + h] = to_float<T>(static_cast<u16>(lanes[i].a[j] >> (16 * h)));
+          a[i / 32 * 16 + i % 32 / 4 + 8 * (j & 1)][i % 4 * 2 + 8 * (j >> 1) + h] =
+              to_float<T>(static_cast<u16>(lanes[i].a[j] >> (16 * h)));
   for (int row = 0; row < 64; ++row) {
     float sum[N] = {};
     for (int k = 0; k < 16; ++k)
@@ -120,8 +125,13 @@ inline Wgmmas& products_of_this_warpgroup() {
 }
 
 inline void check_descriptor(u64 descriptor, const char* which, Site site) {
-  if (descriptor >> 62 != 1) block().fail(format("wgmma: descriptor of %s does not ask for the 128-byte swizzle (bits 62-63 are %u)", which, static_cast<u32>(descriptor >> 62)), site);
-  if (descriptor >> 49 & 7) block().fail(format("wgmma: descriptor of %s has a base offset; tiles start at multiples of 1024 bytes here", which), site);
+  if (descriptor >> 62 != 1)
+    block().fail(format("wgmma: descriptor of %s does not ask for the 128-byte swizzle (bits 62-63 are %u)", which,
+                        static_cast<u32>(descriptor >> 62)),
+                 site);
+  if (descriptor >> 49 & 7)
+    block().fail(
+        format("wgmma: descriptor of %s has a base offset; tiles start at multiples of 1024 bytes here", which), site);
 }
 
 template <class T, int N, A From, B Major> inline void wgmma(WgmmaLane lane, bool zero, Site site) {
@@ -136,7 +146,8 @@ template <class T, int N, A From, B Major> inline void wgmma(WgmmaLane lane, boo
       product->lanes[i] = *static_cast<WgmmaLane*>(lanes[i]);
       in_place.d[i] = product->lanes[i].d;
       if (product->lanes[i].b_desc != product->lanes[0].b_desc || product->lanes[i].a_desc != product->lanes[0].a_desc)
-        b.fail("wgmma: the descriptor differs between the threads of the warpgroup", site, static_cast<int>(b.running / 128 * 128 + i));
+        b.fail("wgmma: the descriptor differs between the threads of the warpgroup", site,
+               static_cast<int>(b.running / 128 * 128 + i));
     }
     if (From == A::shared) check_descriptor(lane.a_desc, "A", site);
     check_descriptor(lane.b_desc, "B", site);
@@ -157,7 +168,8 @@ template <class T, int N, A From, B Major> inline void wgmma(WgmmaLane lane, boo
     Wgmmas& flight = products_of_this_warpgroup();
     if (!flight.fenced) b.fail("wgmma: no wgmma_fence() since the last wait", site);
     Accumulator* accumulator = nullptr;
-    for (auto& candidate : flight.accumulators) if (candidate->d[0] == in_place.d[0]) accumulator = candidate.get();
+    for (auto& candidate : flight.accumulators)
+      if (candidate->d[0] == in_place.d[0]) accumulator = candidate.get();
     if (!accumulator) {
       flight.accumulators.push_back(std::make_unique<Accumulator>());
       accumulator = flight.accumulators.back().get();
@@ -166,7 +178,8 @@ template <class T, int N, A From, B Major> inline void wgmma(WgmmaLane lane, boo
       accumulator->uses = 0;
       accumulator->value.resize(64 * N);
       gather(in_place.d, accumulator->value.data(), N);
-      for (float* d : in_place.d) for (int i = 0; i < N / 2; ++i) d[i] = as_float(Block::kPoison);
+      for (float* d : in_place.d)
+        for (int i = 0; i < N / 2; ++i) d[i] = as_float(Block::kPoison);
     }
     if (accumulator->columns != N) b.fail("wgmma: the accumulator is in flight with another N", site);
     ++accumulator->uses;
@@ -185,26 +198,40 @@ STROBE_OUTLINE void retire(Wgmmas& flight, Product& product, Site site) {
   for (u32 i = 0; i < 128; ++i)
     for (u32 j = 0; j < 4; ++j)
       if (product.lanes[i].a_where[j] && *product.lanes[i].a_where[j] != product.lanes[i].a[j])
-        b.fail(format("wgmma: register operand a%u was overwritten while the product was in flight (before the wait at ", j) + site.text() + ")", product.site, static_cast<int>(first + i));
+        b.fail(
+            format("wgmma: register operand a%u was overwritten while the product was in flight (before the wait at ",
+                   j) +
+                site.text() + ")",
+            product.site, static_cast<int>(first + i));
   product.multiply(product.lanes, product.accumulator->value.data(), product.zero);
-  product.visit_operands(product.lanes, [](u32 warp, u32 address, void* context) {
-    note_reader_in_flight(address, 16, -1);
-    Block& all = block();  // from now on it counts as read by the (first thread of the) warp that waited
-    const u32 reader = *static_cast<u32*>(context) + (warp < 4 ? 32 * warp : 0);
-    for (u32 i = 0; i < 4; ++i) {
-      Word& word = all.words[(address - Block::kSharedBase) / 4 + i];
-      word.read_slot = static_cast<u16>(reader), word.read_clock = all.clock(reader)[reader];
-    }
-  }, const_cast<u32*>(&first));
+  product.visit_operands(
+      product.lanes,
+      [](u32 warp, u32 address, void* context) {
+        note_reader_in_flight(address, 16, -1);
+        Block& all = block();  // from now on it counts as read by the (first thread of the) warp that waited
+        const u32 reader = *static_cast<u32*>(context) + (warp < 4 ? 32 * warp : 0);
+        for (u32 i = 0; i < 4; ++i) {
+          Word& word = all.words[(address - Block::kSharedBase) / 4 + i];
+          word.read_slot = static_cast<u16>(reader), word.read_clock = all.clock(reader)[reader];
+        }
+      },
+      const_cast<u32*>(&first));
   Accumulator* accumulator = product.accumulator;
   if (--accumulator->uses) return;
   for (u32 t = 0; t < 128; ++t)
     for (int i = 0; i < accumulator->columns / 2; ++i)
       if (as_bits(accumulator->d[t][i]) != Block::kPoison)
-        b.fail(format("wgmma: accumulator register %d was written while the product was in flight (before the wait at ", i) + site.text() + ")", product.site, static_cast<int>(first + t));
+        b.fail(format("wgmma: accumulator register %d was written while the product was in flight (before the wait at ",
+                      i) +
+                   site.text() + ")",
+               product.site, static_cast<int>(first + t));
   scatter(accumulator->d, accumulator->value.data(), accumulator->columns);
   for (auto& candidate : flight.accumulators)
-    if (candidate.get() == accumulator) { candidate.swap(flight.accumulators.back()); flight.accumulators.pop_back(); break; }
+    if (candidate.get() == accumulator) {
+      candidate.swap(flight.accumulators.back());
+      flight.accumulators.pop_back();
+      break;
+    }
 }
 
 }  // namespace emu
@@ -213,23 +240,29 @@ template <class T, int N> struct Wgmma {
   typedef emu::RegisterOperand Register;
   static void ss_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) { shared_a(d, a, b, true, site); }
   static void ss(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) { shared_a(d, a, b, false, site); }
-  static void rs_zero(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b, Site site = Site::here()) {
+  static void rs_zero(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b,
+                      Site site = Site::here()) {
     register_a<emu::B::k_major>(d, a0, a1, a2, a3, b, true, site);
   }
-  static void rs(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b, Site site = Site::here()) {
+  static void rs(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b,
+                 Site site = Site::here()) {
     register_a<emu::B::k_major>(d, a0, a1, a2, a3, b, false, site);
   }
-  static void rs_t_zero(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b, Site site = Site::here()) {
+  static void rs_t_zero(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b,
+                        Site site = Site::here()) {
     register_a<emu::B::mn_major>(d, a0, a1, a2, a3, b, true, site);
   }
-  static void rs_t(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b, Site site = Site::here()) {
+  static void rs_t(float (&d)[N / 2], Register a0, Register a1, Register a2, Register a3, u64 b,
+                   Site site = Site::here()) {
     register_a<emu::B::mn_major>(d, a0, a1, a2, a3, b, false, site);
   }
   // Chains.
-  template <int kSteps, class A, class B> static void ss_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
+  template <int kSteps, class A, class B>
+  static void ss_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
     for (int i = 0; i < kSteps; ++i) shared_a(d, a + A::step(i), b + B::step(i), i == 0, site);
   }
-  template <int kSteps, class B> static void rs_t(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
+  template <int kSteps, class B>
+  static void rs_t(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
     for (int i = 0; i < kSteps; ++i)
       register_a<emu::B::mn_major>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b + B::step(i), false, site);
   }
@@ -238,25 +271,33 @@ template <class T, int N> struct Wgmma {
   static void shared_a(float* d, u64 a, u64 b, bool zero, Site site) {
     emu::wgmma<T, N, emu::A::shared, emu::B::k_major>(emu::WgmmaLane{d, a, b, {}, {}}, zero, site);
   }
-  template <emu::B Major> static void register_a(float* d, Register a0, Register a1, Register a2, Register a3, u64 b, bool zero, Site site) {
+  template <emu::B Major>
+  static void register_a(float* d, Register a0, Register a1, Register a2, Register a3, u64 b, bool zero, Site site) {
     emu::wgmma<T, N, emu::A::registers, Major>(
-        emu::WgmmaLane{d, 0, b, {a0.value, a1.value, a2.value, a3.value}, {a0.where, a1.where, a2.where, a3.where}}, zero, site);
+        emu::WgmmaLane{d, 0, b, {a0.value, a1.value, a2.value, a3.value}, {a0.where, a1.where, a2.where, a3.where}},
+        zero, site);
   }
 };
 
 template <class T, int N> struct Accumulators {
   float sum[N / 2];
-  Accumulators() { for (float& x : sum) x = as_float(emu::Block::kPoison); }
+  Accumulators() {
+    for (float& x : sum) x = as_float(emu::Block::kPoison);
+  }
   static void declare() {}
-  void zero() { for (float& x : sum) x = 0.f; }
-  void scale(const float (&by)[2]) { for (int i = 0; i < N / 2; ++i) sum[i] *= by[(i >> 1) & 1]; }
+  void zero() {
+    for (float& x : sum) x = 0.f;
+  }
+  void scale(const float (&by)[2]) {
+    for (int i = 0; i < N / 2; ++i) sum[i] *= by[(i >> 1) & 1];
+  }
   template <int kSteps, class B> void rs_t(u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
     Wgmma<T, N>::template rs_t<kSteps, B>(sum, a, b, site);
   }
   template <int J> void stage(u32 address, const float (&by)[2], Site site = Site::here()) const {
     const float* x = sum + 8 * J;
-    stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]), pack2<T>(x[4] * by[0], x[5] * by[0]),
-                pack2<T>(x[6] * by[1], x[7] * by[1]), site);
+    stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]),
+                pack2<T>(x[4] * by[0], x[5] * by[0]), pack2<T>(x[6] * by[1], x[7] * by[1]), site);
   }
   void store_row(int r, float* to, Site site = Site::here()) const {
     for (int i = 0; i < N / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
@@ -265,11 +306,13 @@ template <class T, int N> struct Accumulators {
 
 STROBE_DEVICE void wgmma_fence(Site site = Site::here()) {
   if (!emu::block().async) return;
-  emu::block().converge(emu::Scope::warpgroup, "wgmma_fence", true, site, nullptr, [](void**) { emu::products_of_this_warpgroup().fenced = true; });
+  emu::block().converge(emu::Scope::warpgroup, "wgmma_fence", true, site, nullptr,
+                        [](void**) { emu::products_of_this_warpgroup().fenced = true; });
 }
 STROBE_DEVICE void wgmma_commit(Site site = Site::here()) {
   if (!emu::block().async) return;
-  emu::block().converge(emu::Scope::warpgroup, "wgmma_commit", true, site, nullptr, [](void**) { ++emu::products_of_this_warpgroup().groups; });
+  emu::block().converge(emu::Scope::warpgroup, "wgmma_commit", true, site, nullptr,
+                        [](void**) { ++emu::products_of_this_warpgroup().groups; });
 }
 template <int Pending> STROBE_DEVICE void wgmma_wait(Site site = Site::here()) {
   static_assert(Pending >= 0 && Pending <= 7, "wgmma.wait_group takes 0..7");
@@ -293,8 +336,12 @@ STROBE_DEVICE u64 wgmma_desc(u32 addr, u32 lead_bytes, u32 stride_bytes) {
 template <int N> STROBE_DEVICE void pin(float (&)[N]) {}
 template <int N> STROBE_DEVICE void pin(u32 (&)[N]) {}
 
-template <int Regs> STROBE_DEVICE void regs_dec() { static_assert(Regs >= 24 && Regs <= 256 && Regs % 8 == 0, "setmaxnreg takes 24..256 in steps of 8"); }
-template <int Regs> STROBE_DEVICE void regs_inc() { static_assert(Regs >= 24 && Regs <= 256 && Regs % 8 == 0, "setmaxnreg takes 24..256 in steps of 8"); }
+template <int Regs> STROBE_DEVICE void regs_dec() {
+  static_assert(Regs >= 24 && Regs <= 256 && Regs % 8 == 0, "setmaxnreg takes 24..256 in steps of 8");
+}
+template <int Regs> STROBE_DEVICE void regs_inc() {
+  static_assert(Regs >= 24 && Regs <= 256 && Regs % 8 == 0, "setmaxnreg takes 24..256 in steps of 8");
+}
 
 STROBE_DEVICE void hold(u32 addr, float never_negative, Site site = Site::here()) {
   emu::check_shared(addr, 4, 4, "hold", site);

@@ -1,14 +1,15 @@
 // FlashAttention forward for Ampere and later: cp.async, ldmatrix, mma.sync.
 //
-// A block owns kBlockM query rows of one head, each warp kTiles * 16 of them, and walks over the keys they see in blocks of kBlockN, from
-// the last to the first (the diagonal, which needs masking, comes first). Scores and weights never leave the registers:
+// A block owns kBlockM query rows of one head, each warp kTiles * 16 of them, and walks over the keys they see in
+// blocks of kBlockN, from the last to the first (the diagonal, which needs masking, comes first). Scores and weights
+// never leave the registers:
 //     S = Q K^T            [rows, kBlockN]   mma.sync, Q and K from swizzled shared memory
 //     P = exp(S - m)       online: m grows, and with it what was summed before is rescaled
 //     O = O + P V          the registers of S are already laid out as the left operand
 // and one division by the row sum at the end.
 //
-// O, S and the operands in flight fill the registers that a thread may have. With kRest all else that must outlive a block of keys rests in
-// shared memory: where the tile lies, and the row statistics m and l.
+// O, S and the operands in flight fill the registers that a thread may have. With kRest all else that must outlive a
+// block of keys rests in shared memory: where the tile lies, and the row statistics m and l.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/warp.cuh>
@@ -25,24 +26,28 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
   static constexpr int kTiles = kBlockM / (16 * Config::kWarps), kWarpRows = 16 * kTiles;
   static_assert(kStages == 1 || kStages == 2, "buffers for K and for V");
 
-  // ---- shared memory: Q (later O) | K buffers | V buffers | statistics | where the tile lies ----------------------------------------------
+  // ---- shared memory: Q (later O) | K buffers | V buffers | statistics | where the tile lies ------------------------
   static constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim > kDimV ? kDim : kDimV);
   static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
-  static constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetStatistics = kOffsetV + kStages * kBytesV;
+  static constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK,
+                       kOffsetStatistics = kOffsetV + kStages * kBytesV;
   static constexpr bool kRest = Config::kRest;
   static constexpr u32 kOffsetPlace = kOffsetStatistics + (kRest ? kThreads * kTiles * 16 : 0);
   static_assert(kOffsetPlace + (kRest ? 48 : 0) == Config::kSmem, "the shared memory that Python asks for");
   STROBE_DEVICE static u32 q_tile() { return smem_base(); }
   STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + kOffsetK + (n & (kStages - 1)) * kBytesK; }
   STROBE_DEVICE static u32 v_tile(int n) { return smem_base() + kOffsetV + (n & (kStages - 1)) * kBytesV; }
-  STROBE_DEVICE static u32 statistics(int t) { return smem_base() + kOffsetStatistics + (thread_idx_again() * kTiles + t) * 16; }
+  STROBE_DEVICE static u32 statistics(int t) {
+    return smem_base() + kOffsetStatistics + (thread_idx_again() * kTiles + t) * 16;
+  }
 
   const Params& p;
   float o[kTiles][kDimV / 2];
   Softmax<Config::kSkip> softmax[kTiles];
   struct Place {
-    int row0, len_q, len_k, first, first_full, end_full;  // the tile's first row; the sequence's lengths; key blocks, see KeyBlocks
-    const u16 *keys, *values;                             // the first of this head
+    int row0, len_q, len_k, first, first_full,
+        end_full;              // the tile's first row; the sequence's lengths; key blocks, see KeyBlocks
+    const u16 *keys, *values;  // the first of this head
   } kept;
 
   // Fields that are not used are not loaded.
@@ -50,7 +55,9 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     if (!kRest) return kept;
     const u32 at = smem_base() + kOffsetPlace;
     const u32x4 x = ld_shared_x4(at), y = ld_shared_x4(at + 16);
-    return Place{int(x.x), int(x.y), int(x.z), int(x.w), int(ld_shared(at + 32)), int(ld_shared(at + 36)), pointer(y.x, y.y), pointer(y.z, y.w)};
+    return Place{
+        int(x.x),          int(x.y),         int(x.z), int(x.w), int(ld_shared(at + 32)), int(ld_shared(at + 36)),
+        pointer(y.x, y.y), pointer(y.z, y.w)};
   }
   STROBE_DEVICE static const u16* pointer(u32 lo, u32 hi) { return reinterpret_cast<const u16*>(u64(hi) << 32 | lo); }
   STROBE_DEVICE void remember(const Place& x) {
@@ -68,23 +75,30 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     }
     sync_block();  // now all can read it
   }
-  STROBE_DEVICE bool needs_mask(int n) const { return n >= place().end_full || (Mask::kHasLo && n < place().first_full); }
+  STROBE_DEVICE bool needs_mask(int n) const {
+    return n >= place().end_full || (Mask::kHasLo && n < place().first_full);
+  }
   STROBE_DEVICE int first_block() const { return Mask::kHasLo ? place().first : 0; }
 
-  STROBE_DEVICE static int warp_offset() { return (kRest ? thread_idx_again() : thread_idx()) / 32 * kWarpRows; }  // the warp's first row in the tile
+  STROBE_DEVICE static int warp_offset() {
+    return (kRest ? thread_idx_again() : thread_idx()) / 32 * kWarpRows;
+  }  // the warp's first row in the tile
   STROBE_DEVICE Mask mask(const Place& at) const { return Mask{at.len_q, at.len_k, p.mask}; }
 
-  // ---- copies -------------------------------------------------------------------------------------------------------------------------------
+  // ---- copies -------------------------------------------------------------------------------------------------------
   // Only the last block of a sequence can be ragged, and it comes first.
   template <bool kRagged> STROBE_DEVICE void load_keys(int n) {
-    copy_tile_async<kBlockN, kDim, kThreads, !kRagged, Config::kWholeDims>(k_tile(n), place().keys + i64(n) * kBlockN * p.k_row, p.k_row,
-                                                                           kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim);
+    copy_tile_async<kBlockN, kDim, kThreads, !kRagged, Config::kWholeDims>(
+        k_tile(n), place().keys + i64(n) * kBlockN * p.k_row, p.k_row, kRagged ? place().len_k - n * kBlockN : kBlockN,
+        p.dim);
   }
   template <bool kRagged> STROBE_DEVICE void load_values(int n) {
-    copy_tile_async<kBlockN, kDimV, kThreads, !kRagged, Config::kWholeDims>(v_tile(n), place().values + i64(n) * kBlockN * p.v_row, p.v_row,
-                                                                            kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim_v);
+    copy_tile_async<kBlockN, kDimV, kThreads, !kRagged, Config::kWholeDims>(
+        v_tile(n), place().values + i64(n) * kBlockN * p.v_row, p.v_row,
+        kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim_v);
   }
-  // With one buffer, V_n arrives during Q K_n^T and K_{n-1} during P V_n; with two, all of block n-1 arrives during block n.
+  // With one buffer, V_n arrives during Q K_n^T and K_{n-1} during P V_n; with two, all of block n-1 arrives during
+  // block n.
   template <bool kMasked> STROBE_DEVICE void wait_for_keys(int n) {
     cp_async_wait<0>();
     sync_block();  // everybody's copies have landed, and nobody reads the buffers of the previous step any more
@@ -104,10 +118,11 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     cp_async_commit();
   }
 
-  // ---- one block of keys ----------------------------------------------------------------------------------------------------------------------
+  // ---- one block of keys --------------------------------------------------------------------------------------------
   template <bool kMasked> STROBE_DEVICE void step(int n) {
     wait_for_keys<kMasked>(n);
-    if (kMasked && !warp_sees(n)) {  // on the diagonal: some warps see nothing of this block, and only keep up with the others
+    if (kMasked &&
+        !warp_sees(n)) {  // on the diagonal: some warps see nothing of this block, and only keep up with the others
       wait_for_values(n);
       return;
     }
@@ -122,7 +137,8 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
       if (kMasked) apply_mask(s[t], t, n);
       if (kRest) softmax[t].load(statistics(t), p.scale_log2);
       softmax[t].template maxima<kMasked>(s[t]);
-      if (Config::kSkip) softmax[t].template rescale<kMasked>(o[t]);  // a branch: alpha should not live across the exponentials
+      if (Config::kSkip)
+        softmax[t].template rescale<kMasked>(o[t]);  // a branch: alpha should not live across the exponentials
       softmax[t].template weights<0, kBlockN / 2>(s[t]);
       if (!Config::kSkip) softmax[t].template rescale<kMasked>(o[t]);
       if (kRest) softmax[t].save(statistics(t));
@@ -139,13 +155,16 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
 
   STROBE_DEVICE void apply_mask(float (&s)[kBlockN / 2], int t, int n) const {
     const Place at = place();
-    const int lane = thread_idx_again() % 32, row = at.row0 + warp_offset() + 16 * t + lane / 4, column = n * kBlockN + 2 * (lane % 4);
+    const int lane = thread_idx_again() % 32, row = at.row0 + warp_offset() + 16 * t + lane / 4,
+              column = n * kBlockN + 2 * (lane % 4);
     const Mask m = mask(at);
-    const int lo[2] = {m.lo(row) - column, m.lo(row + 8) - column}, hi[2] = {m.hi(row) - column, m.hi(row + 8) - column};
+    const int lo[2] = {m.lo(row) - column, m.lo(row + 8) - column},
+              hi[2] = {m.hi(row) - column, m.hi(row + 8) - column};
     mask_fragment<Mask::kHasLo>(s, lo, hi);
   }
 
-  // ---- the end: normalise, round, and write through shared memory (each warp over its own rows of Q), so that rows leave in 16-byte pieces ---
+  // ---- the end: normalise, round, and write through shared memory (each warp over its own rows of Q), so that rows
+  // leave in 16-byte pieces ---
   STROBE_DEVICE void store() {
     const Tile tile = decode_tile<Config>(block_idx(), p);
     const int lane = thread_idx() % 32, local_row = warp_offset(), warp_row = tile.row0 + local_row;
@@ -174,7 +193,8 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
       const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
       if (warp_row + row < tile.len_q && (Config::kWholeDims || chunk * 8 < p.dim_v))
-        st_global(out + i64(warp_row + row) * p.o_row + chunk * 8, ld_shared_x4(q_tile() + chunk_offset(kBlockM, local_row + row, chunk)));
+        st_global(out + i64(warp_row + row) * p.o_row + chunk * 8,
+                  ld_shared_x4(q_tile() + chunk_offset(kBlockM, local_row + row, chunk)));
     }
   }
 
@@ -194,14 +214,16 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
                      p.k + tile.slice * p.k_batch + head_k * p.k_head + i64(tile.first_key) * p.k_row,
                      p.v + tile.slice * p.v_batch + head_k * p.v_head + i64(tile.first_key) * p.v_row});
       const u16* q = p.q + tile.slice * p.q_batch + tile.head * p.q_head + i64(tile.first_row + tile.row0) * p.q_row;
-      copy_tile_async<kBlockM, kDim, kThreads, false, Config::kWholeDims>(q_tile(), q, p.q_row, tile.len_q - tile.row0, p.dim);
+      copy_tile_async<kBlockM, kDim, kThreads, false, Config::kWholeDims>(q_tile(), q, p.q_row, tile.len_q - tile.row0,
+                                                                          p.dim);
       int n = blocks.end - 1;
       load_keys<true>(n);
       if (kStages > 1) load_values<true>(n);
       cp_async_commit();
 #pragma unroll 1
       for (bool more = true; more; --n) {
-        if (needs_mask(n)) step<true>(n); else step<false>(n);
+        if (needs_mask(n)) step<true>(n);
+        else step<false>(n);
         more = n > first_block();
       }
       cp_async_wait<0>();

@@ -1,15 +1,16 @@
-// A ring of buffers between one producer and its consumers, with two mbarriers a buffer: `full` (the copy has landed) and `empty`
-// (everybody has read it). Position and parity run on across tiles.
+// A ring of buffers between one producer and its consumers, with two mbarriers a buffer: `full` (the copy has landed)
+// and `empty` (everybody has read it). Position and parity run on across tiles.
 #pragma once
 #include <strobe/ptx/tma.cuh>
 
 namespace strobe {
 
 template <int kStages> struct Ring {
-  u32 full, empty;     // shared-memory addresses of the first barrier of each kind
+  u32 full, empty;  // shared-memory addresses of the first barrier of each kind
   u32 stage = 0, parity;
 
-  // Consumers wait for the first fill (parity 0); the producer finds the buffers empty (parity 1 passes on a fresh barrier).
+  // Consumers wait for the first fill (parity 0); the producer finds the buffers empty (parity 1 passes on a fresh
+  // barrier).
   STROBE_DEVICE Ring(u32 barriers, bool producer) : full(barriers), empty(barriers + 8 * kStages), parity(producer) {}
 
   static constexpr u32 kBytes = 16 * kStages;

@@ -8,8 +8,8 @@ namespace strobe {
 STROBE_DEVICE int quotient(int a, int b) { return int(u32(a) / u32(b)); }
 STROBE_DEVICE int remainder(int a, int b) { return int(u32(a) % u32(b)); }
 
-// Rows [row0, row0 + kBlockM) of one head of one sequence. Rows and keys count from the start of the sequence; first_row and first_key
-// say where that lies in packed tensors.
+// Rows [row0, row0 + kBlockM) of one head of one sequence. Rows and keys count from the start of the sequence;
+// first_row and first_key say where that lies in packed tensors.
 struct Tile {
   int row0, head;
   int slice;  // the batch index in the tensors: packed sequences share one
@@ -17,12 +17,13 @@ struct Tile {
   int work;  // its number; where keys are split, that of one of the tile's parts
 };
 
-// Tiles are numbered so that heads whose keys and values fit into the L2 together form a section; inside a section the rows with the
-// most keys come first, so that the long tiles do not run last.
+// Tiles are numbered so that heads whose keys and values fit into the L2 together form a section; inside a section the
+// rows with the most keys come first, so that the long tiles do not run last.
 template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, const Params& p) {
   const int index = Config::kSplit ? quotient(work, p.splits) : work;
   const int heads_in_all = p.batch * p.heads;
-  const int per_section = p.row_blocks * p.section, section = quotient(index, per_section), rest = index - section * per_section;
+  const int per_section = p.row_blocks * p.section, section = quotient(index, per_section),
+            rest = index - section * per_section;
   const int head0 = section * p.section, width = min(p.section, heads_in_all - head0);
   const int block = quotient(rest, width), bh = head0 + rest - block * width;
   Tile t;
@@ -43,13 +44,15 @@ template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, c
   return t;
 }
 
-// Key blocks [first, end) are visible to some of the rows; those in [first_full, end_full) to all of them, and need no mask.
+// Key blocks [first, end) are visible to some of the rows; those in [first_full, end_full) to all of them, and need no
+// mask.
 struct KeyBlocks {
   int first, end, first_full, end_full;
 };
 
 // The ends of a mask's intervals never move left as rows grow, so the first and the last row tell everything.
-template <int kBlockN, class Mask> STROBE_DEVICE KeyBlocks visible_blocks(const Mask& mask, int first_row, int last_row) {
+template <int kBlockN, class Mask>
+STROBE_DEVICE KeyBlocks visible_blocks(const Mask& mask, int first_row, int last_row) {
   KeyBlocks b;
   b.first = mask.lo(first_row) / kBlockN;
   b.end = max(b.first, (mask.hi(last_row) + kBlockN - 1) / kBlockN);

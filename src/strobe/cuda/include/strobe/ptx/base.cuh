@@ -1,4 +1,5 @@
-// Types, qualifiers and indices. Kernels never touch CUDA's built-in names directly, so that `emu/` can stand in for `ptx/`.
+// Types, qualifiers and indices. Kernels never touch CUDA's built-in names directly, so that `emu/` can stand in for
+// `ptx/`.
 #pragma once
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -25,11 +26,21 @@ STROBE_DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 constexpr STROBE_DEVICE int min(int a, int b) { return a < b ? a : b; }
 constexpr STROBE_DEVICE int max(int a, int b) { return a > b ? a : b; }
 
-// The same value, but the compiler forgets how it came about: what is computed from it is computed where it is used, instead of being
-// kept in registers across a loop.
-STROBE_DEVICE i64 opaque(i64 x) { asm volatile("" : "+l"(x)); return x; }
-STROBE_DEVICE int opaque(int x) { asm("" : "+r"(x)); return x; }
-STROBE_DEVICE u32 thread_idx_again() { u32 x = threadIdx.x; asm volatile("" : "+r"(x)); return x; }
+// The same value, but the compiler forgets how it came about: what is computed from it is computed where it is used,
+// instead of being kept in registers across a loop.
+STROBE_DEVICE i64 opaque(i64 x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+STROBE_DEVICE int opaque(int x) {
+  asm("" : "+r"(x));
+  return x;
+}
+STROBE_DEVICE u32 thread_idx_again() {
+  u32 x = threadIdx.x;
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // The same value in every thread of the warp, and known by the compiler to be: branches on it are uniform.
 STROBE_DEVICE u32 warp_uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }

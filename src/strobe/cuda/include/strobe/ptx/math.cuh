@@ -4,19 +4,43 @@
 
 namespace strobe {
 
-STROBE_DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-STROBE_DEVICE float log2_approx(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-STROBE_DEVICE float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+STROBE_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+STROBE_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+STROBE_DEVICE float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 STROBE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 STROBE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 
 // Two floats rounded to 16 bit, `lo` in the lower half. (The instruction names the upper half first.)
 template <class T> STROBE_DEVICE u32 pack2(float lo, float hi);
-template <> STROBE_DEVICE u32 pack2<bf16>(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-template <> STROBE_DEVICE u32 pack2<fp16>(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+template <> STROBE_DEVICE u32 pack2<bf16>(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+template <> STROBE_DEVICE u32 pack2<fp16>(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
 
 template <class T> STROBE_DEVICE float to_float(u16 x);
 template <> STROBE_DEVICE float to_float<bf16>(u16 x) { return as_float(u32(x) << 16); }
-template <> STROBE_DEVICE float to_float<fp16>(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+template <> STROBE_DEVICE float to_float<fp16>(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
 
 }  // namespace strobe

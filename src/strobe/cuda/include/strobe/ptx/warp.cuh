@@ -11,8 +11,12 @@ STROBE_DEVICE void sync_warp() { __syncwarp(); }
 STROBE_DEVICE void sync_block() { __syncthreads(); }
 
 // Named barriers 1..15; `threads` counts everyone who syncs or arrives and is a multiple of 32.
-STROBE_DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-STROBE_DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+STROBE_DEVICE void bar_sync(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+STROBE_DEVICE void bar_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // One atomic increment that wraps to 0 after `last`; returns the old value.
 STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last) { return atomicInc(counter, last); }

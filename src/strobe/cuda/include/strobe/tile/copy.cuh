@@ -1,17 +1,20 @@
-// Tiles between global and shared memory with cp.async, 16 bytes a thread: eight threads fetch the 128 bytes of a panel row.
+// Tiles between global and shared memory with cp.async, 16 bytes a thread: eight threads fetch the 128 bytes of a panel
+// row.
 #pragma once
 #include <strobe/ptx/memory.cuh>
 #include <strobe/tile/swizzle.cuh>
 
 namespace strobe {
 
-// Rows [0, rows_there) of `src` exist and have `columns_there` columns; the rest of the tile becomes zero, and memory behind the tensor is
-// never read. kWholeRows, kWholeColumns: known to exist all, so that nothing has to be compared.
+// Rows [0, rows_there) of `src` exist and have `columns_there` columns; the rest of the tile becomes zero, and memory
+// behind the tensor is never read. kWholeRows, kWholeColumns: known to exist all, so that nothing has to be compared.
 template <int kRows, int kColumns, int kThreads, bool kWholeRows, bool kWholeColumns>
 STROBE_DEVICE void copy_tile_async(u32 dst, const u16* src, i64 row_stride, int rows_there, int columns_there) {
   constexpr int kRowsPerPass = kThreads / 8;
-  static_assert(kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "a pass covers whole rows and keeps row % 8, so that it keeps the swizzle");
-  // Opaque: else what follows from the thread and the stride stays in registers from block to block, and those are scarce.
+  static_assert(kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0,
+                "a pass covers whole rows and keeps row % 8, so that it keeps the swizzle");
+  // Opaque: else what follows from the thread and the stride stays in registers from block to block, and those are
+  // scarce.
   const u32 thread = thread_idx_again();
   const i64 stride = opaque(row_stride);
   const int first_row = thread / 8, chunk = thread % 8;
@@ -24,12 +27,12 @@ STROBE_DEVICE void copy_tile_async(u32 dst, const u16* src, i64 row_stride, int 
     for (int panel = 0; panel < panels(kColumns); ++panel) {
       const int column = panel * kPanel + chunk * 8;
       const u32 to = at + panel * (kRows * kPanelRowBytes) + pass * (kRowsPerPass * kPanelRowBytes);
-      const bool column_there = (kWholeColumns && (panel + 1) * kPanel <= kColumns) || column < (kWholeColumns ? kColumns : columns_there);
-      if ((panel + 1) * kPanel > kColumns && column >= kColumns) continue;  // the half of the last panel that nobody reads
-      if (kWholeRows && kWholeColumns)
-        cp_async_16(to, from + panel * kPanel);
-      else
-        cp_async_16(to, row_there && column_there ? from + panel * kPanel : src, row_there && column_there);
+      const bool column_there =
+          (kWholeColumns && (panel + 1) * kPanel <= kColumns) || column < (kWholeColumns ? kColumns : columns_there);
+      if ((panel + 1) * kPanel > kColumns && column >= kColumns)
+        continue;  // the half of the last panel that nobody reads
+      if (kWholeRows && kWholeColumns) cp_async_16(to, from + panel * kPanel);
+      else cp_async_16(to, row_there && column_there ? from + panel * kPanel : src, row_there && column_there);
     }
     from += kRowsPerPass * stride;
   }

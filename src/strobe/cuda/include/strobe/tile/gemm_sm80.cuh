@@ -7,8 +7,8 @@
 
 namespace strobe {
 
-// ldmatrix addresses of one lane for the 16x16 block in the corner of a tile. `a`: rows are rows of the left operand (Q), or keys of
-// the transposed right one (V). `b`: rows are columns of the right operand (K).
+// ldmatrix addresses of one lane for the 16x16 block in the corner of a tile. `a`: rows are rows of the left operand
+// (Q), or keys of the transposed right one (V). `b`: rows are columns of the right operand (K).
 STROBE_DEVICE u32 lane_address_a(u32 tile, int rows) {
   const u32 lane = thread_idx_again();  // computed anew for each block of keys: cheaper than registers
   return tile + chunk_offset(rows, lane & 15, (lane >> 4) & 1);
@@ -18,7 +18,8 @@ STROBE_DEVICE u32 lane_address_b(u32 tile, int rows) {
   return tile + chunk_offset(rows, (lane & 7) | ((lane >> 1) & 8), (lane >> 3) & 1);
 }
 
-// S = Q K^T. `q` is the lane address of the warp's first rows in a Q tile of kRowsQ rows, `k` that of a K tile of kKeys.
+// S = Q K^T. `q` is the lane address of the warp's first rows in a Q tile of kRowsQ rows, `k` that of a K tile of
+// kKeys.
 template <class T, int kTiles, int kRowsQ, int kKeys, int kDim>
 STROBE_DEVICE void gemm_qk(float (&s)[kTiles][kKeys / 2], u32 q, u32 k) {
 #pragma unroll
@@ -38,7 +39,8 @@ STROBE_DEVICE void gemm_qk(float (&s)[kTiles][kKeys / 2], u32 q, u32 k) {
         for (int half = 0; half < 2; ++half) {
           float* d = &s[t][8 * n + 4 * half];
           if (step == 0)
-            mma_m16n8k16_zero<T>(d[0], d[1], d[2], d[3], a[t][0], a[t][1], a[t][2], a[t][3], b[2 * half], b[2 * half + 1]);
+            mma_m16n8k16_zero<T>(d[0], d[1], d[2], d[3], a[t][0], a[t][1], a[t][2], a[t][3], b[2 * half],
+                                 b[2 * half + 1]);
           else
             mma_m16n8k16<T>(d[0], d[1], d[2], d[3], a[t][0], a[t][1], a[t][2], a[t][3], b[2 * half], b[2 * half + 1]);
         }

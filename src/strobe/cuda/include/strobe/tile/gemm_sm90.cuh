@@ -1,5 +1,5 @@
-// The two matrix products of attention on wgmma, for one warpgroup that owns 64 query rows. Both only issue: fence before, commit
-// and wait after.
+// The two matrix products of attention on wgmma, for one warpgroup that owns 64 query rows. Both only issue: fence
+// before, commit and wait after.
 #pragma once
 #include <strobe/ptx/wgmma.cuh>
 #include <strobe/tile/swizzle.cuh>
@@ -8,8 +8,8 @@ namespace strobe {
 
 constexpr u32 kGroupBytes = 8 * kPanelRowBytes;  // eight rows of a panel: the unit of the swizzle
 
-// From one product of a chain to the next, in the 16-byte units of descriptors: along K a K-major operand moves by 32 bytes inside a panel,
-// then to the next panel; an MN-major one by 16 rows.
+// From one product of a chain to the next, in the 16-byte units of descriptors: along K a K-major operand moves by 32
+// bytes inside a panel, then to the next panel; an MN-major one by 16 rows.
 template <int kRows> struct AlongK {
   static constexpr STROBE_DEVICE int step(int i) { return i / 4 * (kRows * int(kPanelRowBytes) / 16) + i % 4 * 2; }
 };
@@ -29,7 +29,8 @@ template <class T, int kKeys, int kDim, int kRowsK> STROBE_DEVICE void gemm_qk(f
 template <class T, int kKeys, int kDimV> STROBE_DEVICE void gemm_pv(float (&o)[kDimV / 2], u32 (&p)[kKeys / 4], u64 v) {
   Wgmma<T, kDimV>::template rs_t<kKeys / 16, DownRows>(o, p, v);
 }
-template <class T, int kKeys, int kDimV> STROBE_DEVICE void gemm_pv(Accumulators<T, kDimV>& o, u32 (&p)[kKeys / 4], u64 v) {
+template <class T, int kKeys, int kDimV>
+STROBE_DEVICE void gemm_pv(Accumulators<T, kDimV>& o, u32 (&p)[kKeys / 4], u64 v) {
   o.template rs_t<kKeys / 16, DownRows>(p, v);
 }
 

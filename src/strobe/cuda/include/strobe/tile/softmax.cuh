@@ -1,7 +1,8 @@
 // The online softmax on a fragment of scores.
 //
-// A warp holds 16 rows of N scores as the matrix units leave them: thread `lane` has rows g = lane/4 and g + 8, and register i of its
-// N/2 is row g + 8 * ((i >> 1) & 1), column 8 * (i >> 2) + 2 * (lane % 4) + (i & 1). Four neighbouring lanes share a row.
+// A warp holds 16 rows of N scores as the matrix units leave them: thread `lane` has rows g = lane/4 and g + 8, and
+// register i of its N/2 is row g + 8 * ((i >> 1) & 1), column 8 * (i >> 2) + 2 * (lane % 4) + (i & 1). Four
+// neighbouring lanes share a row.
 #pragma once
 #include <strobe/ptx/math.cuh>
 #include <strobe/ptx/memory.cuh>
@@ -12,11 +13,19 @@ namespace strobe {
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 STROBE_DEVICE float neg_inf() { return as_float(0xff800000u); }
 
-STROBE_DEVICE float quad_max(float x) { x = fmax(x, shfl_xor(x, 1)); return fmax(x, shfl_xor(x, 2)); }
-STROBE_DEVICE float quad_sum(float x) { x += shfl_xor(x, 1); return x + shfl_xor(x, 2); }
+STROBE_DEVICE float quad_max(float x) {
+  x = fmax(x, shfl_xor(x, 1));
+  return fmax(x, shfl_xor(x, 2));
+}
+STROBE_DEVICE float quad_sum(float x) {
+  x += shfl_xor(x, 1);
+  return x + shfl_xor(x, 2);
+}
 
-constexpr STROBE_DEVICE int fragment_row(int i) { return (i >> 1) & 1; }                // which of the thread's two rows
-constexpr STROBE_DEVICE int fragment_column(int i) { return 8 * (i >> 2) + (i & 1); }  // from the thread's first column, 2 * (lane % 4)
+constexpr STROBE_DEVICE int fragment_row(int i) { return (i >> 1) & 1; }  // which of the thread's two rows
+constexpr STROBE_DEVICE int fragment_column(int i) {
+  return 8 * (i >> 2) + (i & 1);
+}  // from the thread's first column, 2 * (lane % 4)
 
 // Scores outside [lo, hi) become -inf; both are counted from the thread's first column, one pair per row.
 template <bool kHasLo, int N> STROBE_DEVICE void mask_fragment(float (&s)[N], const int (&lo)[2], const int (&hi)[2]) {
@@ -37,8 +46,8 @@ template <int N> STROBE_DEVICE void tanh_fragment(float (&s)[N], float before) {
   for (int i = 0; i < N; ++i) s[i] = tanh_fast(s[i] * before);
 }
 
-// The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum, `top`, in log2 units.
-// A sink is one more logit in the sum; rows that saw nothing give 0 and -inf.
+// The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum,
+// `top`, in log2 units. A sink is one more logit in the sum; rows that saw nothing give 0 and -inf.
 template <bool kHasSink> STROBE_DEVICE float normaliser(float sum, float top, float sink, float& lse) {
   float keep = 1.f;
   if (kHasSink) {
@@ -53,8 +62,8 @@ template <bool kHasSink> STROBE_DEVICE float normaliser(float sum, float top, fl
 
 // Row statistics of the thread's two rows: m, the largest score so far, and l, the thread's share of sum(exp(s - m)).
 //
-// kSkip: m is left behind until it would grow by more than 8 in log2 units, and with it the rescaling of O. p then stays below 2^8, which
-// fp32 sums and 16-bit weights bear, but the largest weight is no longer exactly 1.
+// kSkip: m is left behind until it would grow by more than 8 in log2 units, and with it the rescaling of O. p then
+// stays below 2^8, which fp32 sums and 16-bit weights bear, but the largest weight is no longer exactly 1.
 template <bool kSkip = false> struct Softmax {
   float m[2], l[2];
   float alpha[2];  // what the last `maxima` multiplied the past by
@@ -69,7 +78,9 @@ template <bool kSkip = false> struct Softmax {
   }
 
   // Between two blocks of keys the statistics can rest in shared memory, 16 bytes a thread.
-  STROBE_DEVICE void save(u32 address) const { st_shared(address, u32x4{as_bits(m[0]), as_bits(m[1]), as_bits(l[0]), as_bits(l[1])}); }
+  STROBE_DEVICE void save(u32 address) const {
+    st_shared(address, u32x4{as_bits(m[0]), as_bits(m[1]), as_bits(l[0]), as_bits(l[1])});
+  }
   STROBE_DEVICE void load(u32 address, float scale_log2) {
     const u32x4 x = ld_shared_x4(address);
     m[0] = as_float(x.x), m[1] = as_float(x.y), l[0] = as_float(x.z), l[1] = as_float(x.w);
@@ -130,13 +141,16 @@ template <bool kSkip = false> struct Softmax {
   }
 };
 
-// The weights of a block under the maximum of the blocks before it: right unless some score is far above that, and nobody has to look for a
-// new one first. A sum tells: none, hence no weight, may exceed 2^8. The scores stay as they are, for those who guessed wrong.
+// The weights of a block under the maximum of the blocks before it: right unless some score is far above that, and
+// nobody has to look for a new one first. A sum tells: none, hence no weight, may exceed 2^8. The scores stay as they
+// are, for those who guessed wrong.
 template <class T, int N> struct Guess {
-  float scale, shift[2], sum[2] = {0.f, 0.f};  // shift: inf for a row that has seen nothing yet, so that its sum will not do
+  float scale, shift[2],
+      sum[2] = {0.f, 0.f};  // shift: inf for a row that has seen nothing yet, so that its sum will not do
   u32 packed[N / 2];
 
-  STROBE_DEVICE Guess(const Softmax<>& past) : scale(past.scale), shift{-past.m[0] * past.scale, -past.m[1] * past.scale} {}
+  STROBE_DEVICE Guess(const Softmax<>& past)
+      : scale(past.scale), shift{-past.m[0] * past.scale, -past.m[1] * past.scale} {}
 
   template <int From, int To> STROBE_DEVICE void weights(const float (&s)[N]) {
     float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};

@@ -1,6 +1,7 @@
-// How a tile of 16-bit numbers lies in shared memory: panels of 64 columns, one after the other; a panel row is 128 bytes, whose
-// eight 16-byte chunks are permuted by the row. Eight rows of one chunk then lie in eight different places, so that ldmatrix, which
-// reads exactly that, meets every bank once. It is also the layout that the tensor memory accelerator and wgmma call "128B swizzle".
+// How a tile of 16-bit numbers lies in shared memory: panels of 64 columns, one after the other; a panel row is 128
+// bytes, whose eight 16-byte chunks are permuted by the row. Eight rows of one chunk then lie in eight different
+// places, so that ldmatrix, which reads exactly that, meets every bank once. It is also the layout that the tensor
+// memory accelerator and wgmma call "128B swizzle".
 #pragma once
 #include <strobe/ptx/base.cuh>
 
@@ -17,8 +18,10 @@ STROBE_DEVICE u32 chunk_offset(int rows, int row, int chunk) {
   return (chunk / 8) * (rows * kPanelRowBytes) + row * kPanelRowBytes + (((chunk % 8) ^ (row & 7)) << 4);
 }
 
-// The address one lane gives to ldmatrix.x4 for the 16x16 block of chunks 2*step, 2*step + 1, from the address for step 0: moving
-// along the columns flips bits of the swizzled chunk and, every four steps, enters the next panel.
-STROBE_DEVICE u32 step_columns(u32 address, int rows, int step) { return (address ^ ((step & 3) << 5)) + (step >> 2) * (rows * kPanelRowBytes); }
+// The address one lane gives to ldmatrix.x4 for the 16x16 block of chunks 2*step, 2*step + 1, from the address for step
+// 0: moving along the columns flips bits of the swizzled chunk and, every four steps, enters the next panel.
+STROBE_DEVICE u32 step_columns(u32 address, int rows, int step) {
+  return (address ^ ((step & 3) << 5)) + (step >> 2) * (rows * kPanelRowBytes);
+}
 
 }  // namespace strobe

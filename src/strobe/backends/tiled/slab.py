@@ -1,0 +1,265 @@
+"""How `tiled` cuts a problem up: slabs of (batch, key head) pairs, and inside each slab tiles of query rows times keys.
+
+Query heads that share a key head become more rows of the same tile, so that keys and values are never repeated. The
+softmax counts in units of log2: on CPUs `exp` becomes ten times slower where its results are 0 or nearly, `exp2` does
+not."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from strobe import dropout
+from strobe.mask import full
+from strobe.problem import Inputs, Problem
+from strobe.score import LOG2E, kernel_constants
+
+LN2 = math.log(2)
+
+
+class Blocks(NamedTuple):
+    q: int  # query positions of a tile; its rows are these times the heads of a group
+    k: int  # keys of a tile
+    pairs: int  # (batch, key head) pairs that are worked on at once
+
+
+_Sizes = tuple[int | None, int | None]
+_forced: contextvars.ContextVar[_Sizes] = contextvars.ContextVar("strobe_block_sizes", default=(None, None))
+
+
+@contextlib.contextmanager
+def block_sizes(block_q: int | None = None, block_k: int | None = None) -> Iterator[None]:
+    """Within this context `tiled` uses tiles of this size; `None` leaves the choice to it."""
+    for name, value in (("block_q", block_q), ("block_k", block_k)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+    token = _forced.set((block_q, block_k))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | None = None) -> Blocks:
+    """A tile of scores should stay in the second-level cache of a CPU, and keep a whole GPU busy."""
+    on_cpu = problem.device.type == "cpu"
+    tile = (1 << 19) if on_cpu else (1 << 24)  # scores
+    rows, keys = (256, 512) if on_cpu else (1024, 1024)
+    if on_cpu and problem.mask.lo is not None:  # narrower tiles waste less along the two edges of a window
+        keys = 256
+    group = max(1, problem.group if problem.heads_k else 1)
+    forced_q, forced_k = _forced.get()
+    block_q, block_k = block_q or forced_q, block_k or forced_k
+    k = min(block_k or keys, max(1, problem.len_k))
+    q = min(block_q or max(16, rows // group), max(1, problem.len_q))
+    available = max(1, problem.heads_k * (1 if problem.packed else problem.batch))
+    pairs = max(1, min(available, tile // (group * q * k)))
+    if block_q is None and 2 * pairs * group * q * k <= tile:  # too few heads to fill the tile
+        q = min(2 * q, max(1, problem.len_q))
+        if on_cpu and problem.mask == full and 2 * pairs * group * q * k <= tile:  # tall tiles waste more along edges
+            q = min(2 * q, max(1, problem.len_q))
+            if (
+                block_k is None and problem.dim_v <= 64
+            ):  # o is rescaled once per tile, which costs little if it is narrow
+                k = min(k, 256)
+    return Blocks(q, k, pairs)
+
+
+@dataclass
+class Slab:
+    """Some (batch, key head) pairs of a problem, or of one of its packed sequences. b, hk: how many; g: heads per
+    group."""
+
+    problem: Problem
+    inputs: Inputs
+    batch: range  # as masks, biases and the dropout count sequences
+    heads: range  # of k
+    rows: slice  # along the query axis of the tensors
+    keys: slice
+
+    def __post_init__(self) -> None:
+        self.group = self.problem.group
+        self.len_q, self.len_k = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        self.pairs = len(self.batch) * len(self.heads)
+        self.query_heads = range(self.heads.start * self.group, self.heads.stop * self.group)
+        self._held = slice(0, 1) if self.problem.packed else slice(self.batch.start, self.batch.stop)
+        self.accumulate = self.problem.lse_dtype
+        # Tensor cores take 16-bit operands and add up in 32 bits; a CPU has to widen them.
+        self.narrow = self.problem.device.type == "cuda" and self.problem.dtype.itemsize == 2
+        self.operand = self.problem.dtype if self.narrow else self.accumulate
+        self._before, self._after = kernel_constants(self.problem.scale, self.problem.softcap)
+        wide = torch.finfo(self.accumulate)
+        # Masked scores are -inf and have to stay so: a factor that is not positive in this dtype cannot wait until
+        # then.
+        self._late = self._after if wide.tiny <= self._after <= wide.max else 1.0
+        self.unit = self._late if self.inputs.bias is None else 1.0  # of a score, in log2; see `exponentials`
+        self.minus_unit = torch.tensor(
+            -self.unit, dtype=self.accumulate
+        )  # faster than a number, which PyTorch converts first
+        self.k, self.v = self.of_keys(self.inputs.k), self.of_keys(self.inputs.v)
+        self.q = self.of_queries(self.inputs.q)
+        self.mask, self.bias = self.of_pairs(self.inputs.mask), self.of_pairs(self.inputs.bias)
+
+    # ---- views of whole tensors
+    # ------------------------------------------------------------------------------------------
+
+    def of_queries(self, t: torch.Tensor) -> torch.Tensor:
+        """(b, hk, g, len_q, ...) of a tensor (batch, heads, len_q, ...)."""
+        t = t[self._held, self.query_heads.start : self.query_heads.stop, self.rows]
+        return t.unflatten(1, (len(self.heads), self.group))
+
+    def of_keys(self, t: torch.Tensor) -> torch.Tensor:
+        """(b, hk, len_k, ...) of a tensor (batch, heads of k, len_k, ...)."""
+        return t[self._held, self.heads.start : self.heads.stop, self.keys]
+
+    def of_pairs(self, t: torch.Tensor | None) -> torch.Tensor | None:
+        """(b, hk, g, len_q, len_k) of a mask, bias or bias gradient, with 1 where it is to be broadcast."""
+        if t is None:
+            return None
+        t = t if t.shape[0] == 1 else t[self.batch.start : self.batch.stop]
+        if t.shape[1] == 1:
+            t = t.unsqueeze(2)
+        else:
+            t = t[:, self.query_heads.start : self.query_heads.stop].unflatten(1, (len(self.heads), self.group))
+        return tile_of(t, range(self.len_q), range(self.len_k))
+
+    def sinks(self) -> torch.Tensor:
+        """(hk, g, 1), in the units of the scores."""
+        assert self.inputs.sinks is not None
+        sinks = self.inputs.sinks[self.query_heads.start : self.query_heads.stop].to(self.accumulate) * LOG2E
+        return sinks.view(len(self.heads), self.group, 1)
+
+    # ---- tiles
+    # -----------------------------------------------------------------------------------------------------------
+
+    def rows_of(self, t: torch.Tensor, rows: range, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """(b*hk, g*rows, dim) of a tensor in the form of `of_queries`."""
+        t = t[:, :, :, rows.start : rows.stop].to(dtype or self.operand)
+        return t.reshape(self.pairs, self.group * len(rows), t.shape[-1])
+
+    def keys_of(self, t: torch.Tensor, keys: range) -> torch.Tensor:
+        """(b*hk, keys, dim) of a tensor in the form of `of_keys`; a view wherever the strides allow it."""
+        return t[:, :, keys.start : keys.stop].to(self.operand).flatten(0, 1)
+
+    def spread(self, tile: torch.Tensor, rows: range) -> torch.Tensor:
+        """(b*hk, g*rows, n) as (b, hk, g, rows, n)."""
+        return tile.view(len(self.batch), len(self.heads), self.group, len(rows), tile.shape[-1])
+
+    def query_tile(self, rows: range) -> torch.Tensor:
+        """(b*hk, g*rows, dim), not scaled: that would round every q once more, and every partial sum of q kᵀ
+        differently from PyTorch's. It is in those sums that most of the error arises, so a row that is lucky there
+        would not be so
+        here."""
+        return self.rows_of(self.q, rows).contiguous()
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, rows: range, keys: range, whole: bool, buffer: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A tile of scores, in log2 when multiplied by `unit`, -inf where masked; and tanh(s / softcap) if there is a
+        softcap, perhaps the same tensor. `whole`: the interval mask lets every pair of this tile through."""
+        s, capped = product(q, k.mT, buffer), None
+        if self.problem.softcap is not None:
+            s = capped = s.mul_(self._before).tanh_()
+        if self._late != self._after:
+            s = s * self._after
+        if self.bias is not None:
+            bias, into = tile_of(self.bias, rows, keys).to(self.accumulate) * LOG2E, self.spread(s, rows)
+            s = torch.add(bias, into, alpha=self._late, out=None if s is capped else into).view_as(s)
+        if not whole:
+            s = self._within_bounds(s, rows, keys, fresh=s is capped)
+        if self.mask is not None:
+            s = self._hide(s, tile_of(self.mask, rows, keys), rows)
+        return s, capped
+
+    def _within_bounds(self, s: torch.Tensor, rows: range, keys: range, fresh: bool) -> torch.Tensor:
+        """-inf where the interval mask hides a key; in memory of its own if `fresh`."""
+        mask = self.problem.mask
+        row, key = (torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys))
+        if s.device.type != "cpu" or not torch.isfinite(s.sum()):
+            return self._hide(s, mask.block(row, key, self.len_q, self.len_k), rows)
+        # A CPU takes a minimum several times faster than it compares and selects; NaN would get through, but there is
+        # none.
+        lo, hi = ((bound - keys.start).to(s.dtype)[:, None] for bound in mask.bounds(row, self.len_q, self.len_k))
+        key = (key - keys.start).to(s.dtype)
+        inside = hi - 0.5 - key  # greater than 0 where visible
+        if mask.lo is not None:
+            inside = torch.minimum(inside, key - (lo - 0.5))
+        tile = self.spread(s, rows)
+        return torch.minimum(tile, inside.mul_(torch.inf), out=None if fresh else tile).view_as(s)
+
+    def exponentials(self, s: torch.Tensor, minus_m: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """exp(s - m), m in log2. Scaling costs nothing here, and the difference is rounded once, where it is small."""
+        return torch.add(minus_m, s, alpha=self.unit, out=out).exp2_()
+
+    def _hide(self, s: torch.Tensor, visible: torch.Tensor, rows: range) -> torch.Tensor:
+        # On CPUs `where` into fresh memory is several times faster than `masked_fill_`.
+        return torch.where(visible, self.spread(s, rows), -torch.inf).view_as(s)
+
+    def kept(self, rows: range, keys: range) -> torch.Tensor:
+        """What dropout leaves of a tile, (b*hk, g*rows, keys)."""
+        p, seed = self.problem.dropout, self.inputs.seed
+        kept = dropout.keep(seed, self.batch, self.query_heads, rows, keys, p, self.inputs.q.device)
+        return kept.view(self.pairs, self.group * len(rows), len(keys))
+
+    def key_tiles(self, rows: range, block_k: int) -> Iterator[tuple[range, bool]]:
+        """The keys of each tile that these rows can see, and whether they see all of it. Keys at the ends that none of
+        the rows sees are cut off."""
+        mask = self.problem.mask
+        first, end, first_full, end_full = mask.tiles(rows.start, rows.stop, block_k, self.len_q, self.len_k)
+        lowest, _ = mask.bounds(rows.start, self.len_q, self.len_k)
+        _, highest = mask.bounds(rows.stop - 1, self.len_q, self.len_k)
+        unmasked = mask.lo is None and mask.hi is None  # even the ragged tile at the end is whole
+        for t in range(first, end):
+            keys = range(max(t * block_k, lowest), min((t + 1) * block_k, highest))
+            if keys:
+                yield keys, unmasked or first_full <= t < end_full
+
+    def row_blocks(self, block_q: int) -> Iterator[range]:
+        for start in range(0, self.len_q, block_q):
+            yield range(start, min(start + block_q, self.len_q))
+
+
+def tile_of(t: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
+    """The part of a (…, len_q, len_k) tensor, either of which may be 1, that belongs to these rows and keys."""
+    t = t if t.shape[-2] == 1 else t[..., rows.start : rows.stop, :]
+    return t if t.shape[-1] == 1 else t[..., keys.start : keys.stop]
+
+
+def slabs(problem: Problem, inputs: Inputs, pairs: int) -> Iterator[Slab]:
+    """Every (batch, key head) pair once, at most `pairs` of them at a time."""
+    if problem.packed:
+        assert inputs.cu_q is not None and inputs.cu_k is not None
+        ends_q, ends_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
+    step_batch = 1 if problem.packed else max(1, pairs // max(1, problem.heads_k))
+    for b in range(0, problem.batch, step_batch):
+        if problem.packed:
+            rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+        else:
+            rows, keys = slice(0, problem.len_q), slice(0, problem.len_k)
+        for h in range(0, problem.heads_k, pairs):
+            heads = range(h, min(h + pairs, problem.heads_k))
+            yield Slab(problem, inputs, range(b, min(b + step_batch, problem.batch)), heads, rows, keys)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    """Batched a @ b in 32 bits at least; the beginning of the flat `buffer` takes the result where possible."""
+    if a.dtype.itemsize == 2:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    if buffer is None:
+        return torch.bmm(a, b)
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    return torch.bmm(a, b, out=buffer[: math.prod(shape)].view(shape))
+
+
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b."""
+    if a.dtype.itemsize == 2:
+        total += product(a, b)
+    else:
+        total.baddbmm_(a, b)

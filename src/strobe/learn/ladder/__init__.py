@@ -1,0 +1,4 @@
+"""FlashAttention as a ladder of kernels: from three naive ones to the library's own, one idea a rung (`strobe ladder`).
+
+The rungs are `kernels/*.cu`. They use the library's wrappers, so that each runs on a GPU and, unchanged, on the
+emulator."""

@@ -1,0 +1,107 @@
+"""`strobe ladder` and `strobe ladder diff`. Only their arguments live here; what they need is imported when they
+run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from strobe.learn.ladder.rung import Rung, Shape
+
+app = typer.Typer(
+    help="FlashAttention as a ladder of kernels: from three naive ones to the library's own, one idea a rung.",
+    invoke_without_command=True,
+    no_args_is_help=False,
+)
+
+
+@app.callback()
+def ladder(
+    context: typer.Context,
+    rung: Annotated[list[str] | None, typer.Option(help="01, 02, … 13, b1; may be repeated; all by default.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens; on a GPU 4096, else 256.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="64 or 128; on a GPU 128, else 64.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="On a GPU 16, else 1.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Queries do not see later keys.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (emulated), cuda, cuda:1; by default a GPU if there is one.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write the results here.")] = None,
+) -> None:
+    """Build and check each rung, and time it; without a GPU, count what it does on the emulator."""
+    if context.invoked_subcommand is not None:
+        return
+    import torch
+
+    from strobe.emulator import CompilerMissing
+    from strobe.learn.ladder import measure, rungs, show
+
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if where.type == "cuda":
+            torch.ones(1, device=where)
+        shape = _shape(
+            measure.GPU_SHAPE if where.type == "cuda" else measure.CPU_SHAPE, seq_len, head_dim, heads, causal
+        )
+        wanted = [rungs.get(number) for number in rung] if rung else list(rungs.RUNGS)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(str(error).splitlines()[0]) from None
+    console = _console()
+    try:
+        rows = _run(shape, wanted, where)
+    except CompilerMissing as error:
+        raise typer.BadParameter(str(error)) from None
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "emulator"
+    show.show(rows, shape, name, console)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(measure.as_json(shape, rows, where), indent=1) + "\n", encoding="utf-8")
+    if any(row.failed or not (row.passed or row.skipped) for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    old: Annotated[str, typer.Argument(help="A rung, such as 04.")],
+    new: Annotated[str, typer.Argument(help="Another, such as 05.")],
+) -> None:
+    """What changes from one rung to another, and why."""
+    from strobe.learn.ladder import rungs, show
+
+    try:
+        steps = rungs.get(old), rungs.get(new)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    show.show_diff(*steps, _console())
+
+
+def _shape(default: Shape, seq_len: int | None, head_dim: int | None, heads: int | None, causal: bool) -> Shape:
+    from strobe.learn.ladder.rung import Shape
+
+    length = seq_len or default.len_q
+    return Shape(heads or default.slices, length, length, head_dim or default.dim, causal)
+
+
+def _run(shape: Shape, wanted: list[Rung], device: object) -> list:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from strobe.learn.ladder import measure
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("building", total=2 * len(wanted))
+        return measure.run(shape, wanted, device, lambda what: bar.update(task, advance=1, description=what))  # type: ignore[arg-type]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)  # a file or a pipe has room

@@ -1,0 +1,174 @@
+"""A rung on tensors: on the emulator, or prepared for a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from strobe.cuda import driver, jit
+from strobe.emulator import Buffer, Counters, build, encode_tensor_map
+from strobe.learn.ladder.rung import PARAMS, POINTERS, Rung, Shape
+from strobe.mask import causal, full
+from strobe.problem import Inputs, Problem, check
+
+
+@dataclass
+class Tensors:
+    """[slices, length, dim] each, without gaps; the gradients and what they need only for a backward rung."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
+    workspace: torch.Tensor
+    d_o: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+
+    def addresses(self) -> dict[str, int]:
+        return {name: t.data_ptr() for name in POINTERS if (t := getattr(self, name)) is not None}
+
+    def results(self, rung: Rung) -> dict[str, torch.Tensor]:
+        names = ("dq", "dk", "dv") if rung.backward else ("o", "lse")
+        return {name: getattr(self, name) for name in names}
+
+
+def problem_of(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Problem, Inputs]:
+    """The slices as heads of one sequence."""
+    mask = causal if shape.causal else full
+    return check(q[None], k[None], v[None], mask=mask, scale=shape.scale, layout="bhsd", return_lse=True)
+
+
+def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int = 0, gain: float = 1.0) -> Tensors:
+    """Random inputs, the queries `gain` times as large, and outputs full of NaN: what a rung does not write shows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(length: int) -> torch.Tensor:
+        made = torch.randn((shape.slices, length, shape.dim), generator=generator, dtype=torch.float32)
+        return made.to(device=device, dtype=rung.dtype)
+
+    def poisoned(like: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(like, torch.nan)
+
+    q, k, v = random(shape.len_q) * gain, random(shape.len_k), random(shape.len_k)
+    lse = torch.full((shape.slices, shape.len_q), torch.nan, device=device)
+    workspace = torch.full((max(1, rung.workspace(shape)),), torch.nan, device=device)
+    x = Tensors(q, k, v, poisoned(q), lse, workspace)
+    if rung.backward:  # it is given what a forward pass left behind
+        from strobe.backends import reference
+
+        for i in range(shape.slices):
+            o, found = reference.attention(*problem_of(shape, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
+            x.o[i], x.lse[i] = o[0, 0], found[0, 0]
+        x.d_o, x.dq, x.dk, x.dv = random(shape.len_q), poisoned(q), poisoned(k), poisoned(v)
+    return x
+
+
+# ---- on the emulator -----------------------------------------------------------------------------------------------------
+
+
+def emulate(rung: Rung, shape: Shape, x: Tensors, mode: str = "sync", seed: int = 0) -> Counters:
+    """Runs it, and counts what all its kernels did together."""
+    if rung.library:
+        return _emulate_library(shape, x, mode, seed)
+    program = build(rung.source(shape.dim), name=rung.name)
+    addresses = x.addresses()
+    written = ("o", "lse", "workspace") if not rung.backward else ("workspace", "dq", "dk", "dv")
+    buffers = [
+        Buffer(n, a, t.numel() * t.element_size(), n in written) for n, a in addresses.items() for t in [getattr(x, n)]
+    ]
+    maps = {name: encode_tensor_map(spec) for name, spec in rung.maps(shape, addresses).items()}
+    counted = []
+    for stage, grid in enumerate(rung.grids):
+        params = bytes(PARAMS.pack(rung.values(shape, stage, addresses, maps)))
+        launch = {"grid": grid(shape), "threads": rung.threads, "smem": rung.smem(shape.dim), "buffers": buffers}
+        counted.append(program.run(params, **launch, mode=mode, seed=seed))  # type: ignore[arg-type]
+    return Counters(**{f.name: sum(getattr(c, f.name) for c in counted) for f in fields(Counters)})
+
+
+def _emulate_library(shape: Shape, x: Tensors, mode: str, seed: int) -> Counters:
+    from strobe.cuda.plan import plan_sm90
+    from strobe.emulator import backend
+
+    problem, inputs = problem_of(shape, x.q, x.k, x.v)
+    out = x.o[None]
+    plan = plan_sm90(problem, out.stride()[:3], backend.MULTIPROCESSORS)
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("sinks", "cu_q", "cu_k"))
+    tensors |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "lse": x.lse[None]}
+    return backend.launch(plan, tensors, mode=mode, seed=seed)  # type: ignore[arg-type]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------------
+
+
+def cannot_run(rung: Rung, device: torch.device) -> str | None:
+    """Why this GPU cannot run it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if rung.hopper and (major, minor) != (9, 0):
+        return f"compute capability {major}.{minor}; wgmma exists on 9.0 (Hopper) alone"
+    if rung.element == "bf16" and major < 8:
+        return f"compute capability {major}.{minor}; bf16 matrix units need 8.0 (Ampere) or later"
+    return driver.available() or jit.compiler_missing()
+
+
+def arch_of(rung: Rung, device: torch.device) -> str:
+    return "sm_90a" if rung.hopper else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def _loaded(rung: Rung, dim: int, arch: str) -> driver.Kernel:
+    return driver.Kernel(jit.get(rung.source(dim), arch, name=rung.name).cubin, smem=rung.smem(dim))
+
+
+class Call:
+    """A rung that is compiled, loaded and ready for all tensors of one shape. Belongs to one thread."""
+
+    def __init__(self, rung: Rung, shape: Shape, device: torch.device) -> None:
+        self._device = device.index or 0
+        somewhere = dict.fromkeys(
+            POINTERS, 1 << 30
+        )  # tensor maps want an address when they are encoded; each call moves them
+        maps = {name: spec.encode() for name, spec in rung.maps(shape, somewhere).items()}
+        smem, function = rung.smem(shape.dim), _loaded(rung, shape.dim, arch_of(rung, device)).function(self._device)
+        self._patch = PARAMS.patcher(*POINTERS)
+        self._launches = []
+        for stage, grid in enumerate(rung.grids):
+            params = PARAMS.pack(rung.values(shape, stage, somewhere, maps))
+            launch = driver.Launch(function, grid(shape), rung.threads, smem, params)
+            slots = {name: driver.TensorMapSlot(launch.params, PARAMS.offsets[f"map_{name}"]) for name in maps}
+            self._launches.append((launch, slots))
+
+    def __call__(self, x: Tensors) -> None:
+        """Launches its kernels once, on the current stream."""
+        addresses = x.addresses()
+        pointers = [addresses.get(name, 0) for name in POINTERS]
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        for launch, slots in self._launches:
+            self._patch(launch.params, *pointers)
+            for name, slot in slots.items():
+                slot.point_to(addresses[name])
+            launch.launch(stream)
+
+
+def prepare(rung: Rung, shape: Shape, x: Tensors) -> Callable[[], None]:
+    """Compiled and loaded: each call of the result launches it once on these tensors."""
+    if rung.library:
+        import strobe
+
+        q, k, v, out = (t[None] for t in (x.q, x.k, x.v, x.o))
+        mask = causal if shape.causal else None
+
+        def library() -> None:
+            _, lse = strobe.attention(
+                q, k, v, mask=mask, scale=shape.scale, layout="bhsd", out=out, return_lse=True, backend="sm90"
+            )
+            x.lse = lse[0]
+
+        return library
+    call = Call(rung, shape, x.q.device)
+    return lambda: call(x)

@@ -1,0 +1,207 @@
+"""The ladder: which rungs there are, and how each is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from strobe.cuda.tiles import choose_sm90, tile_bytes
+from strobe.learn.ladder.rung import Count, Rung, Shape
+
+ByDim = Callable[[int], int]
+
+
+# ---- grids: blocks of one launch
+# ---------------------------------------------------------------------------------------
+
+
+def _slices(shape: Shape) -> int:
+    return shape.slices
+
+
+def _query_tiles(rows: int) -> Count:
+    return lambda shape: shape.slices * -(-shape.len_q // rows)
+
+
+def _key_tiles(keys: int) -> Count:
+    return lambda shape: shape.slices * -(-shape.len_k // keys)
+
+
+def _threads_per_row(threads: Count) -> Count:
+    """Blocks of 256 threads, so many of them for each query."""
+    return lambda shape: -(-shape.slices * shape.len_q * threads(shape) // 256)
+
+
+def _squares(columns: Count) -> Count:
+    """A block for each 16 x 16 numbers of a matrix with a row for each query."""
+    return lambda shape: shape.slices * -(-shape.len_q // 16) * -(-columns(shape) // 16)
+
+
+def _warp(shape: Shape) -> int:
+    return 32
+
+
+def _one(shape: Shape) -> int:
+    return 1
+
+
+def _keys(shape: Shape) -> int:
+    return shape.len_k
+
+
+def _dim(shape: Shape) -> int:
+    return shape.dim
+
+
+# ---- shared memory
+# -----------------------------------------------------------------------------------------------------
+
+
+def _fp32_tile(rows: int, columns: int) -> int:
+    """SharedTile of ladder.cuh: one word of padding a row."""
+    return rows * (columns + 1) * 4
+
+
+def _scalar_smem(rows: int) -> ByDim:
+    """Tiles of Q, K, V and P."""
+    return lambda dim: 3 * _fp32_tile(rows, dim) + _fp32_tile(rows, rows)
+
+
+def _mma_smem(stages: int, weights: bool) -> ByDim:
+    """Tiles of Q, of `stages` K and V, and of P."""
+    return lambda dim: (1 + 2 * stages) * 64 * dim * 2 + (64 * 64 * 2 if weights else 0)
+
+
+def _hopper_smem(consumers: int, stages: int, barriers: int) -> ByDim:
+    return lambda dim: consumers * tile_bytes(64, dim) + 2 * stages * tile_bytes(128, dim) + barriers
+
+
+def _backward_smem(dim: int) -> int:
+    """Tiles of Q, dO, K, V, and of P and dS."""
+    return 4 * _fp32_tile(32, dim) + 2 * _fp32_tile(32, 32)
+
+
+# ---- what is kept in memory besides the tensors, in floats; what is moved
+# ----------------------------------------------
+
+
+def _scores(shape: Shape) -> int:
+    return shape.slices * shape.len_q * shape.len_k
+
+
+def _statistics(each: int) -> Count:
+    return lambda shape: each * shape.slices * shape.len_q
+
+
+def _traffic(rows: int | ByDim) -> dict[str, Any]:
+    """Keys and values are fetched once for every tile of `rows` queries; q and o move once."""
+    count: ByDim = rows if callable(rows) else lambda dim: rows
+    return {"moves": lambda dim: 2 * dim / count(dim), "rows": count, "once": 2}
+
+
+def _library_rows(dim: int) -> int:
+    return choose_sm90(dim, dim).block_m
+
+
+# ---- the rungs
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _mma(number: str, file: str, stages: int, weights: bool) -> Rung:
+    return Rung(
+        number, file, (_query_tiles(64),), _mma_smem(stages, weights), element="bf16", threads=128, **_traffic(64)
+    )
+
+
+def _hopper(number: str, file: str, consumers: int, threads: int, stages: int, barriers: int) -> Rung:
+    rows = 64 * consumers
+    return Rung(
+        number,
+        file,
+        (_query_tiles(rows),),
+        _hopper_smem(consumers, stages, barriers),
+        element="bf16",
+        threads=threads,
+        keys=128,
+        hopper=True,
+        **_traffic(rows),
+    )
+
+
+RUNGS = (
+    Rung(
+        "01",
+        "01_standard.cu",
+        (_threads_per_row(_keys), _threads_per_row(_one), _threads_per_row(_dim)),
+        lambda dim: 0,
+        workspace=_scores,
+        moves=lambda dim: 4 * dim + 5,
+        once=1,
+    ),
+    Rung(
+        "02",
+        "02_shared_tiles.cu",
+        (_squares(_keys), _threads_per_row(_warp), _squares(_dim)),
+        lambda dim: 2 * _fp32_tile(16, 16),
+        workspace=_scores,
+        moves=lambda dim: 4 * dim / 16 + 5,
+        once=1,
+    ),
+    Rung(
+        "03",
+        "03_fused_16.cu",
+        (_slices,),
+        _scalar_smem(16),
+        workspace=_statistics(2),
+        moves=lambda dim: 3 * dim / 16 + 2,
+        once=2,
+        divides_every=16,
+    ),
+    Rung(
+        "04",
+        "04_bigger_tiles.cu",
+        (_slices,),
+        _scalar_smem(64),
+        workspace=_statistics(2),
+        moves=lambda dim: 3 * dim / 64 + 0.5,
+        once=2,
+        divides_every=64,
+    ),
+    Rung("05", "05_queries_outside.cu", (_query_tiles(64),), _scalar_smem(64), **_traffic(64)),
+    _mma("06", "06_mma.cu", stages=1, weights=True),
+    _mma("07", "07_swizzle.cu", stages=1, weights=True),
+    _mma("08", "08_cp_async.cu", stages=2, weights=True),
+    _mma("09", "09_registers.cu", stages=2, weights=False),
+    _hopper("10", "10_tma_wgmma.cu", consumers=1, threads=128, stages=1, barriers=16),
+    _hopper("11", "11_warp_specialised.cu", consumers=2, threads=384, stages=2, barriers=80),
+    _hopper("12", "12_ping_pong.cu", consumers=2, threads=384, stages=2, barriers=80),
+    Rung("13", "13_overlap.cu", (), lambda dim: 0, element="bf16", hopper=True, **_traffic(_library_rows)),
+    Rung(
+        "b1",
+        "b1_backward.cu",
+        (_threads_per_row(_warp), _key_tiles(32), _query_tiles(32)),
+        _backward_smem,
+        workspace=_statistics(1),
+        moves=lambda dim: 4 * dim / 32 + 2,
+        once=9,
+        backward=True,
+        against="05",
+    ),
+)
+BY_NUMBER = {rung.number: rung for rung in RUNGS}
+
+
+def get(number: str) -> Rung:
+    """By its number, with or without the leading zero."""
+    found = BY_NUMBER.get(number if number in BY_NUMBER else number.zfill(2))
+    if found is None:
+        raise ValueError(f"there is no rung {number!r}; there are {', '.join(BY_NUMBER)}")
+    return found
+
+
+def before(rung: Rung) -> Rung | None:
+    """The rung that its prediction compares it with."""
+    if rung.against is not None:
+        return BY_NUMBER[rung.against]
+    index = RUNGS.index(rung)
+    return RUNGS[index - 1] if index else None

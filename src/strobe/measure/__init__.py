@@ -1,0 +1,1 @@
+"""What every measurement shares: clocks, stopwatch, memory, statistics, provenance."""

@@ -1,0 +1,295 @@
+"""The command line: `strobe demo`, `doctor`, `compile`, `bench`, `report`. What they show is computed elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import strobe
+from strobe.backends import dispatch
+from strobe.bench import cli as benchmark
+from strobe.learn import cli as learning, worked_example
+from strobe.learn.ladder import cli as ladder
+from strobe.tools import demo as demonstration, demo_inputs, doctor as examination, terminal
+
+app = typer.Typer(
+    help="Exact attention in tiles that fit on-chip: see it run, see what this machine offers, compile its kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class UserError(Exception):
+    """Something the user can put right: shown as a line, without a traceback."""
+
+
+def main() -> None:
+    try:
+        app()
+    except (UserError, strobe.Unsupported) as error:
+        terminal.stderr.print(f"strobe: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"strobe {strobe.__version__}")
+        raise typer.Exit
+
+
+_VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+
+
+@app.callback()
+def _options(version: Annotated[bool, _VERSION] = False) -> None:
+    pass
+
+
+# ---- demo ------------------------------------------------------------------------------------------------------------
+
+_INIT = (
+    "How q, k and v are made. A FILE (.pt .npy .npz .txt .csv) holds one matrix (length, dim) or (length, heads, dim) that "
+    "serves as all three, or (.pt, .npz) three of them named q, k and v."
+)
+
+
+@app.command()
+def demo(
+    seq_len: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens; may be repeated; 1K to 16K by default.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Numbers per head; by default 64, on a GPU 128.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="By default 1, on a GPU 16.")] = None,
+    block_q: Annotated[int | None, typer.Option(min=1, help="Queries per tile, for the backend `tiled`.")] = None,
+    block_k: Annotated[int | None, typer.Option(min=1, help="Keys per tile, for the backend `tiled`.")] = None,
+    init: Annotated[str, typer.Option(metavar="uniform|normal|ones|ramp|FILE", help=_INIT)] = "normal",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="By default float32, on a GPU bfloat16; float16, float64.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Queries do not see later keys.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one.")] = None,
+    backend: Annotated[str | None, typer.Option(help=f"{', '.join(dispatch.NAMES)}; by default the fastest.")] = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print Query, Key, Value and Output of the first head.")
+    ] = False,
+    example: Annotated[
+        bool, typer.Option("--example", help="Four queries and keys in tiles of two, step by step.")
+    ] = False,
+) -> None:
+    """Exact attention against standard attention: error, time and peak memory, on the device there is."""
+    if backend is not None and backend not in dispatch.NAMES:
+        raise UserError(f"--backend must be one of {', '.join(dispatch.NAMES)}, got {backend!r}")
+    if example:
+        checks = worked_example.checks(backend)
+        terminal.show_worked_example(checks)
+        raise typer.Exit(0 if all(check.passed for check in checks) else 1)
+    where = _device(device)
+    on_gpu = where.type == "cuda"
+    dtype = dtype or ("bfloat16" if on_gpu else "float32")
+    if dtype not in demonstration.DTYPES:
+        raise UserError(f"--dtype must be one of {', '.join(demonstration.DTYPES)}, got {dtype!r}")
+    sizes = {"--seq-len": seq_len, "--head-dim": head_dim, "--heads": heads}
+    if init not in demo_inputs.RULES and any(sizes.values()):
+        given = ", ".join(flag for flag, value in sizes.items() if value)
+        raise UserError(f"--init {init} is a file, which has sizes of its own: leave out {given}")
+    if (block_q or block_k) and backend not in (None, "tiled"):
+        raise UserError(f"--block-q and --block-k belong to the backend tiled, got --backend {backend}")
+    settings = demonstration.Settings(
+        lengths=tuple(sorted(set(seq_len or demonstration.LENGTHS))),
+        head_dim=head_dim or (128 if on_gpu else 64),
+        heads=heads or (16 if on_gpu else 1),
+        block_q=block_q,
+        block_k=block_k,
+        init=init,
+        seed=seed,
+        dtype=demonstration.DTYPES[dtype],
+        causal=causal,
+        device=where,
+        backend=backend,
+    )
+    _run_demo(settings, show)
+
+
+def _run_demo(settings: demonstration.Settings, show: bool) -> None:
+    try:
+        shortest = demonstration.first_inputs(settings)
+        calls = demonstration.methods(settings, shortest)
+    except (ValueError, TypeError) as error:  # from the checks of `--init` and of `strobe.attention`
+        raise UserError(str(error)) from error
+    if show:
+        ours = next(name for name in calls if name != demonstration.STANDARD)
+        terminal.print_tensors(Query=shortest.q, Key=shortest.k, Value=shortest.v, Output=calls[ours]())
+    _, _, heads, dim = shortest.q.shape
+    kind = f"{str(settings.dtype).removeprefix('torch.')}, {heads} x {dim} (heads x dim), {settings.init}"
+    terminal.stdout.print(f"{_device_name(settings.device)}, {kind}{', causal' if settings.causal else ''}")
+    with terminal.progress() as bar:
+        task = bar.add_task("preparing", total=settings.runs * len(calls))
+        rows = list(demonstration.run(settings, lambda what: bar.update(task, advance=1, description=what)))
+    terminal.show_demo(rows, settings.device)
+    if not all(row.exact for row in rows):
+        terminal.stderr.print("strobe: an error is larger than rounding explains", style="bold red")
+        raise typer.Exit(1)
+
+
+def _device(wanted: str | None) -> torch.device:
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.ones(1, device=device).item()
+    except Exception as error:  # each kind of device fails in its own way
+        raise UserError(f"--device {wanted} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for machines.")] = False) -> None:
+    """What this machine offers: torch, GPU, driver, NVRTC, cache, compiler, and each backend: ready or why not."""
+    found = examination.report()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        terminal.show_doctor(found)
+
+
+# ---- compile ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def compile(
+    arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, …; may be repeated.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Directory for the kernels; made if need be.")],
+    dtype: Annotated[list[str] | None, typer.Option(help="Only float16 or bfloat16; both by default.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(min=1, help="Only kernels for this head dim; may be repeated.")
+    ] = None,
+) -> None:
+    """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
+    from strobe.cuda import jit, plan, tiles
+
+    if wrong := [a for a in arch if not re.fullmatch(r"sm_\d+[af]?", a)]:
+        raise UserError(f"--arch must look like sm_80 or sm_90a, got {wrong[0]!r}")
+    elements = {str(d).removeprefix("torch."): element for d, element in plan.ELEMENTS.items()}
+    if wrong := [d for d in dtype or () if d not in elements]:
+        raise UserError(f"--dtype must be one of {', '.join(elements)}, got {wrong[0]!r}")
+    if (problem := jit.nvrtc_status()) is not None:
+        raise UserError(f"cannot compile here: {problem}")
+    wanted = {elements[d] for d in dtype or elements}
+    try:
+        every = [variant for a in dict.fromkeys(arch) for variant in plan.variants(a)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    variants = [v for v in every if v.element in wanted and (not head_dim or any(_serves(v, d) for d in head_dim))]
+    if not variants:
+        raise UserError(
+            f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; the largest is {tiles.MAX_DIM}"
+        )
+    total = _compile_into(out, variants)
+    print(f"{len(variants)} kernels, {terminal.size(total)}, in {out}")
+    print(f"use them:                     export STROBE_CUBIN_PATH={out.resolve()}")
+    print("and forbid to compile others: export STROBE_NO_COMPILE=1")
+
+
+def _compile_into(out: Path, variants: list[Any]) -> int:
+    """Bytes of machine code."""
+    from strobe.cuda import jit
+
+    total = 0
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with terminal.progress() as bar:
+            task = bar.add_task("compiling", total=len(variants))
+            for variant in variants:
+                bar.update(task, description=f"{variant.arch} {variant.name}")
+                artifact = jit.get(variant.source, variant.arch, name=variant.name)
+                total += jit.write_layer(out, artifact).stat().st_size
+                bar.advance(task)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror or error}") from error
+    except (jit.CompileError, jit.CompileForbidden) as error:
+        raise UserError(str(error)) from error
+    return total
+
+
+def _serves(variant: Any, head_dim: int) -> bool:
+    """Kernels are made for rounded-up head dims: 72 is served by the next larger one."""
+    from strobe.cuda import tiles
+
+    if head_dim > tiles.MAX_DIM:
+        return False
+    family = "sm90" if variant.arch == "sm_90a" else "sm80"
+    return head_dim <= variant.dim_v and tiles.padded_dims(family, head_dim, head_dim)[0] == variant.dim
+
+
+@app.command()
+def tune(
+    head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="full or bounded (masks), softcap, split (keys), softcap-split; may be repeated."),
+    ] = None,
+    seq_len: Annotated[list[int] | None, typer.Option(help="Lengths to time; 1024, 4096 and 16384 by default.")] = None,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write what was found.")] = Path("tiles.json"),
+) -> None:
+    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best. About half a minute a head
+    dim."""
+    import torch
+
+    from strobe.bench import results
+    from strobe.cuda import backend
+    from strobe.cuda.tiles import KINDS
+    from strobe.tools import tune as tuning
+
+    device = torch.device("cuda", 0)
+    if (reason := backend.hopper_missing(device)) is not None:
+        raise UserError(f"there is nothing to tune here: {reason}")
+    dims = tuning.dims_of(head_dim)
+    if not dims:
+        raise UserError(f"no Hopper kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
+    if unknown := set(kind or ()) - set(KINDS):
+        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(KINDS)}")
+    with terminal.progress() as bar:
+        task = bar.add_task("tuning", total=None)
+        result = tuning.sweep(
+            dims,
+            [k for k in KINDS if not kind or k in kind],
+            seq_len or (1024, 4096, 16384),
+            device,
+            lambda what, step, of: bar.update(task, description=what, completed=step, total=of),
+        )
+    results.write(result, out)
+    for dims_name, tile in result["best"].items():
+        print(f"head dim {dims_name}: {', '.join(f'{k}={v}' for k, v in tile.items())}")
+    print(f"use them: export STROBE_TILES={out.resolve()}")
+
+
+# ---- bench, report: strobe.bench.cli
+# -----------------------------------------------------------------------------------
+
+app.command()(benchmark.bench)
+app.command()(benchmark.report)
+app.add_typer(ladder.app, name="ladder")
+
+# ---- explain-page: strobe.learn.cli
+# -------------------------------------------------------------------------------------
+
+app.command()(learning.explain_page)
+
+
+if __name__ == "__main__":
+    main()
