@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from strobe.bench import studies
+from strobe.bench.tile_speeds import means as tile_means
 from strobe.measure.statistics import geometric_mean
-from strobe.tools import tune
 
 BEGIN, END = "<!-- ledger: begin (python -m strobe.bench.docs --write) -->", "<!-- ledger: end -->"
 DIMS = (64, 128, 256)
@@ -16,9 +16,9 @@ MASKS = ("full", "causal")
 
 
 def means(rows: list[dict[str, Any]], dim: int, mask: str) -> dict[str, float]:
-    """Of every tile that was timed at all lengths: the geometric mean of its speed over cuDNN's."""
-    mine = [row for row in rows if row["dim"] == row["dim_v"] == dim and row["mask"] == mask]
-    return tune.means_over(mine, "length", "vs_cudnn")
+    """Tile -> the geometric mean over all lengths of its speed over cuDNN's."""
+    mine = [row for row in rows if (row["dim"], row["mask"]) == (dim, mask)]
+    return {row["tile"]: geometric_mean(row["vs_cudnn"]) for row in mine}
 
 
 def block(root: Path) -> str:
@@ -82,7 +82,7 @@ def _tiles(root: Path) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):
-        speeds = tune.means(found["rows"], dim, dim_v, kind)
+        speeds = tile_means(found["rows"], dim, dim_v, kind)
         in_use, best = next(iter(speeds)), max(speeds, key=speeds.__getitem__)
         other, share = "" if best == in_use else best, speeds[in_use] / speeds[best]
         lines.append(f"| {kind} | {_dims(dim, dim_v)} | {in_use} | {len(speeds)} | {share:.3f} | {other} |")
@@ -135,7 +135,7 @@ def _cycles(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _gain(rows: list[dict[str, Any]], dim: int, mask: str) -> str:
-    gains = [row["without_ms"] / row["ms"] for row in rows if row["dim"] == dim and row["mask"] == mask]
+    gains = [gain for row in rows if (row["dim"], row["mask"]) == (dim, mask) for gain in row["gain"]]
     if not gains:
         return ""
     spread = f" ({min(gains):.2f}-{max(gains):.2f})" if len(gains) > 1 else ""
