@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe.bench import results, studies
+from strobe.bench import results, studies, tile_speeds
 from strobe.cuda import jit, tiles
 from strobe.tools import tune
 
@@ -121,6 +121,6 @@ def test_the_tables_are_those_of_the_committed_sweep(no_overrides) -> None:  # t
     assert found is not None
     for dim, dim_v in tiles.DIMS["sm90"]:
         for kind in tiles.KINDS:
-            speeds = tune.means(found["rows"], dim, dim_v, kind)
+            speeds = tile_speeds.means(found["rows"], dim, dim_v, kind)
             in_use = str(tune.candidates(dim, dim_v, kind)[0])
             assert speeds[in_use] > 0.98 * max(speeds.values()), (dim, dim_v, kind, in_use)

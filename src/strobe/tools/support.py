@@ -3,15 +3,14 @@
     python -m strobe.tools.support                      print it
     python -m strobe.tools.support --write README.md    put it between the markers there
 
-The table says what the code can do and is the same on every machine: backends that need a GPU or a compiler have a
-function `feature_limits(problem)` in their module, which answers as if they had it."""
+The table says what the code can do and is the same on every machine: for backends that need a GPU or a compiler,
+`feature_limits(problem)` answers as if they had it."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch
 
 from strobe import mask as masks
 from strobe.backends import dispatch
+from strobe.cuda.backend import feature_limits
+from strobe.measure.cases import Case, problem_of
 from strobe.measure.generated import replace_between
 from strobe.problem import Problem
 
@@ -28,29 +29,36 @@ BEGIN, END = (
 )
 YES, NO = "✓", "–"
 
-_PLAIN = Problem(
-    dtype=torch.bfloat16, device=torch.device("cpu"), batch=2, heads=4, heads_k=4, len_q=16, len_k=16, dim=64, dim_v=64,
-    mask=masks.full, scale=0.125, softcap=None, dropout=0.0, has_mask_tensor=False, has_bias=False, has_sinks=False,
-    packed=False, total_q=32, total_k=32, needs_grad=False, return_lse=False, deterministic=False, strides=(),
-)  # fmt: skip
+_PLAIN = Case("plain", 16, 16, heads=4, heads_k=4, dim=64)
+_Changes = dict[str, Any]
 
 
-def _changed(problem: Problem, **changes: Any) -> Problem:
-    """The problem with other facts, its tensors still contiguous in (batch, length, heads, dim) order."""
-    p = replace(problem, **changes)
-    widths = ((p.len_q, p.heads, p.dim), (p.len_k, p.heads_k, p.dim), (p.len_k, p.heads_k, p.dim_v))
-    return replace(p, strides=tuple((length * heads * dim, dim, heads * dim) for length, heads, dim in widths))
+def _problem(home: Home, **changes: Any) -> Problem:
+    """A backend's home problem with other facts: fields of a case, or the dtype, the device, `needs_grad`,
+    `return_lse`."""
+    facts: dict[str, Any] = {"dtype": home.dtype, "device": home.device}
+    facts |= {name: changes.pop(name) for name in ("dtype", "device", "needs_grad", "return_lse") if name in changes}
+    return problem_of(replace(_PLAIN, **changes), **facts)
+
+
+@dataclass(frozen=True)
+class Home:
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _home(backend: str) -> Home:
+    device = torch.device("cuda", 0) if backend.startswith("sm") else torch.device("cpu")
+    return Home(torch.float32 if backend == "aten_cpu" else torch.bfloat16, device)
 
 
 def home_problem(backend: str) -> Problem:
     """A plain problem of the kind that a backend is there for: if it cannot run this, it cannot run here."""
-    device = torch.device("cuda", 0) if backend.startswith("sm") else torch.device("cpu")
-    return _changed(_PLAIN, device=device, dtype=torch.float32 if backend == "aten_cpu" else torch.bfloat16)
+    return _problem(_home(backend))
 
 
 # What is asked for each row: changes to a backend's home problem. A row holds if every one of its problems is
 # supported.
-_Changes = dict[str, Any]
 FEATURES: list[tuple[str, list[_Changes]]] = [
     ("float16, bfloat16", [{"dtype": torch.float16}, {"dtype": torch.bfloat16}]),
     ("float32", [{"dtype": torch.float32}]),
@@ -62,39 +70,36 @@ FEATURES: list[tuple[str, list[_Changes]]] = [
     ("`causal`, `causal_top_left`", [{"mask": masks.causal}, {"mask": masks.causal_top_left}]),
     ("`window`, `prefix`, `chunked`, `&`",
      [{"mask": m} for m in (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))]),
-    ("boolean mask tensor", [{"has_mask_tensor": True}]),
-    ("bias", [{"has_bias": True}]),
+    ("boolean mask tensor", [{"mask_tensor": (1, 1, 16, 16)}]),
+    ("bias", [{"bias": (1, 1, 16, 16)}]),
     ("softcap", [{"softcap": 30.0}]),
-    ("sinks", [{"has_sinks": True}]),
+    ("sinks", [{"sinks": True}]),
     ("dropout", [{"dropout": 0.1}]),
-    ("packed sequences (`attention_varlen`)", [{"packed": True, "batch": 2, "total_q": 32, "total_k": 32}]),
+    ("packed sequences (`attention_varlen`)", [{"lengths": ((16, 16), (16, 16))}]),
     ("log-sum-exp", [{"return_lse": True}]),
 ]  # fmt: skip
 
 
 def limits(backend: str) -> Callable[[Problem], str | None]:
-    """What a backend's code cannot do, whatever the machine lacks."""
-    found = dispatch.get(backend)
-    module = importlib.import_module(dispatch._MODULES[backend])
-    return getattr(module, "feature_limits", found.supports)
+    """What a backend's code cannot do, whatever the machine lacks. The emulator runs the CUDA kernels."""
+    return feature_limits if backend in ("sm80", "sm90", "emulator") else dispatch.get(backend).supports
 
 
 def answers(backend: str) -> dict[str, str]:
     """The cells of one backend's column."""
-    ask, home = limits(backend), home_problem(backend)
+    ask, home = limits(backend), _home(backend)
 
     def holds(*problems: Problem) -> bool:
         return all(ask(p) is None for p in problems)
 
-    def runs_on(
-        device: torch.device,
-    ) -> bool:  # its own kind of device is taken on trust: this machine may not have one
-        return device == home.device or dispatch.get(backend).supports(_changed(home, device=device)) is None
+    def runs_on(device: torch.device) -> bool:
+        """Its own kind of device is taken on trust: this machine may not have one."""
+        return device == home.device or dispatch.get(backend).supports(_problem(home, device=device)) is None
 
     kinds = {"CPU": torch.device("cpu"), "CUDA": torch.device("cuda", 0), "others": torch.device("mps", 0)}
     cells = {"devices": ", ".join(name for name, device in kinds.items() if runs_on(device))}
-    cells |= {row: YES if holds(*(_changed(home, **changes) for changes in asked)) else NO for row, asked in FEATURES}
-    if not holds(_changed(home, needs_grad=True)):
+    cells |= {row: YES if holds(*(_problem(home, **changes) for changes in asked)) else NO for row, asked in FEATURES}
+    if not holds(_problem(home, needs_grad=True)):
         cells["gradients"] = NO
     else:
         own = backend == "tiled" or dispatch.get(backend).backward is not None
