@@ -9,7 +9,7 @@ where they can be put into one batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,9 +84,9 @@ class _Attention(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
         dims = in_dims[2:]
         if bound.layout in (Layout.BSHD, Layout.BHSD) and not a.dropout and tensors[3:] == (None,) * 6:
-            q, k, v = (_in_one_batch(t, d, info.batch_size) for t, d in zip(tensors[:3], dims, strict=False))
-            found = _attend(a, (q, k, v, *tensors[3:]))
-            return tuple(t.view(info.batch_size, -1, *t.shape[1:]) for t in found), (0, 0)
+            q, k, v = (_batched(t, d, info.batch_size) for t, d in zip(tensors[:3], dims, strict=False))
+            found = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *tensors[3:]))
+            return tuple(t.view(*q.shape[:2], *t.shape[1:]) for t in found), (0, 0)
         return _one_by_one(lambda *one: _attend(a, one), info, dims, tensors)
 
 
@@ -99,10 +99,10 @@ def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch
 _apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
 
 
-def _in_one_batch(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:
+def _batched(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:
+    """With the examples along the first axis."""
     assert t is not None
-    t = t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-    return t.reshape(-1, *t.shape[2:])
+    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
 def _one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
@@ -180,3 +180,10 @@ class _Second(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, seed: Any, *tensors: _Maybe) -> Any:
         return _one_by_one(lambda *one: _Second.apply(bound, seed, *one), info, in_dims[2:], tensors)
+
+
+def second(
+    bound: Bound, a: Arguments, cotangents: Sequence[_Maybe], dout: torch.Tensor, dlse: _Maybe
+) -> tuple[_Maybe, ...]:
+    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks)."""
+    return _Second.apply(bound, a.seed, *cotangents, dout, dlse, *tensors_of(a))

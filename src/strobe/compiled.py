@@ -1,5 +1,5 @@
 """Where PyTorch traces (`torch.compile`, `torch.export`, `torch.jit.trace`, fake tensors, dispatch modes) attention is one
-operation of the graph, `torch.ops.strobe.attention`, and so are its backward and the backward of that.
+operation of the graph, `torch.ops.strobe.attention`, and so is its backward.
 
 A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as it
 is called without a compiler. Operations take no objects: masks and scores travel as the text of their expressions. What
@@ -22,7 +22,6 @@ from strobe.bound import bind
 from strobe.mask import Mask, full, parse_mask
 from strobe.problem import Unsupported, check_shapes, lse_dtype, with_longest
 from strobe.score import Score, identity, parse_score, softcap
-from strobe.second_derivatives import second_derivatives
 
 _Maybe = torch.Tensor | None
 # Name -> type in the schema of the operations. The first five can have gradients.
@@ -40,10 +39,6 @@ _tags = tuple(getattr(torch.Tag, n) for n in ("pt2_compliant_tag", "needs_exact_
 _library.define(f"attention({_CALL}, bool with_lse) -> (Tensor, Tensor)", tags=_tags)
 _library.define(
     f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_CALL}) -> Tensor[]",
-    tags=_tags,
-)
-_library.define(
-    f"attention_backward_backward(Tensor?[] cotangents, Tensor? dout, Tensor? dlse, bool[] needs, {_CALL}) -> Tensor[]",
     tags=_tags,
 )
 
@@ -197,50 +192,30 @@ def _fake_backward(
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    dout, dlse, _, _, needs, *values = inputs
-    _save_call(ctx, values, (dout, dlse))
+    dout, dlse, out, _, needs, *values = inputs
+    _save_call(ctx, values, (dout, dlse, out))
     ctx.needs = list(needs)
 
 
 def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any, ...]:
-    """Of (dout, dlse) and of q, k, v, bias and sinks. The results of the forward count as constants: second derivatives
-    go through the recomputation."""
-    (dout, dlse), values = _restore_call(ctx)
-    found = torch.ops.strobe.attention_backward_backward(list(cotangents), dout, dlse, ctx.needs, *values)
-    there = [t is not None for t in (dout, dlse, *values[: len(_GRADIENTS)])]
-    given = iter(found)
-    of_dout, of_dlse, *gradients = (next(given) if t else None for t in there)
-    return of_dout, of_dlse, None, None, None, *_none_but(dict(zip(_GRADIENTS, gradients, strict=True)))
-
-
-def _second(
-    cotangents: Sequence[_Maybe], dout: _Maybe, dlse: _Maybe, needs: Sequence[bool], *values: Any
-) -> list[torch.Tensor]:
+    """Of (dout, dlse) and of q, k, v, bias and sinks. Not an operation: no tracer follows a backward's backward. The
+    results of the forward count as constants: second derivatives go through the recomputation."""
+    (dout, dlse, out), values = _restore_call(ctx)
+    if is_traced(out):
+        raise NotImplementedError("second derivatives of strobe.attention cannot be traced")
     a = _arguments(values)
+    bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
     given = iter(cotangents)
-    spread = [next(given) if needed else None for needed in needs]
-    with torch.no_grad(), autograd.without_autocast(a.q.device):
-        bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
-        zeros = a.q.new_zeros((*a.q.shape[:-1], a.v.shape[-1])) if dout is None else dout
-        found = list(second_derivatives(bound.problem, bound.layout, a, spread, zeros, dlse))
-        found[0] = None if dout is None else found[0]
-        return [t.contiguous() for t in found if t is not None]
-
-
-def _fake_second(
-    cotangents: Sequence[_Maybe], dout: _Maybe, dlse: _Maybe, needs: Sequence[bool], *values: Any
-) -> list[torch.Tensor]:
-    return [t.new_empty(t.shape) for t in (dout, dlse, *values[: len(_GRADIENTS)]) if t is not None]
-
-
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError("strobe.attention has first and second derivatives, but no third")
+    spread = [next(given) if needed else None for needed in ctx.needs]
+    found = autograd.second(bound, a, spread, torch.zeros_like(out) if dout is None else dout, dlse)
+    of_dout, of_dlse, *gradients = found
+    of_call = _none_but(dict(zip(_GRADIENTS, gradients, strict=True)))
+    return None if dout is None else of_dout, of_dlse, None, None, None, *of_call
 
 
 for _name, _run, _fake in (
     ("attention", _forward, _fake_forward),
     ("attention_backward", _backward, _fake_backward),
-    ("attention_backward_backward", _second, _fake_second),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=_library)
@@ -248,4 +223,3 @@ torch.library.register_autograd("strobe::attention", _differentiate, setup_conte
 torch.library.register_autograd(
     "strobe::attention_backward", _differentiate_backward, setup_context=_save_backward, lib=_library
 )
-torch.library.register_autograd("strobe::attention_backward_backward", _refuse, lib=_library)
