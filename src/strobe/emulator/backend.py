@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal
 
 import torch
 
@@ -16,13 +15,12 @@ from strobe.backends.backend import Backend
 from strobe.cuda.backend import aligned, allocate_lse, feature_limits, sm90_limits
 from strobe.cuda.plan import PART_COUNTERS, Plan, Strides, plan_sm80, plan_sm90
 from strobe.emulator.compiler import build, compiler, how_to_install
-from strobe.emulator.program import Buffer, Counters
+from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
 from strobe.emulator.tensor_map import encode_tensor_map
 from strobe.problem import Inputs, Problem
 
 ARCH = "sm_80"
 MULTIPROCESSORS = 3  # of the emulated Hopper: few, so that blocks go through several tiles
-Mode = Literal["sync", "async"]
 _WRITABLE = ("o", "lse", "counter", "partial")
 
 
@@ -79,8 +77,8 @@ def _forward(problem: Problem, inputs: Inputs, out: torch.Tensor | None) -> tupl
     sinks = None if inputs.sinks is None else inputs.sinks.detach().float().contiguous()
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "sinks": sinks, "cu_q": inputs.cu_q, "cu_k": inputs.cu_k}
     problem = dataclasses.replace(problem, strides=tuple(t.stride()[:3] for t in (q, k, v)))
-    mode: Mode = "async" if os.environ.get("STROBE_EMULATOR_MODE") == "async" else "sync"
-    launch(plan(problem, o.stride()[:3]), tensors, mode=mode, seed=int(os.environ.get("STROBE_EMULATOR_SEED", "0")))
+    mode, seed = mode_and_seed()
+    launch(plan(problem, o.stride()[:3]), tensors, mode=mode, seed=seed)
     if o is not out:
         out.copy_(o)
     return out, lse
