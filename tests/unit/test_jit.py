@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -391,6 +392,20 @@ def test_a_layer_holds_one_cubin_of_a_kernel(tmp_path):
     former = jit.write_layer(tmp_path, dataclasses.replace(made, cubin=jit.compile(OTHER, "sm_80").cubin))
     assert jit.write_layer(tmp_path, made) != former
     assert [path.read_bytes() for path in tmp_path.glob("*.cubin")] == [made.cubin]
+
+
+@needs_nvrtc
+def test_files_of_a_cache_make_a_layer(tmp_path, monkeypatch):
+    """As docs/install.md says: what one machine has compiled serves on another."""
+    made = jit.get(SOURCE, "sm_80")
+    (tmp_path / "layer").mkdir()
+    copy = shutil.copy(made.path, tmp_path / "layer")
+    forget(monkeypatch)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("STROBE_CUBIN_PATH", str(tmp_path / "layer"))
+    monkeypatch.setattr(jit, "_toolchain", lambda: "nvrtc12-another")
+    artifact = jit.get(SOURCE, "sm_80")
+    assert (artifact.origin, artifact.cubin, artifact.path) == ("layer", made.cubin, Path(copy))
 
 
 @needs_nvrtc
