@@ -133,11 +133,8 @@ def compile(source: str, arch: str, *, name: str = "kernel", options: Sequence[s
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         log_size = _succeed(nvrtc.nvrtcGetProgramLogSize(program))
-        log = (
-            _filled(log_size, functools.partial(nvrtc.nvrtcGetProgramLog, program))
-            .decode(errors="replace")
-            .strip("\0\n ")
-        )
+        log_bytes = _filled(log_size, functools.partial(nvrtc.nvrtcGetProgramLog, program))
+        log = log_bytes.decode(errors="replace").strip("\0\n ")
         if int(status):
             reason = log or _succeed(nvrtc.nvrtcGetErrorString(status)).decode()
             compiler = f"NVRTC {version[0]}.{version[1]}"
