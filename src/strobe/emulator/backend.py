@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from strobe.backends.backend import Backend
 from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
 from strobe.cuda.plan import COUNTER, COUNTERS, Machine, Plan
 from strobe.emulator.compiler import build, compiler, how_to_install
-from strobe.emulator.program import Buffer, Counters
+from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
 from strobe.emulator.tensor_map import encode_tensor_map
 from strobe.problem import Problem
 
@@ -27,7 +27,6 @@ MACHINES = {
     "sm90": Machine("sm_90a", sms=3, l2_bytes=64 << 20, smem_bytes=227 << 10),
 }
 _KERNELS: dict[str, Any] = {"sm80": forward_sm80, "sm90": forward_sm90}
-Mode = Literal["sync", "async"]
 
 
 def _chosen() -> str:
@@ -35,20 +34,6 @@ def _chosen() -> str:
     if chosen not in _KERNELS:
         raise ValueError(f'STROBE_EMULATE is {chosen!r}; allowed are "sm80" and "sm90"')
     return chosen
-
-
-def _mode() -> Mode:
-    mode = os.environ.get("STROBE_EMULATOR_MODE", "sync")
-    if mode not in ("sync", "async"):
-        raise ValueError(f'STROBE_EMULATOR_MODE is {mode!r}; allowed are "sync" and "async"')
-    return mode  # type: ignore[return-value]
-
-
-def _seed() -> int:
-    text = os.environ.get("STROBE_EMULATOR_SEED", "0")
-    if not text.isdigit():
-        raise ValueError(f"STROBE_EMULATOR_SEED is {text!r}; it must be a whole number, at least 0")
-    return int(text)
 
 
 def launch(plan: Plan, tensors: dict[str, torch.Tensor | None], *, mode: Mode = "sync", seed: int = 0) -> Counters:
@@ -90,7 +75,8 @@ def _bind(problem: Problem, layout: Layout) -> Any:
         x, actual = cuda_backend.prepare(problem, layout, plain)
         chosen = _chosen()
         plan = _KERNELS[chosen].plan(actual, cuda_backend.inside_strides(x.o, layout), MACHINES[chosen])
-        launch(plan, vars(x), mode=_mode(), seed=_seed())
+        mode, seed = mode_and_seed()
+        launch(plan, vars(x), mode=mode, seed=seed)
         if a.out is None:
             return x.o, x.lse
         return a.out if x.o is a.out else a.out.copy_(x.o), x.lse
