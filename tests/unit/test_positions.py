@@ -10,6 +10,7 @@ import torch
 import strobe
 from strobe import call
 from strobe.arguments import Arguments
+from strobe.bound import bind
 from strobe.mask import Positions
 
 LENGTH = 29
@@ -65,3 +66,29 @@ def test_partial_output_is_in_fp32() -> None:
         assert out.dtype == lse.dtype == torch.float32
         torch.testing.assert_close(out.bfloat16(), whole, atol=1e-2, rtol=0)
     assert call.run(Arguments(q.double(), k.double(), v.double(), partial=True)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "options", [{"mask": strobe.causal}, {"mask": strobe.window(7, 2), "sinks": torch.zeros(2)}], ids=str
+)
+def test_gradients_of_shards_add_up_to_the_whole(options: dict) -> None:
+    """With the output and the LSE of the whole, each pair of shards gives its share, in fp32."""
+    leaves = [torch.randn(1, LENGTH, 2, 8, requires_grad=True) for _ in range(3)]
+    q, k, v = leaves
+    out, lse = strobe.attention(q, k, v, **options, return_lse=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad((out * dout).sum(), leaves)
+    found = [torch.zeros_like(t) for t in leaves]
+    for (q0, q1), (k0, k1) in itertools.product(itertools.pairwise(CUTS), repeat=2):
+        at = torch.tensor([Positions(q0, LENGTH, k0, LENGTH)], dtype=torch.int32)
+        a = Arguments(
+            *(t.detach() for t in (q[:, q0:q1], k[:, k0:k1], v[:, k0:k1])), **options, positions=at, partial=True
+        )
+        shares = bind(a, needs_grad=True).backward(
+            (True, True, True, False, False), a, out[:, q0:q1].detach(), lse[:, :, q0:q1].detach(), dout[:, q0:q1], None
+        )
+        for total, share, (start, stop) in zip(found, shares[:3], ((q0, q1), (k0, k1), (k0, k1)), strict=True):
+            assert share is not None and share.dtype == torch.float32
+            total[:, start:stop] += share
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)

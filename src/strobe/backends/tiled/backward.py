@@ -39,14 +39,15 @@ def backward(
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Gradients:
-    """The gradients that the problem names; all that there are if it names none."""
+    """The gradients that the problem names; all that there are if it names none. Those of a partial problem stay in fp32:
+    they are summed up with others."""
     wide, wanted = problem.lse_dtype, problem.gradients or GRADIENTS
 
     def zeros(name: str, dtype: torch.dtype = wide) -> torch.Tensor | None:
         like = getattr(inputs, name)
         return torch.zeros(like.shape, dtype=dtype, device=like.device) if name in wanted and like is not None else None
 
-    totals = _Totals(zeros("q", problem.dtype), zeros("k"), zeros("v"), zeros("bias"), zeros("sinks"))
+    totals = _Totals(zeros("q", problem.out_dtype), zeros("k"), zeros("v"), zeros("bias"), zeros("sinks"))
     if problem.empty:  # rows see nothing but the sink, if there is one
         if totals.sinks is not None and dlse is not None:
             totals.sinks += dlse.sum((0, 2))
@@ -55,7 +56,7 @@ def backward(
 
     def result(name: str) -> torch.Tensor | None:
         total = getattr(totals, name)
-        return None if total is None else total.to(getattr(inputs, name).dtype)
+        return None if total is None else total.to(wide if problem.partial else getattr(inputs, name).dtype)
 
     return Gradients(*map(result, GRADIENTS))
 
