@@ -5,10 +5,10 @@ WORKERS ?= 2
 
 VENV  := .venv
 READY := $(VENV)/.ready
-TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs tests/browser)
+TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs tests/package tests/browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test bench bench-gpu learn site docs clean
+.PHONY: help setup demo test lint gpu-test bench bench-gpu learn site docs package clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,11 +40,12 @@ lint: $(READY) ## ruff, clang-format and mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files "*.cuh" "*.cu" "*.h")
 	$(VENV)/bin/python -m mypy
 
+# -rs: what was skipped, and why, in the last lines
 test: lint ## lint, types and every test that needs no GPU
-	$(VENV)/bin/python -m pytest $(TIERS) -q -n $(WORKERS) --durations=15
+	$(VENV)/bin/python -m pytest $(TIERS) -q -rs -n $(WORKERS) --durations=15
 
 gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q --durations=15
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -rs --durations=15
 
 bench: $(READY) ## the quick suite on this machine; the report is report/index.html
 	$(VENV)/bin/strobe bench --suite quick --out report/quick.json --report report
@@ -59,13 +60,16 @@ learn: $(READY) ## build the notebooks and the page into build/learn and say whe
 	@echo "open $(CURDIR)/build/learn/page.html in a browser, the .ipynb files in Jupyter or on Colab,"
 	@echo "or run a notebook as it is: $(VENV)/bin/python notebooks/01_cuda_starter.py"
 
-site: $(READY) ## the documents as a web site, in build/site; needs the extra `docs`
+site: $(READY) ## the documents as a web site, in build/site
 	$(VENV)/bin/python -m sphinx -q -W --keep-going docs build/site
 
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
 	$(VENV)/bin/python -m strobe.tools.support --write README.md
 	$(VENV)/bin/python -m strobe.bench.docs --write
 	$(VENV)/bin/python -m strobe.learn.ladder.docs --write
+
+package: $(READY) ## the sdist and the wheel, in dist
+	$(VENV)/bin/python -m build --no-isolation --outdir dist
 
 clean: ## remove caches (not .venv)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

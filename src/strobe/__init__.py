@@ -20,14 +20,18 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING or not _is_command():
-    from strobe.api import attention, attention_varlen, backends, flash_attention, sdpa
+    from strobe.api import attention, attention_varlen, backends, flash_attention
+    from strobe.drop_in import sdpa
     from strobe.explain import explain
     from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
     from strobe.problem import Unsupported
+    from strobe.score import Score, alibi
 
 __all__ = [
     "Mask",
+    "Score",
     "Unsupported",
+    "alibi",
     "attention",
     "attention_varlen",
     "backends",
@@ -43,6 +47,9 @@ __all__ = [
 ]
 
 
+_HOMES = ("api", "drop_in", "explain", "mask", "problem", "score")  # of the public names
+
+
 def __getattr__(name: str) -> object:
     """`strobe.trace`, for lessons, is loaded when it is asked for: `import strobe` stays light. In the command, so are
     all other names."""
@@ -51,7 +58,7 @@ def __getattr__(name: str) -> object:
 
         return trace
     if name in __all__:
-        homes = [import_module(f"strobe.{home}") for home in ("api", "explain", "mask", "problem")]
+        homes = [import_module(f"strobe.{home}") for home in _HOMES]
         globals().update({n: next(getattr(home, n) for home in homes if hasattr(home, n)) for n in __all__})
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

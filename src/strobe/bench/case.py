@@ -127,7 +127,7 @@ class BenchCase(Case):
 
 @functools.lru_cache(maxsize=512)
 def _problem(case: BenchCase, device: torch.device) -> Problem:
-    return problem_of(case, case.torch_dtype, device, needs_grad=case.direction != "forward")
+    return problem_of(case, case.torch_dtype, device)
 
 
 def _plural(n: int, one: str, many: str) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from strobe.arguments import Inputs
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.measure.tolerance import FORWARD, GRADIENTS, Verdict, compare, gradient_floor, summation_floor
-from strobe.problem import Inputs
-from strobe.score import softcapped
+from strobe.score import softcap
 
 _BLOCK_ELEMENTS = 1 << 24  # of scores at a time
 _FLOP_BUDGET = {"cuda": 3e11, "cpu": 4e9}  # of one reference
@@ -64,7 +64,9 @@ def _one(case: BenchCase, x: Tensors, unit: Unit, dtype: torch.dtype) -> dict[st
     for start in range(0, case.len_q, step):
         rows = torch.arange(start, min(start + step, case.len_q), device=q.device)
         qi = q[:, rows]
-        s = softcapped(qi @ k.mT * case.softmax_scale, case.softcap)
+        s = qi @ k.mT * case.softmax_scale
+        if case.softcap is not None:
+            s = softcap(case.softcap).expr.evaluate({"s": s})
         capped = s
         if x.bias is not None:
             s = s + x.bias[0, unit.heads, rows].to(dtype)

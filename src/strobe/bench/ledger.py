@@ -39,7 +39,7 @@ def block(root: Path) -> str:
         lines.append(f"| {stage['change']} | {stage['predicted']} | {' | '.join(best)} |")
     lines += ["", "One switch at a time, each pair in one run:", ""]
     lines += ["| switch | tile | mask | with | without |", "|---|---|---|---|---|"]
-    for name, marker in (("skip: the maximum is left behind", " skip"), ("ping-pong: consumers take turns", " pp")):
+    for name, marker in (("skip: lazy rescaling", " skip"), ("pp: ping-pong scheduling", " pp")):
         for stage in found["stages"][1:]:
             for dim in DIMS:
                 for mask in MASKS:
@@ -99,7 +99,7 @@ def _caches(rows: list[dict[str, Any]]) -> list[str]:
         "Few queries against a long cache, 8 query heads to a key head, head dim 128, bf16; microseconds, in turns:",
         "",
     ]
-    lines += ["| queries | keys | as it is | keys not split | heads not folded |", "|---|---|---|---|---|"]
+    lines += ["| queries | keys | as it is | without split-KV | without packed GQA |", "|---|---|---|---|---|"]
     for row in rows:
         times = " | ".join(f"{1e3 * row['ms'][way]:.0f}" for way in ("now", "no split", "no fold"))
         lines.append(f"| {row['shape']} | {row['keys']} | {times} |")

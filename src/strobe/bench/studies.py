@@ -22,7 +22,8 @@ from strobe.bench.inputs import make_tensors
 from strobe.bench.provider import to_layout
 from strobe.bench.providers import select
 from strobe.bench.suites import cases
-from strobe.cuda import cubin, jit, plan
+from strobe.cuda import catalogue, cubin, jit
+from strobe.cuda.kernel import TemplateKernel
 from strobe.measure import provenance
 from strobe.measure.statistics import percentile, summarise_turns
 from strobe.measure.stopwatch import Call, Scope, Settings, Stopwatch, TimedCall
@@ -169,7 +170,7 @@ _AT_MOST_S = 1.5
 
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> Rows:
     """Every combination of features in bf16, two at a time. Needs no GPU."""
-    every = [variant for variant in plan.variants(arch, exhaustive=True) if variant.element == "bf16"]
+    every = [variant for variant in catalogue.variants(arch, exhaustive=True) if variant.element == "bf16"]
     pool = ThreadPoolExecutor(2)
     try:
         yield from pool.map(lambda variant: _variant(variant, arch), every[:most])
@@ -177,18 +178,15 @@ def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None
         pool.shutdown(cancel_futures=True)
 
 
-def _variant(variant: plan.Variant, arch: str) -> dict[str, Any]:
+def _variant(variant: TemplateKernel, arch: str) -> dict[str, Any]:
     """One that took too long is compiled twice more: a CPU that others use, too, is slow at times. The median
     counts."""
     tries = [jit.compile(variant.source, arch)]
     if tries[0].seconds > _AT_MOST_S:
         tries += [jit.compile(variant.source, arch) for _ in range(2)]
     log, seconds = tries[0].log, [round(done.seconds, 3) for done in tries]
-    mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
-    features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
-    facts = {"dim": variant.dim, "dim_v": variant.dim_v, "tile": str(variant.tile), "mask": mask, "fold": variant.fold}
     times = {"seconds": statistics.median(seconds), "tries": seconds}
-    return facts | features | times | {"spills": cubin.spills(log), "warnings": len(cubin.warnings(log))}
+    return {**variant.facts, **times} | {"spills": cubin.spills(log), "warnings": len(cubin.warnings(log))}
 
 
 def variants_tables(root: Path) -> list[list[str]]:
@@ -214,21 +212,24 @@ def _variants_table(found: dict[str, Any]) -> list[str]:
         "| features | variants | median | 95th percentile | most |",
         "|---|---|---|---|---|",
     ]
-    for name, chosen in _BY_FEATURE.items():
-        seconds = sorted(row["seconds"] for row in rows if chosen(row))
+    for name in _FEATURES:
+        seconds = sorted(row["seconds"] for row in rows if _feature(row) == name)
         if seconds:
             shown = [percentile(seconds, share) for share in (0.5, 0.95, 1.0)]
             lines.append(f"| {name} | {len(seconds)} | {' | '.join(f'{x:.2f}' for x in shown)} |")
     return lines
 
 
-_BY_FEATURE: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "none": lambda row: not (row["packed"] or row["softcap"] or row["split"]),
-    "packed sequences": lambda row: row["packed"] and not (row["softcap"] or row["split"]),
-    "softcap": lambda row: row["softcap"] and not row["split"],
-    "split keys": lambda row: row["split"] and not row["softcap"],
-    "softcap and split keys": lambda row: row["softcap"] and row["split"],
-}
+_FEATURES = ("none", "varlen", "softcap", "split-KV", "softcap and split-KV", "positions and partial output")
+
+
+def _feature(row: Mapping[str, Any]) -> str:
+    """The line of the table that counts a variant. Older files say "packed" for varlen."""
+    if row.get("positions"):
+        return "positions and partial output"
+    if row["split"]:
+        return "softcap and split-KV" if row["softcap"] else "split-KV"
+    return "softcap" if row["softcap"] else "varlen" if row.get("varlen", row.get("packed")) else "none"
 
 
 def _folder(root: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from strobe import mask as masks
 from strobe.mask import Mask, full
-from strobe.problem import Problem, check
+from strobe.problem import Problem, supposed
 
 
 @dataclass(frozen=True)
@@ -83,31 +82,24 @@ class Case:
         return (self.heads * rows_q + self.heads_k * rows_k) * (self.dim + self.value_dim)
 
 
-def problem_of(
-    case: Case, dtype: torch.dtype, device: torch.device, needs_grad: bool = False, return_lse: bool = False
-) -> Problem:
-    """What the library makes of a case, without its tensors; the device need not exist here."""
-
-    def like(shape: tuple[int, ...], dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q, k, v = (like(shape) for shape in case.shapes())
+def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
+    """What the library makes of a case, without its tensors; the device need not be there."""
     options: dict[str, Any] = {
-        "mask": case.mask if case.mask_tensor is None else like(case.mask_tensor, torch.bool),
-        "bias": None if case.bias is None else like(case.bias),
-        "sinks": like((case.heads,)) if case.sinks else None,
+        "mask": case.mask if case.mask_tensor is None else case.mask_tensor,
         "softcap": case.softcap,
         "scale": case.scale,
         "dropout": case.dropout,
-        "seed": 0,
     }
+    if case.bias is not None:
+        options["bias"] = case.bias
+    if case.sinks:
+        options["sinks"] = (case.heads,)
     if case.lengths is not None:
+        ends = (len(case.lengths) + 1,)
         longest_q, longest_k = (max(n) for n in zip(*case.lengths, strict=True))
-        ends = like((len(case.lengths) + 1,), torch.int32)
-        options["cu"] = (ends, ends, longest_q, longest_k)
-    with torch.enable_grad():
-        problem, _ = check(q.requires_grad_(needs_grad), k, v, **options, return_lse=return_lse)
-    return dataclasses.replace(problem, device=device)
+        options |= {"cu_q": ends, "cu_k": ends, "max_q": longest_q, "max_k": longest_k}
+    q, k, v = case.shapes()
+    return supposed(device, dtype, q, k, v, **options)
 
 
 _PLAIN = {mask.name: mask for mask in (masks.full, masks.causal, masks.causal_top_left)}

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from strobe.problem import Inputs, Problem
+from strobe.arguments import Inputs
+from strobe.problem import Problem
 
 FORWARD, GRADIENTS = 2.0, 3.0
 Parts = torch.Tensor | Sequence[torch.Tensor]  # a result, or what was picked of one
@@ -116,7 +117,7 @@ def gradient_floor(
     dp = dout.double().norm(dim=-1).max().item() * inputs.v.double().norm(dim=-1).max().item() / (1 - problem.dropout)
     scale = abs(problem.scale)
     reach = {"q": scale * _top(inputs.k), "k": scale * _top(inputs.q), "v": 0.0, "bias": 1.0}
-    reach["sinks"] = problem.total_q**0.5
+    reach["sinks"] = problem.q.total**0.5
     return 3 * torch.finfo(lse.dtype).eps * (_top(lse) * _top(exact) + dp * reach[name])
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 import strobe
-from strobe.backends.tiled import forward as tiled
 from strobe.measure import units
 from strobe.measure.memory import free_bytes, with_peak_memory
 from strobe.measure.stopwatch import Settings as Timing, Stopwatch
 from strobe.measure.tolerance import Verdict, compare
+from strobe.tiled import block_sizes
 from strobe.tools import demo_inputs
 from strobe.tools.demo_inputs import QKV
 
@@ -117,7 +117,7 @@ def methods(settings: Settings, qkv: QKV) -> dict[str, Callable[[], torch.Tensor
 def run(settings: Settings, doing: Callable[[str], None] = lambda what: None) -> Iterator[Row]:
     """Measure everything, shortest length first. Each row is given when it is there; `doing` hears what comes next."""
     for qkv in inputs_of(settings):
-        with tiled.block_sizes(settings.block_q, settings.block_k):
+        with block_sizes(settings.block_q, settings.block_k):
             yield from _rows(settings, qkv, doing)
 
 

@@ -3,13 +3,12 @@
     python -m strobe.tools.support                      print it
     python -m strobe.tools.support --write README.md    put it between the markers there
 
-The table says what the code can do and is the same on every machine: for backends that need a GPU or a compiler,
-`feature_limits(problem)` answers as if they had it."""
+The table says what the code can do and is the same on every machine: it asks for the limits of backends, not for what
+they lack here."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ import torch
 
 from strobe import mask as masks
 from strobe.backends import dispatch
-from strobe.cuda.backend import feature_limits
-from strobe.measure.cases import Case, problem_of
 from strobe.measure.generated import replace_between
-from strobe.problem import Problem
+from strobe.problem import Problem, supposed
+from strobe.score import alibi
 
 BEGIN, END = (
     "<!-- support table: begin (python -m strobe.tools.support --write README.md) -->",
@@ -29,37 +27,45 @@ BEGIN, END = (
 )
 YES, NO = "✓", "–"
 
-_PLAIN = Case("plain", 16, 16, heads=4, heads_k=4, dim=64)
-_Changes = dict[str, Any]
-
-
-def _problem(home: Home, **changes: Any) -> Problem:
-    """A backend's home problem with other facts: fields of a case, or the dtype, the device, `needs_grad`,
-    `return_lse`."""
-    facts: dict[str, Any] = {"dtype": home.dtype, "device": home.device}
-    facts |= {name: changes.pop(name) for name in ("dtype", "device", "needs_grad", "return_lse") if name in changes}
-    return problem_of(replace(_PLAIN, **changes), **facts)
-
 
 @dataclass(frozen=True)
-class Home:
-    dtype: torch.dtype
-    device: torch.device
+class Question:
+    """A small call, contiguous in (batch, length, heads, dim) order, on a device that need not be there."""
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.bfloat16
+    heads_k: int = 4
+    dim: int = 64
+    dim_v: int = 64
+    gradients: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # further arguments; tuples among them are shapes
+
+    def problem(self) -> Problem:
+        q, k, v = (2, 16, 4, self.dim), (2, 16, self.heads_k, self.dim), (2, 16, self.heads_k, self.dim_v)
+        options = dict(self.options)
+        if "cu_q" in options:
+            q, k, v = (32, *q[2:]), (32, *k[2:]), (32, *v[2:])  # type: ignore[assignment]
+        return supposed(self.device, self.dtype, q, k, v, self.gradients, **options)
 
 
-def _home(backend: str) -> Home:
+def home(backend: str) -> Question:
+    """A plain call of the kind that a backend is there for: if it cannot run this, it cannot run here."""
     device = torch.device("cuda", 0) if backend.startswith("sm") else torch.device("cpu")
-    return Home(torch.float32 if backend == "aten_cpu" else torch.bfloat16, device)
+    return Question(device, torch.float32 if backend == "aten_cpu" else torch.bfloat16)
 
 
 def home_problem(backend: str) -> Problem:
-    """A plain problem of the kind that a backend is there for: if it cannot run this, it cannot run here."""
-    return _problem(_home(backend))
+    return home(backend).problem()
 
 
-# What is asked for each row: changes to a backend's home problem. A row holds if every one of its problems is
+def _options(**options: Any) -> dict[str, Any]:
+    return {"options": tuple(options.items())}
+
+
+# What is asked for each row: changes to a backend's home question. A row holds if every one of its problems is
 # supported.
-FEATURES: list[tuple[str, list[_Changes]]] = [
+_MASKS = (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))
+FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
     ("float16, bfloat16", [{"dtype": torch.float16}, {"dtype": torch.bfloat16}]),
     ("float32", [{"dtype": torch.float32}]),
     ("float64", [{"dtype": torch.float64}]),
@@ -67,44 +73,34 @@ FEATURES: list[tuple[str, list[_Changes]]] = [
     ("any other head dim", [{"dim": d, "dim_v": d} for d in (1, 33, 100, 320)]),
     ("key and value dims differ", [{"dim": 192, "dim_v": 128}, {"dim": 64, "dim_v": 256}]),
     ("grouped heads (fewer key heads)", [{"heads_k": 2}, {"heads_k": 1}]),
-    ("`causal`, `causal_top_left`", [{"mask": masks.causal}, {"mask": masks.causal_top_left}]),
-    ("`window`, `prefix`, `chunked`, `&`",
-     [{"mask": m} for m in (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))]),
-    ("boolean mask tensor", [{"mask_tensor": (1, 1, 16, 16)}]),
-    ("bias", [{"bias": (1, 1, 16, 16)}]),
-    ("softcap", [{"softcap": 30.0}]),
-    ("sinks", [{"sinks": True}]),
-    ("dropout", [{"dropout": 0.1}]),
-    ("packed sequences (`attention_varlen`)", [{"lengths": ((16, 16), (16, 16))}]),
-    ("log-sum-exp", [{"return_lse": True}]),
-]  # fmt: skip
-
-
-def limits(backend: str) -> Callable[[Problem], str | None]:
-    """What a backend's code cannot do, whatever the machine lacks. The emulator runs the CUDA kernels."""
-    return feature_limits if backend in ("sm80", "sm90", "emulator") else dispatch.get(backend).supports
+    ("`causal`, `causal_top_left`", [_options(mask=m) for m in (masks.causal, masks.causal_top_left)]),
+    ("`window`, `prefix`, `chunked`, `&`", [_options(mask=m) for m in _MASKS]),
+    ("boolean mask tensor", [_options(mask=(2, 1, 16, 16))]),
+    ("bias", [_options(bias=(1, 4, 16, 16))]),
+    ("softcap", [_options(softcap=30.0)]),
+    ("ALiBi", [_options(score=alibi(torch.ones(4, device="meta")))]),
+    ("sinks", [_options(sinks=(4,))]),
+    ("dropout", [_options(dropout=0.1)]),
+    ("packed sequences (`attention_varlen`)", [_options(cu_q=(3,), cu_k=(3,), max_q=16, max_k=16)]),
+    ("log-sum-exp", [_options(return_lse=True)]),
+]
 
 
 def answers(backend: str) -> dict[str, str]:
-    """The cells of one backend's column."""
-    ask, home = limits(backend), _home(backend)
+    """The cells of one backend's column. They say what its code can do, whatever this machine lacks."""
+    found, plain = dispatch.get(backend), home(backend)
 
-    def holds(*problems: Problem) -> bool:
-        return all(ask(p) is None for p in problems)
+    def holds(*questions: Question) -> bool:
+        return all(found.limits(q.problem()) is None for q in questions)
 
-    def runs_on(device: torch.device) -> bool:
-        """Its own kind of device is taken on trust: this machine may not have one."""
-        return device == home.device or dispatch.get(backend).supports(_problem(home, device=device)) is None
+    def runs_on(device: torch.device) -> bool:  # its own kind of device is taken on trust: this machine may have none
+        return device == plain.device or found.machine(device) is None
 
     kinds = {"CPU": torch.device("cpu"), "CUDA": torch.device("cuda", 0), "others": torch.device("mps", 0)}
     cells = {"devices": ", ".join(name for name, device in kinds.items() if runs_on(device))}
-    cells |= {row: YES if holds(*(_problem(home, **changes) for changes in asked)) else NO for row, asked in FEATURES}
-    if not holds(_problem(home, needs_grad=True)):
-        cells["gradients"] = NO
-    else:
-        own = backend == "tiled" or dispatch.get(backend).backward is not None
-        cells["gradients"] = YES if own else "by `tiled`"
-    cells["chosen by itself"] = YES if dispatch.get(backend).automatic else "when named"
+    cells |= {row: YES if holds(*(replace(plain, **changes) for changes in asked)) else NO for row, asked in FEATURES}
+    cells["gradients"] = YES if holds(replace(plain, gradients=("q", "k", "v"))) else "by `tiled`"
+    cells["chosen by itself"] = YES if found.automatic else "when named"
     return cells
 
 
