@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_gpu import FakeGpu
 
-from strobe.bench import results, studies, tile_speeds
+from strobe.bench import ledger, results, studies, tile_speeds
 from strobe.cuda import forward_sm90, jit
 from strobe.cuda.plan import Machine
+from strobe.measure import sustained
+from strobe.measure.sustained import SustainedCall
 from strobe.tools import tune
 
 SMEM = forward_sm90.SMEM_BYTES
@@ -115,6 +118,58 @@ def test_a_cached_kernel_that_spills_is_still_out_of_the_question(monkeypatch: p
     ):
         monkeypatch.setattr(jit, "compile", lambda *_, log=log: jit.Compiled(b"", log, 0.1, (13, 0)))
         assert tune.compiles(variant) == expected
+
+
+def test_sustained_tiles_have_a_table(tmp_path: Path) -> None:
+    """Speed and energy over the tile in use; better only where short turns lose little."""
+    folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
+
+    def file(name: str, speeds: dict[str, float], joules: dict[str, float] | None = None) -> None:
+        found = rows("full", {tile: [speed, speed] for tile, speed in speeds.items()})
+        for row in found:
+            row["joules_per_tflop"] = None if joules is None else joules[row["tile"]]
+        results.write({"rows": found, "best": {}}, folder / f"{name}.json")
+
+    assert ledger._sustained_tiles(tmp_path) == []
+    file("tiles", {"now": 600.0, "cool": 597.0, "hot": 570.0})
+    file("tiles-sustained", {"now": 500.0, "cool": 510.0, "hot": 520.0}, {"now": 1.4, "cool": 1.372, "hot": 1.346})
+    *_, first, second, third = ledger._sustained_tiles(tmp_path)
+    assert first == "| full | 64 | now | hot | 1.040 | 0.961 | 0.950 |  |"
+    assert second == "| full | 64 | now | cool | 1.020 | 0.980 | 0.995 | yes |"
+    assert third == "| full | 64 | now | now | 1.000 | 1.000 | 1.000 |  |"
+
+
+class FakeMonitor:
+    instant_power, energy_source = True, "made up"
+
+    def during(self, intervals: object) -> None:
+        return None
+
+    def mean_watts(self, begin: float, end: float) -> float:
+        return 700.0
+
+
+@pytest.mark.parametrize("method", ["turns", "sustained"])
+def test_both_methods_give_rows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times from a GPU that is made up; sustained ones have their energy, and whoever fails is left out."""
+    gpu = FakeGpu(monkeypatch, cpu_ms=0.001)
+    monkeypatch.setattr(sustained.time, "perf_counter", gpu.now)
+
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    calls = {
+        "a": SustainedCall(lambda: gpu.run(0.5)),
+        "b": SustainedCall(fails),
+        "cudnn": SustainedCall(lambda: gpu.run(0.6)),
+    }
+    monkeypatch.setattr(tune, "sustain", lambda c, w, m, s: sustained.sustain(c, w, m, s, gpu.now))
+    found = tune._measured(calls, 10**12, gpu.watch(budget_ms=40, rounds=8, graph_below_ms=0), method, FakeMonitor())  # type: ignore[arg-type]
+    ours, cudnn = found
+    assert [row["tile"] for row in found] == ["a", "cudnn"] and ours["ms"] == pytest.approx(0.5)
+    assert ours["tflops"] == pytest.approx(2000) and ours["vs_cudnn"] == pytest.approx(1.2) and cudnn["vs_cudnn"] == 1.0
+    assert ("joules_per_tflop" in ours) == (method == "sustained")
+    assert method == "turns" or ours["joules_per_tflop"] == pytest.approx(0.35)
 
 
 def test_the_tables_are_those_of_the_committed_sweep(no_overrides) -> None:  # type: ignore[no-untyped-def]

@@ -62,7 +62,7 @@ def block(root: Path) -> str:
             others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
     lines += ["", "At other head dims, 16 heads or, in the last rows, heads x dim near 2048:", ""]
     lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
-    tables = (_tiles(root), studies.inputs_table(root), *studies.variants_tables(root))
+    tables = (_tiles(root), _sustained_tiles(root), studies.inputs_table(root), *studies.variants_tables(root))
     for table in (*tables, _caches(found["caches"]), _one_query(found["one_query"]), _cycles(found["cycles"])):
         lines += ["", *table] if table else []
     return "\n".join(lines) + "\n"
@@ -86,6 +86,46 @@ def _tiles(root: Path) -> list[str]:
         in_use, best = next(iter(speeds)), max(speeds, key=speeds.__getitem__)
         other, share = "" if best == in_use else best, speeds[in_use] / speeds[best]
         lines.append(f"| {kind} | {_dims(dim, dim_v)} | {in_use} | {len(speeds)} | {share:.3f} | {other} |")
+    return lines
+
+
+_BETTER = 0.01  # sustained speed that a tile has to bring, of which short turns may take half
+
+
+def _sustained_tiles(root: Path) -> list[str]:
+    """What `strobe tune --method sustained` found: tiles that are faster at the power limit than those in use, and what
+    they do in short turns."""
+    found, turns = studies.load(root, "tiles-sustained"), studies.load(root, "tiles")
+    if found is None:
+        return []
+    lines = [
+        "Tiles at the power limit (`strobe tune --method sustained`), over the tile in use: those with the best sustained",
+        f"speed. One is better if it brings {_BETTER:.0%} and short turns lose less than half of that:",
+        "",
+        "| kernel | head dim | in use | tile | sustained speed | energy per FLOP | short turns | better |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):
+        speeds, joules = (tile_means(found["rows"], dim, dim_v, kind, of) for of in ("tflops", "joules_per_tflop"))
+        short = {} if turns is None else tile_means(turns["rows"], dim, dim_v, kind)
+        if not speeds:
+            continue
+        in_use = next(iter(speeds))
+        for tile in sorted(speeds, key=lambda tile: -speeds[tile])[:3]:
+            gain = speeds[tile] / speeds[in_use]
+            energy = f"{joules[tile] / joules[in_use]:.3f}" if tile in joules and in_use in joules else ""
+            kept = short[tile] / short[in_use] if tile in short and in_use in short else None
+            better = gain >= 1 + _BETTER and kept is not None and 1 - kept < (gain - 1) / 2
+            cells = (
+                kind,
+                _dims(dim, dim_v),
+                in_use,
+                tile,
+                f"{gain:.3f}",
+                energy,
+                "" if kept is None else f"{kept:.3f}",
+            )
+            lines.append(f"| {' | '.join(cells)} | {'yes' if better else ''} |")
     return lines
 
 

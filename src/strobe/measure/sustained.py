@@ -20,7 +20,7 @@ from strobe.measure.stopwatch import CALLS_IN_GRAPH, Stopwatch, TimedCall
 _CHUNK_MS = 10.0  # of calls that are queued together
 _MOST_IN_CHUNK = 400  # a GPU's queue holds some 1000 launches, and two chunks are in it
 _WINDOW_S = 0.15  # of which two must agree before a provider has settled
-_SPEED, _CLOCK, _POWER = 0.01, 0.01, 0.03  # by at most so much
+_SPEED, _CLOCK, _POWER = 0.01, 0.02, 0.04  # by at most so much; a clock moves in steps of a percent
 _SPEED_ON_CPU = 0.03  # whose cores others use too
 
 Now = Callable[[], float]
