@@ -166,7 +166,8 @@ def test_block_sizes_reach_the_tiles() -> None:
     seen = []
     settings = demo.Settings(lengths=(40,), head_dim=8, block_q=16, block_k=8)
     q, k, v = demo.first_inputs(settings)
-    for row in demo.run(settings, lambda what: seen.append(strobe.explain(q, k, v, backend="tiled").details)):
+    for row in demo.run(settings):
+        seen.append(strobe.explain(q, k, v, backend="tiled").details)
         assert row.exact
     assert seen and all((d["block_q"], d["block_k"]) == (16, 8) for d in seen)
     assert list(demo.methods(settings, demo.QKV(q, k, v))) == ["standard", "tiled"]
@@ -213,8 +214,8 @@ def test_rows_come_one_by_one(strobe_command, monkeypatch: pytest.MonkeyPatch, c
     seen: list[str] = []
     real = demo.run
 
-    def watched(settings: demo.Settings, doing):
-        for row in real(settings, doing):
+    def watched(settings: demo.Settings):
+        for row in real(settings):
             yield row
             seen.append(capsys.readouterr().out)
 

@@ -20,7 +20,7 @@ from strobe.bench.names import PASSES
 from strobe.bench.results import Results
 from strobe.bench.results_page import AGAIN, Machines, energy_tables, figure_name, grid_table, page
 from strobe.measure.generated import replace_between
-from strobe.measure.method import METHODS, TITLES
+from strobe.measure.method import SUSTAINED, TITLES, TURNS
 
 BEGIN, END = "<!-- results: begin (python -m strobe.bench.docs --write) -->", "<!-- results: end -->"
 
@@ -70,7 +70,7 @@ def readme_block(machines: Machines) -> str:
         runs = {name: run for name, run in results.items() if run.on_gpu and not name.endswith(AGAIN)}
         grids = {
             (method, name): table
-            for method in METHODS
+            for method in (TURNS, SUSTAINED)
             for name, run in runs.items()
             if (table := grid_table(run, "forward", method))
         }

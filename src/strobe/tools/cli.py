@@ -163,10 +163,9 @@ def _run_demo(settings: demonstration.Settings, show: bool) -> None:
     kind = f"{str(settings.dtype).removeprefix('torch.')}, {heads} x {dim} (heads x dim), {settings.init}"
     terminal.stdout.print(f"{_device_name(settings.device)}, {kind}{', causal' if settings.causal else ''}")
     table, exact = terminal.DemoTable(), True
-    with terminal.stderr.status("preparing") as status:
-        for row in demonstration.run(settings, status.update):
-            table.show(row)
-            exact = exact and row.exact
+    for row in demonstration.run(settings):
+        table.show(row)
+        exact = exact and row.exact
     terminal.show_demo_notes(settings.device)
     if not exact:
         terminal.stderr.print("strobe: an error is larger than rounding explains", style="bold red")

@@ -114,24 +114,22 @@ def methods(settings: Settings, qkv: QKV) -> dict[str, Callable[[], torch.Tensor
     return calls
 
 
-def run(settings: Settings, doing: Callable[[str], None] = lambda what: None) -> Iterator[Row]:
-    """Measure everything, shortest length first. Each row is given when it is there; `doing` hears what comes next."""
+def run(settings: Settings) -> Iterator[Row]:
+    """Measure everything, shortest length first. Each row is given when it is there."""
     for qkv in inputs_of(settings):
         with block_sizes(settings.block_q, settings.block_k):
-            yield from _rows(settings, qkv, doing)
+            yield from _rows(settings, qkv)
 
 
-def _rows(settings: Settings, qkv: QKV, doing: Callable[[str], None]) -> Iterator[Row]:
+def _rows(settings: Settings, qkv: QKV) -> Iterator[Row]:
     q, k, v = qkv
     length, device = k.shape[1], settings.device
     calls = methods(settings, qkv)
-    doing(f"{length} tokens in float64")
     count = min(q.shape[1], CHECKED_ROWS)
     rows = torch.linspace(0, q.shape[1] - 1, count, dtype=torch.float64, device=device).round().long()
     exact, same = (textbook(q, k, v, rows, settings.causal, dtype) for dtype in (torch.float64, q.dtype))
     watch = Stopwatch(device, Timing(l2="warm"))
     for name, call in calls.items():
-        doing(f"{length} tokens, {name}")
         matrices = 2 * q.shape[2] * q.shape[1] * length * q.element_size()  # S and P
         if name == STANDARD and matrices > 0.8 * (free := free_bytes(device)):
             fits = f"its matrices of {units.size(matrices)} do not fit in the {units.size(free)} that are free"
