@@ -310,11 +310,11 @@ def test_energy_claims() -> None:
 def test_conclusions_by_both_methods() -> None:
     peer, standard, oom, energy, memory = conclusions(synthetic(("sweep",), methods=BOTH))
     assert re.fullmatch(
-        r"Forward: strobe-sm90 is 1\.\d+ × faster in short turns \(1\.\d+ × to 1\.\d+ ×\) and 1\.\d+ × faster sustained .*"
-        r"than the fastest other fused attention, torch-cudnn \(geometric mean of 24 cases\)\.",
+        r"Forward: against the fastest other fused attention, torch-cudnn, strobe-sm90 is 1\.\d+ × faster in short turns "
+        r"\(1\.\d+ × to 1\.\d+ ×\) and 1\.\d+ × faster sustained \(.*\); geometric mean of 24 cases\.",
         peer,
     ), peer
-    assert "than the fastest standard attention, torch-math-half" in standard
+    assert "against the fastest standard attention, torch-math-half, strobe-sm90 is " in standard
     assert re.fullmatch(r"In \d of 24 cases standard attention runs out of memory.*\.", oom)
     assert re.fullmatch(
         r"Sustained, strobe-sm90 needs 1\.\d+ × less energy per FLOP than torch-cudnn \(geometric mean of 24 cases\)\.",
@@ -337,7 +337,7 @@ def test_conclusions_say_where_it_is_slower() -> None:
 
 def test_backward_is_concluded_on_its_own() -> None:
     (sentence, *_) = conclusions(synthetic(("grid36",), direction="backward"))
-    assert sentence.startswith("Backward: strobe-sm90 is 1.")
+    assert sentence.startswith("Backward: against the fastest other fused attention, torch-cudnn, strobe-sm90 is 1.")
 
 
 # ---- the command line

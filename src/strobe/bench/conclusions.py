@@ -42,10 +42,10 @@ def _speed(duels: dict[str, _Duels], direction: str, kind: str) -> list[str]:
         ratios = [_ratio(*duel) for duel in found]
         said.append(f"{units.faster(geometric_mean(ratios))} {TITLES[method]}{_range(ratios)}")
     found = next(iter(duels.values()))
-    than = "as" if said[0].startswith("as fast") else "than"
-    others = _names([other for _, other in found])
-    head = f"{PASS_TITLES[direction].capitalize()}: {_names([ours for ours, _ in found])} is {' and '.join(said)}"
-    return [" ".join([f"{head} {than} {_OTHERS[kind]}, {others} ({_cases(len(found))}).", *_where_not(duels)])]
+    ours, others = (_names([duel[i] for duel in found]) for i in (0, 1))
+    title = PASS_TITLES[direction].capitalize()
+    sentence = f"{title}: against {_OTHERS[kind]}, {others}, {ours} is {' and '.join(said)}; {_cases(len(found))}."
+    return [" ".join([sentence, *_where_not(duels)])]
 
 
 def _ratio(ours: Row, other: Row) -> float:
