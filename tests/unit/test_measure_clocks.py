@@ -119,7 +119,8 @@ def test_energy_between_jumps(nvml: FakeNvml) -> None:
     assert seen is not None and seen.sm_mhz == 1755 and seen.n > 3
 
 
-def test_without_the_package_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("new_driver", [True, False])
+def test_without_the_package_nvidia_smi_is_asked(new_driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=None))
     commands: list[list[str]] = []
@@ -135,10 +136,17 @@ def test_without_the_package_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch
         def wait(self, timeout: float) -> None:
             pass
 
+    def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        known = new_driver or "instant" not in command[2]
+        return subprocess.CompletedProcess(command, 0 if known else 2, "700.0" if known else "not a valid field", "")
+
     monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "run", run)
     monitor = Monitor(CUDA, energy=True)
     monitor._thread.join(5)  # type: ignore[union-attr]
-    assert commands[0][0] == "nvidia-smi" and monitor.source == "nvidia-smi" and not monitor.instant_power
+    assert commands[0][0] == "nvidia-smi" and monitor.source == "nvidia-smi" and monitor.instant_power == new_driver
+    power = "power.draw.instant" if new_driver else "power.draw"
+    assert commands[0][2] == f"--query-gpu=clocks.sm,{power},temperature.gpu,clocks_event_reasons.active"
     assert monitor.energy_source == "power sampled by nvidia-smi"
     assert monitor.mean_watts(0.0, time.perf_counter()) == 650.0
     monitor.close()

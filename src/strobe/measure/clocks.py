@@ -124,18 +124,32 @@ class NvidiaSmi:
     name = "nvidia-smi"
     energy_name = "power sampled by nvidia-smi"
     interval_s = 0.0  # reading a line waits for it
-    instant_power = False  # a mean over the last second, on most cards
 
     def __init__(self, device: torch.device) -> None:
         uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-        which = f"GPU-{uuid}" if uuid else str(device.index or 0)
-        fields = "clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
+        self._which = f"GPU-{uuid}" if uuid else str(device.index or 0)
+        power = self._known(
+            "power.draw.instant", "power.draw"
+        )  # the latter: a mean over the last second, on newer cards
+        reasons = self._known("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+        self.instant_power = power == "power.draw.instant"
         self._process = subprocess.Popen(
-            ["nvidia-smi", f"--id={which}", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "50"],
+            [*self._query("clocks.sm", power, "temperature.gpu", reasons), "-lms", "50"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
+
+    def _query(self, *fields: str) -> list[str]:
+        return ["nvidia-smi", f"--id={self._which}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+    def _known(self, new: str, old: str) -> str:
+        """The new name of a field, if this driver knows it."""
+        try:
+            done = subprocess.run(self._query(new), capture_output=True, text=True, timeout=20)
+        except subprocess.TimeoutExpired:
+            return old
+        return new if done.returncode == 0 and "N/A" not in done.stdout else old
 
     def sample(self) -> Sample:
         assert self._process.stdout is not None
