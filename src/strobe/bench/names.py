@@ -8,7 +8,7 @@ SUITES = {
     "sweep": ("length against model dimension, one sequence", True),
     "gqa": ("grouped heads; decode, speculative decode and chunked prefill", True),
     "models": ("shapes of models people run", True),
-    "overhead": ("short calls: CPU time, and replays of a CUDA graph", True),
+    "overhead": ("short calls: CPU time, and replays of a CUDA graph", False),
     "tiles": ("tile sizes of our backends", True),
     "ladder": ("the shapes that every rung of the ladder takes", True),
     "compile": ("compile times, and first calls of a process", False),
