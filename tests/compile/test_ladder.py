@@ -6,9 +6,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from strobe.cuda.tiles import SMEM_BYTES
 
 from strobe.cuda import cubin, jit
-from strobe.cuda.tiles import SMEM_BYTES
 from strobe.learn.ladder.rung import PARAMS, Rung
 from strobe.learn.ladder.rungs import RUNGS
 

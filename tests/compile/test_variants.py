@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from strobe.cuda.tiles import SMEM_BYTES, generation
 
 from strobe.cuda import cubin, jit, plan
-from strobe.cuda.tiles import SMEM_BYTES, generation
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EXHAUSTIVE = bool(os.environ.get("STROBE_EXHAUSTIVE"))

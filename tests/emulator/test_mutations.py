@@ -15,9 +15,9 @@ import torch
 from cases import Case
 from emulator.emulate import poisoned_outputs, with_source
 from oracle import expected, prepare
+from strobe.cuda.tiles import TileSm80, TileSm90
 
 from strobe.cuda.plan import Plan, plan_sm80, plan_sm90
-from strobe.cuda.tiles import TileSm80, TileSm90
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.mask import causal, window
 from strobe.problem import Problem

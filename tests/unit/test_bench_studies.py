@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from bench_results import synthetic
+from strobe.cuda.tiles import choose_sm90
 
 from strobe.bench import claims, studies
 from strobe.bench.results import save
 from strobe.cuda import jit, plan
-from strobe.cuda.tiles import choose_sm90
 from strobe.measure.stopwatch import Settings, Stopwatch
 
 

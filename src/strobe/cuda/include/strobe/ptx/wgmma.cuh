@@ -2,10 +2,11 @@
 // The instructions themselves carry N/2 accumulator operands each; `strobe/cuda/wgmma.py` prints `Wgmma<T, N>` for the
 // shapes a kernel uses into its source:
 //   ss_zero, ss   A and B from shared memory, both K-major               (S  = Q K^T)
+//   ss_tt_zero    A and B from shared memory, both MN-major              (dQ = dS K)
 //   rs_zero, rs   A from registers, B K-major
 //   rs_t_zero, rs_t  A from registers, B MN-major                        (O += P V)
-// `_zero` ignores the old D. Chains, ss_zero<kSteps, A, B> and rs_t<kSteps, B>, add up several products: A::step(i) and
-// B::step(i) say how far from the first operand in shared memory the i-th lies.
+// `_zero` ignores the old D. Chains, ss_zero<kSteps, A, B>, ss_tt_zero<kSteps, A, B> and rs_t<kSteps, B>, add up
+// several products: A::step(i) and B::step(i) say how far from the first operand in shared memory the i-th lies.
 #pragma once
 #include <strobe/ptx/base.cuh>
 
@@ -48,7 +49,7 @@ template <int Regs> STROBE_DEVICE void regs_inc() { asm volatile("setmaxnreg.inc
 
 // ptxas sinks exponentials below a following wgmma wait. A side effect that depends on them keeps them above it: a
 // store that never happens, because row sums are not negative, which ptxas cannot know of a loop-carried value.
-STROBE_DEVICE void hold(u32 addr, float never_negative) {
+STROBE_DEVICE void keep_above(u32 addr, float never_negative) {
   asm volatile("{ .reg .pred never; setp.lt.f32 never, %1, 0f00000000; @never st.shared.f32 [%0], %1; }" ::"r"(addr),
                "f"(never_negative)
                : "memory");
