@@ -19,7 +19,8 @@ def shapes(element: str, ns: Iterable[tuple[int, Sequence[Form]]]) -> str:
     """Specialisations of `strobe::Wgmma` for each width N with the forms named; a width named twice gets all of them.
 
     `ss`: A and B from shared memory; `ss_tt`: both stored with M or N, not K, running fastest; `rs`: A from registers;
-    `rs_t`: and B stored with N, not K, running fastest. A `_zero` form ignores the old accumulators. The text belongs after `#include <strobe/ptx/wgmma.cuh>`.
+    `rs_t`: and B stored with N, not K, running fastest. A `_zero` form ignores the old accumulators. The text belongs
+    after `#include <strobe/ptx/wgmma.cuh>`.
 
     A chain adds up several products: its template arguments say how many and how far apart their operands in shared
     memory lie. It is one statement because NVRTC's time grows with the operands of statements, and each product names

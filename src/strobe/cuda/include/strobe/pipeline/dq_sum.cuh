@@ -18,12 +18,12 @@ struct DqSum {
   u32 buffer;
   int consumer;
 
-  // Consumer: wait until the buffer is empty, put registers [kFrom, kTo) of every four, and hand it over.
+  // Consumer: wait until the buffer is empty, put fours of registers [first, end), which are constants, and hand it over.
   STROBE_DEVICE void begin_put() const { bar_sync(kBarrierDqEmpty + consumer, kDqThreads); }
-  template <int kFrom, int kTo> STROBE_DEVICE void put(const float (&dq)[32]) const {
+  STROBE_DEVICE void put(const float (&dq)[32], int first, int end) const {
     const u32 to = buffer + thread_idx() % 128 * 16;
 #pragma unroll
-    for (int i = kFrom; i < kTo; ++i)
+    for (int i = first; i < end; ++i)
       st_shared(to + i * 2048,
                 u32x4{as_bits(dq[4 * i]), as_bits(dq[4 * i + 1]), as_bits(dq[4 * i + 2]), as_bits(dq[4 * i + 3])});
   }
