@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import cubins
 import pytest
-from strobe.cuda.tiles import SMEM_BYTES
 
 from strobe.cuda import cubin, jit
+from strobe.cuda.forward_sm80 import SMEM_BYTES
 from strobe.learn.ladder.rung import PARAMS, Rung
 from strobe.learn.ladder.rungs import RUNGS
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import cubins
 import pytest
-from strobe.cuda.tiles import SMEM_BYTES, generation
 
-from strobe.cuda import cubin, jit, plan
+from strobe.cuda import catalogue, cubin, forward_sm90, jit
+from strobe.cuda.features import Features
+from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
+from strobe.cuda.kernel import TemplateKernel
+from strobe.mask import Mask, causal, window
+from strobe.score import softcap
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EXHAUSTIVE = bool(os.environ.get("STROBE_EXHAUSTIVE"))
@@ -22,47 +25,80 @@ EXHAUSTIVE = bool(os.environ.get("STROBE_EXHAUSTIVE"))
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
 
-def selected(arch: str) -> list[plan.Variant]:
+def selected(arch: str) -> list[TemplateKernel]:
     """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
-    and plain ones of the other type."""
-    every = list(plan.variants(arch, exhaustive=True))
-    folded = [
-        v for v in every if v.fold > 1 and v.softcap and v.sinks and v.mask.lo is not None and v.element == "bf16"
-    ]
-    folded = [replace(v, fold=fold) for v in folded for fold in (2, 64)]  # elsewhere 8 stands for any
+    plain kernels of the other type, and dropout."""
     if EXHAUSTIVE:
-        return every + folded
-    bf16 = [v for v in plan.variants(arch) if v.element == "bf16" and v.mask.lo is not None]
-    found = [v for v in bf16 if v.packed or not v.whole_dims]
-    plain = [v for v in plan.variants(arch) if v.element == "fp16" and not v.packed and v.mask.lo is None]
-    return found + folded + [v for v in plain if v.dim in (64, 128)]
+        return list(catalogue.variants(arch, exhaustive=True)) + packed_gqa(arch)
+    found = []
+    for kernel in catalogue.variants(arch):
+        facts = kernel.facts
+        window = facts.get("mask") == "window"
+        everything = kernel.element == "bf16" and window and facts["varlen"]
+        dropped = kernel.element == "bf16" and facts.get("dropout", False) and facts["dim"] in (64, 128)
+        plain = kernel.element == "fp16" and not window and not facts.get("varlen", False)
+        if everything or dropped or (plain and facts.get("dim", 64) in (64, 128)):
+            found.append(kernel)
+    return found + packed_gqa(arch)
+
+
+def packed_gqa(arch: str) -> list[TemplateKernel]:
+    """Groups of 2 and of 64 heads; elsewhere 8 stands for any."""
+    if arch != forward_sm90.ARCH:
+        return []
+    found = []
+    for dim, dim_v in forward_sm90.DIMS:
+        features = Features("bf16", dim, dim_v, window(1, 1), score=softcap(30.0), sinks=True)
+        tile = forward_sm90.split_tiles(dim, dim_v, True, True)[0]
+        found += [forward_sm90.kernel(features, tile, split=True, pack_gqa=n, one_box=False) for n in (2, 64)]
+    return found
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_variants_compile_without_spills(arch: str) -> None:
-    def build(variant: plan.Variant) -> tuple[plan.Variant, jit.Artifact]:
-        return variant, jit.get(variant.source, arch, name=variant.name)
+    def build(kernel: TemplateKernel) -> tuple[TemplateKernel, jit.Artifact]:
+        return kernel, jit.get(kernel.source, arch, name=kernel.name)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = list(pool.map(build, selected(arch)))
     assert built
     wrong = []
-    for variant, artifact in built:
+    for kernel, artifact in built:
         info = cubins.inspect(artifact.cubin)["kernel"]
         spilled = cubin.spills(artifact.log) if artifact.origin == "compiled" else info.stack_frame
-        if spilled or info.stack_frame or cubin.warnings(artifact.log):
+        if max(spilled, info.stack_frame) > allowed_spills(kernel) or cubin.warnings(artifact.log):
             wrong.append(
-                f"{variant.name}: {spilled} bytes spilled, stack {info.stack_frame}, {cubin.warnings(artifact.log)}"
+                f"{kernel.name}: {spilled} bytes spilled, stack {info.stack_frame}, {cubin.warnings(artifact.log)}"
             )
-        assert [size for _, size in info.params] == [variant.params.size], variant.name
-        assert variant.smem <= SMEM_BYTES[generation(arch)], variant.name
-        assert info.registers * variant.threads * variant.tile.blocks_per_sm <= 65536, variant.name
+        assert [size for _, size in info.params] == [kernel.params.size], kernel.name
+        assert kernel.smem <= SMEM_BYTES[generation(arch)], kernel.name
+        assert info.registers * kernel.threads * kernel.blocks_per_sm <= 65536, kernel.name
+        assert warpgroups_fit(kernel, info.registers), kernel.name
     assert not wrong, "\n".join(wrong)
 
 
-def test_masks_of_one_shape_share_a_kernel() -> None:
-    from strobe.mask import causal, window
+def allowed_spills(kernel: TemplateKernel) -> int:
+    """Bytes. The Hopper backward fills the registers; with dropout, or an order of the sums, a few do not fit."""
+    if kernel.template != "backward_sm90":
+        return 0
+    return 48 if kernel.facts["dropout"] else 8 if kernel.facts["deterministic"] else 0
 
-    assert plan.shape_of(window(5, 7)) is plan.shape_of(window(100, 0))
-    assert plan.shape_of(causal) is plan.shape_of(window(None, 3))
-    assert plan.shape_of(causal) is not plan.shape_of(window(3, None))
+
+def warpgroups_fit(kernel: TemplateKernel, registers: int) -> bool:
+    """A warpgroup that asks for more registers than the others have given back waits for ever."""
+    config = dict(kernel.config)
+    if "kRegsConsumer" not in config:
+        return True
+    consumers = kernel.threads // 128 - 1
+    return 128 * (config["kRegsProducer"] + consumers * config["kRegsConsumer"]) <= registers * kernel.threads
+
+
+def test_masks_of_one_shape_share_a_kernel() -> None:
+    def source(mask: Mask) -> str:
+        features = Features("bf16", 64, 64, mask)
+        tile = forward_sm90.choose_tile(64, 64)
+        return forward_sm90.kernel(features, tile, split=False, pack_gqa=1, one_box=True).source
+
+    assert source(window(5, 7)) == source(window(100, 0))
+    assert source(causal) == source(window(None, 3))
+    assert source(causal) != source(window(3, None))

@@ -4,36 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from strobe.arguments import Inputs
 from strobe.cuda import jit
-from strobe.cuda.plan import Plan, plan_sm80, plan_sm90
+from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.kernel import TemplateKernel, TextKernel
+from strobe.cuda.plan import Launch, Plan
 from strobe.emulator import backend
-from strobe.problem import Inputs, Problem
+from strobe.emulator.program import Mode
+from strobe.problem import Problem, Strides
 
 KERNELS = ("sm80", "sm90")
+SMS = backend.MACHINES["sm90"].sms
 
 
-def plan_of(
-    kernel: str, problem: Problem, out_strides: tuple[int, int, int], sms: int = backend.MULTIPROCESSORS
-) -> Plan:
-    if kernel == "sm90":
-        return plan_sm90(problem, out_strides, sms)
-    return plan_sm80(problem, backend.ARCH, out_strides)
+def plan_of(kernel: str, problem: Problem, out_strides: Strides, sms: int = SMS, tile: Any = None) -> Plan:
+    machine = dataclasses.replace(backend.MACHINES[kernel], sms=sms)
+    return FAMILIES[kernel].forward.plan(problem, out_strides, machine, tile)
+
+
+def only(plan: Plan) -> Launch:
+    (launch,) = plan.launches
+    return launch
+
+
+def member(plan: Plan, name: str) -> int | bool:
+    """Of the Config of a plan's only kernel."""
+    kernel = only(plan).kernel
+    assert isinstance(kernel, TemplateKernel)
+    return kernel.member(name)
 
 
 def poisoned_outputs(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = inputs.q.shape
-    out = inputs.q.new_full((batch, rows, heads, problem.dim_v), torch.nan).transpose(1, 2)
+    out = inputs.q.new_full((batch, rows, heads, problem.dim_v), torch.nan, dtype=problem.out_dtype).transpose(1, 2)
     return out, torch.full((batch, heads, rows), torch.nan, dtype=torch.float32, device=out.device)
 
 
+def tensors_of(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    names = ("q", "k", "v", "cu_q", "cu_k", "positions")
+    sinks = None if inputs.sinks is None else inputs.sinks.float()
+    return {name: getattr(inputs, name) for name in names} | {"sinks": sinks, "o": out, "lse": lse}
+
+
 def with_source(plan: Plan, edit: Callable[[str], str]) -> Plan:
-    """The same launch of a kernel whose flattened source went through `edit`."""
-    variant = dataclasses.replace(plan.variant)
-    variant.__dict__["source"] = edit(jit.flatten(plan.variant.source, "emu"))  # in place of the cached property
-    return dataclasses.replace(plan, variant=variant)
+    """The same launches of kernels whose flattened sources went through `edit`."""
+
+    def edited(launch: Launch) -> Launch:
+        spec = launch.kernel
+        text = edit(jit.flatten(spec.source, "emu"))
+        kernel = TextKernel(spec.name, spec.arch, spec.params, spec.threads, spec.smem, text)
+        return dataclasses.replace(launch, kernel=kernel)
+
+    return dataclasses.replace(plan, launches=tuple(edited(launch) for launch in plan.launches))
 
 
 def forward(
@@ -41,9 +67,9 @@ def forward(
     problem: Problem,
     inputs: Inputs,
     *,
-    mode: backend.Mode = "sync",
+    mode: Mode = "sync",
     seed: int = 0,
-    sms: int = backend.MULTIPROCESSORS,
+    sms: int = SMS,
     edit: Callable[[str], str] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)"""
@@ -51,15 +77,5 @@ def forward(
     plan = plan_of(kernel, problem, out.stride()[:3], sms)  # type: ignore[arg-type]
     if edit is not None:
         plan = with_source(plan, edit)
-    tensors = {
-        "q": inputs.q,
-        "k": inputs.k,
-        "v": inputs.v,
-        "o": out,
-        "lse": lse,
-        "sinks": None if inputs.sinks is None else inputs.sinks.float(),
-        "cu_q": inputs.cu_q,
-        "cu_k": inputs.cu_k,
-    }
-    backend.launch(plan, tensors, mode=mode, seed=seed)
+    backend.launch(plan, tensors_of(inputs, out, lse), mode=mode, seed=seed)
     return out, lse

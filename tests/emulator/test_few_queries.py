@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
-from emulator.emulate import forward, plan_of
+from emulator.emulate import forward, member, only, plan_of
 from emulator.test_forward_kernels import check
 from oracle import prepare
 
-from strobe.cuda import plan
+from strobe.cuda import forward_sm90
 from strobe.emulator import compiler
 from strobe.mask import causal, window
 
@@ -41,18 +41,17 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "LEAST_PART", 1)
-    monkeypatch.setattr(plan, "FEWEST_PARTS", 1)
-    monkeypatch.setattr(plan, "FEW_ROWS", 64)
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LEAST_SPLIT", 1), ("FEWEST_SPLITS", 1), ("FEW_ROWS", 64)):
+        monkeypatch.setattr(forward_sm90, name, value)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     made = plan_of("sm90", problem, (0, problem.dim_v, problem.heads * problem.dim_v), SMS)
-    assert made.variant.split and made.values["splits"] > 1 and made.workspace > 0
-    assert made.variant.tile.block_m == (192 if "192_rows" in case.name else 128)
+    assert member(made, "kSplit") and only(made).values["splits"] > 1 and made.workspace_bytes > 0
+    assert member(made, "kBlockM") == (192 if "192_rows" in case.name else 128)
     at_once, late = (forward("sm90", problem, inputs, sms=SMS, mode=mode, seed=3) for mode in ("sync", "async"))  # type: ignore[arg-type]
     check(case, torch.bfloat16, at_once)
     assert torch.equal(late[0], at_once[0]) and torch.equal(late[1], at_once[1])
@@ -64,7 +63,7 @@ def test_whoever_is_last_the_bits_are_the_same() -> None:
     assert all(torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]) for out, lse in results)
 
 
-FOLDED = [
+PACKED_GQA = [
     Case("f_decode", 1, 300, batch=2, heads=8, heads_k=2, dim=128),
     Case("f_decode_window_sinks", 1, 400, batch=1, heads=16, heads_k=2, dim=64, mask=window(200, 0), sinks=True),
     Case("f_causal", 9, 300, batch=2, heads=8, heads_k=2, dim=64, mask=causal),
@@ -78,9 +77,9 @@ FOLDED = [
 
 
 @pytest.mark.parametrize("sms", [1, SMS])
-@pytest.mark.parametrize("case", FOLDED, ids=str)
+@pytest.mark.parametrize("case", PACKED_GQA, ids=str)
 def test_heads_of_a_group_as_rows_of_a_tile(case: Case, sms: int) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     made = plan_of("sm90", problem, (0, problem.dim_v, problem.heads * problem.dim_v), sms)
-    assert made.variant.fold == problem.group and made.variant.split == (sms > 1 and case.len_k >= 256)
+    assert member(made, "kPackGqa") == problem.group and member(made, "kSplit") == (sms > 1 and case.len_k >= 256)
     check(case, torch.bfloat16, forward("sm90", problem, inputs, sms=sms))

@@ -13,12 +13,12 @@ import pytest
 import tolerance
 import torch
 from cases import CASES, Case, make
-from emulator.emulate import KERNELS, forward
+from emulator.emulate import KERNELS, SMS, forward, only, plan_of, poisoned_outputs
 from kernel_cases import KERNEL_CASES, SUPPORTED
 from oracle import expected, prepare
 
 import strobe
-from strobe.emulator import backend, compiler
+from strobe.emulator import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -90,7 +90,7 @@ def test_nan_of_a_packed_neighbour_stays_there(name: str, kernel: str) -> None:
             else:
                 spared[rows] = True
         assert spared.any()
-        found = forward(kernel, problem, dataclasses.replace(inputs, q=q, k=k, v=v))
+        found = forward(kernel, problem, inputs._replace(q=q, k=k, v=v))
         (out, lse), (same_out, same_lse) = expected(case, torch.bfloat16)
         tolerance.check("out", found[0][:, :, spared], out[:, :, spared], same_out[:, :, spared])
         floor = tolerance.lse_floor(same_lse)
@@ -108,19 +108,18 @@ def test_nan_beyond_the_last_key_is_not_seen(keys: int, kernel: str) -> None:
         around = t.new_full((t.shape[0], t.shape[1], keys + 200, t.shape[3]), torch.nan)
         around[:, :, :keys] = t
         longer.append(around[:, :, :keys])
-    problem = dataclasses.replace(problem, strides=tuple(t.stride()[:3] for t in (inputs.q, *longer)))
-    check(case, torch.bfloat16, forward(kernel, problem, dataclasses.replace(inputs, k=longer[0], v=longer[1])))
+    keys_of = dataclasses.replace(problem.k, strides=tuple(t.stride()[:3] for t in longer))
+    problem = dataclasses.replace(problem, k=keys_of)
+    check(case, torch.bfloat16, forward(kernel, problem, inputs._replace(k=longer[0], v=longer[1])))
 
 
 @pytest.mark.parametrize("name", ["k_64_causal_rounds", "k_128_rounds", "k_256_rounds"])
 def test_hopper_blocks_go_several_rounds(name: str) -> None:
     """Else the cases above would not test what happens at the boundary of two tiles."""
-    from emulator.emulate import plan_of, poisoned_outputs
-
     problem, inputs = prepare(BY_NAME[name], torch.bfloat16)
     plan = plan_of("sm90", problem, poisoned_outputs(problem, inputs)[0].stride()[:3])  # type: ignore[arg-type]
-    assert plan.grid == backend.MULTIPROCESSORS
-    assert plan.values["tiles"] > 2 * plan.grid  # type: ignore[operator]
+    assert only(plan).grid == SMS
+    assert only(plan).values["tiles"] > 2 * SMS
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -6,21 +6,19 @@ the mutations stay the same when the tables are tuned."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import tolerance
 import torch
 from cases import Case
-from emulator.emulate import poisoned_outputs, with_source
+from emulator.emulate import only, plan_of, poisoned_outputs, tensors_of, with_source
 from oracle import expected, prepare
 
-from strobe.cuda.plan import Plan, plan_sm80, plan_sm90
-from strobe.cuda.tiles import TileSm80, TileSm90
+from strobe.cuda import forward_sm80, forward_sm90
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.mask import causal, window
-from strobe.problem import Problem
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -47,14 +45,14 @@ LOW = replace(SPLIT, name="low", scores="low")  # scores so low that 0 in their 
 PACKED_GQA = Case("packed_gqa", 9, 150, batch=1, heads=4, heads_k=1, dim=64, mask=causal)
 SOFTCAP = replace(CAUSAL, name="softcap", softcap=5.0)
 VARLEN = Case("varlen", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 129), (130, 70)))
-TILES = {
-    "sm80": TileSm80(64, 64, 4, 1, 1),
-    "sm80_two_buffers": TileSm80(64, 64, 4, 2, 1),
-    "sm80_state_in_smem": TileSm80(128, 64, 4, 1, 1),
-    "sm80_lazy_rescale": TileSm80(64, 64, 4, 1, 1, skip=True),
-    "sm90": TileSm90(2, 64),
-    "sm90_ping_pong": TileSm90(2, 64, ping_pong=True),
-    "sm90_one_slot": TileSm90(2, 64, q_slots=1, store_panels=1),
+TILES: dict[str, Any] = {
+    "sm80": forward_sm80.Tile(64, 64, 4, 1, 1),
+    "sm80_two_buffers": forward_sm80.Tile(64, 64, 4, 2, 1),
+    "sm80_state_in_smem": forward_sm80.Tile(128, 64, 4, 1, 1),
+    "sm80_lazy_rescale": forward_sm80.Tile(64, 64, 4, 1, 1, lazy_rescale=True),
+    "sm90": forward_sm90.Tile(2, 64),
+    "sm90_ping_pong": forward_sm90.Tile(2, 64, ping_pong=True),
+    "sm90_one_slot": forward_sm90.Tile(2, 64, q_slots=1, store_panels=1),
 }
 
 
@@ -301,26 +299,17 @@ REDUNDANT = [
 ]
 
 
-def plan_of(problem: Problem, tile: str, out_strides: tuple[int, int, int]) -> Plan:
-    chosen = TILES[tile]
-    if isinstance(chosen, TileSm80):
-        return plan_sm80(problem, "sm_80", out_strides, chosen)
-    return plan_sm90(problem, out_strides, 2, chosen)
-
-
 def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str | None:
     """What is wrong with a run; None if nothing is."""
     problem, inputs = prepare(case, torch.bfloat16)
-    if problem.packed:  # the keys of the sequence without queries are nobody's: they must not be read
+    if problem.varlen:  # the keys of the sequence without queries are nobody's: they must not be read
         for t in (inputs.k, inputs.v):
             t[:, :, int(inputs.cu_k[1]) : int(inputs.cu_k[2])] = torch.nan  # type: ignore[index]
     out, lse = poisoned_outputs(problem, inputs)
-    plan = plan_of(problem, tile, out.stride()[:3])  # type: ignore[arg-type]
+    plan = plan_of(tile[:4], problem, out.stride()[:3], 2, TILES[tile])  # type: ignore[arg-type]
     plan = plan if mutation is None else with_source(plan, mutation)
-    tensors = dataclasses.asdict(inputs)
-    tensors = {name: tensors[name] for name in ("q", "k", "v", "sinks", "cu_q", "cu_k")} | {"o": out, "lse": lse}
     try:
-        backend.launch(plan, tensors, mode="async", seed=seed)
+        backend.launch(plan, tensors_of(inputs, out, lse), mode="async", seed=seed)
         (exact, exact_lse), (same, same_lse) = expected(case, torch.bfloat16)
         tolerance.check("out", out, exact, same)
         tolerance.check("lse", lse, exact_lse, same_lse, floor=tolerance.lse_floor(same_lse))
@@ -340,7 +329,7 @@ def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> No
 @pytest.mark.parametrize("case", [SPLIT, WIDE_SPLIT, LOW], ids=str)
 def test_keys_are_split_where_that_is_what_is_broken(case: Case) -> None:
     problem, _ = prepare(case, torch.bfloat16)
-    assert plan_of(problem, "sm90", (1, 1, 1)).values["splits"] == 2
+    assert only(plan_of("sm90", problem, (1, 1, 1), 2, TILES["sm90"])).values["splits"] == 2
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)

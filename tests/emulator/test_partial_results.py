@@ -10,14 +10,15 @@ import pytest
 import tolerance
 import torch
 from cases import Case
-from emulator.emulate import KERNELS, plan_of
+from emulator.emulate import KERNELS, member, plan_of, tensors_of
 from emulator.test_forward_kernels import check
 from oracle import expected, prepare
 
-from strobe.cuda import plan
+from strobe.arguments import Inputs
+from strobe.cuda import forward_sm90
 from strobe.emulator import backend, compiler
 from strobe.mask import causal, chunked, window
-from strobe.problem import Inputs, Problem
+from strobe.problem import Problem
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -26,8 +27,8 @@ Result = tuple[torch.Tensor, torch.Tensor]  # O in fp32, [batch, heads, rows, di
 
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEAST_PART", "FEWEST_PARTS"):
-        monkeypatch.setattr(plan, name, 1)
+    for name in ("LEAST_SPLIT", "FEWEST_SPLITS"):
+        monkeypatch.setattr(forward_sm90, name, 1)
 
 
 def partial_result(
@@ -36,23 +37,24 @@ def partial_result(
     batch, heads, rows, _ = inputs.q.shape
     wide = torch.full((batch, rows, heads, problem.dim_v + 8), torch.nan)  # what lies behind a row is another's
     out, lse = wide[..., : problem.dim_v].transpose(1, 2), torch.full((batch, heads, rows), torch.nan)
-    made = plan_of(kernel, problem, out.stride()[:3], sms)  # type: ignore[arg-type]
-    variant = dataclasses.replace(made.variant, partial_out=True, positions=positions is not None)
-    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "cu_q", "cu_k")}
-    tensors |= {"o": out, "lse": lse}
     if positions is not None:
-        tensors["positions"] = torch.tensor(positions, dtype=torch.int32)
-    backend.launch(dataclasses.replace(made, variant=variant), tensors, mode="async", seed=1)
+        inputs = inputs._replace(positions=torch.tensor(positions, dtype=torch.int32))
+    asked = dataclasses.replace(problem, partial=True, positions=positions is not None)
+    made = plan_of(kernel, asked, out.stride()[:3], sms)  # type: ignore[arg-type]
+    backend.launch(made, tensors_of(inputs, out, lse), mode="async", seed=1)
     assert wide[..., problem.dim_v :].isnan().all()
     return out, lse
 
 
 def part_of(problem: Problem, inputs: Inputs, rows: slice, keys: slice) -> tuple[Problem, Inputs]:
     q, k, v = inputs.q[:, :, rows], inputs.k[:, :, keys], inputs.v[:, :, keys]
-    batch = problem.batch
-    lengths = {"len_q": q.shape[2], "len_k": k.shape[2], "total_q": batch * q.shape[2], "total_k": batch * k.shape[2]}
-    part = dataclasses.replace(problem, **lengths, strides=tuple(t.stride()[:3] for t in (q, k, v)))
-    return part, dataclasses.replace(inputs, q=q, k=k, v=v)
+    rows_of = dataclasses.replace(
+        problem.q, length=q.shape[2], total=problem.batch * q.shape[2], strides=(q.stride()[:3],)
+    )
+    keys_of = dataclasses.replace(
+        problem.k, length=k.shape[2], total=problem.batch * k.shape[2], strides=(k.stride()[:3], v.stride()[:3])
+    )
+    return dataclasses.replace(problem, q=rows_of, k=keys_of), inputs._replace(q=q, k=k, v=v)
 
 
 def merged(results: list[Result]) -> Result:
@@ -115,16 +117,18 @@ def test_positions_of_varlen_sequences(kernel: str) -> None:
         [n - skip for (n, skip) in zip(pair, skips, strict=True)] for pair, skips in zip(lengths, kept, strict=True)
     ]
     cu = [torch.tensor([0, *n]).cumsum(0).int() for n in zip(*counts, strict=True)]
+    strides = [tensors[name].stride()[:3] for name in "qkv"]
     part = dataclasses.replace(
         problem,
-        total_q=tensors["q"].shape[2],
-        total_k=tensors["k"].shape[2],
-        len_q=max(n for n, _ in counts),
-        len_k=max(n for _, n in counts),
-        strides=tuple(tensors[name].stride()[:3] for name in "qkv"),
+        q=dataclasses.replace(
+            problem.q, total=tensors["q"].shape[2], length=max(n for n, _ in counts), strides=(strides[0],)
+        ),
+        k=dataclasses.replace(
+            problem.k, total=tensors["k"].shape[2], length=max(n for _, n in counts), strides=tuple(strides[1:])
+        ),
     )
     positions = [(a, n, b, m) for (a, b), (n, m) in zip(kept, lengths, strict=True)]
-    out, lse = partial_result(kernel, part, dataclasses.replace(inputs, **tensors, cu_q=cu[0], cu_k=cu[1]), positions)
+    out, lse = partial_result(kernel, part, inputs._replace(**tensors, cu_q=cu[0], cu_k=cu[1]), positions)
     for i, ((skip_q, skip_k), (len_q, len_k)) in enumerate(zip(kept, lengths, strict=True)):
         if not len_q:
             continue
@@ -147,7 +151,8 @@ def test_positions_with_split_kv(kernel: str) -> None:
     case = Case("split", 60, 500, batch=1, heads=1, heads_k=1, dim=64, mask=causal)
     problem, inputs = prepare(case, torch.bfloat16)
     if kernel == "sm90":
-        assert plan_of(kernel, part_of(problem, inputs, slice(20, 60), slice(0, 300))[0], (0, 64, 64), 6).variant.split
+        split, _ = part_of(problem, inputs, slice(20, 60), slice(0, 300))
+        assert member(plan_of(kernel, split, (0, 64, 64), 6), "kSplit")
     results = [
         partial_result(kernel, *part_of(problem, inputs, slice(20, 60), keys), [(20, 60, keys.start, 500)], sms=6)
         for keys in (slice(0, 300), slice(300, 500))
@@ -178,7 +183,7 @@ PARTIAL = [
 def test_partial_output_is_o_in_fp32(case: Case, kernel: str) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     if inputs.sinks is not None:
-        inputs = dataclasses.replace(inputs, sinks=inputs.sinks.float())
+        inputs = inputs._replace(sinks=inputs.sinks.float())
     sms = 6 if "split" in case.name else 2
     out, lse = partial_result(kernel, problem, inputs, sms=sms)
     check(case, torch.bfloat16, (out.bfloat16(), lse))

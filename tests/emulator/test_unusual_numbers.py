@@ -10,10 +10,11 @@ from cases import Case
 from emulator.emulate import KERNELS, forward
 from oracle import prepare
 
-from strobe.cuda import plan
+from strobe.arguments import Inputs
+from strobe.cuda import forward_sm90
 from strobe.emulator import compiler
 from strobe.mask import Mask, causal, full
-from strobe.problem import Inputs, Problem
+from strobe.problem import Problem
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -26,8 +27,8 @@ NO_KEYS = dataclasses.replace(PLAIN, name="no_keys", len_q=150, len_k=100, mask=
 
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEAST_PART", "FEWEST_PARTS"):
-        monkeypatch.setattr(plan, name, 1)
+    for name in ("LEAST_SPLIT", "FEWEST_SPLITS"):
+        monkeypatch.setattr(forward_sm90, name, 1)
 
 
 def run(kind: str, problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +60,7 @@ def test_a_nan_query_is_nan_and_no_other(case: Case, row: int, kind: str) -> Non
     wanted = exact(problem, inputs)
     q = inputs.q.clone()
     q[..., row, 3] = torch.nan
-    found = run(kind, problem, dataclasses.replace(inputs, q=q))
+    found = run(kind, problem, inputs._replace(q=q))
     assert found[0][row].isnan().all() and found[1][row].isnan()
     close(found, wanted, slice(0, row))
     close(found, wanted, slice(row + 1, None))
@@ -72,7 +73,7 @@ def test_a_nan_key_is_nan_where_it_is_seen(key: int, kind: str) -> None:
     wanted = exact(problem, inputs)
     k = inputs.k.clone()
     k[..., key, 5] = torch.nan
-    found = run(kind, problem, dataclasses.replace(inputs, k=k))
+    found = run(kind, problem, inputs._replace(k=k))
     first = max(0, key - (CAUSAL.len_k - CAUSAL.len_q))  # the first row that sees it
     assert found[0][first:].isnan().all() and found[1][first:].isnan().all()
     close(found, wanted, slice(0, first))
@@ -84,7 +85,7 @@ def test_a_nan_value_is_nan_in_the_output_alone(kind: str) -> None:
     wanted = exact(problem, inputs)
     v = inputs.v.clone()
     v[..., 100, 7] = torch.nan
-    out, lse = run(kind, problem, dataclasses.replace(inputs, v=v))
+    out, lse = run(kind, problem, inputs._replace(v=v))
     assert out[:, 7].isnan().all()
     others = torch.arange(out.shape[1]) != 7
     close((out[:, others], lse), (wanted[0][:, others], wanted[1]), slice(None))
@@ -93,7 +94,7 @@ def test_a_nan_value_is_nan_in_the_output_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_query_that_sees_nothing_but_nan(kind: str) -> None:
     problem, inputs = prepare(PLAIN, torch.bfloat16)
-    found = run(kind, problem, dataclasses.replace(inputs, k=torch.full_like(inputs.k, torch.nan)))
+    found = run(kind, problem, inputs._replace(k=torch.full_like(inputs.k, torch.nan)))
     assert found[0].isnan().all() and found[1].isnan().all()
 
 
@@ -126,7 +127,7 @@ def test_scores_of_1e10(mask: Mask, keys: str, sign: int, kind: str) -> None:
     q = torch.full((70, 64), sign * LARGE).half()
     q[::3] = inputs.q[0, 0, ::3]  # rows of a warp that are large beside others
     q[::3, 0] = 2e-3
-    inputs = dataclasses.replace(inputs, q=q[None, None], k=k[None, None])
+    inputs = inputs._replace(q=q[None, None], k=k[None, None])
     out, lse = run(kind, problem, inputs)
     wanted, wanted_lse = exact(problem, inputs)
     assert out.isfinite().all() and lse.isfinite().all()
@@ -146,7 +147,7 @@ def test_scores_of_any_size_are_as_exact_as_their_numbers(size: int, kind: str) 
     q = torch.zeros(70, 64)
     q[:, 0] = 2.0 ** (size - size // 2) * torch.where(torch.arange(70) % 2 == 0, 1.0, -1.0)
     q[:, 1] = 1.0
-    inputs = dataclasses.replace(inputs, q=q.bfloat16()[None, None], k=k.bfloat16()[None, None])
+    inputs = inputs._replace(q=q.bfloat16()[None, None], k=k.bfloat16()[None, None])
     found, wanted = run(kind, problem, inputs), exact(problem, inputs)
     torch.testing.assert_close(found[0], wanted[0], atol=4e-3, rtol=4e-3)
     torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=2e-7)
@@ -160,7 +161,7 @@ def test_infinite_sinks(case: Case, kind: str) -> None:
     wanted = exact(problem, inputs)
 
     def with_sink(x: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return run(kind, problem, dataclasses.replace(inputs, sinks=torch.tensor([x])))
+        return run(kind, problem, inputs._replace(sinks=torch.tensor([x])))
 
     out, lse = with_sink(torch.inf)
     assert (out == 0).all() and (lse == torch.inf).all()

@@ -86,6 +86,12 @@ class Tensors:
     cu_q: torch.Tensor | None
     cu_k: torch.Tensor | None
     positions: torch.Tensor | None
+    seed: int
+
+
+def seed_of(a: Arguments) -> int:
+    """64 bits, which the kernels take for unsigned."""
+    return 0 if a.seed is None else a.seed & ((1 << 64) - 1)
 
 
 def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Problem]:
@@ -100,7 +106,7 @@ def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Pr
     ints = [None if t is None else t.contiguous() for t in (a.cu_q, a.cu_k, a.positions)]
     strides = [inside_strides(t, layout) for t in (q, k, v)]
     rows, keys = replace(problem.q, strides=(strides[0],)), replace(problem.k, strides=tuple(strides[1:]))
-    return Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), *ints), replace(problem, q=rows, k=keys)
+    return Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), *ints, seed_of(a)), replace(problem, q=rows, k=keys)
 
 
 def prepare_backward(
@@ -110,7 +116,8 @@ def prepare_backward(
     strides of those that it does not know."""
     q, k, v, o = (aligned(t.detach()) for t in (a.q, a.k, a.v, out))
     d_o = dout if dout.stride(-1) == 1 and is_aligned(dout) else dout.contiguous()
-    wanted, tensors = problem.gradients, {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "lse": lse}
+    wanted = problem.gradients
+    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "lse": lse}
     tensors["dlse"] = None if dlse is None else dlse.contiguous()
     tensors["dq"] = torch.empty(q.shape, dtype=q.dtype, device=q.device) if "q" in wanted else None
     both = "k" in wanted or "v" in wanted  # one kernel computes both
@@ -121,7 +128,7 @@ def prepare_backward(
     for name in ("cu_q", "cu_k", "positions"):
         t = getattr(a, name)
         tensors[name] = None if t is None else t.contiguous()
-    tensors["seed"] = (a.seed or 0) & ((1 << 64) - 1)
+    tensors["seed"] = seed_of(a)
     named = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
     strides = {n: inside_strides(tensors[n], layout) for n in named if tensors[n] is not None}
     rows, keys = replace(problem.q, strides=(strides["q"],)), replace(problem.k, strides=(strides["k"], strides["v"]))
@@ -186,7 +193,7 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
             fast = all(t is u for t, u in zip(given, used, strict=True)) and (
                 a.sinks is None or (a.sinks.dtype == torch.float32 and a.sinks.is_contiguous())
             )
-        launcher(*map(_address, (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions)))
+        launcher(*map(_address, (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)))
         if a.out is None:
             return x.o, x.lse
         return a.out if x.o is a.out else a.out.copy_(x.o), x.lse
@@ -215,6 +222,7 @@ def _run_again(
         0 if a.cu_q is None else a.cu_q.data_ptr(),
         0 if a.cu_k is None else a.cu_k.data_ptr(),
         0 if a.positions is None else a.positions.data_ptr(),
+        seed_of(a),
     )
     return out, lse
 

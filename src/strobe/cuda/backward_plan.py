@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from strobe import dropout
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
@@ -27,8 +26,6 @@ STATISTICS = [
 ]
 BACKWARD_FIELDS = [
     Field("scale_grad", "float"),  # of dQ and dK
-    Field("dropout_scale", "float"),  # of the weights that are kept, and of dV
-    Field("dropout_threshold", "u32"),
     Field("heads_k", "int"),
     *PROBLEM_FIELDS,
 ]
@@ -78,8 +75,6 @@ def backward_values(problem: Problem) -> dict[str, Any]:
         **problem_values(problem),
         "heads_k": problem.heads_k,
         "scale_grad": grad_scale(problem),
-        "dropout_scale": 1 / (1 - problem.dropout),
-        "dropout_threshold": dropout.threshold(problem.dropout) << 16,
     }
 
 

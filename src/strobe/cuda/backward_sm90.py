@@ -65,12 +65,10 @@ _CONVERT = Struct(
 @dataclass(frozen=True)
 class Tile:
     block_m: int  # queries at a time: 128 or 64, so that a consumer has 64 x 64 numbers of dQ
-    stagger: bool = False  # the second consumer starts half a block late
-    put_between: bool = False  # dQ goes to shared memory between the steps of dV, not beside dK
-    registers: tuple[int, int] = (32, 240)  # of a thread of the producer and of a consumer
+    registers: tuple[int, int] = (24, 240)  # of a thread of the producer and of a consumer
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{BLOCK_N}{' stagger' if self.stagger else ''}{' between' if self.put_between else ''}"
+        return f"{self.block_m}x{BLOCK_N}"
 
     @property
     def dim_q(self) -> int:
@@ -123,8 +121,6 @@ def kernels(
         "kRegsConsumer": tile.registers[1],
         "kPackGqa": 1,
         "kOneBoxPerTile": one_box,
-        "kStagger": tile.stagger,
-        "kPutBetween": tile.put_between,
         "kDeterministic": ordered,
         "kRotate": rotate,
         "kLastFirst": ordered and not rotate,
@@ -134,8 +130,6 @@ def kernels(
     dim, dim_v, m = features.dim, features.dim_v, tile.block_m
     products = {(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16), (64, "ss_tt_zero", BLOCK_N // 16)}
     products |= {(dim, "rs_t", m // 16), (dim_v, "rs_t", m // 16)}
-    if tile.put_between:
-        products.add((dim_v, "rs_t", 0))
     only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
     order = f"{' deterministic' if ordered else ''}{' rotate' if rotate else ''}"
     main = TemplateKernel(

@@ -64,7 +64,7 @@ class DqTile:
     block_n: int = 64  # keys at a time
     stages: int = 2  # buffers for K
     stages_v: int = 1
-    registers: tuple[int, int] = (32, 240)
+    registers: tuple[int, int] = (24, 240)
 
     def smem(self, dim: int, dim_v: int) -> int:
         queries = 2 * (tile_bytes(64, dim) + tile_bytes(64, dim_v))
@@ -132,7 +132,7 @@ def dkv_kernel(features: Features, one_box: bool) -> TemplateKernel:
         header="dkv_sm90",
         template="dkv_sm90",
         element=features.element,
-        config=tuple({**_common(features, one_box, (32, 240)), **sizes}.items()),
+        config=tuple({**_common(features, one_box, (24, 240)), **sizes}.items()),
         types=features.types(),
         products=tuple(sorted({(64, "ss_zero", dim // 16), (64, "ss_zero", dim_v // 16)})),
         accumulators=tuple(sorted({(dim, 4), (dim_v, 4)}, reverse=True)),

@@ -35,7 +35,7 @@ from strobe.problem import Problem, Strides
 
 DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
 
-POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions")
+POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed")
 
 
 def params(partial_out: bool) -> Struct:
@@ -51,6 +51,7 @@ def _params(output: str) -> Struct:
             Field("lse", "float*"),  # may be null
             Field("sinks", "const float*"),
             *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
+            Field("seed", "u64"),  # of the dropout
             *stride_fields("q", "k", "v", "o"),
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
@@ -138,7 +139,7 @@ def generation(arch: str) -> str:
 
 
 def choose_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
-    """`scored`: something happens to the scores, which takes a few registers more than the largest tiles leave."""
+    """`scored`: something happens to the scores or weights, which takes a few registers more than the largest tiles leave."""
     table = _TILES[generation(arch)]
     tile = table[min(limit for limit in table if limit >= max(dim, dim_v))]
     if scored:
@@ -146,17 +147,20 @@ def choose_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
     return tile
 
 
+def scored(features: Features) -> bool:
+    return features.dropout or not features.score.is_identity
+
+
 def limits(problem: Problem) -> str | None:
     if problem.gradients:
         return "no backward kernel"
-    if problem.dropout:
-        return "dropout"
     return common_limits(problem)
 
 
 def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> TemplateKernel:
     """`exact_dims`: the head dims are not rounded up."""
-    smem = tile.smem(features.dim, features.dim_v)
+    positions = 16 if features.positions and tile.state_in_smem else 0
+    smem = tile.smem(features.dim, features.dim_v) + positions
     config = {
         **features.config(),
         **tile.config(),
@@ -185,8 +189,9 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
     problem, out_strides = pack_group(problem, out_strides)
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     arch = machine.arch.rstrip("af")
-    tile = tile or choose_tile(*dims, arch, not problem.score.is_identity)
-    spec = kernel(Features.of(problem, dims), tile, arch, dims == (problem.dim, problem.dim_v))
+    features = Features.of(problem, dims)
+    tile = tile or choose_tile(*dims, arch, scored(features))
+    spec = kernel(features, tile, arch, dims == (problem.dim, problem.dim_v))
     rows, blocks = rows_of_lse(problem), row_blocks(problem, tile.block_m)
     grid = blocks * problem.batch * problem.heads
     q, k, v = problem.strides
@@ -214,6 +219,6 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for; head dims that are rounded up have kernels of their own."""
     for features in common_features(DIMS, exhaustive):
-        tile = choose_tile(features.dim, features.dim_v, arch, not features.score.is_identity)
+        tile = choose_tile(features.dim, features.dim_v, arch, scored(features))
         for exact in (True, False) if exhaustive or not features.varlen else (True,):
             yield kernel(features, tile, arch, exact)

@@ -39,7 +39,7 @@ ARCH = "sm_90a"
 SMEM_BYTES = 227 << 10  # of one block
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 
-POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions")
+POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed")
 
 
 def _params(output: str) -> Struct:
@@ -51,6 +51,7 @@ def _params(output: str) -> Struct:
             Field("lse", "float*"),  # may be null
             Field("sinks", "const float*"),
             *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
+            Field("seed", "u64"),  # of the dropout
             Field(COUNTER, "u32*"),  # one hands out tiles, the others count the splits of a tile
             Field("partial", "float*"),  # where the splits of a tile leave O, m and l
             *stride_fields("q", "k", "v", "o"),
@@ -198,8 +199,6 @@ def split_tiles(dim: int, dim_v: int, bounded: bool, softcap: bool) -> list[Tile
 
 
 def limits(problem: Problem) -> str | None:
-    if problem.dropout:
-        return "dropout"
     return "no backward kernel" if problem.gradients else tma_limits(problem)
 
 
@@ -219,7 +218,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     """`pack_gqa`: heads of a group that are rows of one tile. `one_box`: one TMA box fetches a whole tile, all panels of
     it, because the head dims are multiples of 64."""
     dim, dim_v, keys = features.dim, features.dim_v, tile.block_n
-    smem = tile.smem(dim, dim_v)
+    smem = tile.smem(dim, dim_v) + (16 * tile.q_slots if features.positions else 0)
     config = {
         **features.config(),
         **tile.config(),
@@ -257,7 +256,7 @@ def partial_floats(tile: Tile, dim_v: int) -> int:
 def pack_gqa_of(problem: Problem) -> int:
     """Heads that the kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles.
     The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
-    able = not problem.varlen and not problem.partial and problem.len_q < 128 and 64 % problem.group == 0
+    able = not problem.varlen and not problem.dropout and problem.len_q < 128 and 64 % problem.group == 0
     return problem.group if able else 1
 
 
@@ -327,11 +326,10 @@ def _tile_and_splits(problem: Problem, dims: Dims, sms: int) -> tuple[Tile, int]
     """Tiles that are meant for split-KV may have fewer rows than others, and be too many to be split where the others
     would leave half of the multiprocessors idle. How many keys make a split is said by the former."""
     bounded, scored = problem.mask.hi is not None, not problem.score.is_identity
-    if not problem.partial:
-        meant_for_it = split_tiles(*dims, bounded, scored)
-        for tile in meant_for_it:
-            if (splits := _splits(problem, tile, sms, meant_for_it[0].block_n)) > 1:
-                return tile, splits
+    meant_for_it = split_tiles(*dims, bounded, scored)
+    for tile in meant_for_it:
+        if (splits := _splits(problem, tile, sms, meant_for_it[0].block_n)) > 1:
+            return tile, splits
     return choose_tile(*dims, bounded, softcap=scored), 1
 
 
@@ -340,7 +338,7 @@ def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
     busy: decode, or chunked prefill."""
     tiles = row_blocks(problem, tile.block_m) * problem.batch * problem.heads
     least = LEAST_SPLIT * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
-    if problem.partial or problem.len_k < FEWEST_SPLITS * least or tiles * tile.consumers >= COUNTERS:
+    if problem.dropout or problem.len_k < FEWEST_SPLITS * least or tiles * tile.consumers >= COUNTERS:
         return 1
     return max(1, min(sms // max(1, tiles), problem.len_k // least))
 
@@ -353,12 +351,11 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
         bounded = features.mask.hi is not None
         one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not features.varlen
         plain = not features.varlen and not scored and not features.sinks
-        for split in (
-            (False, True) if exhaustive and not features.partial_out else (not plain and not features.partial_out,)
-        ):
+        splits = (False,) if features.dropout else (False, True) if exhaustive else (not plain,)
+        for split in splits:
             tiles = split_tiles(*dims, bounded, scored) if split else [choose_tile(*dims, bounded, softcap=scored)]
             for tile in tiles if exhaustive else tiles[:1]:
                 for box in (True, False) if one_box and (exhaustive or plain) else (one_box,):
                     yield kernel(features, tile, split=split, pack_gqa=1, one_box=box)
-                if not features.varlen and not features.partial_out and (exhaustive or dims == (128, 128)):
+                if not features.varlen and not features.dropout and (exhaustive or dims == (128, 128)):
                     yield kernel(features, tile, split=split, pack_gqa=8, one_box=False)

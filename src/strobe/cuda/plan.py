@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from strobe import dropout
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.kernel import KernelSpec
 from strobe.cuda.params import Field
@@ -88,6 +89,8 @@ def tile_bytes(rows: int, columns: int) -> int:
 PROBLEM_FIELDS = [
     Field("score", "float", MAX_SCORE_CONSTANTS),  # numbers of the printed Score
     Field("scale_log2", "float"),  # of its result, in units of log 2
+    Field("dropout_scale", "float"),  # of the weights that are kept
+    Field("dropout_threshold", "u32"),  # see tile/dropout.cuh
     *(Field(n, "int") for n in ("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v")),
     Field("mask", "int", MAX_CONSTANTS),  # numbers of the printed Mask
 ]
@@ -99,6 +102,8 @@ def problem_values(problem: Problem) -> dict[str, Any]:
     return {
         "score": numbers + (0.0,) * (MAX_SCORE_CONSTANTS - len(numbers)),
         "scale_log2": problem.score.kernel_form(problem.scale).after * LOG2E,
+        "dropout_scale": 1 / (1 - problem.dropout),
+        "dropout_threshold": dropout.threshold(problem.dropout) << 16,
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.group,
@@ -152,9 +157,16 @@ def common_limits(problem: Problem) -> str | None:
 def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides]:
     """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one
     tile, and their keys are read once instead of once for each of them. By strides alone, so for any kernel and group,
-    but only where all keys are visible, so that rows need not be told apart, and without sinks, which belong to
-    heads."""
-    if problem.len_q != 1 or problem.group == 1 or problem.varlen or problem.has_sinks or problem.mask != full:
+    but only where all keys are visible, so that rows need not be told apart, and without sinks and dropout, which
+    belong to heads."""
+    if (
+        problem.len_q != 1
+        or problem.group == 1
+        or problem.varlen
+        or problem.has_sinks
+        or problem.dropout
+        or problem.mask != full
+    ):
         return problem, out_strides
     group = problem.group
 

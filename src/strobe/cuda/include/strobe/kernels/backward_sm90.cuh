@@ -128,8 +128,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- adding warps: one for each consumer --------------------------------------------------------------------------
+  STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + kOffsetDq + consumer * kDqBytes, consumer}; }
   STROBE_DEVICE void add_dq(int consumer) const {
-    const DqSum sum{smem + kOffsetDq + consumer * kDqBytes, consumer};
+    const DqSum sum = dq_sum(consumer);
     wait_for_previous_grid();  // the sums are zero now
     for_each_block([&](int head, int m) {
       const i64 block = stat(head, m) / kBlockM;
@@ -272,33 +273,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (elected()) mbar_arrive(ds_in.full_barrier());
     ds_in.next();
   }
-  STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + kOffsetDq + consumer * kDqBytes, consumer}; }
   STROBE_DEVICE void put_dq(const float (&dq)[32], int consumer) {
     ds_out.release_and_advance();
-    dq_sum(consumer).begin_put();
-    dq_sum(consumer).put(dq, 0, 8);
-    dq_sum(consumer).end_put();
-  }
-  // dV += P^T dO with dQ on its way out between the steps of the product: shared memory has little to do for it.
-  STROBE_DEVICE void issue_dv_put_dq(float (&dv)[kDimV / 2], u32 (&weights)[kScores / 2], float (&dq)[32],
-                                     int consumer) {
-    constexpr int kSteps = kBlockM / 16;
-    const u64 rows = mn_major(smem + kOffsetDo + d_o.stage * kBytesDo, kBlockM);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      u32* a = weights + 4 * i;
-      wgmma_fence();
-      Wgmma<T, kDimV>::rs_t(dv, a[0], a[1], a[2], a[3], rows + DownRows::step(i));
-      wgmma_commit();
-      if (i == 0) {
-        wgmma_wait<1>();  // dQ is done
-        pin(dq);
-        ds_out.release_and_advance();
-        dq_sum(consumer).begin_put();
-      }
-      dq_sum(consumer).put(dq, 8 * i / kSteps, 8 * (i + 1) / kSteps);
-    }
-    dq_sum(consumer).end_put();
+    dq_sum(consumer).put(dq);
   }
 
   // ---- consumers: the loop ------------------------------------------------------------------------------------------
@@ -307,7 +284,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     const bool masked = m < blocks.first_full || m >= blocks.end_full;
     float s[kScores], dp[kScores], dq[32];
     u32 weights[kScores / 2], slopes[kScores / 2];
-    constexpr bool kHasDq = Config::kWantQ && !kFirst, kPutBetween = Config::kPutBetween && Config::kWantKV && kHasDq;
+    constexpr bool kHasDq = Config::kWantQ && !kFirst;
     issue_s(s, consumer);
     issue_dp(dp, consumer);
     wgmma_wait<1>();
@@ -315,13 +292,11 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (Score::kIdentity) exponentials(s, keys, m, masked);
     wgmma_wait<0>();
     pin(dp);
-    if (kFirst && Config::kStagger && consumer == 0) bar_arrive(kBarrierStagger, 256);
     gradients(weights, slopes, s, dp, keys, m, masked);
     if (Config::kWantQ) store_ds(slopes, consumer);
     if (kHasDq) issue_dq(dq, consumer);
     if (Config::kWantKV) {
-      if constexpr (kPutBetween) issue_dv_put_dq(f.dv, weights, dq, consumer);
-      else issue_dv(f.dv, weights);
+      issue_dv(f.dv, weights);
       issue_dk(f.dk, slopes);
       wgmma_wait<1>();  // dQ and dV are done
       pin(f.dv);
@@ -329,7 +304,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       wgmma_wait<0>();
     }
     d_o.release_and_advance();
-    if (kHasDq && !kPutBetween) {
+    if (kHasDq) {
       pin(dq);
       put_dq(dq, consumer);
     }
@@ -349,8 +324,6 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (blocks.first < blocks.end) {
       mbar_wait(smem + kOffsetKV, 0);
       mbar_wait(smem + kOffsetKV + 8, 0);
-      // Half a block late, the second consumer has its exponentials when the first has its products.
-      if (Config::kStagger && consumer == 1) bar_sync(kBarrierStagger, 256);
       int block = start();
       attend<true>(f, keys, consumer, block);
 #pragma unroll 1

@@ -15,6 +15,7 @@
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/warp.cuh>
 #include <strobe/tile/copy.cuh>
+#include <strobe/tile/dropout.cuh>
 #include <strobe/tile/gemm_sm80.cuh>
 #include <strobe/tile/softmax.cuh>
 
@@ -48,6 +49,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   const Params& p;
   float o[kTiles][kDimV / 2];
   Softmax<Config::kLazyRescale> softmax[kTiles];
+  u32 dropout_key;  // of this head
   struct Place {
     int row0, len_q, len_k;           // the tile's first row; the sequence's lengths
     int first, first_full, end_full;  // key blocks, see KeyBlocks
@@ -153,8 +155,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
       if (!Config::kLazyRescale) softmax[t].template rescale<kMasked>(o[t]);
       if (kStateInSmem) softmax[t].save(statistics(t));
       pack_fragment<T>(weights[t], s[t]);
+      dropout(t).drop(weights[t], n * kBlockN + 2 * int(thread_idx() % 4));
     }
     gemm_pv<T, kTiles, kBlockN, kDimV>(o, weights, lane_address_a(v_tile(n), kBlockN));
+  }
+
+  STROBE_DEVICE Dropout<Config::kDropout> dropout(int t) const {
+    return {p, dropout_key, int(place().row0 + warp_offset() + 16 * t + thread_idx_again() % 32 / 4)};
   }
 
   STROBE_DEVICE bool warp_sees(int n) const {
@@ -190,7 +197,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
       for (int r = 0; r < 2; ++r) {
         const int row = 16 * t + lane / 4 + 8 * r;
         float row_lse;
-        const float inverse = softmax[t].template finish<Config::kSinks>(r, sink, row_lse);
+        const float inverse =
+            softmax[t].template finish<Config::kSinks>(r, sink, row_lse) * (Config::kDropout ? p.dropout_scale : 1.f);
         const bool exists = warp_row + row < tile.len_q;
         if (p.lse && lane % 4 == 0 && exists) st_global(lse + warp_row + row, row_lse);
         float* partial = Config::kPartialOut ? out.o(warp_row + row) + 2 * (lane % 4) : nullptr;
@@ -225,6 +233,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
 #pragma unroll
       for (int i = 0; i < kDimV / 2; ++i) o[t][i] = 0.f;
     }
+    dropout_key = Config::kDropout ? dropout_head_key(p.seed, tile.batch, tile.head) : 0;
     const Mask m = mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions);
     const KeyBlocks blocks = visible_blocks<kBlockN>(m, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
     if (blocks.first < blocks.end) {

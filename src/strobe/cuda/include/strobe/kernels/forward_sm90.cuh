@@ -15,6 +15,7 @@
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/split_kv.cuh>
 #include <strobe/pipeline/tile_boxes.cuh>
+#include <strobe/tile/dropout.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include <strobe/tile/softmax.cuh>
 
@@ -145,6 +146,12 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     Accumulators<T, kDimV> o;
     u32 weights[kScores / 2];
     Softmax<> softmax;
+    Dropout<Config::kDropout> dropout;
+    STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
+        : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
+      o.zero();
+      softmax.reset(p.scale_log2);
+    }
   };
 
   // S_n = Q K_n^T of the first kKeys keys.
@@ -203,7 +210,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // S_n -> P_n, which replaces P_{n+1}: the first kExpsBeforeWait weights before the wait for P V (0: where ptxas puts
   // them). In the first block there is nothing to wait for, and no maximum to speculate on.
-  STROBE_DEVICE void softmax_overlapped(float (&s)[kScores], Fragments& f, bool first) {
+  STROBE_DEVICE void softmax_overlapped(float (&s)[kScores], Fragments& f, int n, bool first) {
     constexpr int kBefore = Config::kExpsBeforeWait ? Config::kExpsBeforeWait : kScores;
     SpeculativeSoftmax<T, kScores> speculative(f.softmax);
     speculative.template weights<0, kBefore>(s);
@@ -212,11 +219,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     pin(f.weights);
     if (!first) v.release_and_advance();
     speculative.template weights<kBefore, kScores>(s);
-    if (speculative.accept(f.softmax, f.weights)) return;
-    f.softmax.template maxima<true>(s);  // fallback
-    f.softmax.template weights<0, kScores>(s);
-    pack_fragment<T>(f.weights, s);
-    f.o.scale(f.softmax.alpha);
+    if (!speculative.accept(f.softmax, f.weights)) {
+      f.softmax.template maxima<true>(s);  // fallback
+      f.softmax.template weights<0, kScores>(s);
+      pack_fragment<T>(f.weights, s);
+      f.o.scale(f.softmax.alpha);
+    }
+    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
   }
 
   // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys:
@@ -238,6 +247,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i)
       f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
+    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
   }
 
   // Key block n of the tile, of which this consumer's rows see nothing.
@@ -258,6 +268,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     for (int r = 0; r < 2; ++r) {
       float lse;
       inverse[r] = f.softmax.template finish<Config::kSinks>(r, out.sink(row + 8 * r), lse);
+      if (Config::kDropout) inverse[r] *= p.dropout_scale;
       if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.len_q) out.store_lse(row + 8 * r, lse);
     }
     if constexpr (Config::kPartialOut) {
@@ -303,7 +314,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       const bool masked =
           !kDiagonalAlone && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
       score_and_mask(s, tile, row, n, masked);
-      softmax_overlapped(s, f, false);
+      softmax_overlapped(s, f, n, false);
     }
     return n;
   }
@@ -319,7 +330,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll 1
     for (bool first = true;; first = false) {
       score_and_mask(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
-      softmax_overlapped(s, f, first);
+      softmax_overlapped(s, f, n, first);
       if (first) stored.release();
       if (--n < mine.first) return n;
       qk_overlapped(s, q_desc, f);
@@ -346,9 +357,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
                       mine = key_blocks(tile, tile.row0 + 64 * consumer, 64);
       const int row = tile.row0 + thread_row, last = all.end - 1;
       const bool sees_keys = mine.first < mine.end;
-      Fragments f;
-      f.o.zero();
-      f.softmax.reset(p.scale_log2);
+      Fragments f(p, tile, row);
       int n = last;
       if (sees_keys || !kSkipsAfter)
 #pragma unroll 1

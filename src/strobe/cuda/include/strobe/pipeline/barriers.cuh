@@ -13,7 +13,6 @@ enum NamedBarrier : u32 {
   kBarrierDqFull = kBarrierWarpgroup + kMaxConsumers,  // + consumer: dQ is in shared memory, see dq_sum.cuh
   kBarrierDqEmpty = kBarrierDqFull + 2,                // + consumer: and has left it
   kBarrierConsumers = kBarrierDqEmpty + 2,             // both consumers meet
-  kBarrierStagger = kBarrierConsumers + 1,             // the second consumer starts late
 };
 
 STROBE_DEVICE void sync_warpgroup(int consumer) { bar_sync(kBarrierWarpgroup + consumer, 128); }

@@ -18,17 +18,14 @@ struct DqSum {
   u32 buffer;
   int consumer;
 
-  // Consumer: wait until the buffer is empty, put fours of registers [first, end), which are constants, and hand it
-  // over.
-  STROBE_DEVICE void begin_put() const { bar_sync(kBarrierDqEmpty + consumer, kDqThreads); }
-  STROBE_DEVICE void put(const float (&dq)[32], int first, int end) const {
+  // Consumer: waits until the buffer is empty.
+  STROBE_DEVICE void put(const float (&dq)[32]) const {
     const u32 to = buffer + thread_idx() % 128 * 16;
+    bar_sync(kBarrierDqEmpty + consumer, kDqThreads);
 #pragma unroll
-    for (int i = first; i < end; ++i)
+    for (int i = 0; i < 8; ++i)
       st_shared(to + i * 2048,
                 u32x4{as_bits(dq[4 * i]), as_bits(dq[4 * i + 1]), as_bits(dq[4 * i + 2]), as_bits(dq[4 * i + 3])});
-  }
-  STROBE_DEVICE void end_put() const {
     fence_proxy_async();
     bar_arrive(kBarrierDqFull + consumer, kDqThreads);
   }

@@ -35,6 +35,30 @@ STROBE_DEVICE u32 dropout_cell(const DropoutRow& row, int key) {
   return fold(row.a + u32(key) / 2, 0xd2511f53u) ^ row.b;
 }
 
+// What the forward asks of a thread's two queries, `query` and query + 8, which have the same parity. `column` is the
+// key of the first of a fragment's columns that are the thread's, an even number; `threshold` is 16 bits, high.
+template <bool kEnabled> struct Dropout {
+  DropoutRow rows[2];
+  u32 by, threshold;
+
+  template <class Params> STROBE_DEVICE Dropout(const Params& p, u32 head_key, int query)
+      : rows{dropout_row(head_key, query), dropout_row(head_key, query + 8)}, by(query % 2 ? kFoldOdd : kFoldEven),
+        threshold(p.dropout_threshold) {}
+  // P, rounded: weights that are dropped become 0.
+  template <int N> STROBE_DEVICE void drop(u32 (&weights)[N], int column) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const u32 bits = fold(dropout_cell(rows[i & 1], column + 8 * (i >> 1)), by);
+      if (bits << 16 < threshold) weights[i] &= 0xffff0000u;
+      if (bits < threshold) weights[i] &= 0x0000ffffu;
+    }
+  }
+};
+template <> struct Dropout<false> {
+  template <class Params> STROBE_DEVICE Dropout(const Params&, u32, int) {}
+  template <int N> STROBE_DEVICE void drop(u32 (&)[N], int) const {}
+};
+
 // P of a fragment: rows are queries `row` and row + 8, columns are keys, two neighbours a register pair. `column` is
 // the key of the thread's first column, which is even. Weights that are dropped become 0; `threshold` is 16 bits, high.
 template <int N>
