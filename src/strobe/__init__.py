@@ -11,11 +11,16 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """`strobe.trace`, for lessons, is loaded when it is asked for: `import strobe` stays light."""
+    """`strobe.trace`, for lessons, and `strobe.distributed` are loaded when they are asked for: `import strobe` stays
+    light."""
     if name == "trace":
         from strobe.learn.trace import trace
 
         return trace
+    if name == "distributed":
+        import importlib
+
+        return importlib.import_module("strobe.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
     # index of the first query head among those of the whole, for dropout.
     positions: Any = None
     partial: Any = False
-    first_head: int = 0
+    first_head: Any = 0
 
     def mask_tensor(self) -> torch.Tensor | None:
         return self.mask if isinstance(self.mask, torch.Tensor) else None
