@@ -12,7 +12,7 @@ import torch
 
 from strobe.arguments import Arguments
 from strobe.distributed import spans as sets
-from strobe.distributed.merge import add_sinks_, gradient_of_sinks
+from strobe.distributed.merging import add_sinks_, gradient_of_sinks
 from strobe.distributed.pieces import Axis, pieces
 from strobe.distributed.plan import ShardPlan
 from strobe.distributed.spans import Spans

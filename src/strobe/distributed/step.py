@@ -16,7 +16,7 @@ import torch
 from strobe import call
 from strobe.arguments import Arguments
 from strobe.bound import lookup
-from strobe.distributed.merge import merge_
+from strobe.distributed.merging import merge_
 from strobe.distributed.pieces import Piece, Range, rounds
 from strobe.mask import Mask, Positions
 from strobe.problem import lse_dtype, with_longest
