@@ -195,3 +195,54 @@ def autocast(group: dist.ProcessGroup) -> tuple[torch.dtype, torch.dtype, list[t
         out = strobe.distributed.attention(mine, mine, mine, mesh=group, plan=plan, method="ring")
     out.float().square().sum().backward()
     return out.dtype, mine.grad.dtype, unshard(plan, out, mine.grad, mesh=group)
+
+
+def llama_of_transformers(group: dist.ProcessGroup | None, lengths: tuple[int, ...], method: str) -> dict[str, Any]:
+    """The loss and the gradients of a Llama of transformers, shared out among ranks with FSDP2; without a group as it
+    comes, in one process."""
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, MistralConfig
+
+    from strobe.distributed.transformers import attention_function
+
+    torch.manual_seed(7)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    if method == "halo":  # a model of sliding windows
+        config = MistralConfig(**sizes, **heads, sliding_window=9, attn_implementation="sdpa")
+        model = transformers.MistralForCausalLM(config).double()
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa")).double()
+    tokens, labels = text(sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    if group is None:
+        logits = model(input_ids=tokens, position_ids=positions).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    mesh, rank = device_mesh(group, None), group.rank()
+    AttentionInterface.register("shared_out", attention_function(mesh, method=method))
+    AttentionMaskInterface.register("shared_out", lambda *args, **kwargs: None)
+    model.set_attn_implementation("shared_out")
+    plan = ShardPlan(lengths, ranks=group.size(), strategy="documents")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    mine, targets = shard(plan, tokens, labels, rank=rank)
+    logits = model(input_ids=mine, position_ids=plan.position_ids(rank)[None], plan=plan).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels.numel()
+    (loss * group.size()).backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {"loss": total, **(gradients if rank == 0 else {})}
+
+
+def decode_tokens(group: dist.ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Tokens one after the other; the keys of each go to the rank whose stripe they are in."""
+    found, rank = [], group.rank()
+    for length in range(1, q.shape[0] + 1):
+        plan = ShardPlan(length, ranks=group.size(), mask=strobe.causal, strategy="striped", block=2)
+        mine = shard(plan, k[:length], v[:length], rank=rank, dim=0)
+        found.append(strobe.distributed.decode(q[length - 1 : length], *mine, mesh=group, plan=plan))
+    return torch.cat(found)

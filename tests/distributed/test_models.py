@@ -48,7 +48,9 @@ PLAIN = TrainCase()
         replace(PLAIN, method="halo", lengths=(7, 30, 1, 8), strategy="contiguous"),
         replace(PLAIN, compile=True),
     ],
-    ids=lambda case: "-".join(str(value) for name, value in vars(case).items() if value != getattr(PLAIN, name)) or "plain",
+    ids=lambda case: (
+        "-".join(str(value) for name, value in vars(case).items() if value != getattr(PLAIN, name)) or "plain"
+    ),
 )
 def test_a_training_step(pool: RankPool, case: TrainCase) -> None:
     """The loss and the gradient of every weight equal those of one process."""
@@ -78,3 +80,14 @@ def test_autocast(pool: RankPool) -> None:
         assert dtype == torch.bfloat16 and of_gradient == torch.float32
         torch.testing.assert_close(out, wanted.detach(), atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(gradient, q.grad, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("method, lengths", [("ring", (45,)), ("ulysses", (30, 15)), ("halo", (45,))], ids=str)
+def test_a_model_of_transformers(pool: RankPool, method: str, lengths: tuple[int, ...]) -> None:
+    """Llama, with documents that transformers tells by positions that start again; and Mistral's sliding window."""
+    # transformers computes norms in fp32, whatever the weights are: roundings there are what differs.
+    wanted = rank_work.llama_of_transformers(None, lengths, method)
+    found = pool.run(rank_work.llama_of_transformers, lengths, method)[0]
+    assert set(found) == set(wanted)
+    for name, t in wanted.items():
+        torch.testing.assert_close(found[name], t, atol=1e-8, rtol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

@@ -155,9 +155,7 @@ def flops(plan: ShardPlan, shape: Shape, gradients: bool, method: str = "ring", 
         return [shape.heads * each * pairs for pairs in plan.pairs]
     neighbours = plan.ranks if method == "ulysses" else inner or 1
     shares = shares_of(shape.heads, shape.heads_k, neighbours)
-    return [
-        (stop - start) * each * pairs for pairs in plan.joined(neighbours).pairs for (start, stop), _, _ in shares
-    ]
+    return [(stop - start) * each * pairs for pairs in plan.joined(neighbours).pairs for (start, stop), _, _ in shares]
 
 
 def estimate(

@@ -93,7 +93,10 @@ def _costs(plan: ShardPlan, shape: Shape, machine: Machine, gradients: bool, inn
     link, rate = f"{8 * machine.link / 1e9:,.0f} Gb/s", f"{machine.rate / 1e12:,.0f} TFLOP/s"
     head = f"{passes} of one layer, {heads}, dim {shape.dim}, {shape.itemsize} bytes a number; links {link}, {rate}"
     best = min(found, key=lambda e: e.total)
-    lines = [head, f"{'method':>10}  {'sent':>9}  {'transfer':>9}  {'compute':>9}  {'total':>9}  {'busy':>5}  {'memory':>9}"]
+    lines = [
+        head,
+        f"{'method':>10}  {'sent':>9}  {'transfer':>9}  {'compute':>9}  {'total':>9}  {'busy':>5}  {'memory':>9}",
+    ]
     return [*lines, *(_row(e) + ("  least time" if e is best else "") for e in found)]
 
 
