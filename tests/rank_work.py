@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from wrapped_transports import Late, Traced
 
 import strobe
+from strobe.bench import context_parallel
 from strobe.distributed import Counted, ShardPlan, shard, unshard
 from strobe.distributed.step import Step
 from strobe.distributed.transport import Failed, GroupTransport
@@ -246,3 +247,7 @@ def decode_tokens(group: dist.ProcessGroup, q: torch.Tensor, k: torch.Tensor, v:
         mine = shard(plan, k[:length], v[:length], rank=rank, dim=0)
         found.append(strobe.distributed.decode(q[length - 1 : length], *mine, mesh=group, plan=plan))
     return torch.cat(found)
+
+
+def bench(group: dist.ProcessGroup, size: context_parallel.Size) -> list[context_parallel.Row]:
+    return context_parallel.measure(group, torch.device("cpu"), size, calls=1)

@@ -92,6 +92,7 @@ def test_arguments() -> None:
     fails(ValueError, "dropout is 0.1; it needs a seed", dropout=0.1)
     fails(ValueError, "softcap and score cannot be given together", softcap=1.0, score=strobe.alibi(torch.ones(2)))
     fails(TypeError, "mask must be a strobe mask", mask=torch.ones(4, 4) > 0)
+    fails(ValueError, "method must be one of 'auto', 'ring', .*, got 'tree'", method="tree")
     fails(ValueError, "layout must be one of 'bshd', 'bhsd', got 'hd'", layout="hd")
     fails(ValueError, "q has 2 axes; allowed are 3", *[torch.randn(4, 8)] * 3)
     fails(TypeError, "mesh must be a DeviceMesh", mesh="cp")

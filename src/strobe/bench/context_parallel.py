@@ -238,7 +238,7 @@ def run(device: torch.device, out: Path | None = None, seed: int = 0) -> str:
 def table(size: Size, rows: list[Row], steps: Cut) -> str:
     heads = f"{size.heads} heads on {size.heads_k}, dim {size.dim}, {str(size.dtype).removeprefix('torch.')}"
     lines = [
-        f"{size.length:,} tokens, causal, {heads}; {rows[-1].ranks} ranks",
+        f"{size.length:,} tokens, causal, {heads}; {_ranks(rows[-1].ranks)}",
         f"{'method':>12}  {'forward':>9}  {'and backward':>12}  {'sent':>9}  {'on paper':>9}",
     ]
     for r in rows:
@@ -247,3 +247,7 @@ def table(size: Size, rows: list[Row], steps: Cut) -> str:
     kept = f"{100 * steps.forward:.1f} % forward, {100 * steps.both:.1f} % forward and backward"
     lines.append(f"all steps of {steps.shards} shards on one device run at {kept} of the speed of one call")
     return "\n".join(lines) + "\n"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

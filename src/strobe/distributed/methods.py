@@ -25,10 +25,14 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> cost.Shape:
     return cost.Shape(*map(int, sizes))
 
 
-def chosen(name: str, task: Task, transports: Sequence[Transport], shape: cost.Shape, gradients: bool) -> str:
-    """The name of a method that can run this; `auto` becomes the one that costs least."""
+def check_name(name: str) -> None:
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {name!r}")
+
+
+def chosen(name: str, task: Task, transports: Sequence[Transport], shape: cost.Shape, gradients: bool) -> str:
+    """The name of a method that can run this; `auto` becomes the one that costs least."""
+    check_name(name)
     inner = transports[1].size if len(transports) == 2 else None
     if task.invariant:
         if task.plan.block < MIN_BLOCK:

@@ -19,7 +19,7 @@ from strobe.autograd import without_autocast
 from strobe.compiled import is_traced
 from strobe.distributed.agree import agree
 from strobe.distributed.method import Method, Task
-from strobe.distributed.methods import chosen, make, rank_of, shape_of
+from strobe.distributed.methods import check_name, chosen, make, rank_of, shape_of
 from strobe.distributed.plan import ShardPlan, parse_plan
 from strobe.distributed.step import Rest
 from strobe.distributed.transport import Transport, resolve
@@ -94,6 +94,7 @@ def attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 def alone(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank holds everything: the core's own call, with all that it can do."""
+    check_name(call.method)
     plan = call.whole_plan()
     a = call.template()._replace(q=call.q, k=call.k, v=call.v, mask=plan.mask, return_lse=True)
     if len(plan.lengths) > 1:
