@@ -31,9 +31,10 @@ def describe(
 def _summary(plan: ShardPlan) -> list[str]:
     rows = [plan.rows(r) for r in range(plan.ranks)]
     documents = "1 document" if len(plan.lengths) == 1 else f"{len(plan.lengths)} documents"
+    ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks:,} ranks"
     each = f"{min(rows):,}" if min(rows) == max(rows) else f"{min(rows):,} to {max(rows):,}"
     return [
-        f"{plan.total:,} positions in {documents} on {plan.ranks:,} ranks, {plan.strategy}, {plan.mask.name}",
+        f"{plan.total:,} positions in {documents} on {ranks}, {plan.strategy}, {plan.mask.name}",
         f"{each} positions a rank; work is balanced to {100 * plan.balance:.1f} % (average by largest)",
     ]
 
