@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCABULARY = 32768
+VOCABULARY = 16384
 
 
 def train(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    sizes = ["--length", "1024", "--vocabulary", str(VOCABULARY), "--layers", "1", "--steps", "1"]
+    sizes = ["--length", "2048", "--vocabulary", str(VOCABULARY), "--layers", "1", "--steps", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     script = str(ROOT / "examples" / "long_context.py")
     return subprocess.run(
@@ -24,10 +24,10 @@ def train(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_step_that_one_process_cannot_hold() -> None:
-    """Logits of 1,024 tokens are 134 MB; with their softmax and their gradient they are three times that."""
+    """Logits of 2,048 tokens are 134 MB; with their softmax and their gradient they are three times that."""
     one = train(1, "--limit", "320")
     assert one.returncode != 0
-    assert "1,024 tokens on 1 rank need more than 320 MB a rank" in one.stderr
+    assert "2,048 tokens on 1 rank need more than 320 MB a rank" in one.stderr
     assert "step 0" not in one.stdout
     two = train(2, "--limit", "320")
     assert two.returncode == 0, two.stderr
