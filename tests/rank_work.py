@@ -202,9 +202,9 @@ def llama_of_transformers(group: dist.ProcessGroup | None, lengths: tuple[int, .
     """The loss and the gradients of a Llama of transformers, shared out among ranks with FSDP2; without a group as it
     comes, in one process."""
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, MistralConfig
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
-    from strobe.distributed.transformers import attention_function
+    from strobe.distributed.transformers import NAME, register
 
     torch.manual_seed(7)
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -222,9 +222,8 @@ def llama_of_transformers(group: dist.ProcessGroup | None, lengths: tuple[int, .
         loss.backward()
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
     mesh, rank = device_mesh(group, None), group.rank()
-    AttentionInterface.register("shared_out", attention_function(mesh, method=method))
-    AttentionMaskInterface.register("shared_out", lambda *args, **kwargs: None)
-    model.set_attn_implementation("shared_out")
+    register(mesh, method=method)
+    model.set_attn_implementation(NAME)
     plan = ShardPlan(lengths, ranks=group.size(), strategy="documents")
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

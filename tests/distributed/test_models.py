@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from shard_cases import PACKED, Case
 from tiny_llama import TinyLlama, TrainCase, text
 
 import strobe
+from strobe.distributed import simulator
+from strobe.distributed.transformers import attention_function, no_mask
 
 
 @functools.cache
@@ -91,3 +94,25 @@ def test_a_model_of_transformers(pool: RankPool, method: str, lengths: tuple[int
     assert set(found) == set(wanted)
     for name, t in wanted.items():
         torch.testing.assert_close(found[name], t, atol=1e-8, rtol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_what_a_model_of_transformers_cannot_have() -> None:
+    """Nothing is left out in silence."""
+    no_mask(batch_size=1, attention_mask=None)
+    no_mask(batch_size=1, attention_mask=torch.ones(1, 4))
+    with pytest.raises(strobe.Unsupported, match=r"attention_mask of shape \(1, 4\) hides tokens"):
+        no_mask(batch_size=1, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    q, module = torch.randn(1, 2, 4, 8), torch.nn.Module()
+
+    def fails(match: str, mask: torch.Tensor | None = None, **options: object) -> None:
+        def work(mesh: object) -> None:
+            with pytest.raises(strobe.Unsupported, match=match):
+                attention_function(mesh)(module, q, q, q, mask, **options)
+
+        simulator.run(1, work)
+
+    fails("attention_mask is a tensor", torch.ones(1, 1, 4, 4))
+    fails("dropout is 0.1", dropout=0.1)
+    fails("position_bias is given", position_bias=torch.zeros(1, 2, 4, 4))
+    module.config = types.SimpleNamespace(attention_chunk_size=2)
+    fails("attention_chunk_size is set")
