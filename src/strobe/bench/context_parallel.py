@@ -135,7 +135,8 @@ def _alone(group: Any, whole: list[torch.Tensor], calls: int) -> Row:
     if group.rank() == 0:
         call = lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal)  # noqa: E731
         times = [_median(whole[0].device, _passes(call, whole, gradients), calls) for gradients in (False, True)]
-    return Row(ALONE, 1, *(_largest(group, t) for t in times))
+    forward, both = (_largest(group, t) for t in times)
+    return Row(ALONE, 1, forward, both)
 
 
 def _time(group: Any, device: torch.device, call: Callable[[], Any], calls: int) -> float:
