@@ -1,7 +1,7 @@
 """Train on a sequence that is too long for one process: context parallel attention with FSDP2.
 
-    torchrun --nproc-per-node 1 examples/long_context.py --limit 400   # does not fit
-    torchrun --nproc-per-node 4 examples/long_context.py --limit 400   # each of four ranks holds a quarter
+    torchrun --nproc-per-node 1 examples/long_context.py --limit 600   # does not fit
+    torchrun --nproc-per-node 4 examples/long_context.py --limit 600   # each of four ranks holds a quarter
 
 Runs on GPUs (NCCL) if there are any, else on CPUs (gloo). `--limit` is how many MB each process may add to what it has
 after start-up. The loss is the same for any number of ranks.

@@ -15,7 +15,7 @@ VOCABULARY = 16384
 
 def train(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    sizes = ["--length", "2048", "--vocabulary", str(VOCABULARY), "--layers", "1", "--steps", "1"]
+    sizes = ["--length", "3072", "--vocabulary", str(VOCABULARY), "--layers", "1", "--steps", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     script = str(ROOT / "examples" / "long_context.py")
     return subprocess.run(
@@ -24,12 +24,12 @@ def train(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_step_that_one_process_cannot_hold() -> None:
-    """Logits of 2,048 tokens are 134 MB; with their softmax and their gradient they are three times that."""
-    one = train(1, "--limit", "320")
+    """Logits of 3,072 tokens are 201 MB; with their softmax and gradients they are four times that."""
+    one = train(1, "--limit", "600")
     assert one.returncode != 0
-    assert "2,048 tokens on 1 rank need more than 320 MB a rank" in one.stderr
+    assert "3,072 tokens on 1 rank need more than 600 MB a rank" in one.stderr
     assert "step 0" not in one.stdout
-    two = train(2, "--limit", "320")
+    two = train(2, "--limit", "600")
     assert two.returncode == 0, two.stderr
     assert "on 2 ranks, zigzag, causal" in two.stdout
     found = re.search(r"^step 0: loss (\d+\.\d+)$", two.stdout, re.MULTILINE)
