@@ -89,9 +89,7 @@ class TemplateKernel(KernelSpec):
         )
 
     def _wgmma(self) -> str:
-        shapes = wgmma.shapes(
-            self.element, [(n, [(form, steps) if steps else form]) for n, form, steps in self.products]
-        )
+        shapes = wgmma.shapes(self.element, [(n, [(form, steps) if steps else form]) for n, form, steps in self.products])
         sums = [wgmma.accumulators(self.element, n, steps) for n, steps in self.accumulators]
         return f"{shapes if self.products else ''}{''.join(sums)}"
 
