@@ -51,12 +51,14 @@ _HOMES = ("api", "drop_in", "explain", "mask", "problem", "score")  # of the pub
 
 
 def __getattr__(name: str) -> object:
-    """`strobe.trace`, for lessons, is loaded when it is asked for: `import strobe` stays light. In the command, so are
-    all other names."""
+    """`strobe.trace`, for lessons, and `strobe.distributed` are loaded when they are asked for: `import strobe` stays
+    light. In the command, so are all other names."""
     if name == "trace":
         from strobe.learn.trace import trace
 
         return trace
+    if name == "distributed":
+        return import_module("strobe.distributed")
     if name in __all__:
         homes = [import_module(f"strobe.{home}") for home in _HOMES]
         globals().update({n: next(getattr(home, n) for home in homes if hasattr(home, n)) for n in __all__})

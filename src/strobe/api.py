@@ -62,7 +62,7 @@ def attention(
             Arguments,
             (
                 q, k, v, None, None, None, None, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out,
-                return_lse, deterministic, backend, None, False,
+                return_lse, deterministic, backend, None, False, 0,
             ),
         )
     )  # fmt: skip
@@ -117,14 +117,12 @@ def attend(a: Arguments) -> Any:
     if _is_compiling() or _dispatch_modes() or _tracing() or (a.q.__class__ not in PLAIN and compiled.is_traced(a.q)):
         return compiled.attention(a)
     if _autocasting() and isinstance(a.q, torch.Tensor) and torch.is_autocast_enabled(a.q.device.type):
-        device = a.q.device
-        a = _cast(a, torch.get_autocast_dtype(device.type))
-        with autograd.without_autocast(device):
-            return run(a)
+        with autograd.without_autocast(a.q.device):
+            return run(cast_for_autocast(a, torch.get_autocast_dtype(a.q.device.type)))
     return run(a)
 
 
-def _cast(a: Arguments, dtype: torch.dtype) -> Arguments:
+def cast_for_autocast(a: Arguments, dtype: torch.dtype) -> Arguments:
     """q, k and v as autocast hands them to PyTorch's own attention: 64-bit ones and those elsewhere stay as they are."""
 
     def cast(t: Any) -> Any:

@@ -36,9 +36,11 @@ class Arguments(NamedTuple):
     return_lse: Any = False
     deterministic: Any = False
     backend: Any = None
-    # Internal, for shards and chunks: (sequences, 4) int32, the fields of `mask.Positions`; and an output in fp32.
+    # Internal, for shards and chunks: (sequences, 4) int32, the fields of `mask.Positions`; an output in fp32; and the
+    # index of the first query head among those of the whole, for dropout.
     positions: Any = None
     partial: Any = False
+    first_head: Any = 0
 
     def mask_tensor(self) -> torch.Tensor | None:
         return self.mask if isinstance(self.mask, torch.Tensor) else None
@@ -63,7 +65,7 @@ def with_tensors(a: Arguments, seed: int | None, tensors: tuple[Any, ...]) -> Ar
     score = a.score if len(tensors) == 9 else a.score.with_tensors(tensors[9:])
     return Arguments(
         q, k, v, cu_q, cu_k, a.max_q, a.max_k, a.mask if mask is None else mask, a.scale, a.softcap, score, bias,
-        a.dropout, seed, sinks, a.layout, None, True, a.deterministic, a.backend, positions, a.partial,
+        a.dropout, seed, sinks, a.layout, None, True, a.deterministic, a.backend, positions, a.partial, a.first_head,
     )  # fmt: skip
 
 

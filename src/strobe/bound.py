@@ -72,7 +72,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     None for tensors of a kind that is not remembered. Numbers come with their classes, since 1 == True == Decimal(1)."""
     (
         q, k, v, cu_q, _, _, _, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out, return_lse,
-        deterministic, backend, _, _,
+        deterministic, backend, positions, partial, first_head,
     ) = a  # fmt: skip
     if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
         return None
@@ -85,7 +85,8 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
         place = q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     rest = None
-    if bias is not None or sinks is not None or out is not None or cu_q is not None or score is not None:
+    more = bias is not None or sinks is not None or out is not None or cu_q is not None or score is not None
+    if more or positions is not None or partial:
         rest = _rest(a)
         if rest is None:
             return None
@@ -93,7 +94,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     if mask is not None and mask.__class__ in PLAIN:
         mask = _facts(mask)
     if softcap is not None or dropout.__class__ is not float or dropout or seed is not None:
-        softcap = softcap, softcap.__class__, dropout, dropout.__class__, seed.__class__
+        softcap = softcap, softcap.__class__, dropout, dropout.__class__, seed.__class__, first_head
     return (
         q.shape, q.is_contiguous() or q.stride(), k.shape, k.is_contiguous() or k.stride(),
         v.shape, v.is_contiguous() or v.stride(), dtype, place, needs_grad, mask, scale, scale.__class__, softcap,

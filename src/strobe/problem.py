@@ -57,6 +57,7 @@ class Problem:
     score: Score
     mask: Mask
     dropout: float
+    first_head: int  # of the query heads, as dropout counts them
     has_mask_tensor: bool
     has_bias: bool
     has_sinks: bool
@@ -171,6 +172,7 @@ class Problem:
             score=score.structure,
             mask=mask,
             dropout=float(a.dropout),
+            first_head=a.first_head if a.dropout else 0,
             has_mask_tensor=isinstance(a.mask, torch.Tensor),
             has_bias=a.bias is not None,
             has_sinks=a.sinks is not None,

@@ -31,6 +31,7 @@ LAYERS = [
     ["compiled"],
     ["api", "explain", "tiled"],
     ["drop_in"],
+    ["distributed"],
     ["measure"],
     ["learn"],
     ["bench"],

@@ -10,7 +10,7 @@ import torch
 import strobe
 from strobe import call
 from strobe.arguments import Arguments
-from strobe.bound import bind
+from strobe.bound import bind, lookup
 from strobe.mask import Positions
 
 LENGTH = 29
@@ -68,6 +68,16 @@ def test_partial_output_is_in_fp32() -> None:
     assert call.run(Arguments(q.double(), k.double(), v.double(), partial=True)).dtype == torch.float64
 
 
+def test_parts_are_bound_apart_from_equal_looking_wholes() -> None:
+    q = torch.randn(1, 8, 2, 8).bfloat16()
+    at = torch.tensor([Positions(8, 16, 0, 16)], dtype=torch.int32)
+    for more in ({}, {"partial": True}, {"positions": at}, {"positions": at, "partial": True}):
+        a = Arguments(q, q, q, mask=strobe.causal, **more)
+        problem = lookup(a).problem
+        assert (problem.positions, problem.partial) == ("positions" in more, "partial" in more)
+        assert call.run(a).dtype == (torch.float32 if "partial" in more else torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "options", [{"mask": strobe.causal}, {"mask": strobe.window(7, 2), "sinks": torch.zeros(2)}], ids=str
 )
@@ -92,3 +102,23 @@ def test_gradients_of_shards_add_up_to_the_whole(options: dict) -> None:
             total[:, start:stop] += share
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_some_heads_drop_what_they_drop_among_all(backend: str) -> None:
+    """Forward and backward. Equal-looking calls with other heads are bound apart."""
+    heads, group, options = 6, 2, {"dropout": 0.5, "seed": 3, "backend": backend}
+    q = torch.randn(2, 9, heads, 8, requires_grad=True)
+    k, v = (torch.randn(2, 9, heads // group, 8, requires_grad=True) for _ in range(2))
+    whole = strobe.attention(q, k, v, **options)
+    expected = torch.autograd.grad(whole.square().sum(), (q, k, v))
+    parts = []
+    for h in range(heads // group):
+        mine = q[:, :, group * h : group * (h + 1)], k[:, :, h : h + 1], v[:, :, h : h + 1]
+        parts.append(call.run(Arguments(*mine, **options, first_head=group * h)))
+    found = torch.cat(parts, 2)
+    torch.testing.assert_close(found, whole)
+    for a, b in zip(torch.autograd.grad(found.square().sum(), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    without = call.run(Arguments(*mine, **options))
+    assert not torch.allclose(without, whole[:, :, -group:])

@@ -52,7 +52,8 @@ def _one(
         visible = visible & x.mask
     p, lse = probabilities(s, visible, None if x.sinks is None else x.sinks.to(dtype)[:, None, None])
     if problem.dropout:
-        kept = dropout.keep(x.seed, batch, range(problem.heads), rows, keys, problem.dropout, q.device)
+        heads = range(problem.first_head, problem.first_head + problem.heads)
+        kept = dropout.keep(x.seed, batch, heads, rows, keys, problem.dropout, q.device)
         p = torch.where(kept, p / (1 - problem.dropout), 0)
     return p @ v, lse
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strobe.bench.names import L2, PASSES, SUITES
+from strobe.bench.names import CONTEXT_PARALLEL, L2, PASSES, SUITES
 from strobe.measure.method import METHODS, SUMMARIES, TURNS
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def one_of(allowed: Sequence[str]) -> Callable[[Any], Any]:
 
 _METHODS = "; ".join(f"{name}: {what}" for name, what in SUMMARIES.items())
 _SUITE = typer.Option(
-    callback=one_of(tuple(SUITES)), help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick."
+    callback=one_of((*SUITES, CONTEXT_PARALLEL)),
+    help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick. Or {CONTEXT_PARALLEL}, by itself, on the ranks of "
+    "torchrun.",
 )
 
 
@@ -100,6 +102,9 @@ def bench(
     ] = False,
 ) -> None:
     """Measure attention: every provider is checked against float64, then timed."""
+    if CONTEXT_PARALLEL in (suite or ()):
+        _context_parallel(suite or [], device, out, seed)
+        return
     if list_only:
         _list(suite)
         return
@@ -147,6 +152,18 @@ def bench(
         _report([found], report_to)
     if old is not None:
         _compare(old, found, tolerance, console, str(compare))
+
+
+def _context_parallel(suite: list[str], device: str | None, out: Path | None, seed: int) -> None:
+    if suite != [CONTEXT_PARALLEL]:
+        raise typer.BadParameter(f"--suite {CONTEXT_PARALLEL} runs by itself, got {', '.join(suite)}")
+    from strobe.bench import context_parallel
+
+    try:
+        found = context_parallel.run(_device(device), out, seed)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(found, nl=False)
 
 
 def report(

@@ -1,4 +1,5 @@
-"""The command line: `strobe demo`, `doctor`, `compile`, `tune`, `bench`, `report`, `ladder`, `explain-page`.
+"""The command line: `strobe demo`, `doctor`, `compile`, `tune`, `bench`, `report`, `ladder`, `plan`,
+`explain-page`.
 
 What the commands show is computed elsewhere, and imported when they run: help and usage errors do not wait for torch."""
 
@@ -17,6 +18,7 @@ from strobe.bench import cli as benchmark
 from strobe.learn import cli as learning
 from strobe.learn.ladder import cli as ladder
 from strobe.measure.method import SUSTAINED, TURNS
+from strobe.tools import plan as planning
 
 if TYPE_CHECKING:
     import torch
@@ -326,11 +328,12 @@ def tune(
     print(f"use them: export STROBE_TILES={out.resolve()}")
 
 
-# ---- bench, report: strobe.bench.cli; ladder, explain-page: strobe.learn
+# ---- bench, report: strobe.bench.cli; plan: strobe.tools.plan; ladder, explain-page: strobe.learn
 
 app.command()(benchmark.bench)
 app.command()(benchmark.report)
 app.add_typer(ladder.app, name="ladder")
+app.command()(planning.plan)
 app.command()(learning.explain_page)
 
 

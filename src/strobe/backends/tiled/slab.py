@@ -250,8 +250,9 @@ class Slab:
         """What dropout leaves of a tile, (b*hk, g*rows, keys)."""
         offset_q, _, offset_k, _ = self.positions or (0, 0, 0, 0)
         rows_at, keys_at = (range(r.start + n, r.stop + n) for r, n in ((rows, offset_q), (keys, offset_k)))
+        heads = range(self.query_heads.start + self.problem.first_head, self.query_heads.stop + self.problem.first_head)
         p, seed = self.problem.dropout, self.inputs.seed
-        kept = dropout.keep(seed, self.batch, self.query_heads, rows_at, keys_at, p, self.problem.device)
+        kept = dropout.keep(seed, self.batch, heads, rows_at, keys_at, p, self.problem.device)
         return kept.view(self.pairs, self.group * len(rows), len(keys))
 
     def key_tiles(self, rows: range, block_k: int) -> Iterator[tuple[range, bool]]:

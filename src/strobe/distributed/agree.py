@@ -1,0 +1,88 @@
+"""Before ranks exchange tensors they make sure that they mean the same call: else one would wait for what never comes.
+
+Each rank contributes a digest of the facts on which all must agree, or word of an error of its own. Where digests differ,
+the facts follow, and every rank raises an error that names what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from strobe.distributed.transport import Transport
+
+_TEXT = 2048  # bytes of facts that are shown
+_FAILED, _DIFFERENT = -1, -2
+# Calls on which the ranks of a group have agreed. On a GPU reading a digest would stall the queue of kernels.
+_agreed: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+def agree(
+    transports: Sequence[Transport],
+    facts: dict[str, Any],
+    error: Exception | None,
+    device: torch.device,
+    every_call: bool,
+) -> None:
+    """`error`: what this rank would raise on its own. `every_call`: also for calls like an earlier one."""
+    text = json.dumps({name: str(value) for name, value in facts.items()})
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    holder = getattr(transports[0], "group", transports[0])
+    known = _agreed.setdefault(holder, set())
+    if error is None and not every_call and digest in known:
+        return
+    mine = torch.tensor([_FAILED if error is not None else digest], dtype=torch.int64, device=device)
+    for transport in reversed(transports):
+        found = _gathered(transport, mine).unique()
+        mine = found if found.numel() == 1 else found.new_tensor([_DIFFERENT])
+    verdict = int(mine)
+    if verdict >= 0:
+        known.add(digest)
+        return
+    if error is not None:
+        text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+    told = _told(transports, text, device)
+    if error is not None:
+        raise error
+    raise ValueError(_difference(told))
+
+
+def _gathered(transport: Transport, mine: torch.Tensor) -> torch.Tensor:
+    into = mine.new_empty((transport.size, *mine.shape))
+    if transport.size == 1:
+        return into.copy_(mine[None])
+    transport.all_gather(into, mine).wait()
+    return into
+
+
+def _told(transports: Sequence[Transport], text: str, device: torch.device) -> list[dict[str, str]]:
+    """The facts of each rank, in the order of the plan."""
+    data = text.encode()
+    if len(data) > _TEXT:
+        data = json.dumps({"error": "too many facts to show"}).encode()
+    mine = torch.zeros(1, _TEXT, dtype=torch.uint8)
+    mine[0, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    found = mine.to(device)
+    for transport in reversed(transports):
+        found = _gathered(transport, found).flatten(0, 1)
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0").decode()) for row in found.cpu()]
+
+
+def _difference(told: list[dict[str, str]]) -> str:
+    errors = [f"rank {rank}: {facts['error']}" for rank, facts in enumerate(told) if "error" in facts]
+    if errors:
+        return f"context parallel attention cannot run: {'; '.join(errors)}"
+    lines = []
+    for name in told[0]:
+        by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(told):
+            by_value.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(by_value) > 1:
+            each = ", ".join(f"{value} on rank {' '.join(map(str, ranks))}" for value, ranks in by_value.items())
+            lines.append(f"{name} is {each}")
+    return f"ranks disagree about the call: {'; '.join(lines)}"

@@ -1,0 +1,127 @@
+"""`ring` and `halo`: keys travel along chains, queries stay. The keys of the next tick are on their way while those of
+this one are worked on; in the backward pass so are the gradients of the tick before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strobe.distributed import spans as sets
+from strobe.distributed.chains import Parcel, Tick, chains, ticks
+from strobe.distributed.method import Gradients, Result, Task, like, taken
+from strobe.distributed.spans import Spans
+from strobe.distributed.step import Keys, Rest, State, rows_of
+from strobe.distributed.transport import Message, Pending, Transport
+from strobe.problem import lse_dtype
+
+_Held = dict[int, tuple[Spans, Keys]]  # by chain
+
+
+class Deliver:
+    def __init__(self, task: Task, transport: Transport, kind: str) -> None:
+        self.task, self.transport = task, transport
+        key = ("ticks", kind, task.rank)
+        prepared = task.plan.prepared
+        if key not in prepared:
+            prepared[key] = ticks(chains(task.plan, kind), task.rank)
+        self.ticks: tuple[Tick, ...] = prepared[key]
+
+    def kept_shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[Any, ...]]:
+        return []
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Result:
+        task, own, state = self.task, Keys(k, v), State(q, v.shape[-1])
+        held: _Held = {}
+        for t in range(len(self.ticks) + 1):
+            coming, pending = self._send_keys(t, own, held)
+            for spans, keys in held.values() if t else [(task.mine, own)]:
+                task.step(spans).forward(task.steps, q, keys, state)
+            pending.wait()
+            held = coming
+        return task.finished(state, q.dtype)
+
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: Rest, kept: tuple[torch.Tensor, ...]
+    ) -> Gradients:
+        task, own, wide = self.task, Keys(k, v), lse_dtype(q.dtype)
+        dq = torch.zeros_like(q, dtype=wide)
+        down = Keys(*(torch.zeros_like(t, dtype=wide) for t in own))
+        held: _Held = {}
+        coming_back = _Nothing()
+        for t in range(len(self.ticks) + 1):
+            coming, pending = self._send_keys(t, own, held)
+            if t == 0:
+                task.step(task.mine).backward(task.steps, q, own, rest, dq, down)
+            else:
+                found: _Held = {}
+                for chain, (spans, keys) in held.items():
+                    found[chain] = spans, Keys(*(torch.zeros_like(x, dtype=wide) for x in keys))
+                    task.step(spans).backward(task.steps, q, keys, rest, dq, found[chain][1])
+                coming_back.add_to(found, down, task.mine)
+                coming_back = self._send_gradients(self.ticks[t - 1], found, down)
+            pending.wait()
+            held = coming
+        coming_back.add_to({}, down, task.mine)
+        return Gradients(dq, *down, task.gradient_of_sinks(rest))
+
+    def _send_keys(self, t: int, own: Keys, held: _Held) -> tuple[_Held, Pending]:
+        """Those of the tick after t, and what arrives here for it."""
+        if t == len(self.ticks):
+            return {}, self.transport.exchange([], [])
+        tick = self.ticks[t]
+        sends: list[Message] = []
+        for parcel in tick.leaving:
+            spans, keys = held[parcel.chain] if t else (self.task.mine, own)
+            sends += [(taken(x, parcel.spans, spans), parcel.peer) for x in keys]
+        coming, receives = _room(tick.arriving, own)
+        return coming, self.transport.exchange(sends, receives)
+
+    def _send_gradients(self, tick: Tick, found: _Held, down: Keys) -> _Coming:
+        """Of the keys that were worked on in this tick: to the next stop, and home."""
+        sends: list[Message] = []
+        for kind in ("onward", "home"):
+            for visit in tick.visits:
+                parcel = getattr(visit, kind)
+                if parcel is not None:
+                    sends += [(taken(x, parcel.spans, visit.here), parcel.peer) for x in found[visit.chain][1]]
+        onward, receives = _room(tick.gradients, down)
+        home, more = _room(tick.returning, down)
+        return _Coming(onward, home, self.transport.exchange(sends, receives + more))
+
+
+def _room(parcels: tuple[Parcel, ...], like_these: Keys) -> tuple[_Held, list[Message]]:
+    """Tensors for what arrives, and the messages that fill them."""
+    room: _Held = {}
+    receives: list[Message] = []
+    for parcel in parcels:
+        keys = Keys(*(like(t, sets.size(parcel.spans)) for t in like_these))
+        room[parcel.chain] = parcel.spans, keys
+        receives += [(t, parcel.peer) for t in keys]
+    return room, receives
+
+
+class _Nothing:
+    def add_to(self, found: _Held, down: Keys, mine: Spans) -> None:
+        pass
+
+
+class _Coming(_Nothing):
+    """Gradients on their way: those of chains whose next stop is this rank, and those of its own keys."""
+
+    def __init__(self, onward: _Held, home: _Held, pending: Pending) -> None:
+        self.onward, self.home, self.pending = onward, home, pending
+
+    def add_to(self, found: _Held, down: Keys, mine: Spans) -> None:
+        """In a fixed order: sums are the same each time."""
+        self.pending.wait()
+        for chain, (_, gradients) in self.onward.items():
+            for total, x in zip(found[chain][1], gradients, strict=True):
+                total.add_(x)
+        for spans, gradients in self.home.values():
+            for total, x in zip(down, gradients, strict=True):
+                start = 0
+                for rows in sets.rows(spans, mine):
+                    n = rows[1] - rows[0]
+                    rows_of(total, rows).add_(rows_of(x, (start, start + n)))
+                    start += n

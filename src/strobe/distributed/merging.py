@@ -1,0 +1,40 @@
+"""Merging partial results: outputs over parts of the keys become the output over all of them, by their LSE, in fp32.
+
+Outputs are (…, rows, heads, dim), LSEs (…, heads, rows), as `strobe.attention` returns them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, out_new: torch.Tensor, lse_new: torch.Tensor) -> None:
+    """Update (out, lse) by a result over other keys. Weights of the two sum to 1, so one `lerp` does it: it reads each
+    output once. A part whose rows see no key (LSE -inf) has weight 0, also beside another such part."""
+    weight = torch.where(lse_new == -torch.inf, 0, torch.sigmoid(lse_new - lse))
+    out.lerp_(out_new, weight.mT.unsqueeze(-1))
+    torch.logaddexp(lse, lse_new, out=lse)
+
+
+def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """A sink is one more key, whose value is 0: it enters once, after the last merge."""
+    logit = sinks.to(lse.dtype).unsqueeze(-1)  # (heads, 1)
+    total = torch.logaddexp(lse, logit)
+    kept = torch.where(lse == -torch.inf, 0, torch.exp(lse - total))
+    out.mul_(kept.mT.unsqueeze(-1))
+    lse.copy_(total)
+
+
+def gradient_of_sinks(
+    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """(heads,) in the dtype of the LSE, from the final results of some rows: -Σ p delta with the sink's share p of the
+    softmax."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT  # (…, heads, rows)
+    if dlse is not None:
+        delta = delta - dlse
+    logit = sinks.to(lse.dtype).unsqueeze(-1)
+    # An infinite sink takes all of the softmax, or nothing.
+    p = torch.where(lse == logit, 1, torch.exp(logit - lse)).masked_fill(logit == -torch.inf, 0)
+    found = -(p * delta).sum(-1)
+    return found.sum(0) if found.dim() == 2 else found

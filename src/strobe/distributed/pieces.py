@@ -1,0 +1,123 @@
+"""What queries of one set of positions have to do with keys of another: a list of rectangles, each one attention call.
+
+A piece is a run of queries and a run of keys of the same document, of which some pair is visible. Rows and keys that see
+nothing of each other are cut off. Where the mask hides nothing and scores do not depend on positions, neighbouring pieces
+become one larger rectangle, which needs no positions at all.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from strobe.distributed.plan import Run, runs
+from strobe.distributed.spans import Spans
+from strobe.mask import Mask, Positions
+
+Range = tuple[int, int]
+
+
+class Piece(NamedTuple):
+    rows: Range  # of the tensor that holds the queries
+    keys: Range  # of the tensor that holds the keys
+    document: int
+    at: Positions | None  # None: every query sees every key, wherever they are
+
+
+class Axis(NamedTuple):
+    """The lengths of the documents along the axis of queries or of keys, and where each begins."""
+
+    lengths: Sequence[int]
+    starts: Sequence[int]
+
+
+def pieces(
+    queries: Spans, keys: Spans, axis_q: Axis, axis_k: Axis, mask: Mask, *, positional: bool, block: int | None = None
+) -> tuple[Piece, ...]:
+    """`positional`: scores or dropout depend on positions. `block`: cut queries at each multiple of it, and join
+    nothing, so that a call does not depend on how sequences are cut."""
+    by_document: dict[int, list[Run]] = {}
+    for run in runs(keys, axis_k.starts):
+        by_document.setdefault(run.document, []).append(run)
+    found: list[tuple[Piece, bool]] = []
+    for q in runs(queries, axis_q.starts):
+        len_q, len_k = axis_q.lengths[q.document], axis_k.lengths[q.document]
+        for part in [q] if block is None else _blocks(q, block):
+            found += _of_run(part, by_document.get(q.document, ()), len_q, len_k, mask)
+    return tuple(p for p, _ in found) if positional or block is not None else _joined(found)
+
+
+def _blocks(run: Run, block: int) -> list[Run]:
+    ends = [run.start, *range((run.start // block + 1) * block, run.stop, block), run.stop]
+    return [Run(run.document, a, b, run.row + a - run.start) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _of_run(q: Run, keys: Sequence[Run], len_q: int, len_k: int, mask: Mask) -> Iterator[tuple[Piece, bool]]:
+    """Of a run of queries with each run of keys the smallest rectangle that holds every visible pair, and whether all
+    of its pairs are visible."""
+
+    def lo(row: int) -> int:
+        return mask.bounds(row, len_q, len_k)[0]
+
+    def hi(row: int) -> int:
+        return mask.bounds(row, len_q, len_k)[1]
+
+    rows = range(q.start, q.stop)
+    any_lo, any_hi, all_lo, all_hi = lo(q.start), hi(q.stop - 1), lo(q.stop - 1), hi(q.start)
+    for k in keys:
+        if k.stop <= any_lo or any_hi <= k.start:
+            continue
+        start, stop, key, end = q.start, q.stop, k.start, k.stop
+        whole = all_lo <= key and end <= all_hi
+        if not whole:
+            first = bisect.bisect_right(rows, key, key=hi)  # the first row that sees beyond the first key
+            last = bisect.bisect_left(rows, end, lo=first, key=lo)  # the first that begins to see behind the last key
+            if first == last:
+                continue
+            start, stop = rows[first], rows[last - 1] + 1
+            key, end = max(key, lo(start)), min(end, hi(stop - 1))
+            whole = lo(stop - 1) <= key and end <= hi(start)
+        if key < end:
+            row, keys_at = q.row + start - q.start, k.row + key - k.start
+            at = Positions(start, len_q, key, len_k)
+            yield Piece((row, row + stop - start), (keys_at, keys_at + end - key), q.document, at), whole
+
+
+def _joined(found: Sequence[tuple[Piece, bool]]) -> tuple[Piece, ...]:
+    """Whole pieces lose their positions; those that touch along the keys, then those that touch along the rows, become
+    one. Pieces of a document are neighbours in the list."""
+    wide: list[Piece] = []
+    for p in (p._replace(at=None) if whole else p for p, whole in found):
+        before = wide[-1] if wide else None
+        if before and _alike(before, p) and before.rows == p.rows and before.keys[1] == p.keys[0]:
+            wide[-1] = p._replace(keys=(before.keys[0], p.keys[1]))
+        else:
+            wide.append(p)
+    tall: list[Piece] = []
+    for p in wide:
+        i = len(tall) - 1
+        while i >= 0 and tall[i].document == p.document and tall[i].rows[1] >= p.rows[0]:
+            if _alike(tall[i], p) and tall[i].keys == p.keys and tall[i].rows[1] == p.rows[0]:
+                tall[i] = p._replace(rows=(tall[i].rows[0], p.rows[1]))
+                break
+            i -= 1
+        else:
+            tall.append(p)
+    return tuple(tall)
+
+
+def _alike(a: Piece, b: Piece) -> bool:
+    return a.at is None and b.at is None and a.document == b.document
+
+
+def rounds(found: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces in groups with at most one of each document, in the order of documents: what one varlen call can do.
+    Sequence i of the call is document i, as dropout and the tensors of a score count them."""
+    groups: list[dict[int, Piece]] = []
+    for p in found:
+        group = next((g for g in groups if p.document not in g), None)
+        if group is None:
+            groups.append(group := {})
+        group[p.document] = p
+    return tuple(tuple(g[d] for d in sorted(g)) for g in groups)

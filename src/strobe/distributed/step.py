@@ -1,0 +1,186 @@
+"""One step: the queries of a rank with some keys, forward and backward, as calls of the core with positions.
+
+A step is a list of pieces. Dense tensors, (batch, rows, heads, dim), take one call for each piece, on views. Packed
+documents, (rows, heads, dim), take one varlen call for each round of pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from strobe import call
+from strobe.arguments import Arguments
+from strobe.bound import lookup
+from strobe.distributed.merging import merge_
+from strobe.distributed.pieces import Piece, Range, rounds
+from strobe.mask import Mask, Positions
+from strobe.problem import lse_dtype, with_longest
+
+
+class Keys(NamedTuple):
+    k: torch.Tensor  # (…, keys, heads_k, dim)
+    v: torch.Tensor  # (…, keys, heads_k, dim_v)
+
+
+def rows_of(t: torch.Tensor, rows: Range) -> torch.Tensor:
+    """Of (…, rows, heads, dim)."""
+    return t.narrow(-3, rows[0], rows[1] - rows[0])
+
+
+class State:
+    """The output and the LSE of all rows over the keys seen so far, in fp32 (fp64 for fp64)."""
+
+    def __init__(self, q: torch.Tensor, dim_v: int) -> None:
+        wide = lse_dtype(q.dtype)
+        self.out = q.new_zeros((*q.shape[:-1], dim_v), dtype=wide)
+        self.lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=wide)
+        self._untouched = True
+
+    def add(self, rows: Range, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if self._untouched and rows == (0, self.out.shape[-3]):
+            self.out, self.lse = out, lse.contiguous()
+        else:
+            merge_(rows_of(self.out, rows), self.lse[..., rows[0] : rows[1]], out, lse)
+        self._untouched = False
+
+
+@dataclass
+class Step:
+    """The pieces of a step, ready to run: what depends on them alone is made once for each device."""
+
+    found: tuple[Piece, ...]
+    mask: Mask
+    documents: int  # 0: dense
+    apart: bool = False  # never two documents in one call
+    _groups: dict[tuple[torch.device, int], list[_Group]] = field(default_factory=dict)  # by device and batch
+
+    def forward(self, template: Arguments, q: torch.Tensor, keys: Keys, state: State) -> None:
+        """`template`: what the caller asked for, without tensors."""
+        for group in self._prepared(q):
+            a = group.arguments(template, q, keys)
+            out, lse = call.run(a)
+            for rows, part in group.places:
+                state.add(rows, rows_of(out, part), lse[..., part[0] : part[1]])
+
+    def backward(
+        self,
+        template: Arguments,
+        q: torch.Tensor,
+        keys: Keys,
+        rest: Rest,
+        dq: torch.Tensor,
+        dkeys: Keys,
+    ) -> None:
+        """Adds to dq and dkeys, which are in fp32, what these keys contribute, given the final results."""
+        for group in self._prepared(q):
+            a = group.arguments(template, q, keys)
+            out, dout = (_gather(t, group.places) for t in (rest.out, rest.dout))
+            lse, dlse = (None if t is None else _gather_lse(t, group.places) for t in (rest.lse, rest.dlse))
+            assert lse is not None
+            found = lookup(a).backward((True, True, True, False, False), a, out, lse, dout, dlse)
+            for total, gradient, places in (
+                (dq, found.q, group.places),
+                (dkeys.k, found.k, group.key_places),
+                (dkeys.v, found.v, group.key_places),
+            ):
+                assert gradient is not None
+                for at, part in places:
+                    rows_of(total, at).add_(rows_of(gradient, part))
+
+    def _prepared(self, q: torch.Tensor) -> list[_Group]:
+        if not self.found:
+            return []
+        key = q.device, 0 if self.documents else q.shape[0]
+        if key not in self._groups:
+            self._groups[key] = [_Group.of(pieces, self, q) for pieces in self._rounds()]
+        return self._groups[key]
+
+    def _rounds(self) -> Sequence[tuple[Piece, ...]]:
+        return rounds(self.found) if self.documents and not self.apart else [(p,) for p in self.found]
+
+
+class Rest(NamedTuple):
+    """What a backward pass knows about all rows of a rank."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+@dataclass
+class _Group:
+    """The pieces of one call: their rows and keys, and for each range of them where it lies in the tensors of the call."""
+
+    rows: list[Range]
+    keys: list[Range]
+    mask: Mask | None
+    positions: torch.Tensor | None
+    cu: tuple[torch.Tensor, torch.Tensor] | None
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], step: Step, q: torch.Tensor) -> _Group:
+        rows, keys = [p.rows for p in pieces], [p.keys for p in pieces]
+        if not step.documents:
+            (piece,) = pieces
+            at = None if piece.at is None else _ints([piece.at] * q.shape[0], q.device)
+            return _Group(rows, keys, None if at is None else step.mask, at, None)
+        at_each: list[Sequence[int]] = [Positions(0, 0, 0, 0)] * step.documents
+        lengths = [[0, 0] for _ in range(step.documents)]
+        for p in pieces:
+            assert p.at is not None
+            at_each[p.document] = p.at
+            lengths[p.document] = [p.rows[1] - p.rows[0], p.keys[1] - p.keys[0]]
+        ends = torch.tensor([[0, 0], *lengths]).cumsum(0).to(torch.int32)
+        cu = ends[:, 0].contiguous().to(q.device), ends[:, 1].contiguous().to(q.device)
+        return _Group(rows, keys, step.mask, _ints(at_each, q.device), cu)
+
+    @functools.cached_property
+    def places(self) -> list[tuple[Range, Range]]:
+        return _places(self.rows)
+
+    @functools.cached_property
+    def key_places(self) -> list[tuple[Range, Range]]:
+        return _places(self.keys)
+
+    def arguments(self, template: Arguments, q: torch.Tensor, keys: Keys) -> Arguments:
+        q, k, v = _gather(q, self.places), *(_gather(t, self.key_places) for t in keys)
+        a = template._replace(q=q, k=k, v=v, mask=self.mask, positions=self.positions, partial=True, return_lse=True)
+        if self.cu is None:
+            return a
+        longest_q, longest_k = (max(stop - start for start, stop in ranges) for ranges in (self.rows, self.keys))
+        return with_longest(a._replace(cu_q=self.cu[0], cu_k=self.cu[1], max_q=longest_q, max_k=longest_k))
+
+
+def _ints(values: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor([tuple(v) for v in values], dtype=torch.int32).to(device)
+
+
+def _places(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
+    """For each range, where it lies when all lie one after the other. Those that follow one another are one."""
+    found: list[tuple[Range, Range]] = []
+    at = 0
+    for start, stop in ranges:
+        if found and found[-1][0][1] == start:
+            (first, _), (begin, _) = found[-1]
+            found[-1] = (first, stop), (begin, at + stop - start)
+        else:
+            found.append(((start, stop), (at, at + stop - start)))
+        at += stop - start
+    return found
+
+
+def _gather(t: torch.Tensor, places: Sequence[tuple[Range, Range]]) -> torch.Tensor:
+    """The rows of a tensor (…, rows, heads, dim) in these ranges; a view where that is one."""
+    found = [rows_of(t, rows) for rows, _ in places]
+    return found[0] if len(found) == 1 else torch.cat(found, -3)
+
+
+def _gather_lse(t: torch.Tensor, places: Sequence[tuple[Range, Range]]) -> torch.Tensor:
+    found = [t[..., start:stop] for (start, stop), _ in places]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)

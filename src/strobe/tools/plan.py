@@ -1,0 +1,86 @@
+"""`strobe plan`: how a sequence is cut among ranks, and what each method of context parallel attention costs on paper."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strobe.bench.cli import one_of
+
+if TYPE_CHECKING:
+    from strobe.mask import Mask
+
+_STRATEGIES = ("contiguous", "zigzag", "documents", "striped")  # those of `ShardPlan`, which would load torch
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_LENGTH_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+_RATE_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def _length(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KM]?)", text, re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"--length must look like 5000, 128K or 1M (K is 1,024), got {text!r}")
+    return int(found[1]) * _LENGTH_UNITS[found[2].upper()]
+
+
+def _link(text: str) -> float:
+    """Bytes a second."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)([bB])(?:/s)?", text)
+    if found is None or not float(found[1]):
+        raise typer.BadParameter(f"--link must look like 400Gb (bits a second) or 50GB (bytes), got {text!r}")
+    return float(found[1]) * _RATE_UNITS[found[2]] / (8 if found[3] == "b" else 1)
+
+
+def _mask(name: str, window: int | None) -> Mask:
+    import strobe
+
+    mask = strobe.causal if name == "causal" else strobe.full
+    return mask if window is None else mask & strobe.window(window - 1, 0 if name == "causal" else window - 1)
+
+
+def plan(
+    ranks: Annotated[int, typer.Option(min=1, help="Among how many ranks.")],
+    length: Annotated[
+        list[str], typer.Option(help="Tokens: 5000, 128K, 1M. May be repeated: documents, packed one after the other.")
+    ],
+    strategy: Annotated[
+        str, typer.Option(callback=one_of(_STRATEGIES), help=f"How to cut: {', '.join(_STRATEGIES)}.")
+    ] = "zigzag",
+    block: Annotated[int | None, typer.Option(min=1, help="Cut at multiples of so many tokens.")] = None,
+    mask: Annotated[str, typer.Option(callback=one_of(("causal", "full")), help="causal or full.")] = "causal",
+    window: Annotated[
+        int | None, typer.Option(min=1, help="A sliding window: how many keys a query sees, itself included.")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    heads_k: Annotated[int, typer.Option(min=1, help="Key heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Numbers per head.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(callback=one_of(tuple(_BYTES)), help=f"One of {', '.join(_BYTES)}.")
+    ] = "bfloat16",
+    link: Annotated[
+        str, typer.Option(help="What a rank sends, one way: 400Gb (bits a second) or 50GB (bytes).")
+    ] = "400Gb",
+    tflops: Annotated[float, typer.Option(min=1e-6, help="What the kernels of a rank reach, in TFLOP/s.")] = 500.0,
+    inner: Annotated[
+        int | None, typer.Option(min=1, help="Also the method hybrid, with so many ranks that trade heads.")
+    ] = None,
+    forward: Annotated[bool, typer.Option("--forward", help="A forward pass alone, without gradients.")] = False,
+) -> None:
+    """Show how a sequence is cut among ranks, and what each method of context parallelism costs on paper."""
+    lengths, speed = [_length(text) for text in length], _link(link)
+    if heads % heads_k:
+        raise typer.BadParameter(f"--heads must be a multiple of --heads-k, got {heads} and {heads_k}")
+    if inner is not None and ranks % inner:
+        raise typer.BadParameter(f"--inner must be a divisor of the {ranks} ranks, got {inner}")
+    if inner is not None and inner > heads:
+        raise typer.BadParameter(f"--inner must be at most the {heads} query heads, got {inner}")
+    from strobe.distributed.cost import Machine, Shape
+    from strobe.distributed.plan import ShardPlan
+
+    found = ShardPlan(lengths, ranks=ranks, mask=_mask(mask, window), strategy=strategy, block=block)
+    shape = Shape(heads, heads_k, head_dim, head_dim, _BYTES[dtype], batch)
+    machine = Machine(link=speed, rate=tflops * 1e12)
+    typer.echo(found.describe(shape, machine, gradients=not forward, inner=inner), nl=False)

@@ -1,0 +1,140 @@
+"""What goes wrong on one rank is an error on every rank, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import torch
+from rank_pool import ROOT, RankPool
+
+import strobe
+from strobe.distributed import ShardPlan, attention, decode, simulator
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({1: {"heads": 4}}, r"q is \(1, 'rows', 2, 8\) on rank 0 2 3, \(1, 'rows', 4, 8\) on rank 1"),
+        ({3: {"dtype": torch.float64}}, r"dtype is torch.float32 on rank 0 1 2, torch.float64 on rank 3"),
+        ({2: {"mask": strobe.full}}, r"mask is .*causal on rank 0 1 3, .*full on rank 2"),
+        ({0: {"method": "halo"}, 1: {"method": "halo"}}, r"method is halo on rank 0 1, ring on rank 2 3"),
+        ({1: {"scale": 0.5}}, r"scale is None on rank 0 2 3, 0.5 on rank 1"),
+        ({1: {"grad": True}}, r"a gradient is needed is False on rank 0 2 3, True on rank 1"),
+        ({2: {"length": 17}}, r"plan is 16\|contiguous.* on rank 0 1 3, 17\|contiguous.* on rank 2"),
+    ],
+    ids=["heads", "dtype", "mask", "method", "scale", "gradient", "plan"],
+)
+def test_ranks_that_disagree(pool: RankPool, changed: dict[int, dict[str, Any]], words: str) -> None:
+    for ok, value in pool.outcomes(rank_work.call_differently, changed):
+        assert not ok and "ValueError: ranks disagree about the call: " in value[0]
+        assert re.search(words, value[0]), value[0]
+    assert all(ok for ok, _ in pool.outcomes(rank_work.call_differently, {})), "the ranks can still talk"
+
+
+@pytest.mark.parametrize(
+    "mine, words",
+    [
+        ({"rows": 5}, "ValueError: q has 5 rows, but rank 1 holds 4 of the 16 positions of the plan"),
+        ({"method": "hybrid"}, "ValueError: method='hybrid' needs two dimensions of mesh"),
+        ({"method": "tree"}, "ValueError: method must be one of 'auto', 'ring', .* got 'tree'"),
+        ({"dtype": torch.int32}, "TypeError: q has dtype torch.int32; allowed are"),
+    ],
+    ids=["rows", "mesh", "method", "dtype"],
+)
+def test_an_error_of_one_rank_is_told_to_all(pool: RankPool, mine: dict[str, Any], words: str) -> None:
+    outcomes = pool.outcomes(rank_work.call_differently, {1: mine})
+    for rank, (ok, value) in enumerate(outcomes):
+        assert not ok
+        told = "" if rank == 1 else "ValueError: context parallel attention cannot run: rank 1: "
+        assert re.match(re.escape(told) + words, value[0]), value[0]
+    assert all(ok for ok, _ in pool.outcomes(rank_work.call_differently, {}))
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["before messages", "in messages"])
+def test_a_rank_that_dies(tmp_path: Path, check: bool) -> None:
+    """The others find out, each with an error that says who could not be reached."""
+    script = f"import sys, rank_work; rank_work.die_before_the_call(int(sys.argv[1]), 3, sys.argv[2], 1, {check})"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    start = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [*command, str(r), str(tmp_path / "store")], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(3)
+    ]
+    told = [process.communicate(timeout=90)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [3, 0, 3], told
+    for rank in (0, 2):
+        assert f"rank {rank}: rank {rank} could not" in told[rank]
+    assert time.monotonic() - start < 85
+
+
+def test_arguments() -> None:
+    """Those that no other rank has to know about."""
+    q = torch.randn(1, 4, 2, 8)
+
+    def fails(error: type[Exception], match: str, *tensors: torch.Tensor, **keywords: Any) -> None:
+        def work(mesh: Any) -> None:
+            with pytest.raises(error, match=match):
+                attention(*(tensors or (q, q, q)), **{"mesh": mesh, **keywords})
+
+        simulator.run(1, work)
+
+    fails(ValueError, "dropout is 0.1; it needs a seed", dropout=0.1)
+    fails(ValueError, "softcap and score cannot be given together", softcap=1.0, score=strobe.alibi(torch.ones(2)))
+    fails(TypeError, "mask must be a strobe mask", mask=torch.ones(4, 4) > 0)
+    fails(ValueError, "method must be one of 'auto', 'ring', .*, got 'tree'", method="tree")
+    fails(ValueError, "layout must be one of 'bshd', 'bhsd', got 'hd'", layout="hd")
+    fails(ValueError, "q has 2 axes; allowed are 3", *[torch.randn(4, 8)] * 3)
+    fails(TypeError, "mesh must be a DeviceMesh", mesh="cp")
+    packed = ShardPlan([2, 2], ranks=1)
+    fails(ValueError, "batch size 2; with a plan of several documents", *[torch.randn(2, 4, 2, 8)] * 3, plan=packed)
+
+
+def test_what_needs_a_plan_of_a_kind() -> None:
+    q = torch.randn(1, 32, 2, 8)
+
+    def work(mesh: Any) -> list[str]:
+        told = []
+        for keywords in (
+            {"invariant": True, "plan": ShardPlan(64, ranks=2, block=4)},
+            {"invariant": True, "plan": ShardPlan(64, ranks=2, block=16), "method": "ring"},
+            {"method": "ulysses", "plan": ShardPlan(64, ranks=2), "one head": True},
+            {"plan": ShardPlan(64, ranks=4)},
+        ):
+            x = q[:, :, :1] if keywords.pop("one head", False) else q
+            try:
+                attention(x, x, x, mesh=mesh, **keywords)
+                told.append("")
+            except ValueError as error:
+                told.append(str(error))
+        return told
+
+    for told in simulator.run(2, work):
+        assert "cut at multiples of at least 16 positions" in told[0] and "got block=4" in told[0]
+        assert "invariant=True needs method='allgather'" in told[1] and "got method='ring'" in told[1]
+        assert told[2] == "method='ulysses' needs a query head for each of the 2 ranks, q has 1 heads"
+        assert told[3] == "plan is for 4 ranks, mesh has 2"
+
+
+def test_decoding_needs_positions_for_a_mask() -> None:
+    q = torch.randn(1, 1, 2, 8)
+
+    def work(mesh: Any) -> None:
+        with pytest.raises(ValueError, match="a plan must say which those are"):
+            decode(q, q, q, mesh=mesh, mask=strobe.causal)
+        with pytest.raises(ValueError, match="plan has 2 documents"):
+            decode(q, q, q, mesh=mesh, plan=ShardPlan([1, 1], ranks=1))
+        with pytest.raises(ValueError, match="k has 1 rows, but rank 0 holds 5"):
+            decode(q, q, q, mesh=mesh, plan=ShardPlan(5, ranks=1))
+
+    simulator.run(1, work)

@@ -1,0 +1,94 @@
+"""Rounding, repetition and invariance: what ranks add to the error, and when results have the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from shard_cases import Case, expected, inputs, joined, on_one_rank
+
+import strobe
+from strobe.distributed import ShardPlan, simulator
+from strobe.distributed.merging import merge_
+from strobe.distributed.methods import rank_of
+
+METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")
+
+
+def simulate(case: Case, plan: ShardPlan, method: str, **keywords: Any) -> dict[str, torch.Tensor]:
+    def work(mesh: Any) -> dict[str, torch.Tensor]:
+        transports = mesh if isinstance(mesh, tuple) else (mesh,)
+        return on_one_rank(case, mesh, rank_of(transports), plan, method, **keywords)
+
+    inner = 2 if method == "hybrid" else None
+    return joined(case, plan, simulator.run(plan.ranks, work, inner=inner))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_errors_are_those_of_one_device(method: str, dtype: torch.dtype) -> None:
+    """Against fp64, at most half as large again as those of one process: partial results and sums stay in fp32."""
+    case = Case(lengths=(300,), heads=(4, 2), dims=(16, 16), sinks=True, dtype=dtype, batch=1)
+    x = inputs(case)
+    exact_case = replace(case, dtype=torch.float64)
+    wide = inputs(exact_case)
+    for name in ("q", "k", "v", "sinks", "dout", "dlse"):  # the same numbers, rounded
+        getattr(wide, name).copy_(getattr(x, name).double())
+    expected.cache_clear()
+    exact, alone = expected(exact_case), expected(case)
+    found = simulate(case, case.plan(4), method)
+    for name, t in exact.items():
+        error, allowed = ((y[name].double() - t).abs().max().item() for y in (found, alone))
+        floor = torch.finfo(found[name].dtype).eps * t.abs().max().item()
+        assert error <= 1.5 * allowed + floor, f"{name}: error {error:.2e}, that of one process {allowed:.2e}"
+
+
+def test_merging_rows_that_see_nothing() -> None:
+    """-inf beside -inf is nothing, not NaN; and beside something it changes not a bit."""
+    out, lse = torch.zeros(3, 1, 2), torch.full((1, 3), -torch.inf)
+    new = torch.zeros(3, 1, 2)
+    new[1:] = torch.randn(2, 1, 2)
+    new_lse = torch.tensor([[-torch.inf, 2.0, -3.0]])
+    merge_(out, lse, new, new_lse)
+    assert torch.equal(out, new) and torch.equal(lse, new_lse)
+    merge_(out, lse, torch.zeros(3, 1, 2), torch.full((1, 3), -torch.inf))
+    assert torch.equal(out, new) and torch.equal(lse, new_lse)
+
+
+def test_merging_hands_on_nan() -> None:
+    out, lse = torch.zeros(1, 1, 2), torch.zeros(1, 1)
+    merge_(out, lse, torch.full((1, 1, 2), torch.nan), torch.full((1, 1), torch.nan))
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_deterministic_calls_repeat_bit_for_bit(method: str) -> None:
+    case = Case(lengths=(130,), heads=(4, 1), dims=(16, 16), sinks=True, dtype=torch.float32, dropout=0.2)
+    first, second = (simulate(case, case.plan(4), method, deterministic=True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("lengths", [(400,), (100, 260, 40)], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_invariant_results_have_the_same_bits_on_any_number_of_ranks(lengths: tuple[int, ...], dtype: Any) -> None:
+    """Out, LSE and dq: cuts are at the same blocks, and each block is one call, whoever makes it."""
+    case = Case(lengths=lengths, heads=(6, 2), dims=(16, 16), sinks=True, dtype=dtype, strategy="documents", block=16)
+    found = [simulate(case, case.plan(ranks), "allgather", invariant=True) for ranks in (1, 2, 4, 8)]
+    wanted = expected(case)
+    for name in ("out", "lse", "dq"):
+        assert all(torch.equal(found[0][name], f[name]) for f in found[1:]), name
+        torch.testing.assert_close(found[0][name], wanted[name], atol=0.05, rtol=0.05)
+    # Without it they differ: else this test would show nothing.
+    loose = [simulate(case, case.plan(ranks), "ring") for ranks in (2, 8)]
+    assert dtype != torch.float32 or not torch.equal(loose[0]["out"], loose[1]["out"])
+
+
+def test_dropout_does_not_depend_on_the_cut() -> None:
+    """The weights that are dropped are those of one process, whatever the method, the ranks and the strategy."""
+    case = Case(lengths=(60,), heads=(8, 2), dropout=0.5)
+    wanted = expected(case)["out"]
+    for method, ranks, strategy in (("ring", 2, "zigzag"), ("ulysses", 8, "striped"), ("hybrid", 4, "contiguous")):
+        plan = ShardPlan(60, ranks=ranks, mask=strobe.causal, strategy=strategy, block=4)
+        torch.testing.assert_close(simulate(case, plan, method)["out"], wanted, atol=1e-12, rtol=0)
