@@ -58,18 +58,6 @@ def test_the_ipynb_has_the_script_in_it(notebook: Path, tmp_path: Path) -> None:
     assert "pip" in "".join(made["cells"][2]["source"])  # the cell that installs
 
 
-def test_cells() -> None:
-    text = "# header\n\n# %% [markdown]\n# # Title\n#\n#     indented\n\n# %%\nx = 1\n\n\n# %%\ny = 2\n"
-    assert build.cells(text) == [("markdown", "# Title\n\n    indented"), ("code", "x = 1"), ("code", "y = 2")]
-    for wrong, what in (
-        ("x = 1\n", "no cell"),
-        ("# %% [raw]\n# x\n", "a cell starts with"),
-        ("# %% [markdown]\nx = 1\n", "does not start with #"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(what)):
-            build.cells(wrong)
-
-
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_files_that_are_mentioned_exist(notebook: Path) -> None:
     mentioned = re.findall(r"`((?:docs|src|notebooks|examples)/[\w./-]+)`", notebook.read_text(encoding="utf-8"))
