@@ -65,6 +65,7 @@ site: $(READY) ## the documents as a web site, in build/site; needs the extra `d
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
 	$(VENV)/bin/python -m strobe.tools.support --write README.md
 	$(VENV)/bin/python -m strobe.bench.docs --write
+	$(VENV)/bin/python -m strobe.learn.measured --write
 	$(VENV)/bin/python -m strobe.learn.ladder.docs --write
 
 clean: ## remove caches (not .venv)

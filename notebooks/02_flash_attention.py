@@ -53,7 +53,8 @@ from strobe.emulator import compiler
 from strobe.learn import worked_example
 from strobe.learn.drawing import bars, show
 from strobe.learn.exercises import ATTENTION, LOG_SUM_EXP
-from strobe.learn.explain_page import GPUS, MODERATE
+from strobe.learn.explain_page import MODERATE
+from strobe.learn.gpus import GPUS
 from strobe.learn.simulator import Array, launch
 
 torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""The page on which one watches the algorithm run, in a real browser: its numbers are the library's, its controls work
-by mouse and by keyboard, breaking the algorithm shows, and nothing comes from the network."""
+"""The page's last chapter, in a real browser: its numbers are the library's, its controls work by mouse and by keyboard,
+breaking the algorithm shows, and an address brings back a moment. The chapters before: test_story.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from playwright.sync_api import Page
 
 import strobe
-from strobe.learn import explain_page, worked_example
+from strobe.learn import explain_page, measured, worked_example
+from strobe.learn.gpus import GPUS
 from strobe.learn.trace import sample, trace
 
-WORKED, MODERATE, LARGE, CAUSAL, WINDOW, NARROW, REAL = range(7)
+MODERATE, WORDS, WORKED, LARGE, CAUSAL, WINDOW, NARROW, REAL = range(8)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def opened(page: Page, path: Path) -> None:
-    page.goto(path.as_uri())
-    page.wait_for_selector("html[data-ready=yes]", state="attached")
+    open_at(page, path, "#play?example=The worked example")
+
+
+def open_at(page: Page, path: Path, address: str) -> None:
+    page.goto("about:blank")
+    page.goto(path.as_uri() + address)
+    page.wait_for_selector("html[data-ready=yes][data-part=play]", state="attached")
 
 
 def put(page: Page, element: str, value: object) -> None:
@@ -198,7 +204,7 @@ def test_bytes_and_time_follow_the_settings(page: Page) -> None:
     assert "times more than standard" in text(page, "#lanes")  # 16 rows are fewer than d / 2
     put(page, "blockQ", 64)
     page.click("#last")
-    assert "times less than standard" in text(page, "#lanes") and "faster on H200" in text(page, "#times")
+    assert "times less than standard" in text(page, "#lanes") and "flash is 2 times faster" in text(page, "#times")
     n, d, size = 1024, 64, 2
     assert page.evaluate("strobePage.sums.flash.at(-1).hbm_read") == size * (2 * n * n * d // 64 + n * d)
     page.click("#cached")
@@ -206,6 +212,60 @@ def test_bytes_and_time_follow_the_settings(page: Page) -> None:
     put(page, "gpu", 4)
     put(page, "blockQ", 1024)
     assert "does not fit" in text(page, "#lanes") and "T4" in text(page, "#times")
+
+
+def test_toy_sizes_claim_no_speed(page: Page) -> None:
+    for preset in (MODERATE, WORDS, WORKED, LARGE, CAUSAL):
+        put(page, "preset", preset)
+        assert "say nothing about speed" in text(page, "#times") and text(page, "#roof") == ""
+        assert "faster" not in text(page, "#times")
+
+
+def test_what_was_measured_agrees_with_the_model(page: Page) -> None:
+    """The model is a bound: no measurement is faster, and the measured ratio is the one that is shown."""
+    put(page, "preset", REAL)
+    found = measured.load()["attention"]
+    ratio = found["standard"]["ms"] / found["flash"]["ms"]
+    assert f"strobe is {float(f'{ratio:.2g}'):g} times faster" in text(page, "#times")
+    gpu, case = GPUS[0], found["case"]
+    flops = 4 * case["heads"] * case["len_q"] * case["len_k"] * case["dim"]
+    least = flops / gpu["tflops"]["bfloat16"] / 1e9
+    assert 0.5 * found["flash"]["ms"] < least < found["flash"]["ms"]
+    assert f"at best {1000 * least:.0f} µs, limited by arithmetic" in text(page, "#times")
+    put(page, "gpu", 2)
+    assert "It was not measured" in text(page, "#times")
+
+
+def test_it_opens_in_the_middle_of_a_rescale(page: Page, path: Path) -> None:
+    open_at(page, path, "#play")
+    assert page.evaluate("strobePage.moment.kind") == "rescale" and page.evaluate("strobePage.moment.tile.alpha") < 1
+    assert numbers(page)["l"].startswith("0.493069 × 1.49307") and "0.493" in text(page, "#bars")
+
+
+def test_a_tile_that_is_done_is_gone(page: Page) -> None:
+    """One tile of scores exists at most, with its numbers; before and after it there are none."""
+    coloured = "[...document.querySelectorAll('#grid .cell.now')].length"
+    for index in range(page.evaluate("strobePage.trace.steps.length") + 1):
+        page.evaluate(f"strobePage.go({index})")
+        exists = page.evaluate("['scores', 'max', 'rescale', 'add'].includes(strobePage.moment.kind)")
+        assert page.evaluate(coloured) == int(exists)
+        assert page.locator("#grid .in-cell").count() == (4 if exists else 0)
+
+
+def test_an_address_brings_back_a_moment(page: Page, path: Path) -> None:
+    put(page, "preset", MODERATE)
+    page.evaluate("strobePage.go(9)")
+    put(page, "offset", 1)
+    page.click("input[value=rescale]")
+    page.wait_for_function("location.hash.includes('broken=rescale') && location.hash.includes('row=1')")
+    address = page.evaluate("location.hash")
+    before = text(page, "#sentence"), numbers(page)
+    open_at(page, path, address)
+    assert (text(page, "#sentence"), numbers(page)) == before
+    open_at(page, path, "#play?n=2&d=1&blockQ=1&blockK=1&q=1;2&k=3;4&v=5;6&dtype=float64&at=4")
+    assert page.evaluate("[strobePage.settings.k, strobePage.state.index]") == [[[3], [4]], 4]
+    open_at(page, path, "#play?n=99999&q=x&broken=no&at=-3")
+    assert page.evaluate("[strobePage.trace.n, strobePage.settings.broken]") == [4, None]
 
 
 def test_impossible_settings_are_refused_with_a_reason(page: Page) -> None:
@@ -228,25 +288,27 @@ def test_keyboard(page: Page) -> None:
 
     assert [press(k) for k in ("ArrowRight", "ArrowRight", "ArrowLeft")] == [1, 2, 1]
     assert [press(k) for k in ("PageDown", "PageDown", "PageUp")] == [6, 11, 6]
-    assert [press(k) for k in ("End", "ArrowRight", "Home", "ArrowLeft")] == [24, 24, 0, 0]
+    assert [press(k) for k in ("End", "ArrowRight", "Home")] == [24, 24, 0]
     page.evaluate("document.querySelector('#sizes').open = true, document.querySelector('#n').focus()")
     assert press("ArrowRight") == 0, "a key typed into a field is the field's"
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press(" ")
-    assert (
-        text(page, "#play").endswith("Pause") and page.evaluate("document.querySelector('#sentence').ariaLive") == "off"
-    )
+    assert text(page, "#run").endswith("Pause")
+    assert page.evaluate("document.querySelector('#sentence').ariaLive") == "off"
     end = time.monotonic() + 10
     while page.evaluate("strobePage.state.index") == 0 and time.monotonic() < end:
         time.sleep(0.05)
     page.keyboard.press(" ")
-    assert page.evaluate("strobePage.state.index") >= 1 and text(page, "#play").endswith("Play")
+    assert page.evaluate("strobePage.state.index") >= 1 and text(page, "#run").endswith("Play")
+    press("Home")
+    press("ArrowLeft")
+    page.wait_for_selector("html[data-part=story]", state="attached")  # before the first step: back to the story
 
 
 def test_playing_reaches_the_end_and_stops(page: Page) -> None:
     put(page, "speed", "50")
     put(page, "detail", "tile")
-    page.click("#play")
+    page.click("#run")
     end = time.monotonic() + 20
     while page.evaluate("strobePage.state.playing !== null") and time.monotonic() < end:
         time.sleep(0.05)
