@@ -71,8 +71,7 @@ def close(found: Any, wanted: Any, tolerance: float, where: str = "") -> None:
         assert found == wanted, f"{where}: {found!r} is not {wanted!r}"
 
 
-# ---- the page and the library
-# --------------------------------------------------------------------------------------------
+# ---- the page and the library ----------------------------------------------------------------------------------------
 
 RUNS = [
     (4, 2, 2, 2, "float64", "full", 0, 0),
@@ -158,8 +157,7 @@ def test_edited_numbers_are_recomputed(page: Page) -> None:
     assert page.evaluate("strobePage.trace.from") == "page" and text(page, "#about") == "Your own numbers."
 
 
-# ---- breaking it
-# -----------------------------------------------------------------------------------------------------------
+# ---- breaking it -----------------------------------------------------------------------------------------------------
 
 
 def test_without_the_rescale_the_answer_is_wrong(page: Page) -> None:
@@ -194,8 +192,7 @@ def test_without_the_maximum_large_scores_overflow(page: Page) -> None:
     assert "overflows float16 above s = 11.09" in text(page, "#verdict")
 
 
-# ---- the model
-# ---------------------------------------------------------------------------------------------------------------
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_and_time_follow_the_settings(page: Page) -> None:
@@ -277,8 +274,7 @@ def test_impossible_settings_are_refused_with_a_reason(page: Page) -> None:
     assert page.evaluate("document.querySelector('#problem').hidden") and page.evaluate("strobePage.trace.n") == 6
 
 
-# ---- controls
-# ----------------------------------------------------------------------------------------------------------------
+# ---- controls --------------------------------------------------------------------------------------------------------
 
 
 def test_keyboard(page: Page) -> None:
@@ -342,8 +338,7 @@ def test_everything_has_a_name_and_can_be_reached(page: Page) -> None:
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-# ---- how it looks
-# ------------------------------------------------------------------------------------------------------------
+# ---- how it looks ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", [WORKED, CAUSAL, WINDOW, REAL])

@@ -123,8 +123,7 @@ def _chart(rows: Sequence[Row], timed: bool, console: Console) -> None:
     console.print()
 
 
-# ---- the step from one rung to another
-# ---------------------------------------------------------------------------------
+# ---- the step from one rung to another -------------------------------------------------------------------------------
 
 
 def text_of(rung: Rung) -> str:
