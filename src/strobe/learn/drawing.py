@@ -22,21 +22,20 @@ class Figure:
     """A text for terminals, a picture for notebooks, and an alternative text for those who cannot see it."""
 
     text: str
-    svg: str | None = None
+    svg: str = ""
     alt: str = ""
-    png: bytes | None = None
+    image: tuple[str, bytes] | None = None  # instead of `svg`: "image/png" or "image/jpeg", and the file
 
     def __str__(self) -> str:
         return self.text
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, str], dict[str, Any]]:
         """What a notebook stores: viewers choose the picture, screen readers the text."""
-        kind, picture = (
-            ("image/png", base64.b64encode(self.png or b"").decode()) if self.png else ("image/svg+xml", self.svg)
-        )
+        kind, data = self.image or ("image/svg+xml", b"")
         alt = self.alt or self.text
+        picture = base64.b64encode(data).decode() if self.image else self.svg
         return {kind: picture, "text/plain": alt}, {kind: {"alt": alt}}
 
 

@@ -28,11 +28,14 @@ def _matplotlib() -> Any:
     return Canvas
 
 
-def _drawn(canvas: Any, alt: str) -> Figure:
-    """As PNG, which every notebook viewer shows."""
+def _drawn(canvas: Any, alt: str, *, photograph: bool = False) -> Figure:
+    """As a bitmap, which every notebook viewer shows."""
     file = io.BytesIO()
-    canvas.savefig(file, format="png", dpi=110, bbox_inches="tight", facecolor="white", metadata={"Software": None})
-    return Figure(alt, alt=alt, png=file.getvalue())
+    how: dict[str, Any] = {"format": "png", "metadata": {"Software": None}}
+    if photograph:
+        how = {"format": "jpeg", "pil_kwargs": {"quality": 85, "optimize": True}}
+    canvas.savefig(file, dpi=110, bbox_inches="tight", facecolor="white", **how)
+    return Figure(alt, alt=alt, image=(f"image/{how['format']}", file.getvalue()))
 
 
 def photograph() -> torch.Tensor:
@@ -51,7 +54,7 @@ def images(panels: Mapping[str, torch.Tensor], alt: str) -> Figure:
         axes.imshow(image.cpu().clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1)
         axes.set_title(title, fontsize=10)
         axes.axis("off")
-    return _drawn(canvas, alt)
+    return _drawn(canvas, alt, photograph=True)
 
 
 def heat_maps(panels: Mapping[str, torch.Tensor], words: Sequence[str] | None, alt: str) -> Figure:

@@ -18,6 +18,11 @@ def matrix(rows: int, columns: int, seed: int) -> Matrix:
     return [[round(numbers.uniform(-1, 1), 2) for _ in range(columns)] for _ in range(rows)]
 
 
+def pixels_of(count: int, seed: int) -> Matrix:
+    """Colours: three numbers from 0 to 1 each."""
+    return [[(x + 1) / 2 for x in row] for row in matrix(count, 3, seed)]
+
+
 def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
@@ -43,7 +48,7 @@ def _gray(r: float, g: float, b: float) -> float:
 
 def _grayscale_cases() -> Iterator[Case]:
     for pixels in (8, 10):
-        rgb, gray = matrix(pixels, 3, pixels), Array("gray", shape=pixels)
+        rgb, gray = pixels_of(pixels, pixels), Array("gray", shape=pixels)
         arguments = (Array("rgb", rgb), gray, pixels)
         yield Case(f"{pixels} pixels in blocks of 4", _blocks(pixels, 4), 4, arguments, gray, [_gray(*p) for p in rgb])
 
@@ -66,20 +71,22 @@ GRAYSCALE = Exercise(
 
 
 def grayscale_2d_stub(t, rgb, gray, height, width):
-    row, column = t.thread_idx.x, t.thread_idx.y  # which of them is the row? and where does the block begin?
-    gray[row, column] = 0.299 * rgb[row, column, 0] + 0.587 * rgb[row, column, 1] + 0.114 * rgb[row, column, 2]
+    row, column = t.thread_idx.x, t.thread_idx.y  # which is the row? where does the block begin?
+    r, g, b = (rgb[row, column, i] for i in range(3))
+    gray[row, column] = 0.299 * r + 0.587 * g + 0.114 * b
 
 
 def grayscale_2d_solution(t, rgb, gray, height, width):
     row = t.block_idx.y * t.block_dim.y + t.thread_idx.y
     column = t.block_idx.x * t.block_dim.x + t.thread_idx.x
     if row < height and column < width:
-        gray[row, column] = 0.299 * rgb[row, column, 0] + 0.587 * rgb[row, column, 1] + 0.114 * rgb[row, column, 2]
+        r, g, b = (rgb[row, column, i] for i in range(3))
+        gray[row, column] = 0.299 * r + 0.587 * g + 0.114 * b
 
 
 def _grayscale_2d_cases() -> Iterator[Case]:
     for height, width in ((4, 8), (3, 6)):
-        rgb = [matrix(width, 3, 10 * height + row) for row in range(height)]
+        rgb = [pixels_of(width, 10 * height + row) for row in range(height)]
         gray = Array("gray", shape=(height, width))
         expected = [[_gray(*pixel) for pixel in row] for row in rgb]
         grid = (_blocks(width, 4), _blocks(height, 2))
