@@ -40,9 +40,8 @@ STROBE_DEVICE void attend(const Params& p) {
   sync_block();  // the barriers are there
   mbar_wait(q_barrier, 0);
 
-  const int g = thread_idx() % 32 / 4, t = 2 * (thread_idx() % 4);
-  const int query = row0 + thread_idx() / 32 * 16 + g;  // and query + 8
-  const int seen[2] = {visible_keys(p, query), visible_keys(p, query + 8)};
+  const int g = thread_idx() % 32 / 4, t = 2 * (thread_idx() % 4), query = row0 + thread_idx() / 32 * 16 + g;
+  const int seen[2] = {visible_keys(p, query), visible_keys(p, query + 8)};  // a thread has two rows
   const int keys = visible_keys(p, min(row0 + kRows, p.len_q) - 1);  // of the last row, which sees the most
   float o[kDim / 2] = {};
   Softmax<> softmax;
