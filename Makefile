@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs tests/browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test bench bench-gpu learn site docs clean
+.PHONY: help setup demo test lint gpu-test bench bench-gpu learn notebooks site docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ $(READY): pyproject.toml
 	fi
 	@$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	@$(VENV)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev,docs]"
 	@touch $@
 
 demo: $(READY) ## exact attention against standard attention, on the device there is
@@ -53,19 +53,24 @@ SUITES ?= grid36 sweep overhead
 bench-gpu: ## SUITES (grid36 sweep overhead) with the python3 at hand, into OUT (report); installs nothing
 	for suite in $(SUITES); do PYTHONPATH=src $(PYTHON) -m strobe bench --suite $$suite --out $(or $(OUT),report)/$$suite.json || exit 1; done
 
-learn: $(READY) ## build the notebooks and the page into build/learn and say where they are
+learn: $(READY) ## put the explaining page and the notebooks into build/learn and say where they are
 	@$(VENV)/bin/python notebooks/build.py build/learn
 	@$(VENV)/bin/strobe explain-page -o build/learn/page.html
 	@echo "open $(CURDIR)/build/learn/page.html in a browser, the .ipynb files in Jupyter or on Colab,"
 	@echo "or run a notebook as it is: $(VENV)/bin/python notebooks/01_cuda_starter.py"
 
-site: $(READY) ## the documents as a web site, in build/site; needs the extra `docs`
+notebooks: $(READY) ## run both notebooks and save them with their outputs
+	$(VENV)/bin/python notebooks/build.py
+
+site: $(READY) ## the documents as a web site, in build/site
 	$(VENV)/bin/python -m sphinx -q -W --keep-going docs build/site
+	@echo "open $(CURDIR)/build/site/index.html in a browser"
 
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
 	$(VENV)/bin/python -m strobe.tools.support --write README.md
 	$(VENV)/bin/python -m strobe.bench.docs --write
 	$(VENV)/bin/python -m strobe.learn.measured --write
+	$(VENV)/bin/python -m strobe.learn.gallery --write
 	$(VENV)/bin/python -m strobe.learn.ladder.docs --write
 
 clean: ## remove caches (not .venv)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from strobe.learn.ladder import chart, rungs
+from strobe.learn.ladder import chart, rungs, show
 from strobe.learn.ladder.rung import Rung
 from strobe.learn.ladder.rungs import RUNGS
 from strobe.measure.generated import replace_between
@@ -106,8 +106,22 @@ def pages(root: Path) -> dict[Path, str]:
     return {root / "docs" / "ladder" / f"{rung.number}.md": _page(rung) for rung in RUNGS}
 
 
+def diff_mark(before: Rung, rung: Rung) -> str:
+    """The line of a page that the site replaces by the diff (`with_diffs`), so that no diff is committed."""
+    return f"<!-- diff {before.number} {rung.number} -->"
+
+
+def with_diffs(text: str) -> str:
+    """A page's text with its diffs in place, headers left out: they stand above."""
+
+    def diff(found: re.Match[str]) -> str:
+        return f"````diff\n{show.unified(*(rungs.get(number) for number in found.groups()), headers=False)}````"
+
+    return re.sub(r"^<!-- diff (\w+) (\w+) -->$", diff, text, flags=re.MULTILINE)
+
+
 def _page(rung: Rung) -> str:
-    """What the header says, the diff from the rung before, and the whole file; Sphinx draws the last two."""
+    """What the header says, a mark where the diff from the rung before goes, and the whole file, which Sphinx includes."""
     kernels = "../../src/strobe/learn/ladder/kernels"
     lines = [
         f"<!-- generated: python -m strobe.learn.ladder.docs --write -->\n# {rung.number} {_plain(rung.title)}",
@@ -121,15 +135,7 @@ def _page(rung: Rung) -> str:
             "",
         ]
     elif before is not None:
-        names = f"{before.number} to {rung.number}"
-        lines += [
-            f"## From {names}",
-            "",
-            f"```{{literalinclude}} {kernels}/{rung.file}",
-            f":diff: {kernels}/{before.file}",
-            "```",
-            "",
-        ]
+        lines += [f"## From {before.number} to {rung.number}", "", diff_mark(before, rung), ""]
     lines += ["## The file", "", f"`src/strobe/learn/ladder/kernels/{rung.file}`", ""]
     lines += [f"```{{literalinclude}} {kernels}/{rung.file}", ":language: cuda", ":linenos:", "```", ""]
     index = RUNGS.index(rung)

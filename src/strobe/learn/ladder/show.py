@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -154,11 +155,16 @@ def text_of(rung: Rung) -> str:
     return rung.text if not rung.library else rung.text + LIBRARY_KERNEL.read_text(encoding="utf-8")
 
 
-def unified(old: Rung, new: Rung) -> str:
-    lines = difflib.unified_diff(
-        text_of(old).splitlines(keepends=True), text_of(new).splitlines(keepends=True), old.file, new.file, n=3
-    )
-    return "".join(lines)
+def unified(old: Rung, new: Rung, *, headers: bool = True) -> str:
+    """The diff of two files; without `headers`, the comments with which both begin are left out."""
+    old_lines, new_lines = ([*text_of(rung).splitlines(keepends=True)] for rung in (old, new))
+    if not headers:
+        old_lines, new_lines = (list(itertools.dropwhile(_is_comment, lines)) for lines in (old_lines, new_lines))
+    return "".join(difflib.unified_diff(old_lines, new_lines, old.file, new.file, n=3))
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("//")
 
 
 def show_diff(old: Rung, new: Rung, console: Console) -> None:
