@@ -157,7 +157,7 @@ def write_picture(example: Example, path: Path) -> None:
     from matplotlib.image import imsave
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    imsave(path, pixels(example.weights()).numpy(), metadata={"Software": None})
+    imsave(path, pixels(example.weights()).numpy())
 
 
 # ---- the document ----------------------------------------------------------------------------------------------------

@@ -79,13 +79,24 @@ def demo(
         bool, typer.Option("--print", help="Print Query, Key, Value and Output of the first head.")
     ] = False,
     example: Annotated[
-        bool, typer.Option("--example", help="Four queries and keys in tiles of two, step by step.")
+        bool,
+        typer.Option("--example", help="Instead: a small example step by step, with every number explained."),
     ] = False,
 ) -> None:
     """Exact attention against standard attention: error, time and peak memory, on the device there is."""
     if backend is not None and backend not in dispatch.NAMES:
         raise UserError(f"--backend must be one of {', '.join(dispatch.NAMES)}, got {backend!r}")
     if example:
+        others = {
+            "--seq-len": seq_len,
+            "--head-dim": head_dim,
+            "--heads": heads,
+            "--block-q": block_q,
+            "--block-k": block_k,
+        }
+        others |= {"--init": init != "normal", "--seed": seed, "--dtype": dtype, "--causal": causal, "--device": device}
+        if ignored := [flag for flag, value in (others | {"--print": show}).items() if value]:
+            raise UserError(f"--example has numbers of its own: leave out {', '.join(ignored)}")
         checks = worked_example.checks(backend)
         terminal.show_worked_example(checks)
         raise typer.Exit(0 if all(check.passed for check in checks) else 1)
