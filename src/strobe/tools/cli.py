@@ -87,15 +87,12 @@ def demo(
     if backend is not None and backend not in dispatch.NAMES:
         raise UserError(f"--backend must be one of {', '.join(dispatch.NAMES)}, got {backend!r}")
     if example:
-        others = {
-            "--seq-len": seq_len,
-            "--head-dim": head_dim,
-            "--heads": heads,
-            "--block-q": block_q,
-            "--block-k": block_k,
+        others: dict[str, object] = {
+            **{"--seq-len": seq_len, "--head-dim": head_dim, "--heads": heads},
+            **{"--block-q": block_q, "--block-k": block_k, "--init": init != "normal", "--seed": seed},
+            **{"--dtype": dtype, "--causal": causal, "--device": device, "--print": show},
         }
-        others |= {"--init": init != "normal", "--seed": seed, "--dtype": dtype, "--causal": causal, "--device": device}
-        if ignored := [flag for flag, value in (others | {"--print": show}).items() if value]:
+        if ignored := [flag for flag, value in others.items() if value]:
             raise UserError(f"--example has numbers of its own: leave out {', '.join(ignored)}")
         checks = worked_example.checks(backend)
         terminal.show_worked_example(checks)
