@@ -5,10 +5,10 @@ WORKERS ?= 2
 
 VENV  := .venv
 READY := $(VENV)/.ready
-TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs tests/browser)
+TIERS := $(wildcard tests/unit tests/compile tests/emulator tests/docs tests/package tests/browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test bench bench-gpu learn notebooks site docs clean
+.PHONY: help setup demo test lint gpu-test bench bench-gpu learn notebooks site docs package clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ $(READY): pyproject.toml
 	fi
 	@$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	@$(VENV)/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev,docs]"
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	@touch $@
 
 demo: $(READY) ## exact attention against standard attention, on the device there is
@@ -40,11 +40,12 @@ lint: $(READY) ## ruff, clang-format and mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files "*.cuh" "*.cu" "*.h")
 	$(VENV)/bin/python -m mypy
 
+# -rs: what was skipped, and why, in the last lines
 test: lint ## lint, types and every test that needs no GPU
-	$(VENV)/bin/python -m pytest $(TIERS) -q -n $(WORKERS) --durations=15
+	$(VENV)/bin/python -m pytest $(TIERS) -q -rs -n $(WORKERS) --durations=15
 
 gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q --durations=15
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -rs --durations=15
 
 bench: $(READY) ## the quick suite on this machine; the report is report/index.html
 	$(VENV)/bin/strobe bench --suite quick --out report/quick.json --report report
@@ -72,6 +73,9 @@ docs: $(READY) ## bring the generated tables and figures of the documents up to 
 	$(VENV)/bin/python -m strobe.learn.measured --write
 	$(VENV)/bin/python -m strobe.learn.gallery --write
 	$(VENV)/bin/python -m strobe.learn.ladder.docs --write
+
+package: $(READY) ## the sdist and the wheel, in dist
+	$(VENV)/bin/python -m build --no-isolation --outdir dist
 
 clean: ## remove caches (not .venv)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

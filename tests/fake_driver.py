@@ -17,7 +17,7 @@ class Recorder:
 
     made: list[Recorder] = []
 
-    def __init__(self, function: Any, grid: int, threads: int, smem: int, params: bytes) -> None:
+    def __init__(self, function: Any, grid: int, threads: int, smem: int, params: bytes, pdl: bool = False) -> None:
         self.function, self.grid, self.threads, self.smem = function, grid, threads, smem
         self.params = bytearray(params)
         self.sent: list[tuple[int, bytes]] = []

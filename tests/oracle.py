@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from cases import Case, make
 
-from strobe import problem
-from strobe.backends import reference
-from strobe.problem import Inputs, Problem
+from strobe import autograd
+from strobe.arguments import Arguments, Inputs, layout_of
+from strobe.backends import dispatch, reference
+from strobe.backends.backend import Gradients
+from strobe.bound import bind
+from strobe.problem import Problem, with_longest
 
 LEAVES = ("q", "k", "v", "bias", "sinks")
 
@@ -24,9 +27,64 @@ def prepare(
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Problem, Inputs]:
     """From the keywords of strobe.attention, or of attention_varlen if cu_q is among them."""
-    rest = dict(kwargs)
-    cu = tuple(rest.pop(name, None) for name in ("cu_q", "cu_k", "max_q", "max_k"))
-    return problem.check(q, k, v, cu=None if cu[0] is None else cu, **rest)  # type: ignore[arg-type]
+    a = Arguments(q, k, v, **kwargs)
+    if a.cu_q is not None:
+        a = with_longest(a)
+    problem, layout = Problem.of(a)
+    return problem, Inputs.of(a, layout)
+
+
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> tuple[Problem, Inputs]:
+    return checked(q, k, v, kwargs)
+
+
+def arguments(p: Problem, x: Inputs, **more: Any) -> Arguments:
+    """The call whose problem and inputs these are, in PyTorch's order of axes."""
+    q, k, v = (t[0].transpose(0, 1) if p.varlen else t for t in (x.q, x.k, x.v))
+    return Arguments(
+        q, k, v, x.cu_q, x.cu_k, *((p.len_q, p.len_k) if p.varlen else (None, None)),
+        mask=p.mask if x.mask is None else x.mask, scale=p.scale, score=p.score.with_tensors(x.score_tensors), bias=x.bias,
+        dropout=p.dropout, seed=x.seed, sinks=x.sinks, layout="bshd" if p.varlen else "bhsd", return_lse=True,
+        deterministic=p.deterministic, **more,
+    )  # fmt: skip
+
+
+def forward(
+    backend: str, p: Problem, x: Inputs, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) of a backend that is bound to the problem as it is, (batch, heads, length, …)."""
+    a = arguments(p, x)
+    layout = layout_of(a)
+    found, lse = dispatch.get(backend).bind(p, layout)(a._replace(out=None if out is None else layout.outside(out)))
+    return layout.inside(found) if out is None else out, None if lse is None else layout.rows_inside(lse)
+
+
+def backward(
+    backend: str,
+    p: Problem,
+    x: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    gradients: tuple[str, ...] | None = None,
+) -> Gradients:
+    """All gradients that there can be, or those named, in the shapes of the inputs."""
+    wanted = tuple(n for n in LEAVES if getattr(x, n) is not None) if gradients is None else gradients
+    a = arguments(p, x)
+    layout = layout_of(a)
+    results = (layout.outside(out), layout.rows_outside(lse), layout.outside(dout))
+    run = dispatch.get(backend).bind(p.backward(wanted), layout)
+    found = run(a, *results, None if dlse is None else layout.rows_outside(dlse))
+    return Gradients(*(None if g is None else layout.inside(g) for g in found[:3]), *found[3:])
+
+
+def attend(p: Problem, x: Inputs, backend: str = "tiled") -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a backend, differentiable, (batch, heads, length, …)."""
+    a = arguments(p, x, backend=backend)
+    bound = bind(a, needs_grad=True)
+    out, lse = autograd.attention(bound, a)
+    return bound.layout.inside(out), bound.layout.rows_inside(lse)
 
 
 def with_leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> tuple[Inputs, list[torch.Tensor]]:
@@ -35,9 +93,7 @@ def with_leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> tuple[Input
     for name in LEAVES:
         t = getattr(inputs, name)
         found[name] = None if t is None else t.detach().clone().to(dtype or t.dtype).requires_grad_()
-    rest = (inputs.seed, inputs.cu_q, inputs.cu_k)
-    held = Inputs(found["q"], found["k"], found["v"], inputs.mask, found["bias"], found["sinks"], *rest)
-    return held, [t for t in found.values() if t is not None]
+    return inputs._replace(**found), [t for t in found.values() if t is not None]
 
 
 def cotangents(p: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

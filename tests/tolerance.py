@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from strobe.problem import Inputs, Problem
+from strobe.arguments import Inputs
+from strobe.problem import Problem
 
 FORWARD, GRADIENTS = 2.0, 3.0
 
@@ -70,6 +71,6 @@ def gradient_floor(
     dp = dout.double().norm(dim=-1).max().item() * inputs.v.double().norm(dim=-1).max().item() / (1 - problem.dropout)
     scale = abs(problem.scale)
     reach = {"q": scale * largest(inputs.k), "k": scale * largest(inputs.q), "v": 0.0, "bias": 1.0}
-    reach["sinks"] = problem.total_q**0.5
+    reach["sinks"] = problem.q.total**0.5
     finite = lse[torch.isfinite(lse)]
     return 3 * eps * ((largest(finite) if finite.numel() else 0.0) * largest(exact) + dp * reach[name])

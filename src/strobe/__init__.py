@@ -1,9 +1,11 @@
 """strobe: exact attention in tiles that fit on-chip. See `strobe.attention`."""
 
-from strobe.api import attention, attention_varlen, backends, flash_attention, sdpa
+from strobe.api import attention, attention_varlen, backends, flash_attention
+from strobe.drop_in import sdpa
 from strobe.explain import explain
 from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
 from strobe.problem import Unsupported
+from strobe.score import Score, alibi
 
 __version__ = "0.1.0"
 
@@ -19,7 +21,9 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "Mask",
+    "Score",
     "Unsupported",
+    "alibi",
     "attention",
     "attention_varlen",
     "backends",

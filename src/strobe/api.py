@@ -1,19 +1,18 @@
-"""The public functions. Each checks its arguments once (`problem.check`), asks `dispatch` for a backend and runs it."""
+"""The public functions. Each makes `Arguments` of what it was passed; `attend` finds or makes the bound call and runs it."""
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from strobe import autograd, compiled, mask as masks
+from strobe import autograd, compiled
+from strobe.arguments import Arguments
 from strobe.backends import dispatch
-from strobe.backends.backend import Backend
+from strobe.bound import PLAIN
+from strobe.call import run
 from strobe.mask import Mask
-from strobe.problem import Inputs, Problem, check, from_bhsd, to_bhsd
+from strobe.score import Score
 
 
 def attention(
@@ -24,6 +23,7 @@ def attention(
     mask: Mask | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    score: Score | None = None,
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -43,107 +43,29 @@ def attention(
                    (batch, heads, len_q, len_k), True where attention is allowed
     scale          1/sqrt(dim) by default
     softcap        scores become softcap * tanh(score / softcap)
+    score          what else happens to a score: strobe.alibi(slopes)
     bias           added to the scores, broadcastable to (batch, heads, len_q, len_k)
     dropout, seed  drops attention weights; the same seed drops the same ones on every backend. Without a seed one is
-    drawn
-                   from torch's generator
+                   drawn from torch's generator
     sinks          (heads,): one more logit per head in the softmax's denominator, without a value
     out            write the result here (no gradients then)
     return_lse     also return the logarithm of the softmax's denominator, (batch, heads, len_q), natural log,
-    differentiable
+                   differentiable
     deterministic  only bit-for-bit reproducible algorithms, backward included
     backend        run this one or raise `strobe.Unsupported`; `strobe.explain` says which run what
 
-    A query that sees no key gets output 0, LSE -inf and gradients 0.
+    A query that sees no key gets output 0, LSE -inf and gradients 0. Under `torch.autocast` q, k and v are cast to its
+    dtype, as PyTorch's own attention does it.
     """
-    if _is_compiling() or (q.__class__ not in _REAL and compiled.is_traced(q)):
-        return compiled.attention(
-            None,
-            q,
-            k,
-            v,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            bias=bias,
-            dropout=dropout,
-            seed=seed,
-            sinks=sinks,
-            layout=layout,
-            out=out,
-            return_lse=return_lse,
-            deterministic=deterministic,
-            backend=backend,
+    return attend(
+        _arguments(
+            Arguments,
+            (
+                q, k, v, None, None, None, None, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out,
+                return_lse, deterministic, backend, None, False,
+            ),
         )
-    key = repeat = None
-    if (
-        bias is None
-        and sinks is None
-        and out is None
-        and seed is None
-        and dropout.__class__ in _NUMBERS
-        and not dropout
-    ):
-        try:  # what follows decides how fast small problems are on a CPU, hence no function calls
-            if q.is_cpu and k.is_cpu and v.is_cpu and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-                key = (
-                    q.shape,
-                    k.shape,
-                    v.shape,
-                    q.dtype,
-                    k.dtype,
-                    v.dtype,
-                    _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-                    mask,
-                    scale,
-                    softcap,
-                    layout,
-                    return_lse,
-                    deterministic,
-                    backend,
-                )
-                repeat = _repeats_on_cpu.get(key)
-            else:
-                key = _strided_key(q, k, v, (mask, scale, softcap, layout, return_lse, deterministic, backend))
-                repeat = None if key is None else _repeats_of(q).get(key)
-        except (AttributeError, TypeError, RuntimeError):
-            key = None  # not tensors, without strides, or an option that cannot be hashed: `check` will say so
-        if (
-            repeat is not None and scale.__class__ is not bool and softcap.__class__ is not bool
-        ):  # True would pass for 1
-            try:
-                return repeat(q, k, v)
-            except NotImplementedError:
-                key = None  # an opaque tensor, which looks contiguous: as above
-    problem, inputs = check(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        dropout=dropout,
-        seed=seed,
-        sinks=sinks,
-        layout=layout,
-        out=out,
-        return_lse=return_lse,
-        deterministic=deterministic,
-    )
-    chosen = dispatch.choose(problem, backend)
-    o, lse = _run(chosen, problem, inputs, None if out is None else to_bhsd(out, layout), layout)
-    if key is not None and q.dim() == 4 and not problem.empty and not problem.has_mask_tensor:
-        if chosen.repeat is not None:
-            repeat = chosen.repeat(problem, inputs, layout, return_lse)
-        if repeat is None and problem.device.type == "cpu":
-            repeat = functools.partial(_attend_again, chosen, problem, layout, return_lse)
-        if repeat is not None:
-            _remember(_repeats_of(q), key, repeat)
-    result = out if out is not None else from_bhsd(o, q, layout)
-    if not return_lse:
-        return result
-    return result, (lse if q.dim() == 4 else lse[0] if q.dim() == 3 else lse[0, 0])
+    )  # fmt: skip
 
 
 def attention_varlen(
@@ -158,6 +80,7 @@ def attention_varlen(
     mask: Mask | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    score: Score | None = None,
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -167,124 +90,48 @@ def attention_varlen(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """`attention` for sequences of different lengths packed one after the other: q is (total_q, heads, dim), k and v
-    are (total_k, heads_k, dim). Sequence i holds the rows cu_q[i] to cu_q[i+1] and the keys cu_k[i] to cu_k[i+1]
-    (int32, starting with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and
-    `cu_q`, `cu_k` are taken on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k).
-    The LSE
-    is
-    (heads,
-    total_q)."""
-    if _is_compiling() or (q.__class__ not in _REAL and compiled.is_traced(q)):
-        return compiled.attention(
-            (cu_q, cu_k, max_q, max_k),
-            q,
-            k,
-            v,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            bias=bias,
-            dropout=dropout,
-            seed=seed,
-            sinks=sinks,
-            out=out,
-            return_lse=return_lse,
-            deterministic=deterministic,
-            backend=backend,
+    """`attention` for sequences of different lengths packed one after the other: q is (total_q, heads, dim), k and v are
+    (total_k, heads_k, dim). Sequence i holds the rows cu_q[i] to cu_q[i+1] and the keys cu_k[i] to cu_k[i+1] (int32,
+    starting with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and `cu_q`,
+    `cu_k` are taken on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k). The LSE
+    is (heads, total_q)."""
+    if cu_q is None or cu_k is None:
+        raise TypeError(f"{'cu_q' if cu_q is None else 'cu_k'} must be a torch.Tensor, got NoneType")
+    return attend(
+        Arguments(
+            q, k, v, cu_q, cu_k, max_q, max_k, mask, scale, softcap, score, bias, dropout, seed, sinks, "bshd", out,
+            return_lse, deterministic, backend,
         )
-    problem, inputs = check(
-        q,
-        k,
-        v,
-        cu=(cu_q, cu_k, max_q, max_k),
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        dropout=dropout,
-        seed=seed,
-        sinks=sinks,
-        out=out,
-        return_lse=return_lse,
-        deterministic=deterministic,
-    )
-    o, lse = _run(
-        dispatch.choose(problem, backend),
-        problem,
-        inputs,
-        None if out is None else out.transpose(0, 1).unsqueeze(0),
-        "bshd",
-    )
-    result = out if out is not None else o[0].transpose(0, 1)
-    return (result, lse[0]) if return_lse else result
+    )  # fmt: skip
 
 
-def _run(
-    backend: Backend, problem: Problem, inputs: Inputs, out: torch.Tensor | None, layout: str
-) -> tuple[torch.Tensor, Any]:
-    """(out, lse) in (batch, heads, length, …) order. On a GPU the memory of a fresh output has the caller's layout."""
-    if problem.empty:
-        return _nothing_to_attend(problem, inputs, out)
-    if problem.needs_grad:
-        return autograd.attention(backend, problem, inputs)
-    if out is None and problem.device.type == "cuda":  # on CPUs backends return the memory they computed in
-        batch, heads, rows, _ = inputs.q.shape
-        if layout == "bshd":
-            out = inputs.q.new_empty(batch, rows, heads, problem.dim_v).transpose(1, 2)
-        else:
-            out = inputs.q.new_empty(batch, heads, rows, problem.dim_v)
-    with torch.no_grad():
-        return backend.forward(problem, inputs, out)
+_arguments = tuple.__new__  # what Arguments(...) does, without a call in between
+_is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_autocasting = torch._C._is_any_autocast_enabled
+_tracing = torch._C._is_tracing
 
 
-def _nothing_to_attend(problem: Problem, inputs: Inputs, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, rows, _ = inputs.q.shape
-    o = inputs.q.new_zeros(batch, heads, rows, problem.dim_v) if out is None else out.zero_()
-    lse = torch.full((batch, heads, rows), float("-inf"), dtype=problem.lse_dtype, device=problem.device)
-    if inputs.sinks is not None:
-        lse = inputs.sinks.to(problem.lse_dtype)[None, :, None].expand(batch, heads, rows).clone()
-    if problem.needs_grad and out is None:  # zeros, but attached to the graph
-        o = o + 0 * sum(t.sum() for t in (inputs.q, inputs.k, inputs.v) if t.requires_grad)
-    return o, lse
+def attend(a: Arguments) -> Any:
+    """The one way from arguments to a result: traced, cast by autocast, or run."""
+    if _is_compiling() or _dispatch_modes() or _tracing() or (a.q.__class__ not in PLAIN and compiled.is_traced(a.q)):
+        return compiled.attention(a)
+    if _autocasting() and isinstance(a.q, torch.Tensor) and torch.is_autocast_enabled(a.q.device.type):
+        device = a.q.device
+        a = _cast(a, torch.get_autocast_dtype(device.type))
+        with autograd.without_autocast(device):
+            return run(a)
+    return run(a)
 
 
-def sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """A drop-in for torch.nn.functional.scaled_dot_product_attention: its signature, its (batch, heads, length, dim)
-    layout, its causal mask aligned to the top left."""
-    if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask must be None when is_causal is True")
-    if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
-        axes = f"{query.dim()}, {key.dim()}, {value.dim()}"
-        raise ValueError(f"query, key and value must have the same number of axes, at least 2; got {axes}")
-    if query.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
-        raise ValueError(
-            f"query has {query.shape[-3]} heads, key has {key.shape[-3]}; pass enable_gqa=True to group them"
-        )
-    q, k, v, lead = query, key, value, query.shape[:-3]
-    if query.dim() > 4 or not key.shape[:-3] == value.shape[:-3] == lead:
-        lead = torch.broadcast_shapes(lead, key.shape[:-3], value.shape[:-3])
-        q, k, v = (t.expand(*lead, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in (query, key, value))
-    mask: Mask | torch.Tensor | None = masks.causal_top_left if is_causal else None
-    bias = None
-    if attn_mask is not None:
-        if attn_mask.dim() > 4:
-            attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
-        if attn_mask.dtype == torch.bool:
-            mask = attn_mask
-        else:
-            bias = attn_mask
-    out = attention(q, k, v, mask=mask, bias=bias, dropout=dropout_p, scale=scale, layout="bhsd")
-    return out if query.dim() <= 4 else out.reshape(*lead, *out.shape[-3:])
+def _cast(a: Arguments, dtype: torch.dtype) -> Arguments:
+    """q, k and v as autocast hands them to PyTorch's own attention: 64-bit ones and those elsewhere stay as they are."""
+
+    def cast(t: Any) -> Any:
+        eligible = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible and t.device.type == a.q.device.type else t
+
+    return a._replace(q=cast(a.q), k=cast(a.k), v=cast(a.v))
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:
@@ -302,68 +149,3 @@ def backends() -> dict[str, str]:
     """The backends there are, fastest first, with a line about each. `strobe.explain` tells which would run a
     problem."""
     return {name: dispatch.get(name).summary for name in dispatch.NAMES}
-
-
-# ---- calls that look like an earlier one
-# ----------------------------------------------------------------------------------- Checking arguments in Python costs
-# more than launching a kernel. A checked call becomes a function of the tensors alone, made by the backend's `repeat`
-# where it has one; the next call with the same shapes, strides and options goes straight there.
-
-_Repeats = dict[Any, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]]
-_repeats_on_cpu: _Repeats = {}
-_local = threading.local()  # on GPUs plans hold mutable launch buffers, so each thread has its own
-_MOST_REPEATS = 1024
-_is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_dynamo_compiling
-_REAL = (torch.Tensor, torch.nn.Parameter)
-_NUMBERS = (float, int)  # no bool, which is refused as a number
-
-
-def _repeats_of(q: torch.Tensor) -> _Repeats:
-    if q.is_cpu:
-        return _repeats_on_cpu
-    try:
-        return _local.repeats
-    except AttributeError:
-        _local.repeats = {}
-        return _local.repeats
-
-
-def _remember(repeats: _Repeats, key: Any, repeat: Callable[..., Any]) -> None:
-    if len(repeats) >= _MOST_REPEATS:
-        repeats.clear()
-    repeats[key] = repeat
-
-
-def _strided_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> Any:
-    """Everything a checked call depends on but the addresses; None if such a call cannot be repeated."""
-    needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if q.is_cuda and (needs_grad or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15):
-        return None
-    return (
-        q.shape,
-        q.stride(),
-        k.shape,
-        k.stride(),
-        v.shape,
-        v.stride(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        needs_grad,
-        options,
-    )
-
-
-def _attend_again(
-    backend: Backend, problem: Problem, layout: str, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Any:
-    inputs = Inputs(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
-    attended = (
-        autograd.attention(backend, problem, inputs) if problem.needs_grad else backend.forward(problem, inputs, None)
-    )
-    result = from_bhsd(attended[0], q, layout)
-    return (result, attended[1]) if return_lse else result

@@ -1,107 +1,118 @@
 """Attention as a differentiable operation of PyTorch, whatever backend computes it.
 
-First derivatives come from the backend's backward or from `tiled`. For second derivatives the backward is an operation
-in its own right: it is written down once more in ordinary differentiable formulas, one block of query rows at a time,
-and PyTorch differentiates those. Query rows do not see each other, so memory stays at (rows of a block) x (keys)."""
+First derivatives come from a backend's backward pass. For second derivatives the backward is an operation in its own
+right: it is written down once more in ordinary differentiable formulas (`second_derivatives`), and PyTorch differentiates
+those. Each operation has a rule for `vmap`, so that `torch.func` works: a call for each example, or one for all of them
+where they can be put into one batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from strobe.backends.backend import Backend
-from strobe.backends.reference import probabilities
-from strobe.backends.tiled import backward as tiled_backward
-from strobe.backends.tiled.slab import Slab, choose_blocks, slabs, tile_of
-from strobe.problem import Inputs, Problem
-from strobe.score import softcapped
+from strobe.arguments import Arguments, Layout, tensors_of, with_tensors
+from strobe.bound import Bound, bind
+from strobe.second_derivatives import second_derivatives
 
-_Tensors = tuple[torch.Tensor | None, ...]
+_Maybe = torch.Tensor | None
+_transforming = torch._C._are_functorch_transforms_active
+_autocasting = torch._C._is_any_autocast_enabled
+_GRADIENTS = 5  # of q, k, v, bias, sinks: the first tensors of each operation
+_NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
 
-def attention(backend: Backend, problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), differentiable in q, k, v, bias and sinks through both."""
-    return _Attention.apply(backend, problem, inputs, inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
+    return _apply(bound, a, *tensors_of(a))
 
 
-def _with(inputs: Inputs, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:
-    return Inputs(q, k, v, inputs.mask, bias, sinks, inputs.seed, inputs.cu_q, inputs.cu_k)
+def attention_in_transforms(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and its transformations by `torch.func`."""
+    return _Attention.apply(bound, a, *tensors_of(a))
 
 
-def _without_tensors(inputs: Inputs) -> Inputs:
-    """What need not be saved for the backward by PyTorch, because nothing differentiates it."""
-    return _with(inputs, None, None, None, None, None)
+@contextlib.contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Autocast applies to the arguments of attention, not to the operations of which a backend is made."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, backend: Backend, problem: Problem, inputs: Inputs, *tensors: torch.Tensor | None) -> Any:
-        out, lse = backend.forward(problem, inputs, None)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = backend, problem, _without_tensors(inputs)
+    def forward(bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
+        same = a.q is tensors[0]  # a transformation hands over others
+        return bound.forward(a if same else with_tensors(a, a.seed, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        bound, a = inputs[:2]
+        ctx.save_for_backward(*output, *inputs[2:])  # so that PyTorch notices what is changed in place
+        ctx.call = bound, a.seed
         ctx.set_materialize_grads(False)
-        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: _Maybe) -> Any:
         dout, dlse = grads
-        *tensors, out, lse = ctx.saved_tensors
+        nothing = (None,) * len(ctx.needs_input_grad)
         if dout is None and dlse is None:
-            return (None,) * 8
-        dout = torch.zeros_like(out) if dout is None else dout
-        backend, problem, rest = ctx.call
-        needs = ctx.needs_input_grad[3:]
-        if not torch.is_grad_enabled():  # nobody asks for second derivatives
-            return None, None, None, *gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
-        found = _Backward.apply(backend, problem, rest, needs, out.detach(), lse.detach(), dout, dlse, *tensors)
-        return None, None, None, *found
-
-
-class Plain(torch.autograd.Function):
-    """The output alone as a function of q, k and v alone: `_Attention` where Python's own time counts. `call` is
-    (forward, backward, backend, problem), the first two functions of tensors: (q, k, v) and (dout, q, k, v, out,
-    lse)."""
+            return nothing
+        out, lse, *tensors = ctx.saved_tensors
+        bound, seed = ctx.call
+        needs = ctx.needs_input_grad[2 : 2 + _GRADIENTS]
+        if torch.is_grad_enabled() or _transforming():  # perhaps somebody asks for second derivatives
+            found = _Backward.apply(bound, seed, needs, out.detach(), lse.detach(), dout, dlse, *tensors)
+        elif _autocasting():
+            with without_autocast(out.device):
+                found = bound.backward(needs, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+        else:
+            found = bound.backward(needs, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+        return None, None, *found, *nothing[2 + _GRADIENTS :]
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
-        out, lse = call[0](*tensors)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = call
-        return out
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        _, backward, backend, problem = ctx.call
-        if not torch.is_grad_enabled():
-            return None, *backward(*grads, q, k, v, out, lse)
-        rest, needs = _without_tensors(Inputs(q, k, v)), (*ctx.needs_input_grad[1:], False, False)
-        found = _Backward.apply(
-            backend, problem, rest, needs, out.detach(), lse.detach(), *grads, None, q, k, v, None, None
-        )
-        return None, *found[:3]
+    def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
+        dims = in_dims[2:]
+        if bound.layout in (Layout.BSHD, Layout.BHSD) and not a.dropout and tensors[3:] == (None,) * 6:
+            q, k, v = (_batched(t, d, info.batch_size) for t, d in zip(tensors[:3], dims, strict=False))
+            found = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *tensors[3:]))
+            return tuple(t.view(*q.shape[:2], *t.shape[1:]) for t in found), (0, 0)
+        return _one_by_one(lambda *one: _attend(a, one), info, dims, tensors)
 
 
-def gradients(
-    backend: Backend,
-    problem: Problem,
-    rest: Inputs,
-    needs: tuple[bool, ...],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    tensors: Sequence[torch.Tensor | None],
-) -> _Tensors:
-    """Of q, k, v, bias and sinks, those that are needed."""
-    inputs = _with(rest, *tensors)
-    if backend.backward is None:
-        found = tiled_backward.backward(problem, inputs, out, lse, dout, dlse, bias_gradient=needs[3])
-    else:
-        found = backend.backward(problem, inputs, out, lse, dout, dlse)
-    return tuple(g if need else None for g, need in zip(found, needs, strict=True))
+def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """For tensors of another shape than those that the call was bound for."""
+    a = with_tensors(a, a.seed, tensors)
+    return attention_in_transforms(bind(a, needs_grad=True), a)
+
+
+_apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
+
+
+def _batched(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:
+    """With the examples along the first axis."""
+    assert t is not None
+    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+def _one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """A function of tensors, for each example in turn. Results are stacked."""
+    found = [
+        function(*(t if d is None else t.select(d, i) for t, d in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    stacked = tuple(None if one[0] is None else torch.stack(one) for one in zip(*found, strict=True))
+    return stacked, tuple(None if t is None else 0 for t in stacked)
 
 
 class _Backward(torch.autograd.Function):
@@ -110,103 +121,69 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        backend: Backend,
-        problem: Problem,
-        rest: Inputs,
+        bound: Bound,
+        seed: int | None,
         needs: tuple[bool, ...],
         out: torch.Tensor,
         lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        *tensors: torch.Tensor | None,
-    ) -> _Tensors:
+        dout: _Maybe,
+        dlse: _Maybe,
+        *tensors: _Maybe,
+    ) -> Any:
+        with without_autocast(out.device):
+            a = with_tensors(bound.template, seed, tensors)
+            return tuple(bound.backward(needs, a, out, lse, dout, dlse))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        bound, seed, _, out, _, dout, dlse, *tensors = inputs
+        dout = torch.zeros_like(out) if dout is None else dout
         ctx.save_for_backward(dout, dlse, *tensors)
-        ctx.call = problem, rest, needs
+        ctx.call = bound, seed
         ctx.set_materialize_grads(False)
-        return gradients(backend, problem, rest, needs, out, lse, dout, dlse, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *cotangents: _Maybe) -> Any:
         """`cotangents` belong to the gradients of q, k, v, bias and sinks."""
-        problem, rest, needs = ctx.call
-        if torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (*ctx.saved_tensors, *cotangents)
-        ):
-            return (None,) * 6 + _Third.apply(problem, rest, *cotangents, *ctx.saved_tensors)
-        return (None,) * 6 + second_derivatives(problem, rest, cotangents, ctx.saved_tensors)
-
-
-class _Third(torch.autograd.Function):
-    """Computes second derivatives and refuses to be differentiated any further."""
+        found = _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors)
+        return (None,) * 5 + found + (None,) * (len(ctx.needs_input_grad) - 5 - len(found))
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, rest: Inputs, *tensors: torch.Tensor | None) -> _Tensors:
-        return second_derivatives(problem, rest, tensors[:5], tensors[5:])
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, seed: Any, needs: Any, *tensors: _Maybe) -> Any:
+        apply = _Backward.apply
+        return _one_by_one(lambda *one: apply(bound, seed, needs, *one), info, in_dims[3:], tensors)
+
+
+class _Second(torch.autograd.Function):
+    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks). Refuses to be
+    differentiated any further."""
+
+    @staticmethod
+    def forward(bound: Bound, seed: int | None, *tensors: _Maybe) -> Any:
+        cotangents, (dout, dlse, *rest) = tensors[:_GRADIENTS], tensors[_GRADIENTS:]
+        a = with_tensors(bound.template, seed, tuple(rest))
+        with without_autocast(a.q.device):
+            return second_derivatives(bound.problem, bound.layout, a, cotangents, dout, dlse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: _Maybe) -> Any:
         raise NotImplementedError("strobe.attention has first and second derivatives, but no third")
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, seed: Any, *tensors: _Maybe) -> Any:
+        return _one_by_one(lambda *one: _Second.apply(bound, seed, *one), info, in_dims[2:], tensors)
 
-def second_derivatives(problem: Problem, rest: Inputs, cotangents: Sequence[Any], saved: Sequence[Any]) -> _Tensors:
+
+def second(
+    bound: Bound, a: Arguments, cotangents: Sequence[_Maybe], dout: torch.Tensor, dlse: _Maybe
+) -> tuple[_Maybe, ...]:
     """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks)."""
-    inputs = _with(rest, *saved[2:])
-    totals = [None if t is None else torch.zeros_like(t, dtype=problem.lse_dtype) for t in saved]
-    blocks = choose_blocks(problem)
-    for slab in slabs(problem, inputs, blocks.pairs):
-        for rows in slab.row_blocks(blocks.q):
-            parts = _parts(slab, rows, saved)
-            directions = _parts(slab, rows, (None, None, *cotangents))[2:]
-            leaves: list[Any] = [
-                None if t is None else t.detach().to(problem.lse_dtype).requires_grad_() for t in parts
-            ]
-            with torch.enable_grad():
-                out, lse = _dense_rows(slab, rows, leaves[2:])
-                first = [t for t in leaves[2:] if t is not None]
-                scalar = (out * leaves[0]).sum()
-                if leaves[1] is not None:
-                    seen = torch.isfinite(lse)
-                    scalar = scalar + torch.where(seen, lse * leaves[1], 0).sum()
-                gradients = iter(torch.autograd.grad(scalar, first, create_graph=True))
-                paired = [(next(gradients), d) for t, d in zip(leaves[2:], directions, strict=True) if t is not None]
-                total = sum((g * d).sum() for g, d in paired if d is not None)
-                if not isinstance(total, torch.Tensor) or not total.requires_grad:
-                    continue
-                wanted = [t for t in leaves if t is not None]
-                found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
-            for into, leaf in zip(_parts(slab, rows, totals), leaves, strict=True):
-                if leaf is not None and (g := next(found)) is not None:
-                    into += g
-    return tuple(None if t is None else t.to(like.dtype) for t, like in zip(totals, saved, strict=True))
-
-
-def _parts(slab: Slab, rows: range, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Of (dout, dlse, q, k, v, bias, sinks), or of what is shaped like them, the views that a block of rows has to do
-    with."""
-    here = slice(rows.start, rows.stop)
-    dout, dlse, q, k, v, bias, sinks = tensors
-    by_rows = [None if t is None else slab.of_queries(t)[:, :, :, here] for t in (dout, dlse, q)]
-    by_keys = [None if t is None else slab.of_keys(t) for t in (k, v)]
-    bias = None if bias is None else tile_of(slab.of_pairs(bias), rows, range(slab.len_k))  # type: ignore[arg-type]
-    heads = slab.query_heads
-    sinks = None if sinks is None else sinks[heads.start : heads.stop].unflatten(0, (len(slab.heads), slab.group))
-    return [*by_rows, *by_keys, bias, sinks]
-
-
-def _dense_rows(slab: Slab, rows: range, leaves: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a block of rows with all their scores at once, (b, hk, g, rows, len_k), in differentiable
-    operations."""
-    problem, (q, k, v, bias, sinks) = slab.problem, leaves
-    s = softcapped(q @ k.unsqueeze(2).mT * problem.scale, problem.softcap)
-    if bias is not None:
-        s = s + bias
-    keys = range(slab.len_k)
-    index = [torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys)]
-    visible = problem.mask.block(index[0], index[1], slab.len_q, slab.len_k) & (s > -torch.inf)
-    if slab.mask is not None:
-        visible = visible & tile_of(slab.mask, rows, keys)
-    p, lse = probabilities(s, visible, None if sinks is None else sinks[:, :, None, None])
-    if problem.dropout:
-        p = torch.where(slab.spread(slab.kept(rows, keys), rows), p / (1 - problem.dropout), 0)
-    return p @ v.unsqueeze(2), lse
+    return _Second.apply(bound, a.seed, *cotangents, dout, dlse, *tensors_of(a))

@@ -1,38 +1,41 @@
-"""Where PyTorch traces (`torch.compile`, `torch.export`, fake tensors) attention is one operation of the graph,
-`torch.ops.strobe.attention`, and so is its backward.
+"""Where PyTorch traces (`torch.compile`, `torch.export`, `torch.jit.trace`, fake tensors, dispatch modes) attention is one
+operation of the graph, `torch.ops.strobe.attention`, and so is its backward.
 
-A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as
-it is called without a compiler. Operations take no objects, hence interval masks travel by name. What an operation
-cannot express (`out=`, and a seed drawn for dropout) breaks the graph of a compiled function and then runs as usual.
+A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as it
+is called without a compiler. Operations take no objects: masks and scores travel as the text of their expressions. What
+an operation cannot express (`out=`, and a seed drawn for dropout) breaks the graph of a compiled function and then runs
+as usual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from strobe import autograd
-from strobe.backends import dispatch
-from strobe.mask import Mask, full, named
-from strobe.problem import Unsupported, check, from_bhsd, lse_dtype, to_bhsd
+from strobe import autograd, call
+from strobe.arguments import Arguments, Layout, layout_of
+from strobe.bound import bind
+from strobe.mask import Mask, full, parse_mask
+from strobe.problem import Unsupported, check_shapes, lse_dtype, with_longest
+from strobe.score import Score, identity, parse_score, softcap
 
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, "
-    "SymInt? max_k, str interval, float? scale, float? softcap, float dropout, int seed, str layout, bool deterministic, "
-    "str? backend"
-)
 _Maybe = torch.Tensor | None
-_TENSORS = ("q", "k", "v", "bias", "sinks")  # that can have gradients, in the order of `Gradients`
-_NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
+# Name -> type in the schema of the operations. The first five can have gradients.
+_FIELDS = {
+    "q": "Tensor", "k": "Tensor", "v": "Tensor", "bias": "Tensor?", "sinks": "Tensor?", "mask": "Tensor?",
+    "cu_q": "Tensor?", "cu_k": "Tensor?", "score_tensors": "Tensor[]", "max_q": "SymInt?", "max_k": "SymInt?",
+    "interval": "str", "score": "str", "scale": "float?", "dropout": "float", "seed": "int", "layout": "str",
+    "deterministic": "bool", "backend": "str?",
+}  # fmt: skip
+_NAMES = tuple(_FIELDS)
+_GRADIENTS = _NAMES[:5]
+_CALL = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 _library = torch.library.Library("strobe", "DEF")
-_tags = tuple(
-    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name)
-)
+_tags = tuple(getattr(torch.Tag, n) for n in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, n))
 _library.define(f"attention({_CALL}, bool with_lse) -> (Tensor, Tensor)", tags=_tags)
 _library.define(
     f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_CALL}) -> Tensor[]",
@@ -45,161 +48,178 @@ def is_traced(t: Any) -> bool:
     return isinstance(t, (FakeTensor, FunctionalTensor))
 
 
-def attention(cu: tuple[Any, ...] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """`strobe.attention`, or `attention_varlen` if `cu` = (cu_q, cu_k, max_q, max_k), for a tracer."""
-    mask, dropout, seed = options["mask"], options["dropout"], options["seed"]
-    is_tensor = isinstance(mask, torch.Tensor)
+def attention(a: Arguments) -> Any:
+    """`strobe.attention`, or `attention_varlen` if there is a `cu_q`, for a tracer."""
+    is_tensor = isinstance(a.mask, torch.Tensor)
+    known = a.mask is None or is_tensor or isinstance(a.mask, Mask)
+    known = known and (a.score is None or isinstance(a.score, Score))
     if (
-        options["out"] is not None
-        or (dropout and seed is None)
-        or not (mask is None or is_tensor or isinstance(mask, Mask))
+        a.out is not None
+        or (a.dropout and a.seed is None)
+        or not known
+        or (a.score is not None and a.softcap is not None)
     ):
         if not torch.compiler.is_dynamo_compiling():
-            raise Unsupported(
-                "only a mask of ours or a boolean tensor, no `out`, and dropout with a `seed` can be traced"
-            )
-        return _uncompiled(cu, q, k, v, options)
-    bias, sinks, return_lse = options["bias"], options["sinks"], options["return_lse"]
-    cu_q, cu_k, max_q, max_k = cu or (None, None, None, None)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))
-    out, lse = torch.ops.strobe.attention(
-        q,
-        k,
-        v,
-        mask if is_tensor else None,
-        bias,
-        sinks,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        full.name if mask is None or is_tensor else mask.name,
-        options["scale"],
-        options["softcap"],
-        dropout,
-        seed or 0,
-        options.get("layout", "bshd"),
-        options["deterministic"],
-        options["backend"],
-        return_lse or needs_grad,
+            raise Unsupported("only masks and scores of ours, no `out`, and dropout with a `seed` can be traced")
+        return _uncompiled(a)
+    interval = full if a.mask is None or is_tensor else a.mask
+    score = a.score if a.score is not None else identity if a.softcap is None else softcap(float(a.softcap))
+    needs_grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (a.q, a.k, a.v, a.bias, a.sinks)
     )
-    return (out, lse) if return_lse else out
+    seed = 0 if a.seed is None else (a.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, as an operation takes them
+    out, lse = torch.ops.strobe.attention(
+        a.q, a.k, a.v, a.bias, a.sinks, a.mask if is_tensor else None, a.cu_q, a.cu_k, score.tensors, a.max_q, a.max_k,
+        interval.text(), score.text(), a.scale, a.dropout, seed, a.layout, a.deterministic, a.backend,
+        a.return_lse or needs_grad,
+    )  # fmt: skip
+    return (out, lse) if a.return_lse else out
 
 
-@getattr(torch, "_disable_dynamo", torch.compiler.disable)  # the former does not import the compiler until it is needed
-def _uncompiled(
-    cu: tuple[Any, ...] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
-) -> Any:
-    from strobe import api
-
-    if cu is None:
-        return api.attention(q, k, v, **options)
-    return api.attention_varlen(q, k, v, cu[0], cu[1], max_q=cu[2], max_k=cu[3], **options)
+@getattr(torch, "_disable_dynamo", torch.compiler.disable)  # `_disable_dynamo` loads the compiler when it is needed
+def _uncompiled(a: Arguments) -> Any:
+    return call.run(a)
 
 
-def _options(call: dict[str, Any]) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
-    """The arguments of an operation as the functions of the library take them: (cu, keywords)."""
-    cu = None if call["cu_q"] is None else (call["cu_q"], call["cu_k"], call["max_q"], call["max_k"])
-    mask = named(call["interval"]) if call["mask"] is None else call["mask"]
-    passed = ("bias", "sinks", "scale", "softcap", "dropout", "deterministic", *(() if cu else ("layout",)))
-    seed = call["seed"] if call["dropout"] else None
-    return cu, {"mask": mask, "seed": seed} | {name: call[name] for name in passed}
+def _arguments(values: Sequence[Any], with_lse: bool = True) -> Arguments:
+    """The arguments of an operation as the library's."""
+    x = dict(zip(_NAMES, values, strict=True))
+    mask = parse_mask(x["interval"]) if x["mask"] is None else x["mask"]
+    score = parse_score(x["score"]).with_tensors(x["score_tensors"])
+    names = ("q", "k", "v", "cu_q", "cu_k", "max_q", "max_k", "bias", "sinks", "scale", "dropout", "layout")
+    passed = {name: x[name] for name in (*names, "deterministic", "backend")}
+    seed = x["seed"] if x["dropout"] else None
+    return Arguments(**passed, mask=mask, score=None if score == identity else score, seed=seed, return_lse=with_lse)
 
 
-# ---- forward
-# ---------------------------------------------------------------------------------------------------------------
+# ---- forward ---------------------------------------------------------------------------------------------------------
 
 
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *values, with_lse = arguments
-    call = dict(zip(_NAMES, values, strict=True))
-    cu, options = _options(call)
-    options |= {"return_lse": with_lse, "backend": call["backend"], "out": None}
+    a = _arguments(values, with_lse)
     with torch.no_grad():
-        found = _uncompiled(cu, call["q"], call["k"], call["v"], options)
-    out, lse = found if with_lse else (found, call["q"].new_empty(0, dtype=lse_dtype(call["q"].dtype)))
+        found = _uncompiled(a)
+    out, lse = found if with_lse else (found, a.q.new_empty(0, dtype=lse_dtype(a.q.dtype)))
     return out.contiguous(), lse.contiguous()  # what `_fake_forward` promises
 
 
 def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *values, with_lse = arguments
-    call = dict(zip(_NAMES, values, strict=True))
-    q = call["q"]
-    lead = q.shape[:-1]
-    if call["cu_q"] is not None:
-        rows = [lead[1], lead[0]]
-    else:
-        rows = [*lead[:-2], lead[-1], lead[-2]] if len(lead) > 1 and call["layout"] == "bshd" else lead
-    return q.new_empty((*lead, call["v"].shape[-1])), q.new_empty(rows if with_lse else (0,), dtype=lse_dtype(q.dtype))
+    a = _arguments(values, with_lse)
+    layout = _checked_layout(a)
+    shape = layout.rows_shape(tuple(a.q.shape)) if with_lse else (0,)
+    return a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1])), a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
 
 
-# ---- backward
-# --------------------------------------------------------------------------------------------------------------
+def _checked_layout(a: Arguments) -> Layout:
+    """The checks of shapes that need no contents: a tracer should not accept what a call would not."""
+    if not a.q.dim() == a.k.dim() == a.v.dim() or (a.cu_q is not None and a.q.dim() != 3) or not 2 <= a.q.dim() <= 4:
+        raise ValueError(f"q, k and v have {a.q.dim()}, {a.k.dim()} and {a.v.dim()} axes")
+    if not a.q.dtype == a.k.dtype == a.v.dtype:
+        raise TypeError(f"q, k and v have dtypes {a.q.dtype}, {a.k.dtype} and {a.v.dtype}; they must be the same")
+    layout = layout_of(a)
+    inside = [layout.inside(t).shape for t in (a.q, a.k, a.v)]
+    check_shapes(*inside)
+    return layout
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    call = dict(zip(_NAMES, inputs[:-1], strict=True))
-    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
-    ctx.save_for_backward(*output, *tensors.values())
-    ctx.names = list(tensors)
-    ctx.call = {name: value for name, value in call.items() if name not in tensors}
+    _save_call(ctx, inputs[:-1], output)
+
+
+def _save_call(ctx: Any, values: Sequence[Any], more: Sequence[_Maybe]) -> None:
+    """Every tensor of the call, also those in the list, and `more`, are PyTorch's to save."""
+    flat = [t for value in values for t in (value if isinstance(value, (list, tuple)) else [value])]
+    ctx.save_for_backward(*more, *(t for t in flat if isinstance(t, torch.Tensor)))
+    ctx.more = len(more)
+    ctx.values = [
+        None if isinstance(v, torch.Tensor) else len(v) if isinstance(v, (list, tuple)) else v for v in values
+    ]
+    ctx.is_tensor = [isinstance(v, torch.Tensor) for v in values]
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe) -> tuple[_Maybe, ...]:
-    out, lse, *tensors = ctx.saved_tensors
-    call = ctx.call | dict(zip(ctx.names, tensors, strict=True))
-    needs = [ctx.needs_input_grad[_NAMES.index(name)] for name in _TENSORS]
-    found = iter(torch.ops.strobe.attention_backward(dout, dlse, out, lse, needs, *(call[name] for name in _NAMES)))
-    gradients = {name: next(found) for name, needed in zip(_TENSORS, needs, strict=True) if needed}
-    return *(gradients.get(name) for name in _NAMES), None
+def _restore_call(ctx: Any) -> tuple[list[Any], list[Any]]:
+    saved = list(ctx.saved_tensors)
+    more, rest = saved[: ctx.more], iter(saved[ctx.more :])
+    values = []
+    for name, value, is_tensor in zip(_NAMES, ctx.values, ctx.is_tensor, strict=True):
+        if name == "score_tensors":
+            value = [next(rest) for _ in range(value)]
+        values.append(next(rest) if is_tensor else value)
+    return more, values
+
+
+def _none_but(gradients: dict[str, Any]) -> tuple[_Maybe, ...]:
+    return tuple([] if name == "score_tensors" else gradients.get(name) for name in _NAMES)  # type: ignore[misc]
+
+
+def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe) -> tuple[Any, ...]:
+    (out, lse), values = _restore_call(ctx)
+    needs = list(ctx.needs_input_grad[: len(_GRADIENTS)])
+    found = iter(torch.ops.strobe.attention_backward(dout, dlse, out, lse, needs, *values))
+    gradients = {name: next(found) for name, needed in zip(_GRADIENTS, needs, strict=True) if needed}
+    return *_none_but(gradients), None
+
+
+def _wanted(needs: Sequence[bool], values: Sequence[Any]) -> list[torch.Tensor]:
+    return [t for t, needed in zip(values, needs, strict=False) if needed]
 
 
 def _backward(
     dout: _Maybe, dlse: _Maybe, out: torch.Tensor, lse: torch.Tensor, needs: Sequence[bool], *values: Any
 ) -> list[torch.Tensor]:
-    call = dict(zip(_NAMES, values, strict=True))
-    cu, options = _options(call)
-    layout = call["layout"]
-    q, k, v = call["q"], call["k"], call["v"]
-    with torch.no_grad():
-        problem, inputs = check(q, k, v, cu=cu, **options, return_lse=True)
-        problem = replace(problem, needs_grad=True)
-        wanted = [call[name] for name, needed in zip(_TENSORS, needs, strict=True) if needed]
-        if problem.empty:
-            return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in wanted]
-
-        def inside(t: torch.Tensor) -> torch.Tensor:
-            return to_bhsd(t, layout) if cu is None else t.transpose(0, 1).unsqueeze(0)
-
-        def outside(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-            return from_bhsd(t, like, layout) if cu is None else t[0].transpose(0, 1)
-
-        tensors = [inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks]
-        found = autograd.gradients(
-            dispatch.choose(problem, call["backend"]),
-            problem,
-            inputs,
-            tuple(needs),
-            inside(out),
-            lse.view(inputs.q.shape[:3]),
-            inside(torch.zeros_like(out) if dout is None else dout),
-            None if dlse is None else dlse.reshape(inputs.q.shape[:3]),
-            tensors,
-        )
-        moved = [outside(g, t) for g, t in zip(found[:3], (q, k, v), strict=True) if g is not None]
-        moved += [g.reshape(call[name].shape) for g, name in zip(found[3:], _TENSORS[3:], strict=True) if g is not None]
-        return [g.to(t.dtype).contiguous() for g, t in zip(moved, wanted, strict=True)]
+    a = _arguments(values)
+    with torch.no_grad(), autograd.without_autocast(a.q.device):
+        if lse.dim() == 1 and lse.numel() == 0 and out.numel():  # traced where no gradient was expected
+            out, lse = _uncompiled(a)
+        bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
+        found = [g for g in bound.backward(tuple(needs), a, out, lse, dout, dlse) if g is not None]
+        return [g.to(t.dtype).contiguous() for g, t in zip(found, _wanted(needs, values), strict=True)]
 
 
 def _fake_backward(
     dout: _Maybe, dlse: _Maybe, out: torch.Tensor, lse: torch.Tensor, needs: Sequence[bool], *values: Any
 ) -> list[torch.Tensor]:
-    call = dict(zip(_NAMES, values, strict=True))
-    return [call[name].new_empty(call[name].shape) for name, needed in zip(_TENSORS, needs, strict=True) if needed]
+    return [t.new_empty(t.shape) for t in _wanted(needs, values)]
 
 
-for _name, _run, _fake in (("attention", _forward, _fake_forward), ("attention_backward", _backward, _fake_backward)):
+# ---- the backward of the backward ------------------------------------------------------------------------------------
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dout, dlse, out, _, needs, *values = inputs
+    _save_call(ctx, values, (dout, dlse, out))
+    ctx.needs = list(needs)
+
+
+def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any, ...]:
+    """Of (dout, dlse) and of q, k, v, bias and sinks. Not an operation: no tracer follows a backward's backward. The
+    results of the forward count as constants: second derivatives go through the recomputation."""
+    (dout, dlse, out), values = _restore_call(ctx)
+    if is_traced(out):
+        raise NotImplementedError("second derivatives of strobe.attention cannot be traced")
+    a = _arguments(values)
+    bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
+    given = iter(cotangents)
+    spread = [next(given) if needed else None for needed in ctx.needs]
+    found = autograd.second(bound, a, spread, torch.zeros_like(out) if dout is None else dout, dlse)
+    of_dout, of_dlse, *gradients = found
+    of_call = _none_but(dict(zip(_GRADIENTS, gradients, strict=True)))
+    return None if dout is None else of_dout, of_dlse, None, None, None, *of_call
+
+
+for _name, _run, _fake in (
+    ("attention", _forward, _fake_forward),
+    ("attention_backward", _backward, _fake_backward),
+):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=_library)
 torch.library.register_autograd("strobe::attention", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd(
+    "strobe::attention_backward", _differentiate_backward, setup_context=_save_backward, lib=_library
+)

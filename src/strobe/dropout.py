@@ -49,8 +49,11 @@ def _mix_(x: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _axis(index: torch.Tensor | range, device: torch.device | str | None, axis: int) -> torch.Tensor:
-    values = torch.arange(index.start, index.stop, index.step) if isinstance(index, range) else index
-    return values.to(device=device, dtype=torch.int32).view([-1 if i == axis else 1 for i in range(4)])
+    if isinstance(index, range):
+        values = torch.arange(index.start, index.stop, index.step, dtype=torch.int32, device=device)
+    else:
+        values = index.to(device=device, dtype=torch.int32)
+    return values.view([-1 if i == axis else 1 for i in range(4)])
 
 
 def keep(

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from strobe.arguments import Arguments
 from strobe.backends import dispatch
-from strobe.problem import check
+from strobe.problem import Problem, any_requires_grad, with_longest
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Explanation:
 
     backend: str
     summary: str
+    backward: str | None  # the backend of the backward pass, if one may follow
     problem: str
     rejected: dict[str, str]  # the backends that would not run it, with the reason
     slower: tuple[str, ...]  # those that could, but are not chosen
@@ -30,6 +32,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.problem}", f"runs on      {self.backend}: {self.summary}"]
+        lines += [f"backward on  {self.backward}"] if self.backward else []
         lines += [f"with         {name} = {value}" for name, value in self.details.items()]
         lines += [f"also able    {name}" for name in self.slower]
         lines += [f"not          {name}: {reason}" for name, reason in self.rejected.items()]
@@ -49,31 +52,30 @@ def _si(value: float, base: int) -> str:
     return f"{value:.3g} {unit}{'i' if base == 1024 and unit else ''}"
 
 
-def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor | None = None,
-    cu_k: torch.Tensor | None = None,
-    *,
-    max_q: int | None = None,
-    max_k: int | None = None,
-    backend: str | None = None,
-    **arguments: Any,
-) -> Explanation:
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor, **arguments: Any) -> Explanation:
     """Takes the arguments of `strobe.attention` (or `attention_varlen`) and computes nothing."""
-    if (cu_q is None) != (cu_k is None):
+    if (arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2):
         raise ValueError("cu_q and cu_k go together: give both, or neither")
-    problem, _ = check(q, k, v, cu=None if cu_q is None else (cu_q, cu_k, max_q, max_k), **arguments)
-    chosen = dispatch.choose(problem, backend)
+    a = Arguments(q, k, v, *cu, **arguments)
+    if a.cu_q is not None:
+        a = with_longest(a)
+    needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
+    problem, _ = Problem.of(a, needs_grad)
+    chosen = dispatch.choose(problem, a.backend)
+    backward = None
+    if needs_grad:
+        tensors = {"q": q, "k": k, "v": v, "bias": a.bias, "sinks": a.sinks}
+        wanted = tuple(name for name, t in tensors.items() if t is not None and t.requires_grad)
+        backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
     kv = f", {problem.heads_k} key heads" if problem.heads_k != problem.heads else ""
     dims = f"{problem.dim}" if problem.dim == problem.dim_v else f"{problem.dim}/{problem.dim_v}"
     return Explanation(
         backend=chosen.name,
         summary=chosen.summary,
+        backward=None if backward is None else backward.name,
         problem=(
-            f"{'packed ' if problem.packed else ''}attention: batch {problem.batch}, {problem.heads} heads{kv}, "
+            f"{'varlen ' if problem.varlen else ''}attention: batch {problem.batch}, {problem.heads} heads{kv}, "
             f"{problem.len_q} x {problem.len_k}, dim {dims}, {problem.mask.name}, "
             f"{str(problem.dtype).removeprefix('torch.')} on {problem.device}"
         ),

@@ -1,78 +1,31 @@
-"""Masks, each defined once: query row `q` sees the keys `lo(q) <= k < hi(q)`, and neither end ever moves left as `q`
-grows.
+"""Masks, each defined once: query row `q` sees the keys `lo(q) <= k < hi(q)`, and neither end ever moves left as `q` grows.
 
-From these two integer expressions come the dense mask of the reference, the C++ text of the kernels, the range of key
-tiles to visit and which of them need no masking, and the exact count of visible pairs."""
+From these two integer expressions come the dense mask of the reference, the C++ text of the kernels, the range of key tiles to
+visit and which of them need no masking, and the exact count of visible pairs. `q`, `k`, `len_q` and `len_k` are positions and
+lengths in the whole sequence, of which a call may hold a part (`Positions`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-Value = Any  # an int, or an integer tensor evaluated element by element
+from strobe.expression import Expr, Value, parse
 
 _UNBOUNDED = 1 << 30  # larger constants are clamped so that 32-bit arithmetic in the kernels cannot overflow
 
-_OPERATIONS = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a // b,  # operands are kept non-negative, so C++ agrees
-    "min": lambda a, b: _minmax(a, b, min, torch.minimum),
-    "max": lambda a, b: _minmax(a, b, max, torch.maximum),
-}
 
+class Positions(NamedTuple):
+    """Where the rows and keys of a call lie in the whole sequence: its queries are those from `offset_q` on of `len_q`."""
 
-def _minmax(a: Value, b: Value, of_ints: Any, of_tensors: Any) -> Value:
-    if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-        return of_ints(a, b)
-    like = a if isinstance(a, torch.Tensor) else b
-    return of_tensors(torch.as_tensor(a, device=like.device), torch.as_tensor(b, device=like.device))
-
-
-@dataclass(frozen=True)
-class Expr:
-    """A small integer expression over `q`, `len_q`, `len_k` and constants."""
-
-    op: str  # "var", "const" or a key of _OPERATIONS
-    args: tuple[Any, ...]
-
-    @staticmethod
-    def of(x: Expr | int) -> Expr:
-        return x if isinstance(x, Expr) else Expr("const", (min(x, _UNBOUNDED),))
-
-    def __add__(self, other: Expr | int) -> Expr:
-        return Expr("+", (self, Expr.of(other)))
-
-    def __sub__(self, other: Expr | int) -> Expr:
-        return Expr("-", (self, Expr.of(other)))
-
-    def __mul__(self, other: Expr | int) -> Expr:
-        return Expr("*", (self, Expr.of(other)))
-
-    def __floordiv__(self, other: Expr | int) -> Expr:
-        return Expr("/", (self, Expr.of(other)))
-
-    def evaluate(self, env: Mapping[str, Value]) -> Value:
-        if self.op == "var":
-            return env[self.args[0]]
-        if self.op == "const":
-            return self.args[0]
-        return _OPERATIONS[self.op](*(a.evaluate(env) for a in self.args))
-
-    def cpp(self, constants: list[int]) -> str:
-        """C++ text. Constants become fields `c[i]` of the arguments, so that a new window size needs no new kernel."""
-        if self.op == "var":
-            return self.args[0]
-        if self.op == "const":
-            constants.append(self.args[0])
-            return f"c[{len(constants) - 1}]"
-        a, b = (arg.cpp(constants) for arg in self.args)
-        return f"{self.op}({a}, {b})" if self.op in ("min", "max") else f"({a} {self.op} {b})"
+    offset_q: int
+    len_q: int
+    offset_k: int
+    len_k: int
 
 
 def _join(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
@@ -110,15 +63,16 @@ class Mask:
     def __hash__(self) -> int:
         return self._hash
 
-    # ---- everything else is derived from the two ends
-    # -------------------------------------------------------------------
+    # ---- everything else is derived from the two ends -------------------------------------------------------------------
 
-    def bounds(self, rows: Value, len_q: int, len_k: int) -> tuple[Value, Value]:
-        """(lo, hi) of one row or a tensor of rows, clipped to the keys there are; nothing is visible where hi <= lo."""
-        env = {"q": rows, "len_q": len_q, "len_k": len_k}
+    def bounds(self, rows: Value, len_q: int, len_k: int, at: Positions | None = None) -> tuple[Value, Value]:
+        """(lo, hi) of one row or a tensor of rows, clipped to the keys there are; nothing is visible where hi <= lo.
+        Rows and keys count from the first one of the call, wherever that is `at`."""
+        offset_q, whole_q, offset_k, whole_k = at or (0, len_q, 0, len_k)
+        env = {"q": rows + offset_q, "len_q": whole_q, "len_k": whole_k}
         ends = []
         for expr, default in ((self.lo, 0), (self.hi, len_k)):
-            end = default if expr is None else expr.evaluate(env)
+            end = default if expr is None else expr.evaluate(env) - offset_k
             if isinstance(rows, torch.Tensor):
                 end = torch.as_tensor(end, dtype=rows.dtype, device=rows.device).clamp(0, len_k).expand_as(rows)
             else:
@@ -126,31 +80,47 @@ class Mask:
             ends.append(end)
         return ends[0], ends[1]
 
-    def dense(self, len_q: int, len_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    def dense(
+        self, len_q: int, len_k: int, device: torch.device | str = "cpu", at: Positions | None = None
+    ) -> torch.Tensor:
         """The mask as booleans, (len_q, len_k); True may be attended. For the reference and for small pictures."""
-        return self.block(torch.arange(len_q, device=device), torch.arange(len_k, device=device), len_q, len_k)
+        return self.block(torch.arange(len_q, device=device), torch.arange(len_k, device=device), len_q, len_k, at)
 
-    def block(self, rows: torch.Tensor, keys: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
+    def block(
+        self, rows: torch.Tensor, keys: torch.Tensor, len_q: int, len_k: int, at: Positions | None = None
+    ) -> torch.Tensor:
         """The booleans of the given rows and keys, (rows, keys)."""
-        lo, hi = self.bounds(rows, len_q, len_k)
+        lo, hi = self.bounds(rows, len_q, len_k, at)
         return (lo[:, None] <= keys) & (keys < hi[:, None])
 
-    def tiles(self, q0: int, q1: int, block_k: int, len_q: int, len_k: int) -> tuple[int, int, int, int]:
+    def tiles(
+        self, q0: int, q1: int, block_k: int, len_q: int, len_k: int, at: Positions | None = None
+    ) -> tuple[int, int, int, int]:
         """Key tiles for the rows [q0, q1): (first, end, first_full, end_full). Tiles outside [first, end) are invisible
         to all of the rows; those in [first_full, end_full) are wholly visible to each of them and need no masking."""
-        (lo_first, hi_first), (lo_last, hi_last) = self.bounds(q0, len_q, len_k), self.bounds(q1 - 1, len_q, len_k)
+        lo_first, hi_first = self.bounds(q0, len_q, len_k, at)
+        lo_last, hi_last = self.bounds(q1 - 1, len_q, len_k, at)
         first, end = lo_first // block_k, -(-hi_last // block_k)
         end = max(first, end)
         first_full = min(max(-(-lo_last // block_k), first), end)
         end_full = min(max(hi_first // block_k, first_full), end)
         return first, end, first_full, end_full
 
-    def area(self, len_q: int, len_k: int) -> int:
+    def area(self, len_q: int, len_k: int, at: Positions | None = None) -> int:
         """How many (query, key) pairs are visible: the exact work of one head."""
         if self.lo is None and self.hi is None:
             return len_q * len_k
-        lo, hi = self.bounds(torch.arange(len_q), len_q, len_k)
+        lo, hi = self.bounds(torch.arange(len_q, device="cpu"), len_q, len_k, at)
         return int((hi - lo).clamp(min=0).sum())
+
+    def hides_nothing(self, len_q: int, len_k: int) -> bool:
+        """Whether every query sees every key, whatever the mask is called."""
+        if self.lo is None and self.hi is None:
+            return True
+        if not len_q:
+            return True
+        first, last = self.bounds(0, len_q, len_k), self.bounds(len_q - 1, len_q, len_k)
+        return last[0] == 0 and first[1] == len_k  # neither end ever moves left
 
     @functools.cached_property
     def constants(self) -> tuple[int, ...]:
@@ -161,26 +131,44 @@ class Mask:
                 expr.cpp(constants)
         return tuple(constants)
 
-    @functools.cached_property
-    def cpp(self) -> str:
+    def cpp(self, positions: bool = False) -> str:
         """`struct Mask` for the kernels. Two masks of the same shape print the same text, whatever their constants."""
+        return self._cpp_with_positions if positions else self._cpp
+
+    @functools.cached_property
+    def _cpp(self) -> str:
+        return self._struct("int len_q, len_k;\n  const int* c;", lambda end: f"max(0, min(len_k, {end}))", "len_k")
+
+    @functools.cached_property
+    def _cpp_with_positions(self) -> str:
+        fields = "int len_q, len_k;\n  const int* c;\n  int offset_q, offset_k, keys;"
+        return self._struct(fields, lambda end: f"q += offset_q, max(0, min(keys, {end} - offset_k))", "keys")
+
+    def _struct(self, fields: str, clipped: Callable[[str], str], keys: str) -> str:
         constants: list[int] = []
         lo, hi = (None if expr is None else expr.cpp(constants) for expr in (self.lo, self.hi))
         return (
             "struct Mask {\n"
             f"  static constexpr bool kHasLo = {str(lo is not None).lower()}, kHasHi = {str(hi is not None).lower()};\n"
-            "  int len_q, len_k;\n"
-            "  const int* c;\n"
-            f"  STROBE_DEVICE int lo(int q) const {{ return {'max(0, min(len_k, ' + lo + '))' if lo else '0'}; }}\n"
-            f"  STROBE_DEVICE int hi(int q) const {{ return {'max(0, min(len_k, ' + hi + '))' if hi else 'len_k'}; }}\n"
+            f"  {fields}\n"
+            f"  STROBE_DEVICE int lo(int q) const {{ return {clipped(lo) if lo else '0'}; }}\n"
+            f"  STROBE_DEVICE int hi(int q) const {{ return {clipped(hi) if hi else keys}; }}\n"
             "};\n"
         )
 
+    def text(self) -> str:
+        """Both ends, as `parse_mask` reads them: how a mask travels where objects cannot."""
+        return f"{'' if self.lo is None else self.lo.text()};{'' if self.hi is None else self.hi.text()};{self.name}"
 
-MAX_CONSTANTS = 16  # room for them in the kernels' arguments
+
+MAX_CONSTANTS = 32  # room for them in the kernels' arguments
 
 _q, _len_q, _len_k = (Expr("var", (name,)) for name in ("q", "len_q", "len_k"))
 _diag = _q + (_len_k - _len_q)  # the key that stands opposite query q when the last query is aligned with the last key
+
+
+def _number(value: int) -> Expr:
+    return Expr.of(min(value, _UNBOUNDED))
 
 
 def _size(value: object, what: str, least: int) -> int:
@@ -199,38 +187,29 @@ causal_top_left = Mask(None, _q + 1, "causal_top_left")
 def window(left: int | None, right: int | None) -> Mask:
     """Keys from `left` before the diagonal to `right` after it, both included; `None` leaves that side open."""
     return Mask(
-        None if left is None else _diag - _size(left, "window(left, right): left", 0),
-        None if right is None else _diag + (min(_size(right, "window(left, right): right", 0), _UNBOUNDED) + 1),
+        None if left is None else _diag - _number(_size(left, "window(left, right): left", 0)),
+        None if right is None else _diag + _number(_size(right, "window(left, right): right", 0) + 1),
         f"window({left}, {right})",
     )
 
 
 def prefix(n: int) -> Mask:
     """Causal, but the first `n` keys are visible to every query."""
-    first = Expr.of(_size(n, "prefix(n): n", 0))
+    first = _number(_size(n, "prefix(n): n", 0))
     return Mask(None, Expr("max", (_diag + 1, first)), f"prefix({n})")
 
 
 def chunked(n: int) -> Mask:
     """Queries see the keys of their own chunk of `n` positions. Queries before the first key count as chunk 0."""
-    chunk = Expr("max", (_diag, Expr.of(0))) // _size(n, "chunked(n): n", 1)
-    return Mask(chunk * n, (chunk + 1) * n, f"chunked({n})")
-
-
-_PLAIN = {mask.name: mask for mask in (full, causal, causal_top_left)}
-_MAKERS: dict[str, Any] = {"window": window, "prefix": prefix, "chunked": chunked}
+    size = _number(_size(n, "chunked(n): n", 1))
+    chunk = Expr("max", (_diag, Expr.of(0))) // size
+    return Mask(chunk * size, (chunk + 1) * size, f"chunked({n})")
 
 
 @functools.lru_cache(maxsize=256)
-def named(name: str) -> Mask:
-    """The mask that has this `name`."""
-    found = full
-    for part in name.split(" & "):
-        maker, _, numbers = part.removesuffix(")").partition("(")
-        if part in _PLAIN:
-            found = found & _PLAIN[part]
-        elif maker in _MAKERS:
-            found = found & _MAKERS[maker](*(None if n == "None" else int(n) for n in numbers.split(", ")))
-        else:
-            raise ValueError(f"{name!r} is not the name of a mask: {part!r} is unknown")
-    return found
+def parse_mask(text: str) -> Mask:
+    """The mask that has this `text()`."""
+    if text.count(";") < 2:
+        raise ValueError(f"{text!r} is not the text of a mask: two expressions and a name, separated by ;")
+    lo, hi, name = text.split(";", 2)
+    return Mask(parse(lo) if lo else None, parse(hi) if hi else None, name)

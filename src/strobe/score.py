@@ -1,27 +1,181 @@
-"""What happens to a score before the softmax: s = scale * q.k, then softcap * tanh(s / softcap), then + bias.
+"""What happens to a score before the softmax, as one expression: s = scale * q.k becomes `score(s)`, then + bias.
 
-One definition for the torch backends and the kernels. Masking follows, and is `mask.py`'s business.
+Softcap and ALiBi are instances. One definition serves the torch backends, which evaluate it, the kernels, which get its
+C++ text, and the backward pass, which needs its derivative. Masking follows, and is `mask.py`'s business.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from strobe.expression import OPERATIONS, Expr, parse
+
 LOG2E = math.log2(math.e)
+_s = Expr("var", ("s",))
 
 
-def softcapped(s: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return s if softcap is None else softcap * torch.tanh(s / softcap)
+class KernelForm(NamedTuple):
+    """A score as kernels compute it, so that an exponential costs one FMA and one EX2:
+    exp2(after * log2(e) * inner(before * q.k))."""
+
+    before: float
+    inner: Expr  # of "s"; `s` itself where nothing happens
+    after: float
 
 
-def softcap_slope(capped: torch.Tensor, softcap: float) -> torch.Tensor:
-    """d softcapped / d s, from the value itself: 1 - tanh^2."""
-    return 1 - (capped / softcap) ** 2
+@dataclass(frozen=True, eq=False)
+class Score:
+    """An expression of `s`, the scaled score, and perhaps of the positions `q`, `k`, `len_q`, `len_k` and of captured
+    tensors that are indexed by head or by batch and head. Captured tensors are constants: they have no gradient."""
+
+    expr: Expr
+    name: str
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"strobe.{self.name}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Score) and self.expr == other.expr and self._same_tensors(other)
+
+    def _same_tensors(self, other: Score) -> bool:
+        return len(self.tensors) == len(other.tensors) and all(map(operator.is_, self.tensors, other.tensors))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.expr)
+
+    @functools.cached_property
+    def structure(self) -> Score:
+        """The score without its tensors: what a `Problem` knows of it."""
+        return Score(self.expr, self.name) if self.tensors else self
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Score:
+        return Score(self.expr, self.name, tuple(tensors))
+
+    @property
+    def is_identity(self) -> bool:
+        return self.expr == _s
+
+    @functools.cached_property
+    def pointwise(self) -> bool:
+        """Whether it depends on the score alone, not on where that is."""
+        return self.expr.variables() <= {"s"}
+
+    @functools.cached_property
+    def derivative(self) -> Expr:
+        """d score / d s. It shares its subexpressions with `expr`: evaluate both with the same `known`."""
+        return self.expr.derivative("s")
+
+    def kernel_form(self, scale: float) -> KernelForm:
+        """Constant factors leave the expression: outer ones join the exponential's, inner ones the scale."""
+        expr, after = self.expr, 1.0
+        while expr.op == "*" and (factor := _positive(expr.args[0]) or _positive(expr.args[1])):
+            after *= factor
+            expr = expr.args[1] if expr.args[0].op == "const" else expr.args[0]
+        if expr == _s:
+            return KernelForm(1.0, _s, after * scale)
+        scaled = _only_parent_of_s(expr)
+        if scaled is not None:
+            number = scaled.args[1].args[0]
+            before = scale * number if scaled.op == "*" else scale / number
+            return KernelForm(before, expr.replaced(scaled, _s), after)
+        return KernelForm(scale, expr, after)
+
+    def cpp(self) -> str:
+        """`struct Score` for the kernels: x is q.k, y the inner expression of `kernel_form`, of which they compute
+        exp2(scale_log2 * y). The text does not depend on numbers: those are fields, see `constants`."""
+        inner, slope = self._inner_and_slope(1.0)
+        numbers: list[float] = [1.0]
+        value, derivative = inner.cpp(numbers), slope.cpp(numbers)
+        identity = inner == _s
+        let = "" if identity else "const float s = x * c[0]; "
+        return (
+            "struct Score {\n"
+            f"  static constexpr bool kIdentity = {str(identity).lower()};\n"
+            "  const float* c;\n"
+            f"  STROBE_DEVICE float operator()(float x) const {{ {let}return {'x' if identity else value}; }}\n"
+            "  STROBE_DEVICE float derivative(float x, float y) const "
+            f"{{ {let if 's' in slope.variables() else ''}return {derivative}; }}\n"
+            "};\n"
+        )
+
+    def constants(self, scale: float) -> tuple[float, ...]:
+        """The numbers c[i] that the text of `cpp` refers to."""
+        inner, slope = self._inner_and_slope(scale)
+        numbers: list[float] = [self.kernel_form(scale).before]
+        inner.cpp(numbers)
+        slope.cpp(numbers)
+        return tuple(numbers)
+
+    def _inner_and_slope(self, scale: float) -> tuple[Expr, Expr]:
+        """The inner expression, and its derivative by `s` with the value of the former, `y`, known."""
+        inner = self.kernel_form(scale).inner
+        return inner, inner.derivative("s").replaced(inner, Expr("var", ("y",)))
+
+    def text(self) -> str:
+        """The expression, as `parse_score` reads it; the tensors travel apart."""
+        return f"{self.expr.text()};{self.name}"
 
 
-def kernel_constants(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(before, after): the kernels compute exp2(after * f(before * q.k)) with f = tanh when capped, else the identity,
-    so that an exponential costs one FMA and one EX2."""
-    return (1.0, scale * LOG2E) if softcap is None else (scale / softcap, softcap * LOG2E)
+def _positive(x: Expr) -> float | None:
+    return x.args[0] if x.op == "const" and 0 < x.args[0] < math.inf else None
+
+
+def _only_parent_of_s(expr: Expr) -> Expr | None:
+    """`s * c` or `s / c` if `s` occurs nowhere but in this one subexpression."""
+    parents: set[Expr] = set()
+
+    def visit(e: Expr) -> None:
+        if e.op not in OPERATIONS:
+            return
+        if _s in e.args:
+            parents.add(e)
+        for a in e.args:
+            visit(a)
+
+    visit(expr)
+    found = parents.pop() if len(parents) == 1 else None
+    if found is not None and found.op in ("*", "/") and found.args[0] == _s and found.args[1].op == "const":
+        return found
+    return None
+
+
+MAX_CONSTANTS = 8  # room for them in the kernels' arguments
+
+identity = Score(_s, "identity")
+
+
+@functools.lru_cache(maxsize=64)
+def softcap(cap: float) -> Score:
+    """Scores become cap * tanh(score / cap)."""
+    return Score(Expr.of(cap) * Expr("tanh", (_s / cap,)), f"softcap({cap:g})")
+
+
+def alibi(slopes: torch.Tensor) -> Score:
+    """Attention with linear biases: scores fall by slopes[head] (or slopes[batch, head]) for every position between
+    query and key. The last query stands opposite the last key."""
+    if not isinstance(slopes, torch.Tensor) or slopes.dim() not in (1, 2) or not slopes.dtype.is_floating_point:
+        raise ValueError("slopes must be a floating-point tensor (heads,) or (batch, heads)")
+    if slopes.requires_grad:
+        raise ValueError("slopes requires grad; the tensors of a score are constants: pass slopes.detach()")
+    q, k, len_q, len_k = (Expr("var", (name,)) for name in ("q", "k", "len_q", "len_k"))
+    distance = Expr("abs", (q + (len_k - len_q) - k,))
+    return Score(_s - Expr("tensor", (0, "h" if slopes.dim() == 1 else "bh")) * distance, "alibi", (slopes,))
+
+
+@functools.lru_cache(maxsize=64)
+def parse_score(text: str) -> Score:
+    """The score that has this `text()`, without tensors."""
+    expr, name = text.split(";", 1)
+    return Score(parse(expr), name)

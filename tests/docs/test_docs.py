@@ -3,6 +3,7 @@ test_readme.py."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -107,11 +108,34 @@ def test_included_files_have_what_is_included(page: Path) -> None:
             assert included.count(marker) == 1, f"{marker!r} is {included.count(marker)} times in {target}"
 
 
+def read_from_the_environment(path: Path) -> set[str]:
+    """The variables that a Python file reads: what it asks `os.environ` for, and every string that looks like ours."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text_of(path))):
+        asked: ast.expr | None = None
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ"), attr="get"), args=[asked, *_]):
+                pass
+            case ast.Call(func=ast.Attribute(attr="getenv"), args=[asked, *_]):
+                pass
+            case ast.Subscript(value=ast.Attribute(attr="environ"), slice=asked, ctx=ast.Load()):
+                pass
+            case ast.Constant(value=str(text)) if re.fullmatch(r"STROBE(_[A-Z]+)+", text):
+                names.add(text)
+        if isinstance(asked, ast.Constant):
+            names.add(str(asked.value))
+    return names
+
+
 def test_settings_are_those_of_the_code() -> None:
-    """Every variable that install.md names is read somewhere, under this name."""
-    named = set(re.findall(r"`(STROBE_\w+)`", text_of(DOCS / "install.md")))
-    code = "".join(text_of(path) for path in (ROOT / "src" / "strobe").rglob("*.py"))
-    assert named and all(f'"{name}"' in code for name in named), [name for name in named if f'"{name}"' not in code]
+    """The table in install.md has every variable that the library reads, and ours that the tests read; and no other."""
+    library = set().union(*map(read_from_the_environment, (ROOT / "src").rglob("*.py")))
+    tests = set().union(*map(read_from_the_environment, (ROOT / "tests").rglob("*.py")))
+    macros = set(re.findall(r"#define (STROBE_\w+)", "".join(map(text_of, (ROOT / "src").rglob("*.cuh")))))
+    read = (library | {name for name in tests if name.startswith("STROBE_")}) - macros - {"PYTHONPATH"}  # Python's own
+    table = re.findall(r"^\| `([A-Z_]+)` \|", text_of(DOCS / "install.md"), re.MULTILINE)
+    assert len(table) == len(set(table)) and {"STROBE_CACHE_DIR", "CXX"} <= read
+    assert set(table) == read, f"not documented: {read - set(table)}; not read: {set(table) - read}"
 
 
 def test_versions_are_those_of_the_package() -> None:

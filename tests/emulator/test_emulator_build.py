@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from emulator.toy_kernels import Toy, aligned
 
+import strobe
 import strobe.cuda.jit as jit
 from strobe import emulator
+from strobe.emulator.program import mode_and_seed
 
 INCLUDE = Path(jit.__file__).parent / "include" / "strobe"
 COUNT = Toy(
@@ -54,7 +58,7 @@ def test_emulated_wrappers_hold_no_assembly_but_the_fiber_switch() -> None:
         assert ("__asm__" in header.read_text()) == (header.name == "fiber.cuh")
 
 
-def test_missing_compiler_sayshow_to_install_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_says_how_to_install_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert emulator.compiler() is None
@@ -65,6 +69,74 @@ def test_missing_compiler_sayshow_to_install_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(emulator.CompilerMissing, match=r"CXX is ./nowhere/c\+\+., which cannot be found"):
         emulator.build(COUNT.source())
+
+
+@pytest.mark.parametrize(
+    "cxx, says",
+    [
+        ('"g++', "which is not a command line: No closing quotation"),
+        ("''", "which cannot be found"),
+        ("/etc/passwd", "which cannot be found"),
+        ("true", "made no library of kernel: is it a C\\+\\+ compiler"),
+        ("false", "cannot compile kernel for the emulator"),
+        ("{here}/text", "cannot be run: Exec format error"),
+        ("{here}/garbage", "made a library that cannot be loaded"),
+    ],
+)
+def test_a_bad_compiler_is_named_with_its_variable(
+    cxx: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("no program\n")
+    (tmp_path / "garbage").write_text('#!/bin/sh\nfor last; do :; done\ncase "$last" in *.so) echo > "$last";; esac\n')
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
+    cxx = cxx.format(here=tmp_path)
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(RuntimeError, match=rf"CXX(=| is ['\"]){re.escape(cxx)}.*{says}"):
+        emulator.build(COUNT.source())
+
+
+def test_a_compiler_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "slow").write_text('#!/bin/sh\ncase "$1" in --version) ;; *) exec sleep 60;; esac\n')
+    (tmp_path / "slow").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "slow"))
+    monkeypatch.setattr(
+        sys.modules["strobe.emulator.compiler"], "_LIMIT_S", 0.2
+    )  # the package has a function of that name
+    with pytest.raises(RuntimeError, match=f"CXX={tmp_path}/slow did not finish within 0.2 s"):
+        emulator.build(COUNT.source())
+
+
+def test_the_environment_chooses_mode_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODE", "SEED"):
+        monkeypatch.delenv(f"STROBE_EMULATOR_{name}", raising=False)
+    assert mode_and_seed() == ("sync", 0)
+    monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
+    monkeypatch.setenv("STROBE_EMULATOR_SEED", "4294967295")
+    assert mode_and_seed() == ("async", 2**32 - 1)
+    for name in ("MODE", "SEED"):
+        monkeypatch.setenv(f"STROBE_EMULATOR_{name}", "")  # as good as not set
+    assert mode_and_seed() == ("sync", 0)
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        *[("STROBE_EMULATOR_MODE", value, '"sync" and "async"') for value in ("Async", "1", "late")],
+        *[("STROBE_EMULATOR_SEED", value, "from 0 to 4294967295") for value in ("-1", "4294967296", "1.5", "x", "²")],
+    ],
+)
+def test_a_bad_setting_is_named_by_a_call(name: str, value: str, allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    q = torch.zeros(1, 16, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; allowed are .*{allowed}"):
+        strobe.attention(q, q, q, backend="emulator")
+
+
+def test_a_bad_seed_of_a_run_is_named() -> None:
+    with pytest.raises(ValueError, match=r"seed: -1; must be from 0 to 2\^32-1"):
+        COUNT.run(counter=aligned(1, "uint32"), done=aligned(1, "uint32"), tiles=1, seed=-1)
 
 
 def test_compile_error_shows_the_compilers_words() -> None:

@@ -18,12 +18,19 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
-    ["mask", "score", "dropout"],
+    ["expression", "dropout"],
+    ["mask", "score"],
+    ["arguments"],
     ["problem"],
     ["backends.backend"],
-    ["backends", "autograd", "cuda", "emulator"],
-    ["backends.dispatch"],
-    ["api", "compiled", "explain", "tiled"],
+    ["backends", "cuda", "emulator"],
+    ["backends.dispatch", "second_derivatives"],
+    ["bound"],
+    ["autograd"],
+    ["call"],
+    ["compiled"],
+    ["api", "explain", "tiled"],
+    ["drop_in"],
     ["measure"],
     ["learn"],
     ["bench"],

@@ -8,12 +8,12 @@ import pytest
 import tolerance
 import torch
 from cases import CASES, Case
-from oracle import cotangents, expected, expected_gradients, prepare
+from oracle import backward, check, cotangents, expected, expected_gradients, forward, prepare
 
 import strobe
 from strobe import mask as masks
 from strobe.backends import aten_cpu
-from strobe.problem import check
+from strobe.score import softcap
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BACKEND = aten_cpu.BACKENDS["aten_cpu"]
@@ -54,7 +54,7 @@ def test_covers_what_it_should() -> None:
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_forward(case: Case, dtype: torch.dtype) -> None:
     p, inputs = prepare(case, dtype)
-    out, lse = BACKEND.forward(p, inputs, None)
+    out, lse = forward("aten_cpu", p, inputs)
     assert (out.dtype, lse.dtype) == (dtype, p.lse_dtype)
     exact, same = expected(case, dtype)
     tolerance.check("out", out, exact[0], same[0])
@@ -68,10 +68,10 @@ def test_forward(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [c for c in COVERED if c.bias is None], ids=str)
 def test_backward(case: Case, dtype: torch.dtype) -> None:
     p, inputs = prepare(case, dtype)
-    out, lse = BACKEND.forward(p, inputs, None)
+    out, lse = forward("aten_cpu", p, inputs)
     dout, dlse = cotangents(p, inputs)
     for direction in (None, dlse) if dtype == torch.float32 else (None,):  # through the LSE it is `tiled` that runs
-        found = BACKEND.backward(p, inputs, out, lse, dout, direction)
+        found = backward("aten_cpu", p, inputs, out, lse, dout, direction, ("q", "k", "v"))
         exact, same = expected_gradients(case, dtype, direction is not None)
         for name, gradient, e, s in zip("qkv", found, exact, same, strict=False):
             floor = tolerance.gradient_floor(name, p, inputs, lse, dout, e)
@@ -83,9 +83,9 @@ def test_rows_without_keys() -> None:
     visible = torch.ones(8, 8, dtype=torch.bool)
     visible[3] = False
     p, inputs = check(q, k, v, mask=visible)
-    out, lse = BACKEND.forward(p, inputs, None)
+    out, lse = forward("aten_cpu", p, inputs)
     assert (out[:, :, 3] == 0).all() and (lse[:, :, 3] == -torch.inf).all() and torch.isfinite(lse[:, :, 4:]).all()
-    gradients = BACKEND.backward(p, inputs, out, lse, torch.ones_like(out), None)
+    gradients = backward("aten_cpu", p, inputs, out, lse, torch.ones_like(out), None, ("q", "k", "v"))
     assert (gradients.q[:, :, 3] == 0).all() and all(torch.isfinite(g).all() for g in gradients[:3])
 
 
@@ -94,7 +94,7 @@ def test_rows_without_keys() -> None:
 def test_bias_of_any_dtype(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 8, 2, 16).to(dtype) for _ in range(3))
     p, inputs = check(q, k, v, bias=torch.randn(8, 8).to(bias_dtype))
-    out, _ = BACKEND.forward(p, inputs, None)
+    out, _ = forward("aten_cpu", p, inputs)
     s = inputs.q.double() @ inputs.k.double().mT / 4 + inputs.bias.double()
     torch.testing.assert_close(out.double(), s.softmax(-1) @ inputs.v.double(), atol=8 * torch.finfo(dtype).eps, rtol=0)
 
@@ -102,30 +102,36 @@ def test_bias_of_any_dtype(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
 def test_writes_into_out() -> None:
     p, inputs = prepare(CASES[0], torch.float32)
     out = torch.full_like(inputs.q, torch.nan)
-    result, _ = BACKEND.forward(p, inputs, out)
+    result, _ = forward("aten_cpu", p, inputs, out)
     assert result is out and torch.isfinite(out).all()
 
 
+PLAIN, _ = prepare(CASES[0], torch.float32)
+
+
 def plain(**changes: object) -> str | None:
-    p, _ = prepare(CASES[0], torch.float32)
-    return BACKEND.supports(dataclasses.replace(p, **changes))  # type: ignore[arg-type]
+    return BACKEND.supports(dataclasses.replace(PLAIN, **changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"device": torch.device("cuda")}, "CPU"),
-        ({"packed": True}, "packed"),
-        ({"total_k": 0}, "empty"),
+        ({"varlen": True}, "packed"),
+        ({"k": dataclasses.replace(PLAIN.k, total=0)}, "empty"),
         ({"batch": 0}, "empty"),
         ({"dim_v": 8}, "dims must be equal, got 32 and 8"),
-        ({"softcap": 2.0}, "softcap"),
+        ({"score": softcap(2.0)}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
         ({"has_sinks": True}, "sinks"),
         ({"mask": masks.window(3, 0)}, "window"),
-        ({"mask": masks.causal, "len_k": 65}, "unequal lengths"),
+        ({"mask": masks.causal, "k": dataclasses.replace(PLAIN.k, length=65)}, "unequal lengths"),
         ({"mask": masks.causal, "has_bias": True}, "bias together"),
-        ({"has_bias": True, "needs_grad": True}, "gradient of the bias"),
+        ({"has_bias": True, "gradients": ("bias",)}, "gradient of the bias"),
+        ({"mask": masks.causal, "scale": -1.0}, "scale -1.0"),
+        ({"mask": masks.causal, "scale": 0.0}, "scale 0.0"),
+        ({"mask": masks.causal, "scale": 1e-46}, "scale 1e-46"),
+        ({"scale": 1e38}, "scale 1e+38"),
     ],
     ids=str,
 )

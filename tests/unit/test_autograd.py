@@ -7,16 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import CASES, Case
-from oracle import finite_part, prepare, with_leaves
+from oracle import attend, finite_part, prepare, with_leaves
 
-from strobe import autograd
-from strobe.backends import aten_cpu, reference
-from strobe.backends.backend import Backend
-from strobe.backends.tiled import forward as tiled
+from strobe.arguments import Inputs
+from strobe.backends import dispatch, reference
 from strobe.mask import causal, window
-from strobe.problem import Inputs, Problem
+from strobe.problem import Problem
+from strobe.tiled import block_sizes
 
-TILED, ATEN = tiled.BACKENDS["tiled"], aten_cpu.BACKENDS["aten_cpu"]
+TILED, ATEN = "tiled", "aten_cpu"
 
 TINY = [
     Case("plain", 3, 4, batch=1, heads=1, heads_k=1, dim=2),
@@ -57,14 +56,14 @@ TINY = [
 ]
 
 
-def as_function(backend: Backend, p: Problem, inputs: Inputs) -> tuple[Callable, tuple[torch.Tensor, ...]]:
+def as_function(backend: str, p: Problem, inputs: Inputs) -> tuple[Callable, tuple[torch.Tensor, ...]]:
     """Of the leaves that there are, in their order; small tiles are forced by the caller."""
     held, leaves = with_leaves(inputs)
     present = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(held, name) is not None]
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = {name: None for name in ("q", "k", "v", "bias", "sinks")} | dict(zip(present, tensors, strict=True))
-        out, lse = autograd.attention(backend, p, autograd._with(inputs, **given))
+        out, lse = attend(p, inputs._replace(**given), backend)
         return out, finite_part(lse)
 
     return function, tuple(leaves)
@@ -73,14 +72,14 @@ def as_function(backend: Backend, p: Problem, inputs: Inputs) -> tuple[Callable,
 @pytest.mark.parametrize("case", TINY, ids=str)
 def test_gradcheck(case: Case) -> None:
     function, leaves = as_function(TILED, *prepare(case, torch.float64))
-    with tiled.block_sizes(2, 2):
+    with block_sizes(2, 2):
         assert torch.autograd.gradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("case", TINY, ids=str)
 def test_gradgradcheck(case: Case) -> None:
     function, leaves = as_function(TILED, *prepare(case, torch.float64))
-    with tiled.block_sizes(2, 2):
+    with block_sizes(2, 2):
         assert torch.autograd.gradgradcheck(function, leaves)
 
 
@@ -98,7 +97,7 @@ def test_aten_cpu_first_and_second(name: str) -> None:
         mask_tensor=(1, 1, 1, 4) if name == "mask_padding" else None,
     )
     p, inputs = prepare(case, torch.float64)
-    assert ATEN.supports(p) is None
+    assert dispatch.get(ATEN).supports(p) is None
     function, leaves = as_function(ATEN, p, inputs)
     assert torch.autograd.gradcheck(function, leaves) and torch.autograd.gradgradcheck(function, leaves)
 
@@ -111,7 +110,7 @@ def test_second_derivatives_of_larger_blocks() -> None:
     """Several blocks of rows and several slabs add up to what PyTorch finds in one piece."""
     p, inputs = prepare(by_name("everything"), torch.float64)
     results = []
-    for compute in (lambda held: autograd.attention(TILED, p, held), lambda held: reference.attention(p, held)):
+    for compute in (lambda held: attend(p, held), lambda held: reference.attention(p, held)):
         held, leaves = with_leaves(inputs)
         out, lse = compute(held)
         first = torch.autograd.grad(out.square().sum() + finite_part(lse).sin().sum(), leaves, create_graph=True)
@@ -122,8 +121,8 @@ def test_second_derivatives_of_larger_blocks() -> None:
 def test_only_what_is_asked_for() -> None:
     p, inputs = prepare(by_name("bias"), torch.float32)
     held, _ = with_leaves(inputs)
-    held.q, held.bias = held.q.detach(), held.bias.detach()
-    out, lse = autograd.attention(TILED, p, held)
+    held = held._replace(q=held.q.detach(), bias=held.bias.detach())
+    out, lse = attend(p, held)
     assert out.requires_grad and lse.requires_grad
     (out.sum() + lse.sum()).backward()
     assert held.q.grad is None and held.bias.grad is None and held.k.grad is not None and held.v.grad is not None
@@ -133,7 +132,7 @@ def test_only_what_is_asked_for() -> None:
 def test_through_one_result_only(which: int) -> None:
     p, inputs = prepare(by_name("ragged_causal"), torch.float64)
     held, leaves = with_leaves(inputs)
-    found = torch.autograd.grad(autograd.attention(TILED, p, held)[which].square().sum(), leaves, allow_unused=True)
+    found = torch.autograd.grad(attend(p, held)[which].square().sum(), leaves, allow_unused=True)
     held, leaves = with_leaves(inputs)
     expected = torch.autograd.grad(reference.attention(p, held)[which].square().sum(), leaves, allow_unused=True)
     for g, e, t in zip(found, expected, leaves, strict=True):
@@ -142,14 +141,14 @@ def test_through_one_result_only(which: int) -> None:
 
 def test_no_graph_without_grad() -> None:
     p, inputs = prepare(by_name("plain"), torch.float32)
-    out, lse = autograd.attention(TILED, p, inputs)
+    out, lse = attend(p, inputs)
     assert not out.requires_grad and not lse.requires_grad
 
 
 def test_third_derivatives_are_refused() -> None:
     p, inputs = prepare(TINY[0], torch.float64)
     held, (q, *_) = with_leaves(inputs)
-    x = autograd.attention(TILED, p, held)[0].square().sum()
+    x = attend(p, held)[0].square().sum()
     for _ in range(2):
         (g,) = torch.autograd.grad(x, q, create_graph=True)
         x = g.square().sum()

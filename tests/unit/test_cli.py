@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import types
 from pathlib import Path
 
 import numpy
@@ -16,7 +17,7 @@ import strobe
 from strobe.backends import dispatch
 from strobe.cuda import jit
 from strobe.learn import worked_example
-from strobe.tools import cli, demo, demo_inputs
+from strobe.tools import cli, demo, demo_inputs, doctor
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 
@@ -299,6 +300,79 @@ def test_doctor_survives_what_is_missing(strobe_command, monkeypatch: pytest.Mon
     assert found["nvrtc"] == {"problem": "NVRTC is not there", "version": None}
     assert found["backends"]["emulator"] is not None and found["backends"]["tiled"] is None
     assert strobe_command("doctor").code == 0
+
+
+def test_doctor_shows_what_stands_in_brackets(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "nvrtc_status", lambda: 'install NVRTC with `pip install "strobe[cu13]"`')
+    assert 'pip install "strobe[cu13]"' in strobe_command("doctor").out
+
+
+def test_doctor_lists_the_hosts(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"transformers": "5.17.0", "flash-attn": "2.8.4"}
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package) or real(package))
+    monkeypatch.setattr(doctor, "_compat_status", lambda: {})
+    found = json.loads(strobe_command("doctor", "--json").out)["hosts"]
+    assert found["torch"] == {"version": torch.__version__, "strobe": "not active"}
+    assert found["flash_attn"] == {"version": "2.8.4", "strobe": "not active"}
+    assert found["vllm"]["version"] == real("vllm")
+    lines = [line.split() for line in strobe_command("doctor").out.splitlines()]
+    assert ["transformers", "5.17.0", "not", "active"] in lines
+    assert ["host", "installed", "strobe"] in lines
+
+
+def test_doctor_asks_compat(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    compat = types.ModuleType("strobe.compat")
+    compat.status = lambda: {"torch": "active: flash [impl]", "novel_host": "registered"}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "strobe.compat", compat)
+    found = json.loads(strobe_command("doctor", "--json").out)["hosts"]
+    assert found["torch"]["strobe"] == "active: flash [impl]" and found["transformers"]["strobe"] == "not active"
+    assert found["novel_host"] == {"version": None, "strobe": "registered"}
+    assert "active: flash [impl]" in strobe_command("doctor").out
+
+
+def test_doctor_without_compat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "strobe.compat", None)
+    assert {host["strobe"] for host in doctor.hosts().values()} == {"not active"}
+
+
+HEALTHY = {
+    "torch": {"version": "2.13.0", "cuda": "13.0", "threads": 2},
+    "gpus": [{"name": "H200", "arch": "sm_90"}],
+    "driver": {"problem": None},
+    "nvrtc": {"problem": None},
+    "cache": {"problem": None},
+    "compiler": {"problem": None},
+}
+CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "threads": 2}
+
+
+@pytest.mark.parametrize(
+    "changes, nvidia, says",
+    [
+        ({}, True, None),
+        ({"torch": CPU_BUILD, "gpus": []}, False, None),
+        ({"torch": CPU_BUILD, "gpus": []}, True, "install a CUDA build of torch: 2.13.0+cpu has no CUDA"),
+        ({"gpus": []}, True, "CUDA 13.0 but finds no GPU"),
+        ({"gpus": [{"name": "Tesla T4", "arch": "sm_75"}]}, True, "Tesla T4 (sm_75) runs tiled"),
+        ({"nvrtc": {"problem": "install strobe[cu13]"}}, True, "install strobe[cu13]"),
+        ({"driver": {"problem": "libcuda cannot be loaded"}}, True, "libcuda cannot be loaded"),
+        ({"cache": {"problem": "not writable"}}, True, "not writable"),
+        ({"compiler": {"problem": "CXX is 'x', which cannot be found"}}, True, "CXX is 'x'"),
+    ],
+)
+def test_doctor_ends_with_what_to_do_next(
+    changes: dict[str, object], nvidia: bool, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: nvidia)
+    *remedies, demo_step, bench_step = doctor.next_steps(HEALTHY | changes)
+    assert "strobe demo" in demo_step and "strobe bench" in bench_step
+    assert len(remedies) == (says is not None) and all(str(says) in remedy for remedy in remedies)
+
+
+def test_doctor_prints_the_next_steps_last(strobe_command) -> None:
+    steps = json.loads(strobe_command("doctor", "--json").out)["next"]
+    assert strobe_command("doctor").out.splitlines()[-len(steps) - 1 :] == ["Next:", *(f"- {step}" for step in steps)]
 
 
 # ---- compile ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe.cuda import cubin, jit
+from strobe.cuda import cache as store, cubin, jit
 
 needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 SOURCE = 'extern "C" __global__ void kernel(float* p) { p[threadIdx.x] = 1.5f; }\n'
@@ -28,7 +29,7 @@ def cache(tmp_path, monkeypatch):
     for name in ("STROBE_CUBIN_PATH", "STROBE_NO_COMPILE", "STROBE_VERBOSE"):
         monkeypatch.delenv(name, raising=False)
     forget(monkeypatch)
-    jit._warn_once.cache_clear()
+    store._warn_once.cache_clear()
     return directory
 
 
@@ -161,7 +162,7 @@ def test_an_error_behind_an_include_has_the_line_of_the_kernel(headers):
 
 @needs_nvrtc
 def test_without_a_cache_the_rejected_source_is_still_saved(monkeypatch, tmp_path):
-    monkeypatch.setattr(jit, "cache_dir", lambda: None)
+    monkeypatch.setattr(store, "directory", lambda *parts: None)
     monkeypatch.setattr(jit.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(jit.CompileError) as caught:
         jit.compile("nonsense;", "sm_80")
@@ -187,7 +188,7 @@ def test_compiled_then_memory_then_disk(cache, monkeypatch):
     first = jit.get(SOURCE, "sm_80")
     assert first.origin == "compiled" and first.log
     assert first.path.is_relative_to(cache) and first.path.read_bytes() == first.cubin
-    assert first.path.with_suffix(".cu").read_text() == first.source
+    assert [path.read_text() for path in first.path.parent.glob("*.cu")] == [first.source]
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
     again = jit.get(SOURCE, "sm_80")
@@ -211,25 +212,75 @@ def test_a_key_depends_on_source_headers_arch_and_options(headers, tmp_path, mon
     assert jit.key_of(jit.flatten(source), "sm_80") in keys
 
 
+def foreign(content):
+    """A complete cubin, but of another kernel."""
+    return jit.compile(OTHER, "sm_80").cubin
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "garbage": lambda content: b"not an ELF" * 100,
+    "half": lambda content: content[: len(content) // 2],
+    "last byte": lambda content: content[:-1],
+    "one bit": lambda content: content[:-200] + bytes([content[-200] ^ 1]) + content[-199:],
+    "zeros": lambda content: content[:64] + bytes(len(content) - 64),
+    "other kernel": foreign,
+}
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("damage", ["empty", "garbage", "half", "last byte"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_compiled_anew(damage, monkeypatch):
     good = jit.get(SOURCE, "sm_80")
-    cut = {"empty": b"", "garbage": b"not an ELF" * 100, "half": good.cubin[: len(good.cubin) // 2]}
-    bad = cut.get(damage, good.cubin[:-1])
-    assert not cubin.is_complete(bad)
-    good.path.write_bytes(bad)
+    good.path.write_bytes(DAMAGES[damage](good.cubin))
     forget(monkeypatch)
     again = jit.get(SOURCE, "sm_80")
-    assert (again.origin, again.cubin) == ("compiled", good.cubin)
+    assert (again.origin, again.cubin, again.path) == ("compiled", good.cubin, good.path)
     assert good.path.read_bytes() == good.cubin
+    forget(monkeypatch)
+    assert jit.get(SOURCE, "sm_80").origin == "disk"
+
+
+def put_link(path):
+    """Whoever owns the target could change it."""
+    target = path.parent / "elsewhere"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def put_directory(path):
+    path.unlink()
+    path.mkdir()
+    (path / "someone's").write_text("kept")
+
+
+def put_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def open_to_all(path):
+    path.chmod(0o666)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("put", [put_link, put_directory, put_pipe, open_to_all])
+def test_what_is_no_file_of_ours_is_replaced(put, cache, monkeypatch):
+    good = jit.get(SOURCE, "sm_80")
+    put(good.path)
+    for origin in ("compiled", "disk"):
+        forget(monkeypatch)
+        again = jit.get(SOURCE, "sm_80")
+        assert (again.origin, again.cubin, again.path) == (origin, good.cubin, good.path)
+    assert stat.S_ISREG(good.path.lstat().st_mode)
+    assert [path.read_text() for path in cache.rglob("someone's")] == (["kept"] if put is put_directory else [])
 
 
 @needs_nvrtc
 def test_no_directory_can_be_made(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert jit.cache_dir() is None
+    assert store.directory() is None
     artifact = jit.get(SOURCE, "sm_80")
     assert (artifact.origin, artifact.path) == ("compiled", None)
 
@@ -240,7 +291,7 @@ def test_an_unwritable_directory_is_survived(monkeypatch, cache):
         raise PermissionError("read-only file system")
 
     cache.mkdir(mode=0o700)
-    monkeypatch.setattr(jit.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(store.tempfile, "mkstemp", refuse)
     artifact = jit.get(SOURCE, "sm_80")
     assert (artifact.origin, artifact.path) == ("compiled", None)
     assert cubin.is_complete(artifact.cubin)
@@ -252,35 +303,70 @@ def test_no_home_is_survived(monkeypatch):
 
     monkeypatch.delenv("STROBE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(jit.Path, "home", homeless)
-    assert jit.cache_dir() is None
+    monkeypatch.setattr(store.Path, "home", homeless)
+    assert store.directory() is None
 
 
 def test_the_default_place_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.delenv("STROBE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert jit.cache_dir() == tmp_path / "xdg" / "strobe"
+    assert store.directory() == tmp_path / "xdg" / "strobe"
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("inner", [False, True], ids=["top", "inner"])
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_directory_that_others_can_write_is_ignored_with_one_warning(cache, monkeypatch, mode):
+def test_a_directory_that_others_can_write_is_ignored_with_one_warning(cache, monkeypatch, mode, inner):
     planted = jit.get(SOURCE, "sm_80")
+    (planted.path.parent if inner else cache).chmod(mode)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            forget(monkeypatch)
+            artifact = jit.get(SOURCE, "sm_80")
+            assert (artifact.origin, artifact.path) == ("compiled", None) and planted.path.exists()
+    assert len(warned) == 1 and "others may write to it" in str(warned[0].message)
+
+
+@needs_nvrtc
+def test_an_inner_directory_that_is_a_link_is_judged_by_its_target(cache, monkeypatch, tmp_path):
+    made = jit.get(SOURCE, "sm_80")
+    inner = made.path.parent
+    inner.rename(tmp_path / "elsewhere")
+    inner.symlink_to(tmp_path / "elsewhere")
     forget(monkeypatch)
-    cache.chmod(mode)
+    assert jit.get(SOURCE, "sm_80").origin == "disk"
+    (tmp_path / "elsewhere").chmod(0o777)
+    forget(monkeypatch)
     with pytest.warns(RuntimeWarning, match="others may write"):
-        artifact = jit.get(SOURCE, "sm_80")
-    assert (artifact.origin, artifact.path) == ("compiled", None) and planted.path.exists()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert jit.cache_dir() is None
+        assert jit.get(SOURCE, "sm_80").origin == "compiled"
 
 
-def test_a_directory_of_someone_else_is_ignored(cache, monkeypatch):
-    cache.mkdir(mode=0o700)
-    monkeypatch.setattr(jit.os, "getuid", lambda: os.stat(cache).st_uid + 1)
+@pytest.mark.parametrize("parts", [(), ("emulator",)])
+def test_a_directory_of_someone_else_is_ignored(cache, monkeypatch, parts):
+    theirs = cache.joinpath(*parts)
+    theirs.mkdir(mode=0o700, parents=True)
+    cache.chmod(0o700)
+    real = Path.stat
+
+    def owned_by_another(path, **options):
+        fields = list(real(path, **options))
+        fields[stat.ST_UID] += path == theirs
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "stat", owned_by_another)
     with pytest.warns(RuntimeWarning, match="belongs to another user"):
-        assert jit.cache_dir() is None
+        assert store.directory(*parts) is None
+    assert parts == () or store.directory() == cache
+
+
+@needs_nvrtc
+def test_a_file_of_someone_else_is_not_run(monkeypatch):
+    made = jit.get(SOURCE, "sm_80")
+    assert list(store.intact(made.path.parent, made.key, ".cubin")) == [(made.path, made.cubin)]
+    monkeypatch.setattr(store.os, "getuid", lambda: made.path.stat().st_uid + 1)
+    assert list(store.intact(made.path.parent, made.key, ".cubin")) == []
+    assert list(store.intact(made.path.parent, made.key, ".cubin", private=False)) == [(made.path, made.cubin)]
 
 
 @needs_nvrtc
@@ -288,8 +374,8 @@ def test_a_layer_serves_without_a_compiler(tmp_path, monkeypatch, cache):
     made = jit.get(SOURCE, "sm_80")
     layer = tmp_path / "layer"
     written = jit.write_layer(layer, made)
-    assert {p.name for p in layer.iterdir()} == {f"{made.key}.cubin", f"{made.key}.cu"}
-    assert written.with_suffix(".cu").read_text() == made.source
+    assert {path.suffix for path in layer.iterdir()} == {".cubin", ".cu"} and written.read_bytes() == made.cubin
+    assert (layer / f"{made.key}.cu").read_text() == made.source
 
     forget(monkeypatch)
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "empty"))
@@ -298,6 +384,51 @@ def test_a_layer_serves_without_a_compiler(tmp_path, monkeypatch, cache):
     assert jit.layers() == [tmp_path / "absent", layer]
     artifact = jit.get(SOURCE, "sm_80")
     assert (artifact.origin, artifact.cubin, artifact.path) == ("layer", made.cubin, written)
+
+
+@needs_nvrtc
+def test_a_layer_holds_one_cubin_of_a_kernel(tmp_path):
+    made = jit.get(SOURCE, "sm_80")
+    former = jit.write_layer(tmp_path, dataclasses.replace(made, cubin=jit.compile(OTHER, "sm_80").cubin))
+    assert jit.write_layer(tmp_path, made) != former
+    assert [path.read_bytes() for path in tmp_path.glob("*.cubin")] == [made.cubin]
+
+
+@needs_nvrtc
+def test_files_of_a_cache_make_a_layer(tmp_path, monkeypatch):
+    """As docs/install.md says: what one machine has compiled serves on another."""
+    made = jit.get(SOURCE, "sm_80")
+    (tmp_path / "layer").mkdir()
+    copy = shutil.copy(made.path, tmp_path / "layer")
+    forget(monkeypatch)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("STROBE_CUBIN_PATH", str(tmp_path / "layer"))
+    monkeypatch.setattr(jit, "_toolchain", lambda: "nvrtc12-another")
+    artifact = jit.get(SOURCE, "sm_80")
+    assert (artifact.origin, artifact.cubin, artifact.path) == ("layer", made.cubin, Path(copy))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("damage", [None, *DAMAGES])
+def test_a_layer_is_checked_and_may_be_linked(tmp_path, monkeypatch, damage, link):
+    made = jit.get(SOURCE, "sm_80")
+    written = jit.write_layer(tmp_path / "layer", made)
+    if link:
+        written.rename(tmp_path / "target")
+        written.symlink_to(tmp_path / "target")
+    if damage is not None:
+        written.write_bytes(DAMAGES[damage](made.cubin))
+    forget(monkeypatch)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("STROBE_CUBIN_PATH", str(tmp_path / "layer"))
+    monkeypatch.setenv("STROBE_NO_COMPILE", "1")
+    if damage is None:
+        artifact = jit.get(SOURCE, "sm_80")
+        assert (artifact.origin, artifact.cubin, artifact.path) == ("layer", made.cubin, written)
+    else:
+        with pytest.raises(jit.CompileForbidden, match=f"damaged: {re.escape(str(written))}"):
+            jit.get(SOURCE, "sm_80")
 
 
 def test_compiling_can_be_forbidden(tmp_path, monkeypatch, cache):

@@ -159,7 +159,7 @@ def test_cpp_text_means_the_same(tmp_path: Path) -> None:
     ]
     source = "#include <algorithm>\n#define STROBE_DEVICE\nusing std::max;\nusing std::min;\n"
     for i, mask in enumerate(masks):
-        source += f"namespace n{i} {{\n{mask.cpp}}}\n"
+        source += f"namespace n{i} {{\n{mask.cpp()}}}\n"
         source += (
             f'extern "C" void bounds{i}(int len_q, int len_k, const int* c, int q, int* out) {{\n'
             f"  n{i}::Mask m{{len_q, len_k, c}};\n  out[0] = m.lo(q), out[1] = m.hi(q);\n}}\n"
@@ -180,8 +180,8 @@ def test_cpp_text_means_the_same(tmp_path: Path) -> None:
 
 
 def test_same_text_for_other_constants() -> None:
-    assert window(3, 5).cpp == window(700, 0).cpp and window(3, 5).constants != window(700, 0).constants
-    assert window(3, 5).cpp != window(3, None).cpp
+    assert window(3, 5).cpp() == window(700, 0).cpp() and window(3, 5).constants != window(700, 0).constants
+    assert window(3, 5).cpp() != window(3, None).cpp()
 
 
 def test_equality_and_hash() -> None:

@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 from cases import CASES, Case
-from oracle import prepare, with_leaves
+from oracle import forward, prepare, with_leaves
 
 from strobe import dropout
+from strobe.arguments import Inputs
 from strobe.backends import reference
-from strobe.problem import Inputs, Problem
+from strobe.problem import Problem
 
 SMALL = {
     case.name: case
@@ -39,7 +40,7 @@ def loops(p: Problem, x: Inputs, b: int, h: int, i: int) -> tuple[list[float], f
     """One row, in Python numbers, as the definition reads."""
     q0 = k0 = 0
     len_q, len_k, held = p.len_q, p.len_k, b
-    if p.packed:
+    if p.varlen:
         (q0, q1), (k0, k1) = ([int(n) for n in cu[b : b + 2]] for cu in (x.cu_q, x.cu_k))
         len_q, len_k, held = q1 - q0, k1 - k0, 0
     hk = h // p.group
@@ -49,7 +50,7 @@ def loops(p: Problem, x: Inputs, b: int, h: int, i: int) -> tuple[list[float], f
         if x.mask is not None and not x.mask.expand(p.batch, p.heads, p.len_q, p.len_k)[b, h, i, j]:
             continue
         s = p.scale * sum(float(x.q[held, h, q0 + i, c]) * float(x.k[held, hk, k0 + j, c]) for c in range(p.dim))
-        s = s if p.softcap is None else p.softcap * math.tanh(s / p.softcap)
+        s = p.score.expr.evaluate({"s": torch.tensor(s, dtype=torch.float64)}).item() if not p.score.is_identity else s
         scores[j] = s + (0 if x.bias is None else float(x.bias.expand(p.batch, p.heads, p.len_q, p.len_k)[b, h, i, j]))
     total = sum(math.exp(s) for s in scores.values()) + (0 if x.sinks is None else math.exp(float(x.sinks[h])))
     kept = dropout.keep(x.seed, range(b, b + 1), range(h, h + 1), range(i, i + 1), range(len_k), p.dropout)[0, 0, 0]
@@ -102,6 +103,6 @@ def test_rows_without_keys_have_zero_gradients() -> None:
 def test_backend_writes_into_out_and_is_never_chosen() -> None:
     p, inputs = prepare(SMALL["plain"], torch.float32)
     out = torch.full((1, 2, 4, 3), torch.nan)
-    result, lse = reference.BACKENDS["reference"].forward(p, inputs, out)
+    result, lse = forward("reference", p, inputs, out)
     assert result is out and torch.isfinite(out).all() and lse.dtype == torch.float32
     assert not reference.BACKENDS["reference"].automatic

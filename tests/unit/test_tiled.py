@@ -9,15 +9,16 @@ import tolerance
 import torch
 from cases import CASES, Case
 from hypothesis import given, settings, strategies as st
-from oracle import cotangents, expected, expected_gradients, prepare
+from oracle import check, cotangents, expected, expected_gradients, prepare
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from strobe import mask as masks
-from strobe.backends import reference
+from strobe.backends import dispatch, reference
 from strobe.backends.tiled import forward as tiled
+from strobe.backends.tiled.backward import backward
 from strobe.backends.tiled.slab import choose_blocks
-from strobe.problem import check
+from strobe.tiled import block_sizes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = {"block_q": 24, "block_k": 40}  # small and unequal, so that the cases have many tiles and ragged ones
@@ -44,7 +45,7 @@ def test_backward(case: Case, dtype: torch.dtype) -> None:
     out, lse = tiled.forward(p, inputs, **BLOCKS)
     before = [t.clone() for t in (inputs.q, inputs.k, inputs.v, out, lse)]
     dout, dlse = cotangents(p, inputs)
-    found = tiled.backward(p, inputs, out, lse, dout, dlse, **BLOCKS)
+    found = backward(p, inputs, out, lse, dout, dlse, **BLOCKS)
     for had, have in zip(before, (inputs.q, inputs.k, inputs.v, out, lse), strict=True):
         assert torch.equal(had, have), "an input was changed"
     present = [(name, g) for name, g in zip(found._fields, found, strict=True) if g is not None]
@@ -84,7 +85,7 @@ def test_rows_without_keys() -> None:
     assert (out[:, :, :70] == 0).all() and (lse[:, :, :70] == -torch.inf).all() and torch.isfinite(lse[:, :, 70:]).all()
     dout, dlse = cotangents(p, inputs)
     dlse[:, :, :70] = torch.nan  # whatever became of -inf further up
-    gradients = tiled.backward(p, inputs, out, lse, dout, dlse)
+    gradients = backward(p, inputs, out, lse, dout, dlse)
     assert (gradients.q[:, :, :70] == 0).all() and torch.isfinite(gradients.k).all()
 
 
@@ -137,7 +138,7 @@ def test_tile_sizes_do_not_matter(len_q: int, len_k: int, mask: masks.Mask, bloc
     results = [tiled.forward(p, inputs, **blocks) for blocks in sizes]
     same(results[0], results[1])
     directions = cotangents(p, inputs)
-    gradients = [tiled.backward(p, inputs, *results[1], *directions, **blocks) for blocks in sizes]
+    gradients = [backward(p, inputs, *results[1], *directions, **blocks) for blocks in sizes]
     same(tuple(gradients[0]), tuple(gradients[1]))
 
 
@@ -207,7 +208,7 @@ def test_memory_grows_with_the_length_and_not_its_square() -> None:
         p, inputs = check(q, k, v, mask=masks.window(200, 0))
         with LiveMemory() as memory:
             out, lse = tiled.forward(p, inputs)
-            tiled.backward(p, inputs, out, lse, out, lse)
+            backward(p, inputs, out, lse, out, lse)
         results = sum(t.numel() * 4 for t in (out, lse, q, k, v))
         assert memory.largest <= max(2 * results, 8 << 20)
         peaks.append(memory.peak - results)
@@ -225,12 +226,12 @@ def test_keys_outside_the_mask_are_not_read() -> None:
 
 def test_block_sizes_can_be_set_and_are_told() -> None:
     p, inputs = prepare(by_name["plain"], torch.float32)
-    with tiled.block_sizes(8, 40):
-        assert tiled.BACKENDS["tiled"].details(p) == {"block_q": 8, "block_k": 40}
+    with block_sizes(8, 40):
+        assert dispatch.get("tiled").details(p) == {"block_q": 8, "block_k": 40}
         tiled.forward(p, inputs)
     assert choose_blocks(p).q > 8
     for bad in (0, -3, True, 2.5):
-        with pytest.raises(ValueError, match="block_k must be"), tiled.block_sizes(block_k=bad):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="block_k must be"), block_sizes(block_k=bad):  # type: ignore[arg-type]
             pass
 
 
@@ -240,13 +241,13 @@ def test_extra_bytes_covers_what_is_really_allocated() -> None:
     with LiveMemory() as memory:
         out, lse = tiled.forward(p, inputs)
     results = 4 * (out.numel() + lse.numel())
-    assert memory.peak - results <= 1.5 * tiled.BACKENDS["tiled"].extra_bytes(p)
+    assert memory.peak - results <= 1.5 * dispatch.get("tiled").extra_bytes(p)
 
 
 def test_the_constant_bias_costs_no_gradient() -> None:
     p, inputs = prepare(by_name["bias"], torch.float32)
     out, lse = tiled.forward(p, inputs)
-    assert tiled.backward(p, inputs, out, lse, out, None, bias_gradient=False).bias is None
+    assert backward(p.backward(("q", "k")), inputs, out, lse, out).bias is None
 
 
 def test_infinite_bias_hides_like_a_mask() -> None:
@@ -257,6 +258,4 @@ def test_infinite_bias_hides_like_a_mask() -> None:
     exact = reference.attention(p, inputs)
     torch.testing.assert_close((out, lse), exact, atol=1e-12, rtol=1e-12)
     assert (lse[:, :, 3] == -torch.inf).all()
-    assert all(
-        torch.isfinite(g).all() for g in tiled.backward(p, inputs, out, lse, *cotangents(p, inputs), **BLOCKS)[:3]
-    )
+    assert all(torch.isfinite(g).all() for g in backward(p, inputs, out, lse, *cotangents(p, inputs), **BLOCKS)[:3])

@@ -1,8 +1,10 @@
 """PyTorch's own fused CPU kernel, called directly on views, for what it really covers.
 
 Its limits, as found by trying: any zero length ends in a division by zero that kills the process; key and value dims
-must be equal; its causal mask is aligned top-left; it adds masks and knows no booleans; a row that sees no key gets the
-LSE 0; there is no gradient for what is added, nor through the LSE."""
+must be equal; its causal mask is aligned top-left, and multiplies -inf by the scale; it adds masks and knows no
+booleans; a row that sees no key gets the LSE 0; there is no gradient for what is added, nor through the LSE; with fewer
+keys than a vector has lanes, a row whose scores are all NaN gets the output 0 and the LSE 0.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from typing import Any
 
 import torch
 
-from strobe.autograd import Plain
-from strobe.backends.backend import Backend, Gradients
-from strobe.backends.tiled import backward as tiled_backward
+from strobe.arguments import Arguments, Inputs, Layout, four_axes
+from strobe.backends.backend import Backend, Gradients, bind_backward
+from strobe.backends.tiled import backward as tiled_backward, forward as tiled_forward
 from strobe.mask import causal, causal_top_left, full
-from strobe.problem import Inputs, Problem, from_bhsd, to_bhsd
+from strobe.problem import Problem
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 # Calling PyTorch's generated binding takes 4 us less than calling the same operation out of `torch.ops`.
@@ -27,6 +29,8 @@ _backward_op: Any = getattr(torch.ops.aten, f"{_NAME}_backward", None)
 # Older versions have not been tried with fewer key heads than query heads.
 _GROUPS_SINCE = (2, 11)
 _TAKES_GROUPS = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= _GROUPS_SINCE
+_MOST_LANES = 16  # of a vector of fp32
+_LEAST_SCALE, _MOST_SCALE = torch.finfo(torch.float32).tiny, 1e30
 
 
 def _is_causal(problem: Problem) -> bool:
@@ -34,117 +38,117 @@ def _is_causal(problem: Problem) -> bool:
     return mask is not full and (mask == causal_top_left or (mask == causal and problem.len_q == problem.len_k))
 
 
-def supports(problem: Problem) -> str | None:
-    if problem.device.type != "cpu":
-        return f"it runs on CPUs only, the inputs are on {problem.device.type}"
+def limits(problem: Problem) -> str | None:
     if _forward_op is None or _backward_op is None:
         return f"torch {torch.__version__} does not have the operator"
-    if problem.packed:
-        return "no packed sequences"
-    if problem.empty:
-        return "no empty tensors"
+    for present, what in (
+        (problem.varlen, "packed sequences"),
+        (problem.positions, "parts of sequences"),
+        (problem.partial, "output in fp32"),
+        (problem.empty or not problem.dim_v, "empty tensors"),
+        (problem.dropout, "dropout"),
+        (problem.has_sinks, "sinks"),
+        (not problem.score.is_identity, f"{problem.score.name.split('(')[0]}"),
+        ("bias" in problem.gradients, "gradient of the bias"),
+    ):
+        if present:
+            return f"no {what}"
     if problem.dim != problem.dim_v:
         return f"key and value dims must be equal, got {problem.dim} and {problem.dim_v}"
     if problem.group != 1 and not _TAKES_GROUPS:
         return f"no grouped heads in torch {torch.__version__} (since {'.'.join(map(str, _GROUPS_SINCE))})"
-    for present, what in (
-        (problem.softcap is not None, "softcap"),
-        (problem.dropout, "dropout"),
-        (problem.has_sinks, "sinks"),
-    ):
-        if present:
-            return f"no {what}"
     if problem.mask != full and not _is_causal(problem):
         why = " with unequal lengths (its diagonal starts at the top left)" if problem.mask == causal else ""
         return f"no {problem.mask!r} mask{why}"
     if problem.has_bias and problem.mask != full:
         return "no bias together with an interval mask"
-    if problem.has_bias and problem.needs_grad:
-        return "no gradient of the bias"
+    if abs(problem.scale) > _MOST_SCALE or (problem.mask != full and problem.scale < _LEAST_SCALE):
+        return f"scale {problem.scale}, by which it multiplies what is masked"
     return None
 
 
-def _added(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
+def _machine(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else f"it runs on CPUs only, the inputs are on {device.type}"
+
+
+def _added(problem: Problem, mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
     """The mask tensor and the bias as one tensor to be added to the scores, no larger than they are."""
-    bias = inputs.bias
     if bias is not None and bias.dtype != problem.dtype:
         bias = bias.to(problem.lse_dtype)  # the kernel takes its own dtype, or fp32 beside 16-bit inputs
-    if inputs.mask is None:
+    if mask is None:
         return bias
     if bias is None:
-        return torch.zeros(inputs.mask.shape, dtype=problem.dtype).masked_fill_(~inputs.mask, -torch.inf)
-    return torch.where(inputs.mask, bias, -torch.inf)
+        return torch.zeros(mask.shape, dtype=problem.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return torch.where(mask, bias, -torch.inf)
 
 
-def forward(problem: Problem, inputs: Inputs, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if not (problem.has_mask_tensor or problem.has_bias):
-        result, lse = _forward_op(q, k, v, 0.0, _is_causal(problem), scale=problem.scale)
-    else:
-        added = _added(problem, inputs)
-        assert added is not None
-        result, lse = _forward_op(q, k, v, 0.0, False, attn_mask=added, scale=problem.scale)
-        lse.masked_fill_(added.amax(-1) == -torch.inf, -torch.inf)
-    return (result if out is None else out.copy_(result)), lse
-
-
-def backward(
-    problem: Problem,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> Gradients:
-    if dlse is not None:
-        return tiled_backward.backward(problem, inputs, out, lse, dout, dlse)
-    added = _added(problem, inputs)
-    if added is not None:
-        lse = lse.masked_fill(lse == -torch.inf, 0)  # what the kernel itself had written there
-    gradients = _backward_op(
-        dout, inputs.q, inputs.k, inputs.v, out, lse, 0.0, _is_causal(problem), attn_mask=added, scale=problem.scale
-    )
-    return Gradients(*gradients)
-
-
-def _repeat(problem: Problem, inputs: Inputs, layout: str, return_lse: bool) -> Callable[..., Any] | None:
-    """Further calls like this one, without mask tensor or bias: only views and the operation itself."""
+def _bind(problem: Problem, layout: Layout) -> Callable[..., Any]:
+    if problem.gradients:
+        return _bind_backward(problem, layout)
     keywords: dict[str, Any] = {"is_causal": True} if _is_causal(problem) else {}
     if problem.scale != 1 / math.sqrt(problem.dim):
         keywords["scale"] = problem.scale
     op = functools.partial(_forward_op, **keywords) if keywords else _forward_op  # a number to parse costs 0.7 us
-    attend: Callable[..., Any]
-    if problem.needs_grad:
-        if return_lse:
-            return None
-        backward_op, causal, scale = _backward_op.default, _is_causal(problem), problem.scale
+    added, few_keys = problem.has_mask_tensor or problem.has_bias, problem.len_k < _MOST_LANES
+    inside, outside, rows = layout.inside, layout.outside, layout.rows_outside
 
-        def backward(*tensors: torch.Tensor) -> Any:
-            return backward_op(*tensors, 0.0, causal, scale=scale)
+    def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = inside(a.q), inside(a.k), inside(a.v)
+        if added:
+            to_add = _added(problem, four_axes(a.mask_tensor()), four_axes(a.bias))
+            assert to_add is not None
+            out, lse = op(q, k, v, attn_mask=to_add)
+            lse.masked_fill_(to_add.amax(-1) == -torch.inf, -torch.inf)
+        else:
+            out, lse = op(q, k, v)
+        if few_keys and not lse.all():  # perhaps NaN that was swallowed
+            out, lse = tiled_forward.forward(problem, Inputs.of(a, layout))
+        return (outside(out) if a.out is None else a.out.copy_(outside(out))), rows(lse)
 
-        attend = functools.partial(Plain.apply, (op, backward, BACKENDS["aten_cpu"], problem))
-    else:
+    def run_plain(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        """The usual case without a call for each tensor: what small problems take is Python's time."""
+        out, lse = op(a.q.transpose(1, 2), a.k.transpose(1, 2), a.v.transpose(1, 2))
+        out = out.transpose(1, 2)
+        return (out if a.out is None else a.out.copy_(out)), lse
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            return op(q, k, v)[0]
+    return run_plain if layout is Layout.BSHD and not added and not few_keys else run
 
-    def of_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
-    def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        out, lse = op(to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
-        return from_bhsd(out, q, layout), lse
+def _bind_backward(problem: Problem, layout: Layout) -> Callable[..., Any]:
+    on_views = bind_backward(problem, layout, _backward)
+    if problem.has_mask_tensor or problem.has_bias:
+        return on_views
+    op, is_causal, scale = _backward_op.default, _is_causal(problem), problem.scale
+    inside, outside = layout.inside, layout.outside
 
-    return with_lse if return_lse else of_bshd if layout == "bshd" else attend
+    def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+        if dlse is not None:
+            return on_views(a, out, lse, dout, dlse)
+        q, k, v, out, dout = (inside(t) for t in (a.q, a.k, a.v, out, dout))
+        found = op(dout, q, k, v, out, layout.rows_inside(lse), 0.0, is_causal, scale=scale)
+        return Gradients(*map(outside, found))
+
+    return run
+
+
+def _backward(
+    problem: Problem, x: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    if dlse is not None:
+        return tiled_backward.backward(problem, x, out, lse, dout, dlse)
+    added = _added(problem, x.mask, x.bias)
+    lse = lse.masked_fill(lse == -torch.inf, 0)  # what the kernel itself had written there
+    is_causal = _is_causal(problem)
+    found = _backward_op(dout, x.q, x.k, x.v, out, lse, 0.0, is_causal, attn_mask=added, scale=problem.scale)
+    return Gradients(*found)
 
 
 BACKENDS = {
     "aten_cpu": Backend(
         name="aten_cpu",
         summary="PyTorch's fused CPU kernel, for plain and causal attention",
-        supports=supports,
-        forward=forward,
-        backward=backward,
-        repeat=_repeat,
+        limits=limits,
+        machine=_machine,
+        bind=_bind,
     )
 }

@@ -1,18 +1,19 @@
-"""What a backend is: a name, what it cannot do, and how it computes."""
+"""What a backend is: a name, what it cannot do, and how it is bound to a problem."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from strobe.problem import Inputs, Problem
+from strobe.arguments import Arguments, Inputs, Layout
+from strobe.problem import Problem
 
 
 class Gradients(NamedTuple):
-    """Of one attention call, each in its input's shape; `None` where the input does not need one."""
+    """Of one attention call, each in its input's shape; `None` where none is wanted."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -21,8 +22,19 @@ class Gradients(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-Forward = Callable[[Problem, Inputs, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
-Backward = Callable[[Problem, Inputs, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Gradients]
+class Forward(Protocol):
+    """Bound to a problem and a layout: a function of the caller's tensors. It writes into `a.out` if that is given."""
+
+    def __call__(self, a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse), in the caller's layout."""
+
+
+class Backward(Protocol):
+    """The same for the gradients that the problem names; everything is in the caller's layout."""
+
+    def __call__(
+        self, a: Arguments, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+    ) -> Gradients: ...
 
 
 def _nothing(problem: Problem) -> dict[str, object]:
@@ -31,19 +43,53 @@ def _nothing(problem: Problem) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Backend:
-    """`forward(problem, inputs, out)` returns (out, lse) in (batch, heads, len_q, dim_v) and (batch, heads, len_q)
-    order, writing into `out` when it is given. `backward(problem, inputs, out, lse, dout, dlse)` is left to `tiled`
-    when
-    missing."""
+    """`bind(problem, layout)` gives a `Forward`, or a `Backward` if the problem asks for gradients. It is the only way
+    to run a backend; it may compile, allocate and remember, so that what it gives is fast."""
 
     name: str
     summary: str
-    supports: Callable[[Problem], str | None]  # None, or the reason why not; it also checks what the machine offers
-    forward: Forward
-    backward: Backward | None = None
+    limits: Callable[[Problem], str | None]  # why its code cannot do this, whatever the machine; None if it can
+    bind: Callable[[Problem, Layout], Any]
+    machine: Callable[[torch.device], str | None] = field(default=lambda device: None)  # what is missing here
     details: Callable[[Problem], dict[str, object]] = field(default=_nothing)  # tiles, threads, … for `explain`
-    extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # workspace beyond inputs, output and LSE
+    extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
-    # (problem, inputs, layout, return_lse) -> a function of (q, k, v) alone for further calls like this one; see
-    # api.py, which asks for calls that need gradients on CPUs only
-    repeat: Callable[[Problem, Inputs, str, bool], Callable[..., Any] | None] | None = None
+
+    def supports(self, problem: Problem) -> str | None:
+        """None, or the reason why not."""
+        return self.limits(problem) or self.machine(problem.device)
+
+
+ViewsForward = Callable[[Problem, Inputs, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+ViewsBackward = Callable[[Problem, Inputs, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Gradients]
+
+
+def binder(forward: ViewsForward, backward: ViewsBackward | None = None) -> Callable[[Problem, Layout], Any]:
+    """`bind` for a backend that computes on (batch, heads, length, dim) views: forward(problem, inputs, out) and
+    backward(problem, inputs, out, lse, dout, dlse)."""
+
+    def bind(problem: Problem, layout: Layout) -> Any:
+        if problem.gradients:
+            assert backward is not None
+            return bind_backward(problem, layout, backward)
+
+        def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = forward(problem, Inputs.of(a, layout), None if a.out is None else layout.inside(a.out))
+            return layout.outside(out) if a.out is None else a.out, layout.rows_outside(lse)
+
+        return run
+
+    return bind
+
+
+def bind_backward(problem: Problem, layout: Layout, backward: ViewsBackward) -> Backward:
+    def run(
+        a: Arguments, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+    ) -> Gradients:
+        rows = [None if t is None else layout.rows_inside(t) for t in (lse, dlse)]
+        assert rows[0] is not None
+        found = backward(problem, Inputs.of(a, layout), layout.inside(out), rows[0], layout.inside(dout), rows[1])
+        q, k, v = (None if g is None else layout.outside(g) for g in found[:3])
+        return Gradients(q, k, v, None if found.bias is None else found.bias.view(a.bias.shape), found.sinks)
+
+    return run

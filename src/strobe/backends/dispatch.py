@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
+from strobe.arguments import Layout
 from strobe.backends.backend import Backend
 from strobe.problem import Problem, Unsupported
 
@@ -13,7 +15,7 @@ _MODULES = {
     "sm90": "strobe.cuda.backend",
     "sm80": "strobe.cuda.backend",
     "aten_cpu": "strobe.backends.aten_cpu",
-    "tiled": "strobe.backends.tiled.forward",
+    "tiled": "strobe.backends.tiled.backend",
     "reference": "strobe.backends.reference",
     "emulator": "strobe.emulator.backend",
 }
@@ -32,7 +34,6 @@ def rejections(problem: Problem) -> dict[str, str | None]:
     return {name: get(name).supports(problem) for name in NAMES}
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(problem: Problem, name: str | None = None) -> Backend:
     """The named backend or, if none is named, the fastest that can. A named backend never falls back to another."""
     if name is not None:
@@ -41,8 +42,25 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
         if reason is not None:
             raise Unsupported(f"backend {name!r} cannot run this: {reason}")
         return backend
+    return _fastest(problem)
+
+
+def choose_backward(problem: Problem, forward: Backend) -> Backend:
+    """For a problem that asks for gradients: the backend that ran the forward pass if it has a backward pass for it. Else
+    the fastest, unless the forward's backend was one that must be named: then `tiled`."""
+    if forward.supports(problem) is None:
+        return forward
+    return _fastest(problem) if forward.automatic else get("tiled")
+
+
+def _fastest(problem: Problem) -> Backend:
     for candidate in NAMES:
         backend = get(candidate)
         if backend.automatic and backend.supports(problem) is None:
             return backend
     raise AssertionError("`tiled` supports every problem")
+
+
+def bind(backend: Backend, problem: Problem, layout: Layout) -> Any:
+    """Nothing is to be attended in an empty problem: `tiled` fills in the results, whoever was asked."""
+    return (get("tiled") if problem.empty else backend).bind(problem, layout)

@@ -5,78 +5,112 @@ It defines what every other backend has to compute. Nothing here is fast or smal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from strobe import dropout
-from strobe.backends.backend import Backend
-from strobe.problem import Inputs, Problem
-from strobe.score import softcapped
+from strobe.arguments import Inputs
+from strobe.backends.backend import Backend, binder
+from strobe.mask import Positions
+from strobe.problem import Problem
 
 
 def attention(
     problem: Problem, inputs: Inputs, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in `dtype`, differentiable; packed problems give (1, heads, total_q, dim_v) and (1, heads,
-    total_q)."""
-    parts = [_one(problem, part, index, dtype) for index, part in _sequences(problem, inputs)]
+    """(out, lse) in `dtype`, differentiable; varlen problems give (1, heads, total_q, dim_v) and (1, heads, total_q)."""
+    parts = [_one(problem, part, index, at, dtype) for index, at, part in _sequences(problem, inputs)]
     if not parts:
         rows = inputs.q.shape[:3]
         return inputs.q.new_zeros((*rows, problem.dim_v), dtype=dtype), inputs.q.new_zeros(rows, dtype=dtype)
     outs, lses = zip(*parts, strict=True)
-    return (outs[0], lses[0]) if len(parts) == 1 else (torch.cat(outs, 2), torch.cat(lses, 2))
+    if len(parts) == 1:
+        return outs[0], lses[0]
+    axis = 2 if problem.varlen else 0
+    return torch.cat(outs, axis), torch.cat(lses, axis)
 
 
-def _one(problem: Problem, x: Inputs, batch: range, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _one(
+    problem: Problem, x: Inputs, batch: range, at: Positions | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     q = x.q.to(dtype)
     k, v = (t.to(dtype).repeat_interleave(problem.group, 1) if problem.heads_k else t.to(dtype) for t in (x.k, x.v))
     len_q, len_k = q.shape[2], k.shape[2]
+    offset_q, whole_q, offset_k, whole_k = at or (0, len_q, 0, len_k)
+    rows, keys = range(offset_q, offset_q + len_q), range(offset_k, offset_k + len_k)
+    where: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k}
+    where["q"] = torch.arange(rows.start, rows.stop, device=q.device, dtype=dtype)[:, None]
+    where["k"] = torch.arange(keys.start, keys.stop, device=q.device, dtype=dtype)
+    for i, t in enumerate(x.score_tensors):  # (heads,) or (batch, heads)
+        where[i] = (t if t.dim() == 1 else t[batch.start : batch.stop]).to(dtype)[..., None, None]
 
-    s = softcapped(q @ k.mT * problem.scale, problem.softcap)  # (batch, heads, len_q, len_k)
-    if x.bias is not None:
-        s = s + x.bias.to(dtype)
-    visible = problem.mask.dense(len_q, len_k, q.device) & (s > -torch.inf)
+    s = scores(problem, q @ k.mT, where, None if x.bias is None else x.bias.to(dtype))
+    visible = problem.mask.dense(len_q, len_k, q.device, at) & (s != -torch.inf)
     if x.mask is not None:
         visible = visible & x.mask
-
     p, lse = probabilities(s, visible, None if x.sinks is None else x.sinks.to(dtype)[:, None, None])
     if problem.dropout:
-        kept = dropout.keep(x.seed, batch, range(problem.heads), range(len_q), range(len_k), problem.dropout, q.device)
+        kept = dropout.keep(x.seed, batch, range(problem.heads), rows, keys, problem.dropout, q.device)
         p = torch.where(kept, p / (1 - problem.dropout), 0)
     return p @ v, lse
+
+
+def scores(
+    problem: Problem, product: torch.Tensor, where: Mapping[Any, Any], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """What q kᵀ becomes before masks; `where` says which positions and tensors a score may look at."""
+    s = product * problem.scale
+    if not problem.score.is_identity:
+        s = problem.score.expr.evaluate({**where, "s": s})
+    return s if bias is None else s + bias
 
 
 def probabilities(
     s: torch.Tensor, visible: torch.Tensor, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The softmax over the visible keys and its LSE; 0 and -inf, without NaN in the gradients, for rows that see none.
-    The sink, (heads, 1, 1) or the like, is one more key of the softmax, whose probability goes nowhere."""
-    len_k = s.shape[-1]
+    The sink, (heads, 1, 1) or the like, is one more key of the softmax, whose probability goes nowhere: all of it if the
+    sink is infinite."""
+    len_k, takes_all = s.shape[-1], None
     if sink is not None:
+        takes_all = sink == torch.inf
+        sink = torch.where(takes_all, 0.0, sink).to(s.dtype)
         s = torch.cat([s, sink.expand(*s.shape[:-1], 1)], -1)
-        visible = torch.cat([visible.expand(*s.shape[:-1], len_k), s[..., -1:] > -torch.inf], -1)
+        visible = torch.cat([visible.expand(*s.shape[:-1], len_k), s[..., -1:] != -torch.inf], -1)
+        visible = visible & ~takes_all
     seen = visible.any(-1, keepdim=True)
     s = torch.where(visible, s, torch.where(seen, -torch.inf, 0.0).to(s.dtype))  # finite where nothing is seen
     if s.shape[-1] == 0:
         return s, s.new_full(s.shape[:-1], -torch.inf)
     p = torch.where(visible, s.softmax(-1), 0)[..., :len_k]
-    return p, torch.where(seen, s.logsumexp(-1, keepdim=True), -torch.inf).squeeze(-1)
+    lse = torch.where(seen, s.logsumexp(-1, keepdim=True), -torch.inf)
+    if takes_all is not None:
+        lse = torch.where(takes_all, torch.inf, lse)
+    return p, lse.squeeze(-1)
 
 
-def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Inputs]]:
-    """The problem as it is or, when it is packed, one sequence after the other, with the index of each."""
-    if not problem.packed:
-        yield range(problem.batch), inputs
-        return
-    assert inputs.cu_q is not None and inputs.cu_k is not None
-    ends_q, ends_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
+def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Positions | None, Inputs]]:
+    """The problem as it is or, where sequences have lengths or positions of their own, one after the other: with the
+    index and the positions of each."""
+    at = [None] * problem.batch if inputs.positions is None else [Positions(*p) for p in inputs.positions.tolist()]
+    if not problem.varlen:
+        if inputs.positions is None:
+            yield range(problem.batch), None, inputs
+            return
+        ends_q = ends_k = None
+    else:
+        assert inputs.cu_q is not None and inputs.cu_k is not None
+        ends_q, ends_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
     for i in range(problem.batch):
-        rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+        if ends_q is None or ends_k is None:
+            batch, rows, keys = slice(i, i + 1), slice(0, problem.len_q), slice(0, problem.len_k)
+        else:
+            batch, rows, keys = slice(0, 1), slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
 
         def corner(t: torch.Tensor | None, i: int = i, rows: slice = rows, keys: slice = keys) -> torch.Tensor | None:
-            """Of a mask or bias (batch, heads, longest len_q, longest len_k), each axis perhaps 1, the part of sequence
-            i."""
+            """Of a mask or bias (batch, heads, longest len_q, longest len_k), each axis perhaps 1, the part of i."""
             if t is None:
                 return None
             t = t if t.shape[0] == 1 else t[i : i + 1]
@@ -85,14 +119,13 @@ def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Inputs
 
         yield (
             range(i, i + 1),
-            Inputs(
-                inputs.q[:, :, rows],
-                inputs.k[:, :, keys],
-                inputs.v[:, :, keys],
-                corner(inputs.mask),
-                corner(inputs.bias),
-                inputs.sinks,
-                inputs.seed,
+            at[i],
+            inputs._replace(
+                q=inputs.q[batch, :, rows],
+                k=inputs.k[batch, :, keys],
+                v=inputs.v[batch, :, keys],
+                mask=corner(inputs.mask),
+                bias=corner(inputs.bias),
             ),
         )
 
@@ -100,7 +133,7 @@ def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Inputs
 def _forward(problem: Problem, inputs: Inputs, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         result, lse = attention(problem, inputs)
-        out = result.to(problem.dtype) if out is None else out.copy_(result)
+        out = result.to(problem.out_dtype) if out is None else out.copy_(result)
         return out, lse.to(problem.lse_dtype)
 
 
@@ -108,8 +141,8 @@ BACKENDS = {
     "reference": Backend(
         name="reference",
         summary="textbook attention in float64; the oracle, for small problems",
-        supports=lambda problem: None,
-        forward=_forward,
+        limits=lambda problem: "no gradients of its own" if problem.gradients else None,
+        bind=binder(_forward),
         details=lambda problem: {"dtype": "float64"},
         extra_bytes=lambda problem: 3 * 8 * problem.batch * problem.heads * problem.len_q * problem.len_k,
         automatic=False,

@@ -72,14 +72,16 @@ def _called(backend: str, case: Case, device: torch.device) -> _Measured:
 
 
 def _variant(backend: str, case: Case, device: torch.device) -> Any:
-    from strobe.cuda import plan
+    from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
+    from strobe.cuda.plan import Machine
 
     strides = (case.len_q * case.heads * case.dim_v, case.dim_v, case.heads * case.dim_v)
-    problem = case.problem(device)
-    if backend == "sm90":
-        return plan.plan_sm90(problem, strides, 132).variant
-    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else "sm_80"
-    return plan.plan_sm80(problem, arch, strides).variant
+    module = forward_sm90 if backend == "sm90" else forward_sm80
+    if device.type == "cuda":
+        machine = cuda_backend.machine_of(device)
+    else:
+        machine = Machine("sm_90a" if backend == "sm90" else "sm_80", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
+    return module.plan(case.problem(device), strides, machine).launches[0].kernel
 
 
 def _times(variant: Any) -> dict[str, list[float]]:

@@ -13,10 +13,10 @@ import torch
 
 import strobe
 from strobe.backends import dispatch
-from strobe.backends.tiled import forward as tiled
 from strobe.bench.exactness import Tensors
 from strobe.bench.results import KINDS
 from strobe.bench.suites import DTYPES, Case
+from strobe.tiled import block_sizes
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -116,8 +116,9 @@ def _ours(backend: str) -> Callable[[Case, Tensors], Prepared]:
         if (reason := found.supports(case.problem(device))) is not None:
             raise Refusal("unsupported", reason)
         note = None
-        if case.direction != "forward" and found.backward is None:
-            note = "the gradients are computed by the backend tiled"
+        if case.direction != "forward":
+            backward = dispatch.choose_backward(case.problem(device).backward(("q", "k", "v")), found)
+            note = None if backward is found else f"the gradients are computed by the backend {backward.name}"
         options: dict[str, Any] = {
             "mask": case.mask_object(),
             "softcap": case.softcap,
@@ -139,27 +140,28 @@ def _with_tile(backend: str, case: Case, device: torch.device, options: dict[str
         return Prepared(
             lambda q, k, v: strobe.attention(q, k, v, **options),
             "bshd",
-            scope=lambda: tiled.block_sizes(block_q, block_k),
+            scope=lambda: block_sizes(block_q, block_k),
         )
-    from strobe.cuda import backend as cuda_backend, plan, tiles
+    from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
+    from strobe.cuda.launch import Launcher
 
     shape = (case.batch, case.len_q, case.heads, case.dim_v)
     strides = (case.len_q * case.heads * case.dim_v, case.dim_v, case.heads * case.dim_v)
-    facts = torch.cuda.get_device_properties(device)
+    machine = cuda_backend.machine_of(device)
     if backend == "sm90":
-        hopper = tiles.TileSm90(consumers=block_q // 64, block_n=block_k, q_slots=1)
-        made = plan.plan_sm90(case.problem(device), strides, facts.multi_processor_count, tile=hopper)
+        hopper = forward_sm90.Tile(consumers=block_q // 64, block_n=block_k, q_slots=1)
+        made = forward_sm90.plan(case.problem(device), strides, machine, hopper)
     else:
-        ampere = tiles.TileSm80(block_q, block_k, warps=4, stages=1, blocks_per_sm=1)
-        made = plan.plan_sm80(case.problem(device), f"sm_{facts.major}{facts.minor}", strides, tile=ampere)
-    limit = getattr(facts, "shared_memory_per_block_optin", 227 << 10)
-    if made.variant.smem > limit:
-        raise Refusal("unsupported", f"the tile needs {made.variant.smem} bytes of shared memory, a block has {limit}")
-    launch = cuda_backend.Call(made, device.index or 0)
+        ampere = forward_sm80.Tile(block_q, block_k, warps=4, stages=1, blocks_per_sm=1)
+        made = forward_sm80.plan(case.problem(device), strides, machine, ampere)
+    wanted, limit = made.launches[0].kernel.smem, machine.smem_bytes
+    if wanted > limit:
+        raise Refusal("unsupported", f"the tile needs {wanted} bytes of shared memory, a block has {limit}")
+    launch = Launcher(made, device.index or 0)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
-        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0)
+        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0)
         return out
 
     return Prepared(forward, "bshd")

@@ -15,10 +15,9 @@ import torch
 from strobe.bench.exactness import Tensors
 from strobe.bench.providers import Prepared, Provider, Refusal, refuse
 from strobe.bench.suites import DTYPES, Case
-from strobe.cuda import driver, jit
+from strobe.cuda import driver, forward_sm80, jit
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import ELEMENTS
-from strobe.cuda.tiles import MAX_DIM, padded_dims, tile_bytes
+from strobe.cuda.plan import ELEMENTS, MAX_DIM, padded_dims, tile_bytes
 from strobe.mask import MAX_CONSTANTS, Mask
 from strobe.problem import Problem
 
@@ -99,7 +98,7 @@ class Kernel:
             f"  using Element = {self.element};\n"
             f"  static constexpr int kBlockM = {self.block_m}, kBlockN = {self.block_n}, kDim = {self.dim};\n"
             "};\n"
-            f"{self.mask.cpp}"
+            f"{self.mask.cpp()}"
             f"{self.params.cpp()}"
             "}  // namespace strobe\n"
             f"STROBE_KERNEL({self.threads}, 1) {function}(STROBE_GRID_CONSTANT strobe::Params p) {{\n"
@@ -138,7 +137,10 @@ def kernels(problem: Problem, style: str) -> list[Kernel]:
     if style == "naive":
         return [Kernel(style, step, element, 0, problem.mask) for step in STEPS]
     dims = {"scores": problem.dim, "softmax": 32, "values": problem.dim_v}
-    return [Kernel(style, step, element, padded_dims("sm80", dim, dim)[0], problem.mask) for step, dim in dims.items()]
+    return [
+        Kernel(style, step, element, padded_dims(forward_sm80.DIMS, dim, dim)[0], problem.mask)
+        for step, dim in dims.items()
+    ]
 
 
 def values(problem: Problem, strides: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> dict[str, object]:

@@ -20,7 +20,8 @@ from strobe.bench import claims, results
 from strobe.bench.providers import Scope, select, to_layout
 from strobe.bench.runner import make_tensors
 from strobe.bench.suites import Case, cases
-from strobe.cuda import cubin, jit, plan
+from strobe.cuda import catalogue, cubin, jit
+from strobe.cuda.kernel import TemplateKernel
 from strobe.measure import provenance
 from strobe.measure.statistics import percentile
 from strobe.measure.stopwatch import Call, Contender, Settings, Stopwatch, interleave, orders
@@ -165,7 +166,7 @@ _AT_MOST_S = 1.5
 
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> Rows:
     """Every combination of features in bf16, two at a time. Needs no GPU."""
-    every = [variant for variant in plan.variants(arch, exhaustive=True) if variant.element == "bf16"]
+    every = [variant for variant in catalogue.variants(arch, exhaustive=True) if variant.element == "bf16"]
     pool = ThreadPoolExecutor(2)
     try:
         yield from pool.map(lambda variant: _variant(variant, arch), every[:most])
@@ -173,18 +174,15 @@ def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None
         pool.shutdown(cancel_futures=True)
 
 
-def _variant(variant: plan.Variant, arch: str) -> dict[str, Any]:
+def _variant(variant: TemplateKernel, arch: str) -> dict[str, Any]:
     """One that took too long is compiled twice more: a CPU that others use, too, is slow at times. The median
     counts."""
     tries = [jit.compile(variant.source, arch)]
     if tries[0].seconds > _AT_MOST_S:
         tries += [jit.compile(variant.source, arch) for _ in range(2)]
     log, seconds = tries[0].log, [round(done.seconds, 3) for done in tries]
-    mask = variant.mask.name if variant.mask.name in ("full", "causal") else "window"
-    features = {name: getattr(variant, name) for name in ("packed", "softcap", "sinks", "split", "whole_dims")}
-    facts = {"dim": variant.dim, "dim_v": variant.dim_v, "tile": str(variant.tile), "mask": mask, "fold": variant.fold}
     times = {"seconds": statistics.median(seconds), "tries": seconds}
-    return facts | features | times | {"spills": cubin.spills(log), "warnings": len(cubin.warnings(log))}
+    return {**variant.facts, **times} | {"spills": cubin.spills(log), "warnings": len(cubin.warnings(log))}
 
 
 def variants_tables(root: Path) -> list[list[str]]:

@@ -10,7 +10,7 @@ import torch
 
 import strobe
 from strobe.mask import Mask
-from strobe.problem import Problem
+from strobe.problem import Problem, supposed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PASSES = ("forward", "backward", "both")
@@ -62,36 +62,17 @@ class Case:
 
     def problem(self, device: torch.device) -> Problem:
         """The facts that FLOPs and bytes are counted from; tensors lie as (batch, length, heads, dim)."""
-        widths = (
-            (self.len_q, self.heads, self.dim),
-            (self.len_k, self.heads_k, self.dim),
-            (self.len_k, self.heads_k, self.dim_v),
+        q, k, v = (
+            (self.batch, self.len_q, self.heads, self.dim),
+            (self.batch, self.len_k, self.heads_k, self.dim),
+            (self.batch, self.len_k, self.heads_k, self.dim_v),
         )
-        return Problem(
-            dtype=DTYPES[self.dtype],
-            device=device,
-            batch=self.batch,
-            heads=self.heads,
-            heads_k=self.heads_k,
-            len_q=self.len_q,
-            len_k=self.len_k,
-            dim=self.dim,
-            dim_v=self.dim_v,
-            mask=self.mask_object(),
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout=0.0,
-            has_mask_tensor=False,
-            has_bias=self.bias,
-            has_sinks=self.sinks,
-            packed=False,
-            total_q=self.batch * self.len_q,
-            total_k=self.batch * self.len_k,
-            needs_grad=self.direction != "forward",
-            return_lse=False,
-            deterministic=False,
-            strides=tuple((length * heads * dim, dim, heads * dim) for length, heads, dim in widths),
-        )
+        options: dict[str, Any] = {"mask": self.mask_object(), "scale": self.scale, "softcap": self.softcap}
+        if self.bias:
+            options["bias"] = (1, self.heads, self.len_q, self.len_k)
+        if self.sinks:
+            options["sinks"] = (self.heads,)
+        return supposed(device, DTYPES[self.dtype], q, k, v, **options)
 
     @property
     def scale(self) -> float:

@@ -1,34 +1,31 @@
 """Source and architecture in, cubin out: header resolution, NVRTC, a content-addressed cache. Knows nothing of torch.
 
-The cache holds one cubin per kernel, named by what was asked for and by the compiler that made it, its source beside
-it. A kernel is compiled in memory and published with an atomic rename; it is never locked, and never read back by the
-process that wrote it, so many processes on a shared disk cannot wait for, or be confused by, one another. Whatever goes
-wrong with the disk costs a compilation.
+The cache holds one cubin per kernel, named by what was asked for, by the compiler that made it and by the hash of its
+content; its source lies beside it. A kernel is compiled in memory and never read back by the process that wrote it. A
+file that is damaged, foreign or cannot be written costs a compilation and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
 import re
-import stat
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from strobe.cuda import cubin as elf
+from strobe.cuda import cache
 
 Target = Literal["ptx", "emu"]
 
@@ -112,7 +109,7 @@ def _read_header(header: str, included_from: str) -> str:
         raise FileNotFoundError(f"{included_from}: #include <{header}>: strobe has no such header") from None
 
 
-@cache
+@functools.cache
 def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
@@ -136,13 +133,14 @@ def compile(source: str, arch: str, *, name: str = "kernel", options: Sequence[s
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         log_size = _succeed(nvrtc.nvrtcGetProgramLogSize(program))
-        log = _filled(log_size, partial(nvrtc.nvrtcGetProgramLog, program)).decode(errors="replace").strip("\0\n ")
+        log_bytes = _filled(log_size, functools.partial(nvrtc.nvrtcGetProgramLog, program))
+        log = log_bytes.decode(errors="replace").strip("\0\n ")
         if int(status):
             reason = log or _succeed(nvrtc.nvrtcGetErrorString(status)).decode()
             compiler = f"NVRTC {version[0]}.{version[1]}"
             saved = _save_rejected(source, arch, options)
             raise CompileError(f"{compiler} cannot compile {name} for {arch}; source: {saved}\n{reason}")
-        cubin = _filled(_succeed(nvrtc.nvrtcGetCUBINSize(program)), partial(nvrtc.nvrtcGetCUBIN, program))
+        cubin = _filled(_succeed(nvrtc.nvrtcGetCUBINSize(program)), functools.partial(nvrtc.nvrtcGetCUBIN, program))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return Compiled(cubin, log, time.perf_counter() - start, version)
@@ -190,10 +188,10 @@ def _filled(size: int, write: Callable[[bytes], tuple]) -> bytes:
 
 
 def _save_rejected(source: str, arch: str, options: Sequence[str]) -> Path | None:
-    directory = cache_dir()
+    directory = cache.directory("rejected")
     with contextlib.suppress(OSError):
         if directory is not None:
-            return _publish(directory / "rejected" / f"{key_of(source, arch, options)}.cu", source.encode())
+            return cache.write(directory / f"{key_of(source, arch, options)}.cu", source.encode())
     with contextlib.suppress(OSError):
         handle, path = tempfile.mkstemp(prefix="strobe-", suffix=".cu")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -202,7 +200,7 @@ def _save_rejected(source: str, arch: str, options: Sequence[str]) -> Path | Non
     return None
 
 
-@cache
+@functools.cache
 def _library() -> tuple[str, Path] | None:
     """(major version, the compiler's library) where pip puts it."""
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -225,7 +223,7 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-@cache
+@functools.cache
 def _load_library() -> None:
     if (found := _library()) is not None:
         with contextlib.suppress(OSError):  # the bindings will say what is wrong
@@ -233,7 +231,7 @@ def _load_library() -> None:
                 ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
-@cache
+@functools.cache
 def _toolchain() -> str | None:
     """A tag of the compiler's build: its major version and the size of its library (NVRTC reports no patch level).
 
@@ -279,10 +277,17 @@ def get(source: str, arch: str, *, name: str = "kernel", options: Sequence[str] 
 
 
 def write_layer(directory: str | os.PathLike[str], artifact: Artifact) -> Path:
-    """Put a kernel into a directory that STROBE_CUBIN_PATH may name; returns the cubin's path."""
-    directory = Path(directory)
-    _publish(directory / f"{artifact.key}.cu", artifact.source.encode(), mode=0o644)
-    return _publish(directory / f"{artifact.key}.cubin", artifact.cubin, mode=0o644)
+    """Put a kernel into a directory that STROBE_CUBIN_PATH may name; returns the cubin's path. It takes the place of
+    what another compiler made of the same source."""
+    place = Path(directory)
+    place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    cache.write(place / f"{artifact.key}.cu", artifact.source.encode(), mode=0o644)
+    path = cache.publish(place, artifact.key, ".cubin", artifact.cubin, mode=0o644)
+    for former in cache.named(place, artifact.key, ".cubin"):
+        if former != path:
+            with contextlib.suppress(OSError):  # it does no harm
+                former.unlink()
+    return path
 
 
 def layers() -> list[Path]:
@@ -290,100 +295,57 @@ def layers() -> list[Path]:
     return [Path(entry) for entry in os.environ.get("STROBE_CUBIN_PATH", "").split(os.pathsep) if entry]
 
 
-def cache_dir() -> Path | None:
-    """The user's cache, made if need be; None if there can be none or if others could write machine code into it."""
-    try:
-        directory = _wanted_cache_dir()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
-        return None
-    if not hasattr(os, "getuid"):
-        return directory
-    if status.st_uid != os.getuid():
-        _warn_once(f"strobe ignores the cache directory {directory}: it belongs to another user (uid {status.st_uid})")
-        return None
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        _warn_once(f"strobe ignores the cache directory {directory}: others may write to it; chmod 700 makes it usable")
-        return None
-    return directory
+@dataclass(frozen=True)
+class _Place:
+    """Where a kernel may lie: a directory, and how its name begins there."""
+
+    origin: Literal["layer", "disk"]
+    directory: Path
+    stem: str
 
 
-def _wanted_cache_dir() -> Path:
-    if explicit := os.environ.get("STROBE_CACHE_DIR"):
-        return Path(explicit).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "strobe"
-    return Path.home() / ".cache" / "strobe"
+def _places(key: str) -> Iterator[_Place]:
+    for layer in layers():
+        yield _Place("layer", layer, key)
+    directory = cache.directory(key[:2])
+    if directory is not None:
+        # Without a compiler at hand, whatever any compiler made will do.
+        yield _Place("disk", directory, key if (made_by := _toolchain()) is None else f"{key}-{made_by}")
 
 
 def _load(key: str, source: str) -> Artifact | None:
     start = time.perf_counter()
-    for origin, path in _places(key):
-        if (cubin := _read_cubin(path)) is not None:
-            return Artifact(cubin, key, origin, path, time.perf_counter() - start, "", source)
+    for place in _places(key):
+        # A layer is trusted because the user named it; it may belong to an administrator.
+        for path, cubin in cache.intact(place.directory, place.stem, ".cubin", private=place.origin == "disk"):
+            return Artifact(cubin, key, place.origin, path, time.perf_counter() - start, "", source)
     return None
 
 
-def _places(key: str) -> Iterator[tuple[Literal["layer", "disk"], Path]]:
-    for layer in layers():
-        yield "layer", layer / f"{key}.cubin"
-    directory = cache_dir()
-    if directory is not None:
-        # Without a compiler at hand, whatever any compiler made will do.
-        for path in sorted((directory / key[:2]).glob(f"{key}-{_toolchain() or '*'}.cubin")):
-            yield "disk", path
-
-
-def _read_cubin(path: Path) -> bytes | None:
-    try:
-        cubin = path.read_bytes()
-    except OSError:
-        return None
-    return cubin if elf.is_complete(cubin) else None
-
-
 def _make(key: str, source: str, arch: str, name: str, options: Sequence[str]) -> Artifact:
-    directory = cache_dir()
     if os.environ.get("STROBE_NO_COMPILE", "0") not in ("", "0"):
-        looked = [str(place) for place in (*layers(), directory) if place is not None] or ["no directory"]
-        raise CompileForbidden(
-            f"STROBE_NO_COMPILE is set, and {name} for {arch} (key {key}) is in none of: {', '.join(looked)}; "
-            f"make it with `strobe compile --arch {arch} --out DIR` and set STROBE_CUBIN_PATH=DIR"
-        )
+        raise CompileForbidden(_why_forbidden(key, arch, name))
     compiled = compile(source, arch, name=name, options=options)
     version = ".".join(map(str, compiled.nvrtc))
     _say(f"compiled {name} for {arch} in {compiled.seconds:.2f} s (NVRTC {version})")
     path = None
+    directory = cache.directory(key[:2])
     if directory is not None:
         stem = f"{key}-{_toolchain()}"
         with contextlib.suppress(OSError):  # read-only, full, stale: run from memory
-            _publish(directory / key[:2] / f"{stem}.cu", source.encode())
-            path = _publish(directory / key[:2] / f"{stem}.cubin", compiled.cubin)
+            cache.write(directory / f"{stem}.cu", source.encode())
+            path = cache.publish(directory, stem, ".cubin", compiled.cubin)
     return Artifact(compiled.cubin, key, "compiled", path, compiled.seconds, compiled.log, source)
 
 
-def _publish(path: Path, content: bytes, mode: int = 0o600) -> Path:
-    """Write a file so that no reader ever sees a part of it."""
-    path.parent.mkdir(mode=0o700 if mode == 0o600 else 0o755, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    return path
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+def _why_forbidden(key: str, arch: str, name: str) -> str:
+    looked = [str(place) for place in (*layers(), cache.directory()) if place is not None] or ["no directory"]
+    damaged = [str(path) for place in _places(key) for path in cache.named(place.directory, place.stem, ".cubin")]
+    found = f"; damaged: {', '.join(damaged)}" if damaged else ""
+    return (
+        f"STROBE_NO_COMPILE is set, and {name} for {arch} (key {key}) is in none of: {', '.join(looked)}{found}; "
+        f"make it with `strobe compile --arch {arch} --out DIR` and set STROBE_CUBIN_PATH=DIR"
+    )
 
 
 def _say(message: str) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from strobe.cuda import jit
+from strobe.cuda import cache, jit
 from strobe.emulator.program import Program
 
 _CANDIDATES = ("c++", "g++", "clang++")
@@ -29,15 +29,50 @@ class CompilerMissing(RuntimeError):
     """There is no C++ compiler; the message says how to get one."""
 
 
+# ---- the compiler ----------------------------------------------------------------------------------------------------
 def compiler() -> str | None:
     """The C++ compiler the emulator would use: $CXX, else the first of c++, g++, clang++ on the path; None without
     one."""
-    chosen = os.environ.get("CXX", "").strip()
-    if chosen:
-        return chosen if shutil.which(shlex.split(chosen)[0]) else None
+    if chosen := _cxx():
+        return chosen if _problem_with_cxx(chosen) is None else None
     return next((path for name in _CANDIDATES if (path := shutil.which(name))), None)
 
 
+def why_missing() -> str:
+    """In one line, if `compiler()` is None."""
+    if chosen := _cxx():
+        return f"CXX is {chosen!r}, {_problem_with_cxx(chosen)}"
+    return f"none of {', '.join(_CANDIDATES)} is on the path and CXX is not set"
+
+
+def how_to_install() -> str:
+    return (
+        f"the emulator needs a C++17 compiler: {why_missing()}. Install one, or name yours in CXX:\n"
+        "  Debian, Ubuntu:  sudo apt install g++\n"
+        "  Fedora:          sudo dnf install gcc-c++\n"
+        "  macOS:           xcode-select --install\n"
+        "  Windows:         use WSL, then as for Ubuntu"
+    )
+
+
+def _cxx() -> str:
+    return os.environ.get("CXX", "").strip()
+
+
+def _problem_with_cxx(chosen: str) -> str | None:
+    try:
+        program = shlex.split(chosen)[0]
+    except ValueError as error:
+        return f"which is not a command line: {error}"
+    return None if shutil.which(program) else "which cannot be found"
+
+
+def _called(command: str) -> str:
+    """The compiler as errors name it."""
+    return f"CXX={command}" if command == _cxx() else command
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
 def build(source: str, *, name: str = "kernel") -> Program:
     """The kernel of `source` (flattened or not) as a program for this machine; compiled once per text and compiler."""
     command = compiler()
@@ -51,33 +86,48 @@ def build(source: str, *, name: str = "kernel") -> Program:
 
 @functools.cache
 def _load(key: str, text: str, command: str, options: tuple[str, ...], name: str) -> Program:
-    directory = _directory()
-    library = directory / f"{key}.so"
-    if library.exists():
-        with contextlib.suppress(OSError):  # a damaged file: make it again
-            return Program(library, name)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        source_file, product = Path(scratch, f"{key}.cpp"), Path(scratch, f"{key}.so")
-        source_file.write_text(text, encoding="utf-8")
-        arguments = [*shlex.split(command), *options, str(source_file), "-o", str(product)]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_LIMIT_S)
+    kept = cache.directory("emulator")
+    if kept is not None:
+        # The loader trusts what it maps: a damaged library would end the process, so its content is checked first.
+        for library, _ in cache.intact(kept, key, ".so"):
+            with contextlib.suppress(OSError):  # of a machine that shares this cache and is unlike this one
+                return Program(library, name)
+    product = _compile(text, command, options, name)
+    if kept is not None:
+        with contextlib.suppress(OSError):  # read-only or full, or nothing may be executed there
+            cache.write(kept / f"{key}.cpp", text.encode())
+            return Program(cache.publish(kept, key, ".so", product), name)
+    library = cache.publish(Path(_temporary_directory().name), key, ".so", product)
+    try:
+        return Program(library, name)
+    except OSError as error:
+        raise RuntimeError(f"{_called(command)} made a library that cannot be loaded: {error}") from error
+
+
+def _compile(text: str, command: str, options: tuple[str, ...], name: str) -> bytes:
+    """The library that the compiler makes of this text."""
+    with tempfile.TemporaryDirectory(prefix="strobe-") as scratch:
+        source, product = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
+        source.write_text(text, encoding="utf-8")
+        done = _run(command, *options, str(source), "-o", str(product), limit_s=_LIMIT_S)
         if done.returncode:
-            raise RuntimeError(f"{command} cannot compile {name} for the emulator:\n{done.stderr.strip()}")
-        os.replace(source_file, directory / source_file.name)
-        os.replace(product, library)
-    return Program(library, name)
+            raise RuntimeError(f"{_called(command)} cannot compile {name} for the emulator:\n{done.stderr.strip()}")
+        try:
+            return product.read_bytes()
+        except FileNotFoundError:
+            raise RuntimeError(f"{_called(command)} made no library of {name}: is it a C++ compiler?") from None
 
 
-def _directory() -> Path:
-    """Where libraries are kept: beside the cubins, or, where that cannot be written, in a directory of this process."""
-    cache = jit.cache_dir()
-    if cache is not None:
-        with contextlib.suppress(OSError):
-            kept = cache / "emulator"
-            kept.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=kept):
-                return kept
-    return Path(_temporary_directory().name)
+def _run(command: str, *arguments: str, limit_s: float) -> subprocess.CompletedProcess[str]:
+    whole = [*shlex.split(command), *arguments]
+    try:
+        return subprocess.run(
+            whole, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s
+        )
+    except OSError as error:
+        raise RuntimeError(f"{_called(command)} cannot be run: {error.strerror or error}") from error
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{_called(command)} did not finish within {limit_s:g} s") from None
 
 
 @functools.cache
@@ -87,7 +137,7 @@ def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def _version(command: str) -> str:
-    done = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, timeout=60)
+    done = _run(command, "--version", limit_s=60)
     return done.stdout or done.stderr
 
 
@@ -101,19 +151,3 @@ def _machine_options() -> tuple[str, ...]:
         if {"avx2", "fma", "f16c"} <= flags:
             return ("-mavx2", "-mfma", "-mf16c")
     return ()
-
-
-def how_to_install() -> str:
-    chosen = os.environ.get("CXX", "").strip()
-    found = (
-        f"$CXX is {chosen!r}, which cannot be found"
-        if chosen
-        else f"none of {', '.join(_CANDIDATES)} is on the path and $CXX is not set"
-    )
-    return (
-        f"the emulator needs a C++17 compiler: {found}. Install one:\n"
-        "  Debian, Ubuntu:  sudo apt install g++\n"
-        "  Fedora:          sudo dnf install gcc-c++\n"
-        "  macOS:           xcode-select --install\n"
-        "  Windows:         use WSL, then as for Ubuntu"
-    )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+Mode = Literal["sync", "async"]
+_SEEDS = 2**32
 _REPORT_BYTES = 1 << 16
 
 
@@ -72,6 +75,17 @@ class _Launch(ctypes.Structure):  # emu/driver.cuh
     ]
 
 
+def mode_and_seed() -> tuple[Mode, int]:
+    """The mode and the seed that STROBE_EMULATOR_MODE and STROBE_EMULATOR_SEED ask for; "sync" and 0 by default."""
+    mode = os.environ.get("STROBE_EMULATOR_MODE", "").strip()
+    seed = os.environ.get("STROBE_EMULATOR_SEED", "").strip()
+    if mode not in ("", "sync", "async"):
+        raise ValueError(f'STROBE_EMULATOR_MODE is {mode!r}; allowed are "sync" and "async"')
+    if not re.fullmatch(r"[0-9]{0,10}", seed) or int(seed or 0) >= _SEEDS:
+        raise ValueError(f"STROBE_EMULATOR_SEED is {seed!r}; allowed are whole numbers from 0 to {_SEEDS - 1}")
+    return "async" if mode == "async" else "sync", int(seed or 0)
+
+
 class Program:
     """One kernel as a shared library. `run` may be called any number of times, also after an error."""
 
@@ -90,7 +104,7 @@ class Program:
         threads: int,
         smem: int,
         buffers: Sequence[Buffer],
-        mode: Literal["sync", "async"] = "sync",
+        mode: Mode = "sync",
         seed: int = 0,
         workers: int | None = None,
     ) -> Counters:
@@ -104,6 +118,8 @@ class Program:
         for label, value in (("grid", grid), ("threads", threads), ("smem", smem)):
             if not 0 <= value < 2**31:
                 raise ValueError(f"{label}: {value}; must be from 0 to 2^31-1")
+        if not 0 <= seed < _SEEDS:
+            raise ValueError(f"seed: {seed}; must be from 0 to 2^32-1")
         if workers is not None and workers < 1:
             raise ValueError(f"workers: {workers}; must be at least 1")
         views = (_Buffer * max(1, len(buffers)))(
@@ -120,7 +136,7 @@ class Program:
             threads=threads,
             smem=smem,
             is_async=mode == "async",
-            seed=seed & 0xFFFFFFFF,
+            seed=seed,
             workers=max(1, min(grid, workers or _cores())),
             counters=ctypes.pointer(counters),
             report=ctypes.cast(report, ctypes.c_char_p),

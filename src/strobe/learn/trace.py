@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from strobe.arguments import Arguments, Inputs
 from strobe.backends.tiled import forward as tiled
 from strobe.backends.tiled.slab import LN2
 from strobe.mask import Mask
-from strobe.problem import Problem, check
+from strobe.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ def trace(
             raise ValueError(f"{name} must be an int of at least 1, got {block!r}")
     if isinstance(mask, torch.Tensor):
         raise TypeError("mask must be a strobe mask (strobe.causal, strobe.window(…), …) or None, got a tensor")
-    problem, inputs = check(q.detach(), k.detach(), v.detach(), mask=mask, scale=scale)
+    a = Arguments(q.detach(), k.detach(), v.detach(), mask=mask, scale=scale)
+    problem, layout = Problem.of(a)
+    inputs = Inputs.of(a, layout)
     if problem.empty:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: there is nothing to trace")
     block_q, block_k = min(block_q, problem.len_q), min(block_k, problem.len_k)

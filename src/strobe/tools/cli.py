@@ -188,7 +188,7 @@ def compile(
     ] = None,
 ) -> None:
     """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
-    from strobe.cuda import jit, plan, tiles
+    from strobe.cuda import catalogue, jit, plan
 
     if wrong := [a for a in arch if not re.fullmatch(r"sm_\d+[af]?", a)]:
         raise UserError(f"--arch must look like sm_80 or sm_90a, got {wrong[0]!r}")
@@ -199,13 +199,15 @@ def compile(
         raise UserError(f"cannot compile here: {problem}")
     wanted = {elements[d] for d in dtype or elements}
     try:
-        every = [variant for a in dict.fromkeys(arch) for variant in plan.variants(a)]
+        every = [variant for a in dict.fromkeys(arch) for variant in catalogue.variants(a)]
     except ValueError as error:
         raise UserError(str(error)) from error
-    variants = [v for v in every if v.element in wanted and (not head_dim or any(_serves(v, d) for d in head_dim))]
+    variants = [
+        v for v in every if v.element in wanted and (not head_dim or any(catalogue.serves(v, d) for d in head_dim))
+    ]
     if not variants:
         raise UserError(
-            f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; the largest is {tiles.MAX_DIM}"
+            f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; the largest is {plan.MAX_DIM}"
         )
     total = _compile_into(out, variants)
     print(f"{len(variants)} kernels, {terminal.size(total)}, in {out}")
@@ -234,16 +236,6 @@ def _compile_into(out: Path, variants: list[Any]) -> int:
     return total
 
 
-def _serves(variant: Any, head_dim: int) -> bool:
-    """Kernels are made for rounded-up head dims: 72 is served by the next larger one."""
-    from strobe.cuda import tiles
-
-    if head_dim > tiles.MAX_DIM:
-        return False
-    family = "sm90" if variant.arch == "sm_90a" else "sm80"
-    return head_dim <= variant.dim_v and tiles.padded_dims(family, head_dim, head_dim)[0] == variant.dim
-
-
 @app.command()
 def tune(
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
@@ -260,11 +252,11 @@ def tune(
 
     from strobe.bench import results
     from strobe.cuda import backend
-    from strobe.cuda.tiles import KINDS
+    from strobe.cuda.forward_sm90 import KINDS
     from strobe.tools import tune as tuning
 
     device = torch.device("cuda", 0)
-    if (reason := backend.hopper_missing(device)) is not None:
+    if (reason := backend.missing(device, hopper=True)) is not None:
         raise UserError(f"there is nothing to tune here: {reason}")
     dims = tuning.dims_of(head_dim)
     if not dims:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import strobe
-from strobe.backends.tiled import forward as tiled
 from strobe.measure.memory import free_bytes, with_peak_memory
+from strobe.tiled import block_sizes
 from strobe.tools import demo_inputs
 from strobe.tools.demo_inputs import QKV
 
@@ -96,7 +96,7 @@ def methods(settings: Settings, qkv: QKV) -> dict[str, Callable[[], torch.Tensor
 def run(settings: Settings, done: Callable[[str], None] = lambda what: None) -> Iterator[Row]:
     """Measure everything, shortest length first; `done` hears of each finished measurement."""
     for qkv in inputs_of(settings):
-        with tiled.block_sizes(settings.block_q, settings.block_k):
+        with block_sizes(settings.block_q, settings.block_k):
             yield from _rows(settings, qkv, done)
 
 

@@ -1,11 +1,16 @@
-"""What `strobe doctor` reports: the pieces that attention on this machine depends on, each with its state, as plain
-data."""
+"""What `strobe doctor` reports, as plain data: what attention on this machine depends on, the libraries that call
+attention, and what to do next."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import platform
+import shutil
+import stat
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +19,23 @@ import strobe
 from strobe.backends import dispatch
 from strobe.tools import support
 
+# Libraries whose attention strobe can take over or stand in for: the name that is imported, and that of the package.
+HOSTS = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "diffusers": "diffusers",
+    "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3",
+    "torchtitan": "torchtitan",
+    "vllm": "vllm",
+    "sglang": "sglang",
+}
+NOT_ACTIVE = "not active"
+
 
 def report() -> dict[str, Any]:
     """Everything is looked up, nothing is changed, and nothing that is missing is an error."""
-    return {
+    found = {
         "strobe": strobe.__version__,
         "python": platform.python_version(),
         "torch": _torch(),
@@ -28,7 +46,9 @@ def report() -> dict[str, Any]:
         "cache": _cache(),
         "compiler": _compiler(),
         "backends": backends(),
+        "hosts": hosts(),
     }
+    return found | {"next": next_steps(found)}
 
 
 def backends() -> dict[str, str | None]:
@@ -88,28 +108,99 @@ def _nvrtc() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    from strobe.cuda import jit
+    from strobe.cuda import cache, jit
 
-    directory = jit.cache_dir()
+    directory = cache.directory()
     problem = None
     if directory is None:
         problem = "no usable directory, so each process compiles anew; STROBE_CACHE_DIR names another"
     elif not os.access(directory, os.W_OK):
         problem = "not writable, so each process compiles anew; STROBE_CACHE_DIR names another"
-    sizes = [] if directory is None else [path.stat().st_size for path in directory.rglob("*.cubin")]
+    kernels, libraries = ([] if directory is None else _sizes(directory, kind) for kind in ("*.cubin", "*.so"))
     return {
         "problem": problem,
         "directory": None if directory is None else str(directory),
-        "kernels": len(sizes),
-        "bytes": sum(sizes),
+        "kernels": len(kernels),
+        "libraries": len(libraries),
+        "bytes": sum(kernels) + sum(libraries),
         "layers": [str(layer) for layer in jit.layers()],
     }
 
 
+def _sizes(directory: Path, pattern: str) -> list[int]:
+    sizes = []
+    for path in directory.rglob(pattern):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                sizes.append(status.st_size)
+    return sizes
+
+
 def _compiler() -> dict[str, Any]:
     """The C++ compiler of the emulator."""
-    from strobe import emulator
+    from strobe.emulator.compiler import compiler, why_missing
 
-    path = emulator.compiler()
-    problem = None if path else "none found; the emulator needs one: install g++ or clang++, or name yours in $CXX"
-    return {"problem": problem, "path": path}
+    path = compiler()
+    return {"problem": None if path else why_missing(), "path": path}
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def hosts() -> dict[str, dict[str, str | None]]:
+    """For each library that calls attention: its version, None if it is not installed, and whether it uses strobe in
+    this process."""
+    status = _compat_status()
+    packages = HOSTS | {name: name for name in status if name not in HOSTS}
+    return {
+        name: {"version": _version(package), "strobe": status.get(name, NOT_ACTIVE)}
+        for name, package in packages.items()
+    }
+
+
+def _compat_status() -> dict[str, str]:
+    """What `strobe.compat` says of each host; empty in a strobe that has no such module."""
+    try:
+        compat = importlib.import_module("strobe.compat")
+    except ModuleNotFoundError:
+        return {}
+    return dict(compat.status())
+
+
+# ---- what to do next -------------------------------------------------------------------------------------------------
+
+
+def next_steps(found: dict[str, Any]) -> list[str]:
+    """What stands in the way first, each with its remedy; then how to go on."""
+    steps = _gpu_steps(found)
+    if found["cache"]["problem"]:
+        steps.append(f"make a cache directory usable: {found['cache']['problem']}")
+    if found["compiler"]["problem"]:
+        steps.append(f"to run kernels without a GPU, give the emulator a C++ compiler: {found['compiler']['problem']}")
+    return [*steps, "see it run: strobe demo", "measure it here: strobe bench --suite quick"]
+
+
+def _gpu_steps(found: dict[str, Any]) -> list[str]:
+    torch_, gpus = found["torch"], found["gpus"]
+    if not gpus and torch_["cuda"] is None:
+        if _has_nvidia_driver():
+            return [f"install a CUDA build of torch: {torch_['version']} has no CUDA, but an NVIDIA driver is here"]
+        return []
+    if not gpus:
+        return [f"torch is built for CUDA {torch_['cuda']} but finds no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"]
+    steps = [
+        f"{gpu['name']} ({gpu['arch']}) runs tiled: the kernels need sm_80 or later" for gpu in gpus if _too_old(gpu)
+    ]
+    for part in ("driver", "nvrtc"):
+        if found[part]["problem"]:
+            steps.append(found[part]["problem"])
+    return steps
+
+
+def _too_old(gpu: dict[str, Any]) -> bool:
+    return int(gpu["arch"].removeprefix("sm_")) < 80
+
+
+def _has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None

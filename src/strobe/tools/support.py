@@ -3,15 +3,13 @@
     python -m strobe.tools.support                      print it
     python -m strobe.tools.support --write README.md    put it between the markers there
 
-The table says what the code can do and is the same on every machine: backends that need a GPU or a compiler have a
-function `feature_limits(problem)` in their module, which answers as if they had it."""
+The table says what the code can do and is the same on every machine: it asks for the limits of backends, not for what
+they lack here."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ import torch
 from strobe import mask as masks
 from strobe.backends import dispatch
 from strobe.measure.generated import replace_between
-from strobe.problem import Problem
+from strobe.problem import Problem, supposed
+from strobe.score import alibi
 
 BEGIN, END = (
     "<!-- support table: begin (python -m strobe.tools.support --write README.md) -->",
@@ -28,30 +27,45 @@ BEGIN, END = (
 )
 YES, NO = "✓", "–"
 
-_PLAIN = Problem(
-    dtype=torch.bfloat16, device=torch.device("cpu"), batch=2, heads=4, heads_k=4, len_q=16, len_k=16, dim=64, dim_v=64,
-    mask=masks.full, scale=0.125, softcap=None, dropout=0.0, has_mask_tensor=False, has_bias=False, has_sinks=False,
-    packed=False, total_q=32, total_k=32, needs_grad=False, return_lse=False, deterministic=False, strides=(),
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class Question:
+    """A small call, contiguous in (batch, length, heads, dim) order, on a device that need not be there."""
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.bfloat16
+    heads_k: int = 4
+    dim: int = 64
+    dim_v: int = 64
+    gradients: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # further arguments; tuples among them are shapes
+
+    def problem(self) -> Problem:
+        q, k, v = (2, 16, 4, self.dim), (2, 16, self.heads_k, self.dim), (2, 16, self.heads_k, self.dim_v)
+        options = dict(self.options)
+        if "cu_q" in options:
+            q, k, v = (32, *q[2:]), (32, *k[2:]), (32, *v[2:])  # type: ignore[assignment]
+        return supposed(self.device, self.dtype, q, k, v, self.gradients, **options)
 
 
-def _changed(problem: Problem, **changes: Any) -> Problem:
-    """The problem with other facts, its tensors still contiguous in (batch, length, heads, dim) order."""
-    p = replace(problem, **changes)
-    widths = ((p.len_q, p.heads, p.dim), (p.len_k, p.heads_k, p.dim), (p.len_k, p.heads_k, p.dim_v))
-    return replace(p, strides=tuple((length * heads * dim, dim, heads * dim) for length, heads, dim in widths))
+def home(backend: str) -> Question:
+    """A plain call of the kind that a backend is there for: if it cannot run this, it cannot run here."""
+    device = torch.device("cuda", 0) if backend.startswith("sm") else torch.device("cpu")
+    return Question(device, torch.float32 if backend == "aten_cpu" else torch.bfloat16)
 
 
 def home_problem(backend: str) -> Problem:
-    """A plain problem of the kind that a backend is there for: if it cannot run this, it cannot run here."""
-    device = torch.device("cuda", 0) if backend.startswith("sm") else torch.device("cpu")
-    return _changed(_PLAIN, device=device, dtype=torch.float32 if backend == "aten_cpu" else torch.bfloat16)
+    return home(backend).problem()
 
 
-# What is asked for each row: changes to a backend's home problem. A row holds if every one of its problems is
+def _options(**options: Any) -> dict[str, Any]:
+    return {"options": tuple(options.items())}
+
+
+# What is asked for each row: changes to a backend's home question. A row holds if every one of its problems is
 # supported.
-_Changes = dict[str, Any]
-FEATURES: list[tuple[str, list[_Changes]]] = [
+_MASKS = (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))
+FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
     ("float16, bfloat16", [{"dtype": torch.float16}, {"dtype": torch.bfloat16}]),
     ("float32", [{"dtype": torch.float32}]),
     ("float64", [{"dtype": torch.float64}]),
@@ -59,47 +73,34 @@ FEATURES: list[tuple[str, list[_Changes]]] = [
     ("any other head dim", [{"dim": d, "dim_v": d} for d in (1, 33, 100, 320)]),
     ("key and value dims differ", [{"dim": 192, "dim_v": 128}, {"dim": 64, "dim_v": 256}]),
     ("grouped heads (fewer key heads)", [{"heads_k": 2}, {"heads_k": 1}]),
-    ("`causal`, `causal_top_left`", [{"mask": masks.causal}, {"mask": masks.causal_top_left}]),
-    ("`window`, `prefix`, `chunked`, `&`",
-     [{"mask": m} for m in (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))]),
-    ("boolean mask tensor", [{"has_mask_tensor": True}]),
-    ("bias", [{"has_bias": True}]),
-    ("softcap", [{"softcap": 30.0}]),
-    ("sinks", [{"has_sinks": True}]),
-    ("dropout", [{"dropout": 0.1}]),
-    ("packed sequences (`attention_varlen`)", [{"packed": True, "batch": 2, "total_q": 32, "total_k": 32}]),
-    ("log-sum-exp", [{"return_lse": True}]),
-]  # fmt: skip
-
-
-def limits(backend: str) -> Callable[[Problem], str | None]:
-    """What a backend's code cannot do, whatever the machine lacks."""
-    found = dispatch.get(backend)
-    module = importlib.import_module(dispatch._MODULES[backend])
-    return getattr(module, "feature_limits", found.supports)
+    ("`causal`, `causal_top_left`", [_options(mask=m) for m in (masks.causal, masks.causal_top_left)]),
+    ("`window`, `prefix`, `chunked`, `&`", [_options(mask=m) for m in _MASKS]),
+    ("boolean mask tensor", [_options(mask=(2, 1, 16, 16))]),
+    ("bias", [_options(bias=(1, 4, 16, 16))]),
+    ("softcap", [_options(softcap=30.0)]),
+    ("ALiBi", [_options(score=alibi(torch.ones(4, device="meta")))]),
+    ("sinks", [_options(sinks=(4,))]),
+    ("dropout", [_options(dropout=0.1)]),
+    ("packed sequences (`attention_varlen`)", [_options(cu_q=(3,), cu_k=(3,), max_q=16, max_k=16)]),
+    ("log-sum-exp", [_options(return_lse=True)]),
+]
 
 
 def answers(backend: str) -> dict[str, str]:
-    """The cells of one backend's column."""
-    ask, home = limits(backend), home_problem(backend)
+    """The cells of one backend's column. They say what its code can do, whatever this machine lacks."""
+    found, plain = dispatch.get(backend), home(backend)
 
-    def holds(*problems: Problem) -> bool:
-        return all(ask(p) is None for p in problems)
+    def holds(*questions: Question) -> bool:
+        return all(found.limits(q.problem()) is None for q in questions)
 
-    def runs_on(
-        device: torch.device,
-    ) -> bool:  # its own kind of device is taken on trust: this machine may not have one
-        return device == home.device or dispatch.get(backend).supports(_changed(home, device=device)) is None
+    def runs_on(device: torch.device) -> bool:  # its own kind of device is taken on trust: this machine may have none
+        return device == plain.device or found.machine(device) is None
 
     kinds = {"CPU": torch.device("cpu"), "CUDA": torch.device("cuda", 0), "others": torch.device("mps", 0)}
     cells = {"devices": ", ".join(name for name, device in kinds.items() if runs_on(device))}
-    cells |= {row: YES if holds(*(_changed(home, **changes) for changes in asked)) else NO for row, asked in FEATURES}
-    if not holds(_changed(home, needs_grad=True)):
-        cells["gradients"] = NO
-    else:
-        own = backend == "tiled" or dispatch.get(backend).backward is not None
-        cells["gradients"] = YES if own else "by `tiled`"
-    cells["chosen by itself"] = YES if dispatch.get(backend).automatic else "when named"
+    cells |= {row: YES if holds(*(replace(plain, **changes) for changes in asked)) else NO for row, asked in FEATURES}
+    cells["gradients"] = YES if holds(replace(plain, gradients=("q", "k", "v"))) else "by `tiled`"
+    cells["chosen by itself"] = YES if found.automatic else "when named"
     return cells
 
 

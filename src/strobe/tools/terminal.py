@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from strobe.backends import dispatch
 from strobe.learn import worked_example
@@ -126,8 +127,25 @@ def show_worked_example(checks: list[worked_example.Check]) -> None:
 def show_doctor(found: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, ready, text in _findings(found):
-        table.add_row(name, "[green]ready[/]" if ready else "[yellow]no[/]" if ready is False else "", text)
+        state = Text("ready", "green") if ready else Text("no", "yellow") if ready is False else ""
+        table.add_row(name, state, Text(text))  # a plain string would lose what stands in brackets: strobe[cu13]
     stdout.print(table)
+    stdout.print()
+    stdout.print(_hosts_table(found["hosts"]))
+    stdout.print("\nNext:")
+    for step in found["next"]:
+        stdout.print(f"- {step}", markup=False, soft_wrap=True)
+
+
+def _hosts_table(hosts: dict[str, dict[str, str | None]]) -> Table:
+    """Installed hosts first."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("host", "installed", "strobe"):
+        table.add_column(heading)
+    for name, host in sorted(hosts.items(), key=lambda item: item[1]["version"] is None):
+        label = "torch (SDPA)" if name == "torch" else name
+        table.add_row(label, host["version"] or "no", Text(host["strobe"] or ""))
+    return table
 
 
 def _findings(found: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
@@ -148,7 +166,7 @@ def _findings(found: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
     held = (
         ""
         if cache["directory"] is None
-        else f"{cache['directory']}: {cache['kernels']} kernels, {size(cache['bytes'])}"
+        else f"{cache['directory']}: {cache['kernels']} cubins, {cache['libraries']} emulator libraries, {size(cache['bytes'])}"
     )
     lines.append(("cache", cache["problem"] is None, "; ".join(filter(None, (held, cache["problem"])))))
     lines += [("cubin layer", None, layer) for layer in cache["layers"]]

@@ -1,6 +1,6 @@
 """`strobe tune`: time the Hopper kernel's tiles on this machine and write down which is best.
 
-What is best depends on ptxas as much as on the GPU. The tables in cuda/tiles.py were swept like this on an H200;
+What is best depends on ptxas as much as on the GPU. The tables in cuda/forward_sm90.py were swept like this on an H200;
 another compiler may want others. STROBE_TILES=FILE makes the library use what was found."""
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from strobe.cuda import backend, jit, plan
-from strobe.cuda.tiles import DIMS, KINDS, SMEM_BYTES, TileSm90, choose_sm90, tile_name
+from strobe.arguments import Arguments
+from strobe.cuda import backend, jit
+from strobe.cuda.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, choose_tile, plan, tile_name
+from strobe.cuda.kernel import KernelSpec
+from strobe.cuda.launch import Launcher
+from strobe.cuda.plan import Machine, Plan
 from strobe.mask import Mask, causal, full
 from strobe.measure import provenance
 from strobe.measure.statistics import geometric_mean
 from strobe.measure.stopwatch import Contender, Settings, Stopwatch, interleave
-from strobe.problem import Problem, check
+from strobe.problem import Problem
 
 TOKENS, HIDDEN = 16384, 2048  # as in the grid of the benchmark
 Report = Callable[[str, int, int], None]  # what is done, step, of how many
@@ -56,11 +60,11 @@ class Case:
     @functools.cached_property
     def problem(self) -> Problem:
         q, k, v, _ = self.tensors("meta")
-        return check(q, k, v, mask=self.mask, softcap=self.softcap)[0]
+        return Problem.of(Arguments(q, k, v, mask=self.mask, softcap=self.softcap))[0]
 
-    def plan(self, tile: TileSm90 | None, sms: int) -> plan.Plan:
+    def plan(self, tile: Tile | None, machine: Machine) -> Plan:
         out = self.tensors("meta")[-1]
-        return plan.plan_sm90(self.problem, out.transpose(1, 2).stride()[:3], sms, tile)
+        return plan(self.problem, out.transpose(1, 2).stride()[:3], machine, tile)  # type: ignore[arg-type]
 
 
 def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[Case]:
@@ -81,11 +85,11 @@ def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
     return [Case(kind, dim, dim_v, mask, batch, length, length, heads, heads, softcap) for mask in masks]
 
 
-def candidates(dim: int, dim_v: int, kind: str) -> list[TileSm90]:
+def candidates(dim: int, dim_v: int, kind: str) -> list[Tile]:
     """The tile that is used now, and its neighbours: one switch changed at a time."""
-    best = choose_sm90(dim, dim_v, **dict.fromkeys(KINDS[kind], True))
-    near = [choose_sm90(dim, dim_v)]
-    near += [replace(best, hold=hold) for hold in (0, 4, 8, 16, 24, 32, 40)]
+    best = choose_tile(dim, dim_v, **dict.fromkeys(KINDS[kind], True))
+    near = [choose_tile(dim, dim_v)]
+    near += [replace(best, exps_before_wait=hold) for hold in (0, 4, 8, 16, 24, 32, 40)]
     near += [replace(best, ping_pong=not best.ping_pong)]
     near += [replace(best, stages=stages) for stages in (2, 3)]
     near += [replace(best, block_n=best.block_n + step) for step in (-32, -16, 16, 32)]
@@ -93,11 +97,11 @@ def candidates(dim: int, dim_v: int, kind: str) -> list[TileSm90]:
     return [
         tile
         for tile in dict.fromkeys([best, *near])
-        if tile.block_n >= 32 and tile.hold < tile.block_n // 2 and tile.smem(dim, dim_v) <= SMEM_BYTES["sm_90"]
+        if tile.block_n >= 32 and tile.exps_before_wait < tile.block_n // 2 and tile.smem(dim, dim_v) <= SMEM_BYTES
     ]
 
 
-def compiles(variant: plan.Variant) -> str | None:
+def compiles(variant: KernelSpec) -> str | None:
     """None, or why a candidate is out of the question: it does not compile, or spills registers."""
     from strobe.cuda import cubin
 
@@ -120,39 +124,39 @@ def sweep(
 ) -> dict[str, Any]:
     """Every candidate at every length, beside cuDNN where that can do the same; results with their provenance."""
     watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=8, graph_below_ms=0))  # the same method for all
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    machine = backend.machine_of(device)
     rows: list[dict[str, Any]] = []
     groups = {(*d, kind): cases(*d, kind, lengths) for d in dims for kind in kinds}
     total, done = sum(map(len, groups.values())), 0
     for (dim, dim_v, kind), group in groups.items():
         tiles = candidates(dim, dim_v, kind)
         report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}, {kind}", done, total)
-        reasons = unable(tiles, group, sms)
+        reasons = unable(tiles, group, machine)
         rows += [{"dim": dim, "dim_v": dim_v, "kind": kind, "tile": str(t), "reason": r} for t, r in reasons.items()]
         for case in group:
             report(f"head dim {dim}/{dim_v}, {kind}: {case}", done, total)
-            rows += _time([tile for tile in tiles if tile not in reasons], case, watch, sms)
+            rows += _time([tile for tile in tiles if tile not in reasons], case, watch, machine)
             done += 1
     return {"provenance": provenance.collect(device, seed=0), "rows": rows, "best": best_tiles(rows)}
 
 
-def unable(tiles: list[TileSm90], group: Iterable[Case], sms: int) -> dict[TileSm90, str]:
+def unable(tiles: list[Tile], group: Iterable[Case], machine: Machine) -> dict[Tile, str]:
     """Tiles that cannot be used for all of a group of cases, and why."""
-    wanted = {(tile, case.plan(tile, sms).variant) for tile in tiles for case in group}
+    wanted = {(tile, case.plan(tile, machine).launches[0].kernel) for tile in tiles for case in group}
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda pair: (pair[0], compiles(pair[1])), wanted)
     return {tile: reason for tile, reason in found if reason is not None}
 
 
-def _time(tiles: list[TileSm90], case: Case, watch: Stopwatch, sms: int) -> list[dict[str, Any]]:
+def _time(tiles: list[Tile], case: Case, watch: Stopwatch, machine: Machine) -> list[dict[str, Any]]:
     facts = {"dim": case.dim, "dim_v": case.dim_v, "kind": case.kind, "case": str(case)}
     q, k, v, out = case.tensors(watch.device)
     contenders: dict[str, Contender] = {}
     wrong: list[dict[str, Any]] = []
     expected: torch.Tensor | None = None
     for tile in tiles:
-        call = backend.Call(case.plan(tile, sms), watch.device.index or 0)
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0)
+        call = Launcher(case.plan(tile, machine), watch.device.index or 0)
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0)
         out.fill_(torch.nan)
         call(*addresses)
         if expected is None:
@@ -201,7 +205,7 @@ def means_over(rows: list[dict[str, Any]], cell: str, speed: str) -> dict[str, f
 
 
 def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each head dim and kind the fastest tile, as cuda/tiles.py reads it."""
+    """For each head dim and kind the fastest tile, as cuda/forward_sm90.py reads it."""
     best = {}
     for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in rows):
         if speeds := means(rows, dim, dim_v, kind):
@@ -211,4 +215,4 @@ def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def dims_of(head_dims: Sequence[int] | None) -> list[tuple[int, int]]:
-    return [pair for pair in DIMS["sm90"] if not head_dims or pair[0] in head_dims]
+    return [pair for pair in DIMS if not head_dims or pair[0] in head_dims]

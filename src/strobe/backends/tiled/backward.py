@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
+from strobe.arguments import Inputs
 from strobe.backends.backend import Gradients
 from strobe.backends.tiled.slab import Blocks, Slab, add_product_, choose_blocks, product, slabs, tile_of
-from strobe.problem import Inputs, Problem
-from strobe.score import LOG2E
+from strobe.problem import GRADIENTS, Problem
 
 
 @dataclass
 class _Totals:
-    """What is being summed up, in 32 bits at least."""
+    """What is being summed up, in 32 bits at least; None for gradients that nobody wants."""
 
-    q: torch.Tensor  # written once per block of rows, so in the dtype of the result
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor | None  # written once per block of rows, so in the dtype of the result
+    k: torch.Tensor | None
+    v: torch.Tensor | None
     bias: torch.Tensor | None
     sinks: torch.Tensor | None
 
@@ -36,38 +36,48 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
     *,
-    bias_gradient: bool = True,
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Gradients:
-    """`bias_gradient=False` saves the work and the memory when the bias is a constant."""
-    blocks = choose_blocks(problem, block_q, block_k)
-    wide = problem.lse_dtype
-    bias = inputs.bias if bias_gradient else None
-    totals = _Totals(
-        torch.zeros_like(inputs.q),
-        torch.zeros(inputs.k.shape, dtype=wide, device=inputs.k.device),
-        torch.zeros(inputs.v.shape, dtype=wide, device=inputs.v.device),
-        None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device),
-        None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=wide),
-    )
-    rows = blocks.q * problem.group if problem.heads_k else 0
-    buffers = torch.empty(2, blocks.pairs * rows * blocks.k, dtype=wide, device=inputs.q.device)
+    """The gradients that the problem names; all that there are if it names none. Those of a partial problem stay in fp32:
+    they are summed up with others."""
+    wide, wanted = problem.lse_dtype, problem.gradients or GRADIENTS
+
+    def zeros(name: str, dtype: torch.dtype = wide) -> torch.Tensor | None:
+        like = getattr(inputs, name)
+        return torch.zeros(like.shape, dtype=dtype, device=like.device) if name in wanted and like is not None else None
+
+    totals = _Totals(zeros("q", problem.out_dtype), zeros("k"), zeros("v"), zeros("bias"), zeros("sinks"))
+    if problem.empty:  # rows see nothing but the sink, if there is one
+        if totals.sinks is not None and dlse is not None:
+            totals.sinks += dlse.sum((0, 2))
+    else:
+        _walk(problem, inputs, totals, out, lse, dout, dlse, choose_blocks(problem, block_q, block_k))
+
+    def result(name: str) -> torch.Tensor | None:
+        total = getattr(totals, name)
+        return None if total is None else total.to(wide if problem.partial else getattr(inputs, name).dtype)
+
+    return Gradients(*map(result, GRADIENTS))
+
+
+def _walk(
+    problem: Problem,
+    inputs: Inputs,
+    totals: _Totals,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    blocks: Blocks,
+) -> None:
+    rows = blocks.q * problem.group
+    buffers = torch.empty(2, blocks.pairs * rows * blocks.k, dtype=problem.lse_dtype, device=inputs.q.device)
     for slab in slabs(problem, inputs, blocks.pairs):
         for block in slab.row_blocks(blocks.q):
             _block_of_rows(slab, block, blocks, totals, out, lse, dout, dlse, buffers)
-        slab.of_keys(totals.k).mul_(problem.scale)
-
-    def result(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-        return None if total is None or like is None else total.to(like.dtype)
-
-    return Gradients(
-        totals.q,
-        result(totals.k, inputs.k),
-        result(totals.v, inputs.v),
-        result(totals.bias, inputs.bias),
-        result(totals.sinks, inputs.sinks),
-    )
+        if totals.k is not None:
+            slab.of_keys(totals.k).mul_(slab.slope_factor)
 
 
 def _block_of_rows(
@@ -90,41 +100,46 @@ def _block_of_rows(
     if dlse is not None:
         delta -= slab.rows_of(slab.of_queries(dlse).unsqueeze(-1), rows, slab.accumulate)
     delta.masked_fill_(empty, 0)
-    minus_lse = (row_lse * -LOG2E).masked_fill_(empty, -torch.inf)  # in log2; so that p = 0 in these rows
     if totals.sinks is not None:
-        _add_sinks(slab, rows, totals.sinks, delta, minus_lse)
+        _add_sinks(slab, rows, totals.sinks, delta, row_lse)
+    # In the units of the scores; +inf, so that p = 0, in rows that saw nothing.
+    row_lse = slab.in_units(row_lse).masked_fill(empty, torch.inf)
     do = (do / (1 - problem.dropout) if problem.dropout else do).to(slab.operand)
 
     dq = q.new_zeros(q.shape, dtype=slab.accumulate)
-    dk_all, dv_all = (slab.of_keys(t).flatten(0, 1) for t in (totals.k, totals.v))  # views: the totals are contiguous
+    dk_all, dv_all = (None if t is None else slab.of_keys(t).flatten(0, 1) for t in (totals.k, totals.v))
     dbias_all = slab.of_pairs(totals.bias)
+    needs_ds = totals.q is not None or dk_all is not None or dbias_all is not None
     for keys, whole in slab.key_tiles(rows, blocks.k):
         k, v = slab.keys_of(slab.k, keys), slab.keys_of(slab.v, keys)
-        s, capped = slab.scores(q, k, rows, keys, whole, buffers[0])
-        p = slab.exponentials(s, minus_lse, out=None if s is capped else s)
-        dp = product(do, v.mT, buffers[1])
-        p_kept = p
-        if problem.dropout:
-            kept = slab.kept(rows, keys)
-            p_kept = p * kept
-            dp.mul_(kept)
+        s, slope = slab.scores(q, k, rows, keys, whole, buffers[0])
+        p = slab.exponentials(s, row_lse)
+        kept = slab.kept(rows, keys) if problem.dropout else None
         here = slice(keys.start, keys.stop)
-        add_product_(dv_all[:, here], p_kept.to(slab.operand).mT, do)
-        ds = dp.sub_(delta).mul_(p)
+        if dv_all is not None:
+            add_product_(dv_all[:, here], (p if kept is None else p * kept).to(slab.operand).mT, do)
+        if not needs_ds:
+            continue
+        dp = product(do, v.mT, buffers[1])
+        ds = (dp if kept is None else dp.mul_(kept)).sub_(delta).mul_(p)
         if dbias_all is not None:
             dbias = tile_of(dbias_all, rows, keys)
             dbias += slab.spread(ds, rows).sum_to_size(dbias.shape)
-        if capped is not None:
-            ds.mul_(capped.square_().neg_().add_(1))
+        if slope is not None:
+            ds.mul_(slope())
         ds = ds.to(slab.operand)
-        add_product_(dq, ds, k)
-        add_product_(dk_all[:, here], ds.mT, q)
-    dq.mul_(problem.scale)
-    slab.of_queries(totals.q)[:, :, :, rows.start : rows.stop] = slab.spread(dq, rows)
+        if totals.q is not None:
+            add_product_(dq, ds, k)
+        if dk_all is not None:
+            add_product_(dk_all[:, here], ds.mT, q)
+    if totals.q is not None:
+        dq.mul_(slab.slope_factor)
+        slab.of_queries(totals.q)[:, :, :, rows.start : rows.stop] = slab.spread(dq, rows)
 
 
-def _add_sinks(slab: Slab, rows: range, total: torch.Tensor, delta: torch.Tensor, minus_lse: torch.Tensor) -> None:
-    """The sink is a key whose value is 0, hence dp = 0 and ds = -p delta."""
+def _add_sinks(slab: Slab, rows: range, total: torch.Tensor, delta: torch.Tensor, row_lse: torch.Tensor) -> None:
+    """The sink is a key whose value is 0, hence dp = 0 and ds = -p delta. An infinite one has p = 1 or 0."""
     shape = (len(slab.batch), len(slab.heads), slab.group, len(rows))
-    p = (slab.sinks() + minus_lse.view(shape)).exp2_()
+    sinks, row_lse = slab.sinks(), row_lse.view(shape)
+    p = torch.where(sinks == row_lse, 0, sinks - row_lse).exp_().masked_fill_(sinks == -torch.inf, 0)
     total[slab.query_heads.start : slab.query_heads.stop] -= (p * delta.view(shape)).sum((0, 3)).flatten()

@@ -10,12 +10,9 @@ from typing import Protocol
 
 import torch
 
-from strobe.backends.backend import Backend
-from strobe.backends.tiled.backward import backward
-from strobe.backends.tiled.slab import LN2, Slab, add_product_, block_sizes, choose_blocks, slabs
-from strobe.problem import Inputs, Problem
-
-__all__ = ["BACKENDS", "Observer", "backward", "block_sizes", "forward"]
+from strobe.arguments import Inputs
+from strobe.backends.tiled.slab import LN2, Slab, add_product_, choose_blocks, slabs
+from strobe.problem import Problem
 
 
 class Observer(Protocol):
@@ -42,12 +39,14 @@ def forward(
     observer: Observer | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), (batch, heads, len_q, dim_v) and (batch, heads, len_q)."""
-    blocks = choose_blocks(problem, block_q, block_k)
     q = inputs.q
     if out is None:
-        out = empty_rows(q, problem.dim_v)
+        out = empty_rows(q, problem.dim_v, problem.out_dtype)
     lse = torch.empty(q.shape[:3], dtype=problem.lse_dtype, device=q.device)
-    rows = blocks.q * problem.group if problem.heads_k else 0
+    if problem.empty:
+        return out.zero_(), _nothing_seen(inputs, lse)
+    blocks = choose_blocks(problem, block_q, block_k)
+    rows = blocks.q * problem.group
     buffer = torch.empty(blocks.pairs * rows * blocks.k, dtype=problem.lse_dtype, device=q.device)
     for slab in slabs(problem, inputs, blocks.pairs):
         slab_out, slab_lse = slab.of_queries(out), slab.of_queries(lse)
@@ -58,75 +57,59 @@ def forward(
     return out, lse
 
 
+def _nothing_seen(inputs: Inputs, lse: torch.Tensor) -> torch.Tensor:
+    """The sink alone is in the sum of a row that sees no key."""
+    return lse.fill_(-torch.inf) if inputs.sinks is None else lse.copy_(inputs.sinks[None, :, None].expand_as(lse))
+
+
 def _block_of_rows(
     slab: Slab, rows: range, block_k: int, buffer: torch.Tensor, observer: Observer | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     problem = slab.problem
     q = slab.query_tile(rows)  # (b*hk, g*rows, dim)
     o = q.new_zeros((*q.shape[:2], problem.dim_v), dtype=slab.accumulate)
-    minus_m, ell = _before_the_first_tile(slab, rows, o)
+    m, ell = _before_the_first_tile(slab, rows, o)
     for keys, whole in slab.key_tiles(rows, block_k):
         k, v = slab.keys_of(slab.k, keys), slab.keys_of(slab.v, keys)
         s, _ = slab.scores(q, k, rows, keys, whole, buffer)
         if observer is not None:
-            observer.scored(rows, keys, whole, s * slab.unit, -minus_m)
-        minus_new = torch.minimum(minus_m, s.amax(-1, keepdim=True).mul_(slab.minus_unit))
-        p = slab.exponentials(s, minus_new, out=s)
-        rescale = torch.sub(minus_new, minus_m, out=minus_m).exp2_()
+            observer.scored(rows, keys, whole, s * slab.unit, m * slab.unit)
+        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+        p = slab.exponentials(s, m_new)
+        rescale = slab.exponential(_difference(slab, m, m_new))
         ell = torch.addcmul(p.sum(-1, keepdim=True), ell, rescale)
         if problem.dropout:
             p.mul_(slab.kept(rows, keys))
         add_product_(o.mul_(rescale), p.to(slab.operand), v)
-        minus_m = minus_new
+        m = m_new
         if observer is not None:
-            observer.summed(p, rescale, -minus_m, ell, o)
+            observer.summed(p, rescale, m * slab.unit, ell, o)
     o.div_(torch.where(ell == 0, 1, ell) * (1 - problem.dropout))
-    return o, ell.log2_().sub_(minus_m).mul_(LN2)  # log2(0) = -inf for a row that saw nothing
+    return o, ell.log2_().div_(slab.unit).add_(m).mul_(slab.unit * LN2)  # log(0) = -inf for a row that saw nothing
 
 
 def _before_the_first_tile(slab: Slab, rows: range, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """-m, to which scores are added, and ell, (b*hk, g*rows, 1). The sink is a key already seen whose value is 0.
-    Without one m is the least finite number and not -inf: masked scores, which are -inf, can then be compared with it
-    and subtracted from it without NaN."""
+    """m and ell, (b*hk, g*rows, 1). The sink is a key already seen whose value is 0. Without one m is the least finite
+    number and not -inf: masked scores, which are -inf, can then be compared with it and subtracted from it without
+    NaN."""
     least = torch.finfo(slab.accumulate).min
-    minus_m = like.new_full((*like.shape[:2], 1), -least)
+    m = like.new_full((*like.shape[:2], 1), least)
     if slab.inputs.sinks is None:
-        return minus_m, torch.zeros_like(minus_m)
-    sink = slab.sinks().expand(len(slab.batch), len(slab.heads), slab.group, len(rows)).reshape(minus_m.shape)
-    minus_m = -sink.clamp(min=least)
-    return minus_m, (sink + minus_m).exp2_()
+        return m, torch.zeros_like(m)
+    sink = slab.sinks().expand(len(slab.batch), len(slab.heads), slab.group, len(rows)).reshape(m.shape)
+    sink = slab.in_units(sink)
+    return sink.clamp(min=least), (sink != -torch.inf).to(m.dtype)
 
 
-def empty_rows(q: torch.Tensor, dim: int) -> torch.Tensor:
+def _difference(slab: Slab, m: torch.Tensor, m_new: torch.Tensor) -> torch.Tensor:
+    """m - m_new, which is 0 for an infinite sink."""
+    difference = m - m_new
+    return difference if slab.inputs.sinks is None else torch.where(m == m_new, 0, difference)
+
+
+def empty_rows(q: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An output for the queries `q`, its axes in memory in the same order."""
     batch, heads, length, _ = q.shape
     if q.stride(1) < q.stride(2):
-        return q.new_empty(batch, length, heads, dim).transpose(1, 2)
-    return q.new_empty(batch, heads, length, dim)
-
-
-def _details(problem: Problem) -> dict[str, object]:
-    blocks = choose_blocks(problem)
-    return {"block_q": blocks.q, "block_k": blocks.k}
-
-
-def _extra_bytes(problem: Problem) -> int:
-    """Two tiles of scores, the accumulators of a block of rows and, for gradients, those of all keys and values."""
-    blocks, size = choose_blocks(problem), problem.lse_dtype.itemsize
-    rows = blocks.pairs * blocks.q * (problem.group if problem.heads_k else 1)
-    extra = size * rows * (2 * blocks.k + problem.dim + problem.dim_v + 4)
-    if problem.needs_grad:
-        extra += 2 * size * rows * blocks.k + size * problem.heads_k * problem.total_k * (problem.dim + problem.dim_v)
-    return extra
-
-
-BACKENDS = {
-    "tiled": Backend(
-        name="tiled",
-        summary="FlashAttention in PyTorch tiles; every argument, any device",
-        supports=lambda problem: None,
-        forward=forward,
-        details=_details,
-        extra_bytes=_extra_bytes,
-    )
-}
+        return q.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
+    return q.new_empty((batch, heads, length, dim), dtype=dtype)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from strobe import dropout
-from strobe.mask import full
-from strobe.problem import Inputs, Problem
-from strobe.score import LOG2E, kernel_constants
+from strobe.arguments import Inputs
+from strobe.mask import Positions, full
+from strobe.problem import Problem
+from strobe.score import LOG2E
 
 LN2 = math.log(2)
 
@@ -53,12 +54,12 @@ def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | N
     rows, keys = (256, 512) if on_cpu else (1024, 1024)
     if on_cpu and problem.mask.lo is not None:  # narrower tiles waste less along the two edges of a window
         keys = 256
-    group = max(1, problem.group if problem.heads_k else 1)
+    group = max(1, problem.group)
     forced_q, forced_k = _forced.get()
     block_q, block_k = block_q or forced_q, block_k or forced_k
     k = min(block_k or keys, max(1, problem.len_k))
     q = min(block_q or max(16, rows // group), max(1, problem.len_q))
-    available = max(1, problem.heads_k * (1 if problem.packed else problem.batch))
+    available = max(1, problem.heads_k * (1 if _one_sequence_at_a_time(problem) else problem.batch))
     pairs = max(1, min(available, tile // (group * q * k)))
     if block_q is None and 2 * pairs * group * q * k <= tile:  # too few heads to fill the tile
         q = min(2 * q, max(1, problem.len_q))
@@ -71,10 +72,14 @@ def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | N
     return Blocks(q, k, pairs)
 
 
+def _one_sequence_at_a_time(problem: Problem) -> bool:
+    return problem.varlen or problem.positions
+
+
 @dataclass
 class Slab:
-    """Some (batch, key head) pairs of a problem, or of one of its packed sequences. b, hk: how many; g: heads per
-    group."""
+    """Some (batch, key head) pairs of a problem, or of one of its sequences where those have lengths or positions of their
+    own. b, hk: how many; g: heads per group."""
 
     problem: Problem
     inputs: Inputs
@@ -82,26 +87,26 @@ class Slab:
     heads: range  # of k
     rows: slice  # along the query axis of the tensors
     keys: slice
+    positions: Positions | None = None
 
     def __post_init__(self) -> None:
-        self.group = self.problem.group
+        problem = self.problem
+        self.group = problem.group
         self.len_q, self.len_k = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         self.pairs = len(self.batch) * len(self.heads)
         self.query_heads = range(self.heads.start * self.group, self.heads.stop * self.group)
-        self._held = slice(0, 1) if self.problem.packed else slice(self.batch.start, self.batch.stop)
-        self.accumulate = self.problem.lse_dtype
+        self._held = slice(0, 1) if problem.varlen else slice(self.batch.start, self.batch.stop)
+        self.accumulate = problem.lse_dtype
         # Tensor cores take 16-bit operands and add up in 32 bits; a CPU has to widen them.
-        self.narrow = self.problem.device.type == "cuda" and self.problem.dtype.itemsize == 2
-        self.operand = self.problem.dtype if self.narrow else self.accumulate
-        self._before, self._after = kernel_constants(self.problem.scale, self.problem.softcap)
-        wide = torch.finfo(self.accumulate)
-        # Masked scores are -inf and have to stay so: a factor that is not positive in this dtype cannot wait until
-        # then.
-        self._late = self._after if wide.tiny <= self._after <= wide.max else 1.0
-        self.unit = self._late if self.inputs.bias is None else 1.0  # of a score, in log2; see `exponentials`
-        self.minus_unit = torch.tensor(
-            -self.unit, dtype=self.accumulate
-        )  # faster than a number, which PyTorch converts first
+        self.narrow = problem.device.type == "cuda" and problem.dtype.itemsize == 2
+        self.operand = problem.dtype if self.narrow else self.accumulate
+        form = problem.score.kernel_form(problem.scale)
+        self._inner = None if problem.score.is_identity else form.inner
+        self.slope_factor = form.before * form.after  # of the score's derivative
+        # Scores are in units of log2, but natural ones beside a bias: finfo.min would overflow in others.
+        self.unit = 1.0 if self.inputs.bias is None else LOG2E
+        after = form.after * (LOG2E if self.inputs.bias is None else 1.0)
+        self._before, self._after = (after, 1.0) if self._inner is None else (form.before, after)
         self.k, self.v = self.of_keys(self.inputs.k), self.of_keys(self.inputs.v)
         self.q = self.of_queries(self.inputs.q)
         self.mask, self.bias = self.of_pairs(self.inputs.mask), self.of_pairs(self.inputs.bias)
@@ -130,10 +135,10 @@ class Slab:
         return tile_of(t, range(self.len_q), range(self.len_k))
 
     def sinks(self) -> torch.Tensor:
-        """(hk, g, 1), in the units of the scores."""
+        """(hk, g, 1)."""
         assert self.inputs.sinks is not None
-        sinks = self.inputs.sinks[self.query_heads.start : self.query_heads.stop].to(self.accumulate) * LOG2E
-        return sinks.view(len(self.heads), self.group, 1)
+        sinks = self.inputs.sinks[self.query_heads.start : self.query_heads.stop].to(self.accumulate)
+        return sinks.reshape(len(self.heads), self.group, 1)
 
     # ---- tiles
     # -----------------------------------------------------------------------------------------------------------
@@ -152,50 +157,90 @@ class Slab:
         return tile.view(len(self.batch), len(self.heads), self.group, len(rows), tile.shape[-1])
 
     def query_tile(self, rows: range) -> torch.Tensor:
-        """(b*hk, g*rows, dim), not scaled: that would round every q once more, and every partial sum of q kᵀ
-        differently from PyTorch's. It is in those sums that most of the error arises, so a row that is lucky there
-        would not be so
+        """(b*hk, g*rows, dim), not scaled: that would round every q once more, and every partial sum of q kᵀ differently
+        from PyTorch's. It is in those sums that most of the error arises, so a row that is lucky there would not be so
         here."""
         return self.rows_of(self.q, rows).contiguous()
 
+    def environment(self, rows: range, keys: range) -> dict[Any, Any]:
+        """What a score may look at besides its value: positions and captured tensors, to be broadcast to
+        (b, hk, g, rows, keys)."""
+        score = self.problem.score
+        if score.pointwise:
+            return {}
+        offset_q, whole_q, offset_k, whole_k = self.positions or (0, self.len_q, 0, self.len_k)
+        found: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k}
+        for name, r, offset in (("q", rows, offset_q), ("k", keys, offset_k)):
+            found[name] = torch.arange(
+                r.start + offset, r.stop + offset, dtype=self.accumulate, device=self.problem.device
+            )
+        found["q"] = found["q"][:, None]
+        for i, t in enumerate(self.inputs.score_tensors):  # (heads,) or (batch, heads)
+            t = t[None] if t.dim() == 1 else t[self.batch.start : self.batch.stop]
+            t = t[:, self.query_heads.start : self.query_heads.stop].to(self.accumulate)
+            found[i] = t.unflatten(1, (len(self.heads), self.group))[..., None, None]
+        return found
+
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, keys: range, whole: bool, buffer: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A tile of scores, in log2 when multiplied by `unit`, -inf where masked; and tanh(s / softcap) if there is a
-        softcap, perhaps the same tensor. `whole`: the interval mask lets every pair of this tile through."""
-        s, capped = product(q, k.mT, buffer), None
-        if self.problem.softcap is not None:
-            s = capped = s.mul_(self._before).tanh_()
-        if self._late != self._after:
-            s = s * self._after
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """A tile of scores, -inf where masked, and what computes the derivative of the score there, up to
+        `slope_factor`, if it is not constant. `whole`: the interval mask lets every pair of this tile through."""
+        s, slope = product(q, k.mT, buffer, self._before), None
+        if self._inner is not None:
+            s, slope = self._scored(s, rows, keys)
         if self.bias is not None:
-            bias, into = tile_of(self.bias, rows, keys).to(self.accumulate) * LOG2E, self.spread(s, rows)
-            s = torch.add(bias, into, alpha=self._late, out=None if s is capped else into).view_as(s)
+            into = self.spread(s, rows)
+            s = torch.add(into, tile_of(self.bias, rows, keys).to(self.accumulate), out=into).view_as(s)
         if not whole:
-            s = self._within_bounds(s, rows, keys, fresh=s is capped)
+            s = self._within_bounds(s, rows, keys)
         if self.mask is not None:
             s = self._hide(s, tile_of(self.mask, rows, keys), rows)
-        return s, capped
+        return s, slope
 
-    def _within_bounds(self, s: torch.Tensor, rows: range, keys: range, fresh: bool) -> torch.Tensor:
-        """-inf where the interval mask hides a key; in memory of its own if `fresh`."""
+    def _scored(
+        self, s: torch.Tensor, rows: range, keys: range
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+        assert self._inner is not None
+        inner, known = self._inner, {}  # type: ignore[var-annotated]
+        env = {**self.environment(rows, keys), "s": self.spread(s, rows)}
+        value = inner.evaluate(env, known)
+        derivative = inner.derivative("s")
+
+        def slope() -> torch.Tensor:
+            return derivative.evaluate(env, known).reshape(s.shape)
+
+        scored = (value * self._after).view_as(s)  # memory of its own: `slope` may need the value
+        return scored, slope if derivative.variables() else None
+
+    def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
+        """-inf where the interval mask hides a key."""
         mask = self.problem.mask
         row, key = (torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys))
         if s.device.type != "cpu" or not torch.isfinite(s.sum()):
-            return self._hide(s, mask.block(row, key, self.len_q, self.len_k), rows)
+            return self._hide(s, mask.block(row, key, self.len_q, self.len_k, self.positions), rows)
         # A CPU takes a minimum several times faster than it compares and selects; NaN would get through, but there is
         # none.
-        lo, hi = ((bound - keys.start).to(s.dtype)[:, None] for bound in mask.bounds(row, self.len_q, self.len_k))
+        bounds = mask.bounds(row, self.len_q, self.len_k, self.positions)
+        lo, hi = ((bound - keys.start).to(s.dtype)[:, None] for bound in bounds)
         key = (key - keys.start).to(s.dtype)
         inside = hi - 0.5 - key  # greater than 0 where visible
         if mask.lo is not None:
             inside = torch.minimum(inside, key - (lo - 0.5))
         tile = self.spread(s, rows)
-        return torch.minimum(tile, inside.mul_(torch.inf), out=None if fresh else tile).view_as(s)
+        return torch.minimum(tile, inside.mul_(torch.inf), out=tile).view_as(s)
 
-    def exponentials(self, s: torch.Tensor, minus_m: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """exp(s - m), m in log2. Scaling costs nothing here, and the difference is rounded once, where it is small."""
-        return torch.add(minus_m, s, alpha=self.unit, out=out).exp2_()
+    def in_units(self, logits: torch.Tensor) -> torch.Tensor:
+        """Natural logarithms in the units of the scores."""
+        return logits * LOG2E if self.unit == 1.0 else logits
+
+    def exponentials(self, s: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        """exp(s - m), over `s`. The difference is taken first: it is small where the result is not 0."""
+        return self.exponential(s.sub_(m))
+
+    def exponential(self, difference: torch.Tensor) -> torch.Tensor:
+        """exp, over `difference`, which is in the units of the scores."""
+        return difference.exp2_() if self.unit == 1.0 else difference.mul_(self.unit).exp2_()
 
     def _hide(self, s: torch.Tensor, visible: torch.Tensor, rows: range) -> torch.Tensor:
         # On CPUs `where` into fresh memory is several times faster than `masked_fill_`.
@@ -203,17 +248,20 @@ class Slab:
 
     def kept(self, rows: range, keys: range) -> torch.Tensor:
         """What dropout leaves of a tile, (b*hk, g*rows, keys)."""
+        offset_q, _, offset_k, _ = self.positions or (0, 0, 0, 0)
+        rows_at, keys_at = (range(r.start + n, r.stop + n) for r, n in ((rows, offset_q), (keys, offset_k)))
         p, seed = self.problem.dropout, self.inputs.seed
-        kept = dropout.keep(seed, self.batch, self.query_heads, rows, keys, p, self.inputs.q.device)
+        kept = dropout.keep(seed, self.batch, self.query_heads, rows_at, keys_at, p, self.problem.device)
         return kept.view(self.pairs, self.group * len(rows), len(keys))
 
     def key_tiles(self, rows: range, block_k: int) -> Iterator[tuple[range, bool]]:
         """The keys of each tile that these rows can see, and whether they see all of it. Keys at the ends that none of
         the rows sees are cut off."""
         mask = self.problem.mask
-        first, end, first_full, end_full = mask.tiles(rows.start, rows.stop, block_k, self.len_q, self.len_k)
-        lowest, _ = mask.bounds(rows.start, self.len_q, self.len_k)
-        _, highest = mask.bounds(rows.stop - 1, self.len_q, self.len_k)
+        where = (self.len_q, self.len_k, self.positions)
+        first, end, first_full, end_full = mask.tiles(rows.start, rows.stop, block_k, *where)
+        lowest, _ = mask.bounds(rows.start, *where)
+        _, highest = mask.bounds(rows.stop - 1, *where)
         unmasked = mask.lo is None and mask.hi is None  # even the ragged tile at the end is whole
         for t in range(first, end):
             keys = range(max(t * block_k, lowest), min((t + 1) * block_k, highest))
@@ -233,28 +281,33 @@ def tile_of(t: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
 
 def slabs(problem: Problem, inputs: Inputs, pairs: int) -> Iterator[Slab]:
     """Every (batch, key head) pair once, at most `pairs` of them at a time."""
-    if problem.packed:
+    if problem.varlen:
         assert inputs.cu_q is not None and inputs.cu_k is not None
         ends_q, ends_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
-    step_batch = 1 if problem.packed else max(1, pairs // max(1, problem.heads_k))
+    at = None if inputs.positions is None else [Positions(*p) for p in inputs.positions.tolist()]
+    step_batch = 1 if _one_sequence_at_a_time(problem) else max(1, pairs // max(1, problem.heads_k))
     for b in range(0, problem.batch, step_batch):
-        if problem.packed:
+        if problem.varlen:
             rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
         else:
             rows, keys = slice(0, problem.len_q), slice(0, problem.len_k)
+        batch = range(b, min(b + step_batch, problem.batch))
         for h in range(0, problem.heads_k, pairs):
             heads = range(h, min(h + pairs, problem.heads_k))
-            yield Slab(problem, inputs, range(b, min(b + step_batch, problem.batch)), heads, rows, keys)
+            yield Slab(problem, inputs, batch, heads, rows, keys, None if at is None else at[b])
 
 
-def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-    """Batched a @ b in 32 bits at least; the beginning of the flat `buffer` takes the result where possible."""
+def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
+    """Batched factor * (a @ b) in 32 bits at least; the beginning of the flat `buffer` takes the result where
+    possible."""
     if a.dtype.itemsize == 2:
-        return torch.bmm(a, b, out_dtype=torch.float32)
+        found = torch.bmm(a, b, out_dtype=torch.float32)
+        return found if factor == 1.0 else found.mul_(factor)
     if buffer is None:
-        return torch.bmm(a, b)
+        return torch.bmm(a, b) if factor == 1.0 else torch.bmm(a, b).mul_(factor)
     shape = (a.shape[0], a.shape[1], b.shape[2])
-    return torch.bmm(a, b, out=buffer[: math.prod(shape)].view(shape))
+    into = buffer[: math.prod(shape)].view(shape)
+    return torch.baddbmm(into, a, b, beta=0, alpha=factor, out=into)
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

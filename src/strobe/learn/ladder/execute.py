@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from strobe.arguments import Arguments, Inputs
 from strobe.cuda import driver, jit
 from strobe.emulator import Buffer, Counters, build, encode_tensor_map
 from strobe.learn.ladder.rung import PARAMS, POINTERS, Rung, Shape
 from strobe.mask import causal, full
-from strobe.problem import Inputs, Problem, check
+from strobe.problem import Problem
 
 
 @dataclass
@@ -41,7 +42,9 @@ class Tensors:
 def problem_of(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Problem, Inputs]:
     """The slices as heads of one sequence."""
     mask = causal if shape.causal else full
-    return check(q[None], k[None], v[None], mask=mask, scale=shape.scale, layout="bhsd", return_lse=True)
+    a = Arguments(q[None], k[None], v[None], mask=mask, scale=shape.scale, layout="bhsd", return_lse=True)
+    problem, layout = Problem.of(a)
+    return problem, Inputs.of(a, layout)
 
 
 def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int = 0, gain: float = 1.0) -> Tensors:
@@ -92,12 +95,12 @@ def emulate(rung: Rung, shape: Shape, x: Tensors, mode: str = "sync", seed: int 
 
 
 def _emulate_library(shape: Shape, x: Tensors, mode: str, seed: int) -> Counters:
-    from strobe.cuda.plan import plan_sm90
+    from strobe.cuda import forward_sm90
     from strobe.emulator import backend
 
     problem, inputs = problem_of(shape, x.q, x.k, x.v)
     out = x.o[None]
-    plan = plan_sm90(problem, out.stride()[:3], backend.MULTIPROCESSORS)
+    plan = forward_sm90.plan(problem, (0, out.stride(1), out.stride(2)), backend.MACHINES["sm90"])
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("sinks", "cu_q", "cu_k"))
     tensors |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "lse": x.lse[None]}
     return backend.launch(plan, tensors, mode=mode, seed=seed)  # type: ignore[arg-type]

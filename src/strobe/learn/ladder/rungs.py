@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from strobe.cuda.tiles import choose_sm90, tile_bytes
+from strobe.cuda.forward_sm90 import choose_tile
+from strobe.cuda.plan import tile_bytes
 from strobe.learn.ladder.rung import Count, Rung, Shape
 
 ByDim = Callable[[int], int]
@@ -97,7 +98,7 @@ def _traffic(rows: int | ByDim) -> dict[str, Any]:
 
 
 def _library_rows(dim: int) -> int:
-    return choose_sm90(dim, dim).block_m
+    return choose_tile(dim, dim).block_m
 
 
 # ---- the rungs -------------------------------------------------------------------------------------------------------

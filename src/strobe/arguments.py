@@ -1,0 +1,174 @@
+"""The argument list of `strobe.attention` and `attention_varlen`, once, and the layouts in which tensors are passed.
+
+`Arguments` holds what a caller passed, unchecked. `problem.py` checks it; everything else hands it on as one object.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import torch
+
+from strobe.score import Score
+
+
+class Arguments(NamedTuple):
+    """One call, as it was made; `strobe.attention` documents the arguments. Without `cu_q` and `cu_k` it is a dense one."""
+
+    q: Any
+    k: Any
+    v: Any
+    cu_q: Any = None
+    cu_k: Any = None
+    max_q: Any = None
+    max_k: Any = None
+    mask: Any = None
+    scale: Any = None
+    softcap: Any = None
+    score: Any = None
+    bias: Any = None
+    dropout: Any = 0.0
+    seed: Any = None
+    sinks: Any = None
+    layout: Any = "bshd"
+    out: Any = None
+    return_lse: Any = False
+    deterministic: Any = False
+    backend: Any = None
+    # Internal, for shards and chunks: (sequences, 4) int32, the fields of `mask.Positions`; and an output in fp32.
+    positions: Any = None
+    partial: Any = False
+
+    def mask_tensor(self) -> torch.Tensor | None:
+        return self.mask if isinstance(self.mask, torch.Tensor) else None
+
+    def score_tensors(self) -> tuple[torch.Tensor, ...]:
+        return () if self.score is None else self.score.tensors
+
+
+TENSORS = ("q", "k", "v", "bias", "sinks", "mask", "cu_q", "cu_k", "positions")  # those of a score follow
+
+
+def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
+    """In the order of TENSORS."""
+    mask = a.mask if isinstance(a.mask, torch.Tensor) else None
+    found = (a.q, a.k, a.v, a.bias, a.sinks, mask, a.cu_q, a.cu_k, a.positions)
+    return found if a.score is None else (*found, *a.score.tensors)
+
+
+def with_tensors(a: Arguments, seed: int | None, tensors: tuple[Any, ...]) -> Arguments:
+    """The arguments with other tensors, in the order of TENSORS; without an `out`, and with the LSE."""
+    q, k, v, bias, sinks, mask, cu_q, cu_k, positions = tensors[:9]
+    score = a.score if len(tensors) == 9 else a.score.with_tensors(tensors[9:])
+    return Arguments(
+        q, k, v, cu_q, cu_k, a.max_q, a.max_k, a.mask if mask is None else mask, a.scale, a.softcap, score, bias,
+        a.dropout, seed, sinks, a.layout, None, True, a.deterministic, a.backend, positions, a.partial,
+    )  # fmt: skip
+
+
+def without_tensors(a: Arguments) -> Arguments:
+    mask = None if isinstance(a.mask, torch.Tensor) else a.mask
+    score = a.score.structure if isinstance(a.score, Score) else a.score
+    return with_tensors(a._replace(mask=mask, score=score), None, (None,) * 9)
+
+
+class Layout(enum.Enum):
+    """The order of the axes of q, k, v and out as the caller has them. Backends see (batch, heads, length, dim), by
+    views; the LSE is (batch, heads, length), without the axes that the caller leaves out."""
+
+    BSHD = "bshd"
+    BHSD = "bhsd"
+    SHD = "shd"
+    HSD = "hsd"
+    SD = "sd"
+    VARLEN = "thd"  # sequences one after the other
+
+    def inside(self, t: torch.Tensor) -> torch.Tensor:
+        """A view in (batch, heads, length, dim) order."""
+        if self is Layout.BSHD:
+            return t.transpose(1, 2)
+        if self is Layout.BHSD:
+            return t
+        if self is Layout.SD:
+            return t[None, None]
+        return t[None] if self is Layout.HSD else t.transpose(0, 1)[None]
+
+    def outside(self, t: torch.Tensor) -> torch.Tensor:
+        """The inverse of `inside`."""
+        if self is Layout.BSHD:
+            return t.transpose(1, 2)
+        if self is Layout.BHSD:
+            return t
+        if self is Layout.SD:
+            return t[0, 0]
+        return t[0] if self is Layout.HSD else t[0].transpose(0, 1)
+
+    def rows_inside(self, t: torch.Tensor) -> torch.Tensor:
+        """An LSE, or what is shaped like one, as (batch, heads, length)."""
+        missing = 4 - len(self.value)
+        return t[(None,) * missing] if missing else t
+
+    def rows_outside(self, t: torch.Tensor) -> torch.Tensor:
+        missing = 4 - len(self.value)
+        return t[(0,) * missing] if missing else t
+
+    def rows_shape(self, q: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the LSE that goes with queries of this shape."""
+        if self is Layout.BSHD:
+            return q[0], q[2], q[1]
+        return (q[1], q[0]) if self in (Layout.SHD, Layout.VARLEN) else q[:-1]
+
+
+LAYOUTS = ("bshd", "bhsd")
+_BY_AXES = {
+    ("bshd", 4): Layout.BSHD,
+    ("bshd", 3): Layout.SHD,
+    ("bhsd", 4): Layout.BHSD,
+    ("bhsd", 3): Layout.HSD,
+    ("bshd", 2): Layout.SD,
+    ("bhsd", 2): Layout.SD,
+}
+
+
+def layout_of(a: Arguments) -> Layout:
+    """Of arguments whose `layout` and number of axes have been checked."""
+    return Layout.VARLEN if a.cu_q is not None else _BY_AXES[a.layout, a.q.dim()]
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call in the form of the backends: (batch, heads, length, dim). Varlen problems have batch 1 here
+    and say with cu_q, cu_k where each sequence begins and ends."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None = None  # booleans broadcastable to (batch, heads, len_q, len_k), four axes
+    bias: torch.Tensor | None = None  # the same, in numbers
+    sinks: torch.Tensor | None = None  # (heads,)
+    cu_q: torch.Tensor | None = None
+    cu_k: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    score_tensors: tuple[torch.Tensor, ...] = ()
+    seed: int = 0
+
+    @staticmethod
+    def of(a: Arguments, layout: Layout) -> Inputs:
+        """Views; the arguments have been checked."""
+        return Inputs(
+            layout.inside(a.q),
+            layout.inside(a.k),
+            layout.inside(a.v),
+            four_axes(a.mask_tensor()),
+            four_axes(a.bias),
+            a.sinks,
+            a.cu_q,
+            a.cu_k,
+            a.positions,
+            a.score_tensors(),
+            a.seed or 0,
+        )
+
+
+def four_axes(t: torch.Tensor | None) -> torch.Tensor | None:
+    return t if t is None or t.dim() == 4 else t[(None,) * (4 - t.dim())]

@@ -1,0 +1,142 @@
+"""A checked call bound to its backends, and the one cache of such calls.
+
+Checking arguments in Python costs more than launching a kernel. So a checked call becomes a `Bound`, a function of the
+tensors alone, and the next call with the same `signature` goes straight there: with or without gradients, dense or
+varlen, traced or not.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from strobe.arguments import Arguments, without_tensors
+from strobe.backends import dispatch
+from strobe.backends.backend import Backward, Forward, Gradients
+from strobe.problem import GRADIENTS, Problem, any_requires_grad, same_storage
+from strobe.score import Score
+
+_MOST = 1024  # bound calls that a thread remembers
+_is_grad_enabled = torch.is_grad_enabled
+_strided = torch.strided
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Remembered(threading.local):
+    """Bound calls hold launch buffers that are written at each call, so each thread has its own."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, Bound] = {}
+
+
+remembered = _Remembered()
+
+
+class Bound:
+    """`forward` is a function of the arguments; backward passes are bound when they are needed. `differentiable`: some
+    of the tensors need a gradient. `template`: the arguments without tensors."""
+
+    def __init__(self, a: Arguments, needs_grad: bool) -> None:
+        self.problem, self.layout = Problem.of(a, needs_grad)
+        self.differentiable, self.template = needs_grad, without_tensors(a)
+        self.backend = dispatch.choose(self.problem, a.backend)
+        self.forward: Forward = dispatch.bind(self.backend, self.problem, self.layout)
+        self._backward: dict[tuple[bool, ...], Backward] = {}
+
+    def backward(
+        self,
+        needs: tuple[bool, ...],
+        a: Arguments,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        """`needs`: which of GRADIENTS are wanted."""
+        run = self._backward.get(needs)
+        if run is None:
+            problem = self.problem.backward(tuple(n for n, need in zip(GRADIENTS, needs, strict=True) if need))
+            chosen = dispatch.choose_backward(problem, self.backend)
+            run = self._backward[needs] = dispatch.bind(chosen, problem, self.layout)
+        return run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+
+
+def _facts(t: Any) -> Any:
+    return t if t is None else (t.__class__, t.shape, t.stride(), t.dtype, t.device)
+
+
+def signature(a: Arguments) -> tuple[Any, ...] | None:
+    """Everything that a bound call depends on: all facts about the arguments but the addresses and contents of tensors.
+    None for tensors of a kind that is not remembered. Numbers come with their classes, since 1 == True == Decimal(1)."""
+    (
+        q, k, v, cu_q, _, _, _, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out, return_lse,
+        deterministic, backend, _, _,
+    ) = a  # fmt: skip
+    if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
+        return None
+    dtype = q.dtype
+    if k.dtype is not dtype or v.dtype is not dtype or q.layout is not _strided:
+        return None
+    if q.is_cpu and k.is_cpu and v.is_cpu:
+        place: Any = None
+    else:
+        place = q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    rest = None
+    if bias is not None or sinks is not None or out is not None or cu_q is not None or score is not None:
+        rest = _rest(a)
+        if rest is None:
+            return None
+        needs_grad = needs_grad or rest[0]
+    if mask is not None and mask.__class__ in PLAIN:
+        mask = _facts(mask)
+    if softcap is not None or dropout.__class__ is not float or dropout or seed is not None:
+        softcap = softcap, softcap.__class__, dropout, dropout.__class__, seed.__class__
+    return (
+        q.shape, q.is_contiguous() or q.stride(), k.shape, k.is_contiguous() or k.stride(),
+        v.shape, v.is_contiguous() or v.stride(), dtype, place, needs_grad, mask, scale, scale.__class__, softcap,
+        layout, return_lse, deterministic, backend, rest,
+    )  # fmt: skip
+
+
+def _rest(a: Arguments) -> tuple[Any, ...] | None:
+    if a.score is not None and not isinstance(a.score, Score):
+        return None
+    tensors = (a.bias, a.sinks, a.cu_q, a.cu_k, a.out, a.positions, *a.score_tensors())
+    for t in tensors:
+        if t is not None and (t.__class__ not in PLAIN or t.layout is not _strided):
+            return None
+    out = a.out
+    if out is not None and any(t is not None and same_storage(t, out) for t in (a.q, a.k, a.v, a.bias, a.sinks)):
+        return None  # whether they overlap depends on their addresses
+    needs_grad = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.bias, a.sinks))
+    facts = tuple(_facts(t) for t in tensors)
+    aligned = 0 if out is None else out.data_ptr() & 15
+    return needs_grad, facts, aligned, a.max_q, a.max_k, a.partial, None if a.score is None else a.score.structure
+
+
+def lookup(a: Arguments) -> Bound:
+    """The bound call of an earlier, equal-looking one, or a new one."""
+    try:
+        key = signature(a)
+        found = remembered.calls.get(key)
+    except (RuntimeError, TypeError):  # without strides, or not to be hashed: the checks say what is wrong
+        key = found = None
+    if found is None:
+        found = bind(a)
+        if key is not None:
+            remember(key, found)
+    return found
+
+
+def remember(key: Any, bound: Bound) -> None:
+    if len(remembered.calls) >= _MOST:
+        remembered.calls.clear()
+    remembered.calls[key] = bound
+
+
+def bind(a: Arguments, needs_grad: bool | None = None) -> Bound:
+    """Check the arguments and bind them; nothing is remembered. `needs_grad`: None: as the tensors say."""
+    return Bound(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)

@@ -1,0 +1,35 @@
+"""Running a call where nothing traces it: look it up, bind it if it is new, and run what was bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strobe import autograd
+from strobe.arguments import Arguments
+from strobe.bound import bind, lookup
+from strobe.problem import with_longest
+
+_transforming = torch._C._are_functorch_transforms_active
+
+
+def run(a: Arguments) -> Any:
+    """The result of `strobe.attention` or, if there is a `cu_q`, `attention_varlen`."""
+    if a.cu_q is not None or a.dropout:
+        a = _completed(a)
+    if _transforming():  # inside torch.func every call is differentiable, and shapes are not those of the memory
+        out, lse = autograd.attention_in_transforms(bind(a, needs_grad=True), a)
+    else:
+        bound = lookup(a)
+        out, lse = autograd.attention(bound, a) if bound.differentiable else bound.forward(a)  # type: ignore[assignment]
+    return (out, lse) if a.return_lse else out
+
+
+def _completed(a: Arguments) -> Arguments:
+    """With the lengths of the longest sequences, and a seed that follows torch.manual_seed."""
+    if a.cu_q is not None:
+        a = with_longest(a)
+    if a.dropout and a.seed is None:
+        a = a._replace(seed=int(torch.randint(1 << 62, (), device="cpu").item()))
+    return a

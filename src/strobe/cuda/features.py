@@ -1,0 +1,77 @@
+"""The features of a problem that change the code of our attention kernels, whatever the architecture and direction."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strobe.cuda.plan import ELEMENTS, Dims
+from strobe.mask import Mask, causal, full, window
+from strobe.problem import Problem
+from strobe.score import Score, identity, softcap
+
+
+@dataclass(frozen=True)
+class Features:
+    element: str
+    dim: int  # rounded up to what there is a kernel for
+    dim_v: int
+    mask: Mask
+    score: Score = identity
+    varlen: bool = False
+    sinks: bool = False
+    positions: bool = False
+    partial_out: bool = False
+
+    @staticmethod
+    def of(problem: Problem, dims: Dims) -> Features:
+        return Features(
+            ELEMENTS[problem.dtype],
+            *dims,
+            problem.mask,
+            problem.score,
+            problem.varlen,
+            problem.has_sinks,
+            problem.positions,
+            problem.partial,
+        )
+
+    @property
+    def name(self) -> str:
+        dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        flags = [flag for flag in ("varlen", "sinks", "positions", "partial_out") if getattr(self, flag)]
+        score = [] if self.score.is_identity else [self.score.name.split("(")[0]]
+        return " ".join([self.element, dims, self.mask.name, *score, *flags])
+
+    def facts(self) -> dict[str, Any]:
+        """For tables."""
+        mask = self.mask.name if self.mask.name in ("full", "causal") else "window"
+        flags = {name: getattr(self, name) for name in ("varlen", "sinks", "positions", "partial_out")}
+        return {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": not self.score.is_identity, **flags}
+
+    def config(self) -> dict[str, int | bool]:
+        return {
+            "kDim": self.dim,
+            "kDimV": self.dim_v,
+            "kVarlen": self.varlen,
+            "kSinks": self.sinks,
+            "kPositions": self.positions,
+            "kPartialOut": self.partial_out,
+        }
+
+    def types(self) -> tuple[tuple[str, str], ...]:
+        return ("Mask", self.mask.cpp(self.positions)), ("Score", self.score.cpp())
+
+
+def common_features(dims: list[Dims], exhaustive: bool) -> Iterator[Features]:
+    """Those that calls have, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are the
+    common ones. `exhaustive` adds every combination."""
+    every = list(itertools.product((False, True), (False, True), (False, True)))
+    flags = every if exhaustive else [every[0], every[-1]]
+    for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, (full, causal, window(1, 1))):
+        for varlen, capped, sinks in flags:
+            yield Features(element, dim, dim_v, mask, softcap(30.0) if capped else identity, varlen, sinks)
+        for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, merged by their LSE
+            yield Features(element, dim, dim_v, mask, identity, varlen, False, positions=True, partial_out=True)

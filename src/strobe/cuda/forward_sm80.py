@@ -1,0 +1,210 @@
+"""The forward kernel for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, limits, plan, variants.
+
+The tiles for Hopper were swept on an H200 (docs/design/hopper-forward.md) but for head dim 192. The others are chosen for
+shared memory and registers, and nobody has timed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strobe.cuda.features import Features, common_features
+from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.params import Field, Struct
+from strobe.cuda.plan import (
+    MAX_DIM,
+    PROBLEM_FIELDS,
+    Dims,
+    Launch,
+    Machine,
+    Plan,
+    common_limits,
+    pack_group,
+    padded_dims,
+    problem_values,
+    row_blocks,
+    rows_of_lse,
+    section,
+    stride_fields,
+    stride_values,
+    tile_bytes,
+)
+from strobe.problem import Problem, Strides
+
+DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
+
+POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions")
+
+
+def params(partial_out: bool) -> Struct:
+    return _PARAMS[partial_out]
+
+
+def _params(output: str) -> Struct:
+    return Struct(
+        "Params",
+        [
+            *(Field(t, "const u16*") for t in ("q", "k", "v")),
+            Field("o", output),
+            Field("lse", "float*"),  # may be null
+            Field("sinks", "const float*"),
+            *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
+            *stride_fields("q", "k", "v", "o"),
+            Field("lse_batch", "i64"),
+            Field("lse_head", "i64"),
+            *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles")),
+            *PROBLEM_FIELDS,
+        ],
+    )
+
+
+_PARAMS = {partial: _params("float*" if partial else "u16*") for partial in (False, True)}
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_m: int  # query rows
+    block_n: int  # keys at a time
+    warps: int
+    stages: int  # buffers for K and for V
+    blocks_per_sm: int  # what the register allocation aims at
+    lazy_rescale: bool = False  # leave the row maximum behind while it grows little
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{' lazy' if self.lazy_rescale else ''}"
+
+    @property
+    def state_in_smem(self) -> bool:
+        """Whether registers are so scarce that the row statistics rest in shared memory."""
+        return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
+
+    def smem(self, dim: int, dim_v: int) -> int:
+        keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
+        state = self.block_m // 16 * 32 * 16 + 48 if self.state_in_smem else 0
+        return tile_bytes(self.block_m, max(dim, dim_v)) + self.stages * keys_and_values + state
+
+    def config(self) -> dict[str, int | bool]:
+        return {
+            "kBlockM": self.block_m,
+            "kBlockN": self.block_n,
+            "kWarps": self.warps,
+            "kStages": self.stages,
+            "kStateInSmem": self.state_in_smem,
+            "kLazyRescale": self.lazy_rescale,
+        }
+
+
+# Head dim (up to) -> tile, by generation: they differ in shared memory, and ptxas fills their registers differently.
+_TILES = {
+    "sm_80": {
+        64: Tile(128, 128, 4, 1, 2),
+        128: Tile(128, 64, 4, 1, 2, lazy_rescale=True),
+        192: Tile(64, 64, 4, 1, 2),
+        256: Tile(128, 64, 8, 1, 1),
+    },
+    "sm_86": {
+        64: Tile(128, 64, 4, 1, 2),
+        128: Tile(128, 64, 4, 1, 1, lazy_rescale=True),
+        192: Tile(64, 64, 4, 1, 1),
+        256: Tile(64, 64, 4, 1, 1),
+    },
+    "sm_90": {
+        64: Tile(128, 128, 4, 1, 2),
+        96: Tile(128, 64, 4, 2, 2, lazy_rescale=True),
+        128: Tile(128, 64, 4, 2, 2, lazy_rescale=True),
+        192: Tile(64, 64, 4, 1, 2),
+        256: Tile(64, 64, 4, 1, 2),
+    },
+    "sm_100": {
+        64: Tile(128, 128, 4, 1, 2),
+        96: Tile(128, 64, 4, 2, 2, lazy_rescale=True),
+        128: Tile(128, 48, 4, 1, 2, lazy_rescale=True),
+        192: Tile(64, 64, 4, 1, 2),
+        256: Tile(64, 64, 4, 1, 2),
+    },
+}
+SMEM_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # of one block
+
+
+def generation(arch: str) -> str:
+    """The oldest architecture with the same tiles: consumer Ampere, Ada and consumer Blackwell have little shared
+    memory."""
+    number = int("".join(c for c in arch if c.isdigit()))
+    if number in (86, 89) or number >= 120:
+        return "sm_86"
+    return "sm_80" if number < 90 else "sm_90" if number < 100 else "sm_100"
+
+
+def choose_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
+    """`scored`: something happens to the scores, which takes a few registers more than the largest tiles leave."""
+    table = _TILES[generation(arch)]
+    tile = table[min(limit for limit in table if limit >= max(dim, dim_v))]
+    if scored:
+        tile = dataclasses.replace(tile, block_n=48 if 64 < max(dim, dim_v) <= 128 else tile.block_n // 2)
+    return tile
+
+
+def limits(problem: Problem) -> str | None:
+    if problem.gradients:
+        return "no backward kernel"
+    return common_limits(problem)
+
+
+def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> TemplateKernel:
+    """`exact_dims`: the head dims are not rounded up."""
+    smem = tile.smem(features.dim, features.dim_v)
+    config = {**features.config(), **tile.config(), "kThreads": 32 * tile.warps, "kSmem": smem, "kSplit": False}
+    return TemplateKernel(
+        name=f"forward_sm80[{features.name} {tile}{'' if exact_dims else ' padded'}]",
+        arch=arch,
+        params=params(features.partial_out),
+        threads=32 * tile.warps,
+        smem=smem,
+        header="forward_sm80",
+        template="forward_sm80",
+        element=features.element,
+        config=tuple((config | {"kExactDims": exact_dims}).items()),
+        types=features.types(),
+        blocks_per_sm=tile.blocks_per_sm,
+        facts={**features.facts(), "tile": str(tile), "exact_dims": exact_dims},
+    )
+
+
+def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
+    problem, out_strides = pack_group(problem, out_strides)
+    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    arch = machine.arch.rstrip("af")
+    tile = tile or choose_tile(*dims, arch, not problem.score.is_identity)
+    spec = kernel(Features.of(problem, dims), tile, arch, dims == (problem.dim, problem.dim_v))
+    rows, blocks = rows_of_lse(problem), row_blocks(problem, tile.block_m)
+    grid = blocks * problem.batch * problem.heads
+    q, k, v = problem.strides
+    values = {
+        **problem_values(problem),
+        **stride_values({"q": q, "k": k, "v": v, "o": out_strides}),
+        "lse_batch": problem.heads * rows,
+        "lse_head": rows,
+        "row_blocks": blocks,
+        "section": section(problem, machine.l2_bytes),
+        "splits": 1,
+        "tiles": grid,
+    }
+    details = {
+        "kernel": spec.name,
+        "arch": spec.arch,
+        "tile": f"{tile.block_m} queries x {tile.block_n} keys",
+        "threads": spec.threads,
+        "blocks": grid,
+        "shared memory": f"{spec.smem} bytes",
+    }
+    return Plan((Launch(spec, grid, values),), POINTERS, details=details)
+
+
+def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
+    """The kernels that calls ask for; head dims that are rounded up have kernels of their own."""
+    for features in common_features(DIMS, exhaustive):
+        tile = choose_tile(features.dim, features.dim_v, arch, not features.score.is_identity)
+        for exact in (True, False) if exhaustive or not features.varlen else (True,):
+            yield kernel(features, tile, arch, exact)

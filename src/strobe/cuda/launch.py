@@ -1,0 +1,122 @@
+"""Running a plan on a GPU: its kernels compiled or taken from the cache, its launches prepared, addresses patched in."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import torch
+
+from strobe.cuda import driver, jit
+from strobe.cuda.kernel import KernelSpec
+from strobe.cuda.plan import COUNTER, COUNTERS, Launch, Plan, padded
+
+_SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each call moves them to its own
+
+
+@functools.cache
+def kernel(spec: KernelSpec) -> driver.Kernel:
+    """Compiled or taken from the cache, and loaded."""
+    artifact = jit.get(spec.source, spec.arch, name=spec.name)
+    return driver.Kernel(artifact.cubin, spec.entry, spec.smem)
+
+
+class Launcher:
+    """A plan that is ready for all calls that differ in nothing but addresses. Belongs to one thread."""
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        self._device = device
+        self._workspace: list[int] = []  # where each part begins
+        at = 0
+        for size in plan.workspace.values():
+            self._workspace.append(at)
+            at += padded(size)
+        self._workspace_bytes = at
+        used = {f.name for launch in plan.launches for f in launch.kernel.params.fields}
+        self._counts = COUNTER in used
+        names = (*plan.tensors, *((COUNTER,) if self._counts else ()), *plan.workspace)
+        with torch.cuda.device(device):
+            self._launches = [_Prepared(launch, names, device) for launch in plan.launches]
+
+    def __call__(self, *addresses: int) -> None:
+        """The addresses of the plan's tensors, in its order; 0 for what is not there."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(*addresses)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if self._counts:
+            counter, _alive = zeros(self._device, stream)
+            addresses = (*addresses, counter)
+        if self._workspace_bytes:
+            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+            start = workspace.data_ptr()
+            addresses = (*addresses, *[start + offset for offset in self._workspace])
+        for launch in self._launches:
+            launch(addresses, stream)
+
+
+class _Prepared:
+    """One launch. It knows where among all addresses its pointers are."""
+
+    def __init__(self, launch: Launch, names: tuple[str, ...], device: int) -> None:
+        spec = launch.kernel
+        fields = spec.params.fields
+        pointers = [f.name for f in fields if f.ctype.endswith("*")]
+        maps = {f"map_{t}": dataclasses.replace(m, address=_SOMEWHERE).encode() for t, m in launch.maps.items()}
+        packed = spec.params.pack({**dict.fromkeys(pointers, 0), **launch.values, **maps})
+        function = kernel(spec).function(device)
+        self._launch = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
+        known = [name for name in pointers if name in names]  # others stay null
+        self._patch = spec.params.patcher(*known)
+        indices = [names.index(name) for name in known]
+        in_order = indices == list(range(len(names)))
+        self._pick: Any = None if in_order else _picker(indices)
+        params = self._launch.params
+        slots = [driver.TensorMapSlot(params, spec.params.offsets[f"map_{t}"]) for t in launch.maps]
+        self._maps = list(zip(slots, [names.index(t) for t in launch.maps], strict=True))
+
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
+        mine = addresses if self._pick is None else self._pick(addresses)
+        self._patch(self._launch.params, *mine)
+        for slot, index in self._maps:
+            slot.point_to(addresses[index])
+        self._launch.launch(stream)
+
+
+def _picker(indices: list[int]) -> Any:
+    return operator.itemgetter(*indices) if len(indices) > 1 else lambda addresses: (addresses[indices[0]],)
+
+
+# ---- zeros that launches count with ----------------------------------------------------------------------------------
+
+_BYTES = 4 * COUNTERS
+_RESERVE = 1024  # such zeros, 4 MB: for every stream, and for every stream of every captured graph
+_zeros: dict[tuple[int, ...], int] = {}
+_spare: dict[int, list[int]] = {}
+
+
+def zeros(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
+    """The address of zeros that a launch on this stream may count with, and what has to live until it is under way.
+    Launches on a stream run one after the other and leave them zero, so all of them can use the same. A graph may be
+    replayed beside anything: in a capture, each stream gets zeros of its own, which its first launch sets. Nothing can be
+    allocated then, so they come from a reserve, and, if that is used up, from the graph's memory, to be set for this
+    launch alone. The reserve is no memory of torch's, which would miss it in pools that it manages for others; nor do
+    the zeros come from `torch.zeros`, whose kernel would have to be loaded in the first call of a process."""
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
+    key = (device, stream, driver.capture_id(stream)) if capturing else (device, stream)
+    found = _zeros.get(key)
+    if found is not None:
+        return found, None
+    spare = _spare.setdefault(device, [])
+    if not spare and capturing:
+        memory = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+        driver.zero(memory.data_ptr(), _BYTES, stream)
+        return memory.data_ptr(), memory
+    if not spare:
+        reserve = driver.allocate(_RESERVE * _BYTES)
+        spare += range(reserve, reserve + _RESERVE * _BYTES, _BYTES)
+    found = _zeros[key] = spare.pop()
+    driver.zero(found, _BYTES, stream)
+    return found, None

@@ -1,0 +1,59 @@
+"""The tensor maps of the Hopper kernels: how TMA finds a tile of a tensor (tile/tma_tile.cuh)."""
+
+from __future__ import annotations
+
+from strobe.cuda.driver import TensorMapSpec
+from strobe.cuda.plan import ELEMENTS
+from strobe.problem import Problem, Strides
+
+FAR = 1 << 30  # see `tile_map`; also in tile/tma_tile.cuh
+
+
+def tile_map(
+    problem: Problem,
+    one_box: bool,
+    heads: int,
+    length: int,
+    total: int,
+    dim: int,
+    strides: Strides,
+    box_rows: int,
+    columns: int,
+) -> TensorMapSpec:
+    """(columns, rows, panels, heads, batch): a box is a tile of `box_rows` x `columns`. If the head dim is not a multiple
+    of 64 it is one panel of a tile (not `one_box`).
+
+    Packed sequences end anywhere, and a box must not run into the next one: keys there may hold anything, and output
+    there is another's. Their maps are (columns, rows in a box, heads, rows in memory, far away). A row is addressed by
+    the sum of two coordinates. The first counts to the height of a box and no further: started at c instead of 0, the
+    box ends c rows early. The second says where in memory the box begins, c rows before its place, which may be before
+    the tensor. Coordinates must not be negative, though, so it is raised by FAR, and the last coordinate, also FAR,
+    takes that back: its stride of 2^34 bytes less a row, FAR = 2^30 times, is less than nothing by FAR rows, modulo the
+    2^64 of an address. (The obvious way, to encode an address before the tensor, faults if no memory is mapped there.)
+    """
+    batch_stride, head_stride, row_stride = (2 * s for s in strides)
+    # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
+    row_stride = row_stride if (total if problem.varlen else length) > 1 else 128
+    head_stride = head_stride if heads > 1 else row_stride
+    batch_stride = batch_stride if problem.batch > 1 else row_stride
+    steps: tuple[int, ...] = (row_stride, 128, head_stride, batch_stride)
+    box: tuple[int, ...] = (64, box_rows, 1, 1, 1)
+    if problem.varlen:
+        dims: tuple[int, ...] = (dim, box_rows, heads, 2 * FAR, FAR + 1)
+        steps = (row_stride, head_stride, row_stride, (1 << 34) - row_stride)
+    elif one_box:
+        dims = (64, length, dim // 64, heads, problem.batch)
+        box = (64, box_rows, -(-columns // 64), 1, 1)
+    else:
+        dims = (dim, length, 1, heads, problem.batch)
+    return TensorMapSpec(0, 2, dims, steps, box, 128, ELEMENTS[problem.dtype])  # type: ignore[arg-type]
+
+
+def packed_gqa_map(problem: Problem, pack: int, len_q: int, dim: int, strides: Strides) -> TensorMapSpec:
+    """(columns, heads of a group, queries, groups, batch): a box is 64 rows, each query's heads one after the other."""
+    batch_stride, head_stride, row_stride = (2 * s for s in strides)
+    dims = (dim, pack, len_q, problem.heads_k, problem.batch)
+    wanted = (head_stride, row_stride, pack * head_stride, batch_stride)
+    known = tuple(s if n > 1 else 128 for n, s in zip(dims[1:], wanted, strict=True))  # a size of 1 may have any stride
+    element = ELEMENTS[problem.dtype]
+    return TensorMapSpec(0, 2, dims, known, (64, pack, 64 // pack, 1, 1), 128, element)  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""The one cache: calls that look alike share what is bound, calls that differ in anything that counts do not."""
+
+from __future__ import annotations
+
+import threading
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import strobe
+from strobe import bound
+from strobe.arguments import Arguments
+
+q = torch.randn(2, 20, 4, 8)
+BASE: dict[str, Any] = {"q": q, "k": q, "v": q}
+CHANGES: dict[str, dict[str, Any]] = {
+    "shape": {"q": torch.randn(2, 21, 4, 8)},
+    "strides": {"k": torch.randn(2, 4, 20, 8).transpose(1, 2)},
+    "dtype": {"q": q.double(), "k": q.double(), "v": q.double()},
+    "needs gradients": {"v": q.clone().requires_grad_()},
+    "mask": {"mask": strobe.causal},
+    "mask tensor": {"mask": torch.ones(20, 20, dtype=torch.bool)},
+    "mask tensor of another shape": {"mask": torch.ones(1, 20, dtype=torch.bool)},
+    "scale": {"scale": 0.5},
+    "softcap": {"softcap": 2.0},
+    "score": {"score": strobe.alibi(torch.ones(4))},
+    "bias": {"bias": torch.zeros(20, 20)},
+    "dropout": {"dropout": 0.5, "seed": 1},
+    "sinks": {"sinks": torch.zeros(4)},
+    "sinks of another dtype": {"sinks": torch.zeros(4, dtype=torch.float64)},
+    "layout": {"layout": "bhsd"},
+    "out": {"out": torch.empty_like(q)},
+    "out with other strides": {"out": torch.empty(2, 4, 20, 8).transpose(1, 2)},
+    "lse": {"return_lse": True},
+    "deterministic": {"deterministic": True},
+    "backend": {"backend": "tiled"},
+    "partial": {"partial": True, "sinks": torch.zeros(4)},
+}
+
+
+def test_every_difference_counts() -> None:
+    signatures = {name: bound.signature(Arguments(**(BASE | change))) for name, change in CHANGES.items()}
+    signatures["nothing"] = bound.signature(Arguments(**BASE))
+    assert None not in signatures.values() and len(set(signatures.values())) == len(signatures)
+
+
+@pytest.mark.parametrize("name", ["nothing", *CHANGES])
+def test_an_equal_looking_call_is_found_again(name: str) -> None:
+    def fresh() -> Arguments:
+        def copied(t: Any) -> Any:
+            return t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+
+        return Arguments(**{key: copied(value) for key, value in (BASE | CHANGES.get(name, {})).items()})
+
+    assert bound.lookup(fresh()) is bound.lookup(fresh())
+
+
+def test_varlen_calls_are_remembered_by_their_longest_sequences() -> None:
+    cu = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 20], [0, 15, 20], [0, 6, 20])]
+    made = [bound.signature(Arguments(q[0], q[0], q[0], c, c, n, n)) for c, n in zip(cu, (15, 15, 14), strict=True)]
+    assert made[0] == made[1] != made[2]
+    results = [strobe.attention_varlen(q[0], q[0], q[0], c, c) for c in cu]
+    assert not torch.equal(results[0], results[1])  # contents are inputs
+
+
+@pytest.mark.parametrize("kind", [Decimal, complex, np.bool_, bool])
+@pytest.mark.parametrize(("name", "value"), [("scale", 1.0), ("softcap", 1.0), ("dropout", 0.0)])
+def test_numbers_of_other_classes_are_checked_although_they_are_equal(name: str, value: float, kind: Any) -> None:
+    strobe.attention(q, q, q, **{name: value})
+    assert kind(value) == value
+    with pytest.raises(TypeError, match=f"{name} must be a number"):
+        strobe.attention(q, q, q, **{name: kind(value)})
+
+
+def test_what_cannot_be_hashed_or_has_no_strides_gets_the_errors_of_the_checks() -> None:
+    for arguments, message in (
+        ({"mask": [1, 2]}, "mask must be"),
+        ({"scale": [1.0]}, "scale must be a number"),
+        ({"k": q.to_sparse()}, "k must be a dense"),
+        ({"v": None}, "v must be a torch.Tensor"),
+    ):
+        for _ in range(2):
+            with pytest.raises(TypeError, match=message):
+                strobe.attention(**(BASE | arguments))
+
+
+def test_threads_do_not_share_bound_calls() -> None:
+    """They hold launch buffers that are written at each call."""
+    a, found = Arguments(**BASE), []
+    thread = threading.Thread(target=lambda: found.append(bound.lookup(a)))
+    thread.start()
+    thread.join()
+    assert found[0] is not bound.lookup(a)
+
+
+def test_the_cache_does_not_grow_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound, "_MOST", 3)
+    for n in range(1, 9):
+        strobe.attention(*torch.randn(3, 1, n, 1, 8))
+    assert 0 < len(bound.remembered.calls) <= 3
+
+
+def test_tensors_of_a_call_are_not_kept() -> None:
+    import gc
+    import weakref
+
+    mask = torch.ones(20, 20, dtype=torch.bool)
+    x = q.clone().requires_grad_()
+    out = strobe.attention(x, x, x, mask=mask, score=strobe.alibi(torch.ones(4)))
+    kept = [weakref.ref(t) for t in (mask, x)]
+    del out, x, mask
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]

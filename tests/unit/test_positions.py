@@ -1,0 +1,94 @@
+"""Parts of sequences: rows and keys know where they are in the whole, and partial results merge to it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import strobe
+from strobe import call
+from strobe.arguments import Arguments
+from strobe.bound import bind
+from strobe.mask import Positions
+
+LENGTH = 29
+CUTS = (0, 10, 11, LENGTH)
+
+
+def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """By the LSE, (batch, heads, rows)."""
+    outs, lses = (torch.stack(t) for t in zip(*parts, strict=True))
+    weights = (lses - lses.logsumexp(0)).exp().nan_to_num()
+    return (outs.double() * weights.transpose(2, 3)[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": strobe.causal},
+        {"mask": strobe.window(7, 2)},
+        {"mask": strobe.chunked(8) & strobe.causal},
+        {"mask": strobe.prefix(5)},
+        {"mask": strobe.causal, "softcap": 2.0},
+        {"score": strobe.alibi(torch.tensor([0.5, 0.1]))},
+        {"mask": strobe.causal, "dropout": 0.4, "seed": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_shards_merge_to_the_whole(varlen: bool, options: dict, backend: str) -> None:
+    q, k, v = torch.randn(3, 1, LENGTH, 2, 8, dtype=torch.float64)
+    expected = strobe.attention(q, k, v, **options)
+    spans = list(itertools.pairwise(CUTS))
+    for q0, q1 in spans:
+        parts = []
+        for k0, k1 in spans:
+            at = torch.tensor([Positions(q0, LENGTH, k0, LENGTH)], dtype=torch.int32)
+            a = Arguments(
+                q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], **options, return_lse=True, backend=backend, positions=at
+            )
+            if varlen:
+                cu = [torch.tensor([0, n], dtype=torch.int32) for n in (q1 - q0, k1 - k0)]
+                a = a._replace(q=a.q[0], k=a.k[0], v=a.v[0], cu_q=cu[0], cu_k=cu[1])
+            out, lse = call.run(a)
+            parts.append((out, lse) if not varlen else (out[None], lse[None]))
+        torch.testing.assert_close(merged(parts), expected[:, q0:q1])
+
+
+def test_partial_output_is_in_fp32() -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
+    whole = strobe.attention(q, k, v)
+    for backend in ("tiled", "reference"):
+        out, lse = call.run(Arguments(q, k, v, partial=True, return_lse=True, backend=backend))
+        assert out.dtype == lse.dtype == torch.float32
+        torch.testing.assert_close(out.bfloat16(), whole, atol=1e-2, rtol=0)
+    assert call.run(Arguments(q.double(), k.double(), v.double(), partial=True)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "options", [{"mask": strobe.causal}, {"mask": strobe.window(7, 2), "sinks": torch.zeros(2)}], ids=str
+)
+def test_gradients_of_shards_add_up_to_the_whole(options: dict) -> None:
+    """With the output and the LSE of the whole, each pair of shards gives its share, in fp32."""
+    leaves = [torch.randn(1, LENGTH, 2, 8, requires_grad=True) for _ in range(3)]
+    q, k, v = leaves
+    out, lse = strobe.attention(q, k, v, **options, return_lse=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad((out * dout).sum(), leaves)
+    found = [torch.zeros_like(t) for t in leaves]
+    for (q0, q1), (k0, k1) in itertools.product(itertools.pairwise(CUTS), repeat=2):
+        at = torch.tensor([Positions(q0, LENGTH, k0, LENGTH)], dtype=torch.int32)
+        a = Arguments(
+            *(t.detach() for t in (q[:, q0:q1], k[:, k0:k1], v[:, k0:k1])), **options, positions=at, partial=True
+        )
+        shares = bind(a, needs_grad=True).backward(
+            (True, True, True, False, False), a, out[:, q0:q1].detach(), lse[:, :, q0:q1].detach(), dout[:, q0:q1], None
+        )
+        for total, share, (start, stop) in zip(found, shares[:3], ((q0, q1), (k0, k1), (k0, k1)), strict=True):
+            assert share is not None and share.dtype == torch.float32
+            total[:, start:stop] += share
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
