@@ -48,7 +48,6 @@ import time
 import torch
 
 import strobe
-from strobe.backends.tiled.forward import block_sizes
 from strobe.emulator import compiler
 from strobe.learn import story, worked_example
 from strobe.learn.drawing import bars, hierarchy, show
@@ -58,6 +57,7 @@ from strobe.learn.gpus import GPUS
 from strobe.learn.plots import curves, heat_maps
 from strobe.learn.simulator import Array, launch
 from strobe.measure.memory import with_peak_memory
+from strobe.tiled import block_sizes
 
 torch.manual_seed(0)
 # One thread: timings of one core can be compared; those of several depend on what else runs.

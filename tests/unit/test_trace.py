@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import strobe
-from strobe.backends.tiled import forward as tiled
 from strobe.learn import explain_page, measured, story, worked_example
 from strobe.learn.trace import Trace, sample, trace
+from strobe.tiled import block_sizes
 from strobe.tools import cli
 
 PAPERS = {
@@ -141,7 +141,7 @@ def test_only_matrices_are_traced() -> None:
 
 def test_an_observer_changes_no_number() -> None:
     q, k, v = (t.float() for t in sample(12, 4))
-    with tiled.block_sizes(4, 3):
+    with block_sizes(4, 3):
         plain = strobe.attention(q, k, v, mask=strobe.causal, backend="tiled")
     assert torch.equal(torch.tensor(trace(q, k, v, block_q=4, block_k=3, mask=strobe.causal).out).float(), plain)
 

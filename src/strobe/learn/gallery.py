@@ -95,11 +95,18 @@ weights = strobe.attention(q, k, v, mask=every_third)
     ),
     Example(
         "alibi",
-        "A bias: ALiBi",
-        "A bias is added to the scores. ALiBi subtracts a multiple of the distance, so that near tokens weigh more.",
+        "ALiBi",
+        "Scores fall with the distance between query and key, by one slope per head, so that near tokens weigh more.",
+        "weights = strobe.attention(q, k, v, mask=strobe.causal, score=strobe.alibi(torch.tensor([0.3])))",
+    ),
+    Example(
+        "bias",
+        "Any bias, as a tensor",
+        "A tensor that is added to the scores. Here the first four keys get a bonus. It is read, so it costs N × N numbers.",
         """
-distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
-weights = strobe.attention(q, k, v, mask=strobe.causal, bias=-0.3 * distance.float())
+bonus = torch.zeros(n, n)
+bonus[:, :4] = 2.0
+weights = strobe.attention(q, k, v, bias=bonus)
 """,
     ),
     Example(
