@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TIERS := $(wildcard tests/unit tests/distributed tests/compile tests/emulator tests/docs tests/package tests/browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test bench bench-gpu learn site docs package clean
+.PHONY: help setup demo test lint gpu-test bench bench-gpu learn notebooks site docs package clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,18 +56,24 @@ bench-gpu: ## SUITES (grid36 sweep overhead) by METHOD (turns) with the python3 
 	for suite in $(SUITES); do PYTHONPATH=src $(PYTHON) -m strobe bench --suite $$suite --method $(METHOD) \
 	  --out $(or $(OUT),report)/$$suite-$(METHOD).json || exit 1; done
 
-learn: $(READY) ## build the notebooks and the page into build/learn and say where they are
+learn: $(READY) ## put the explaining page and the notebooks into build/learn and say where they are
 	@$(VENV)/bin/python notebooks/build.py build/learn
 	@$(VENV)/bin/strobe explain-page -o build/learn/page.html
 	@echo "open $(CURDIR)/build/learn/page.html in a browser, the .ipynb files in Jupyter or on Colab,"
 	@echo "or run a notebook as it is: $(VENV)/bin/python notebooks/01_cuda_starter.py"
 
+notebooks: $(READY) ## run both notebooks and save them with their outputs
+	$(VENV)/bin/python notebooks/build.py
+
 site: $(READY) ## the documents as a web site, in build/site
 	$(VENV)/bin/python -m sphinx -q -W --keep-going docs build/site
+	@echo "open $(CURDIR)/build/site/index.html in a browser"
 
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
 	$(VENV)/bin/python -m strobe.tools.support --write README.md
 	$(VENV)/bin/python -m strobe.bench.docs --write
+	$(VENV)/bin/python -m strobe.learn.measured --write
+	$(VENV)/bin/python -m strobe.learn.gallery --write
 	$(VENV)/bin/python -m strobe.learn.ladder.docs --write
 
 package: $(READY) ## the sdist and the wheel, in dist

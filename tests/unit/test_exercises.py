@@ -6,8 +6,11 @@ import math
 
 import pytest
 
+from strobe.emulator import compiler
 from strobe.learn import exercises
 from strobe.learn.checking import Exercise
+from strobe.learn.cuda_cpp.exercises import CudaExercise
+from strobe.learn.run import gpu
 from strobe.learn.starter_exercises import SQUARE, TILE
 
 # What a reader of the message learns: the thread, the element, the kind of mistake.
@@ -51,11 +54,45 @@ def test_a_kernel_that_does_nothing_fails(exercise: Exercise) -> None:
 
 @by_name
 def test_task_hints_and_solution_can_be_read(exercise: Exercise) -> None:
-    assert exercise.task in exercise.show() and f"def {exercise.name}_stub(" in exercise.show()
-    assert f"def {exercise.name}_solution(" in exercise.show_solution()
+    assert f"def {exercise.name}(" in exercise.show() and f"def {exercise.name}(" in exercise.show_solution()
+    assert exercise.task.split()[0] in exercise.show().splitlines()[0]
     assert all(exercise.hint(i + 1) for i in range(len(exercise.hints)))
     with pytest.raises(ValueError, match=f"{exercise.name} has hints 1 to"):
         exercise.hint(len(exercise.hints) + 1)
+
+
+@by_name
+def test_stub_and_solution_can_be_copied_as_they_stand(exercise: Exercise) -> None:
+    for text, passes in ((exercise.show(), False), (exercise.show_solution(), True)):
+        namespace: dict[str, object] = {}
+        exec(text, namespace)  # in an empty notebook
+        verdict = exercise.check(namespace[exercise.name])  # type: ignore[arg-type]
+        assert verdict.passed == passes and "NameError" not in verdict.message
+
+
+CUDA_HELP = {
+    "negative": ["256 numbers", "128 of 256 elements of out are wrong", "out[128] is NaN", "nobody wrote it"],
+    "block_max": ["race: ", "line 7"],
+    "flash": ["scores in the hundreds", "elements of o are wrong", "NaN"],
+}
+in_cuda = pytest.mark.parametrize("exercise", exercises.CUDA, ids=lambda e: e.name)
+
+
+@pytest.mark.skipif(gpu() is None or compiler() is None, reason="needs the emulator, which notices")
+@in_cuda
+def test_cuda_stubs_fail_helpfully_and_solutions_pass(exercise: CudaExercise) -> None:
+    verdict = exercise.check(exercise.stub)
+    assert not verdict.passed
+    for part in CUDA_HELP[exercise.name]:
+        assert part in verdict.message, verdict.message
+    assert str(exercise.check(exercise.solution)) == f"passed: {exercise.name}, 2 cases"
+
+
+@in_cuda
+def test_cuda_exercises_can_be_read(exercise: CudaExercise) -> None:
+    assert exercise.show().startswith("// ") and exercise.stub.strip() in exercise.show()
+    assert f"void {exercise.name}(" in exercise.show_solution() and exercise.stub != exercise.solution
+    assert all(exercise.hint(i + 1) for i in range(len(exercise.hints)))
 
 
 def test_no_guard() -> None:

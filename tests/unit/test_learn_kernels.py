@@ -17,7 +17,7 @@ NAMES = sorted(path.stem for path in KERNELS.glob("*.cu"))
 @pytest.mark.parametrize("pixels", [1, 256, 1000])
 def test_grayscale(pixels: int) -> None:
     rgb, gray = torch.rand(pixels, 3), torch.full((pixels,), torch.nan)
-    ran = run_kernel("grayscale", grid=-(-pixels // 128), threads=128, rgb=rgb, gray=gray, pixels=pixels, block=128)
+    ran = run_kernel("grayscale", grid=-(-pixels // 128), threads=128, rgb=rgb, gray=gray, pixels=pixels, block_dim=128)
     torch.testing.assert_close(gray, rgb @ torch.tensor([0.299, 0.587, 0.114]))
     if ran.counters:
         assert (ran.counters.global_bytes_read, ran.counters.global_bytes_written) == (12 * pixels, 4 * pixels)
@@ -42,7 +42,7 @@ def test_matmul(name: str, m: int, n: int, k: int) -> None:
 def test_the_emulator_notices_what_the_lesson_says_it_does() -> None:
     rgb, gray = torch.rand(10, 3), torch.empty(10)
     with pytest.raises(EmulatorError, match=r"out of bounds.*`rgb`[\s\S]*at grayscale.cu:\d+"):
-        run_kernel("grayscale", grid=1, threads=32, rgb=rgb, gray=gray, pixels=32, block=32)
+        run_kernel("grayscale", grid=1, threads=32, rgb=rgb, gray=gray, pixels=32, block_dim=32)
 
 
 @pytest.mark.skipif(jit.nvrtc_status() is not None, reason="needs NVRTC")
@@ -68,7 +68,7 @@ def test_params_are_read_from_the_source() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     rgb, gray = torch.rand(4, 3), torch.empty(4)
-    common = {"grid": 1, "threads": 32, "pixels": 4, "block": 32}
+    common = {"grid": 1, "threads": 32, "pixels": 4, "block_dim": 32}
     with pytest.raises(ValueError, match="the kernels are grayscale, matmul"):
         run_kernel("greyscale", grid=1, threads=32)
     with pytest.raises(TypeError, match=r"rgb: torch.float64; the kernel takes a pointer to float"):

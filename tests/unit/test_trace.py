@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import strobe
-from strobe.backends.tiled import forward as tiled
-from strobe.learn import explain_page, worked_example
+from strobe.learn import explain_page, measured, story, worked_example
 from strobe.learn.trace import Trace, sample, trace
+from strobe.tiled import block_sizes
 from strobe.tools import cli
 
+PAPERS = {
+    f"https://arxiv.org/abs/{number}"
+    for number in ("1805.02867", "2112.05682", "2205.14135", "2307.08691", "2407.08608")
+}
 MASKS = [strobe.full, strobe.causal, strobe.window(2, 0), strobe.window(1, 2)]
 
 
@@ -135,7 +141,7 @@ def test_only_matrices_are_traced() -> None:
 
 def test_an_observer_changes_no_number() -> None:
     q, k, v = (t.float() for t in sample(12, 4))
-    with tiled.block_sizes(4, 3):
+    with block_sizes(4, 3):
         plain = strobe.attention(q, k, v, mask=strobe.causal, backend="tiled")
     assert torch.equal(torch.tensor(trace(q, k, v, block_q=4, block_k=3, mask=strobe.causal).out).float(), plain)
 
@@ -144,14 +150,32 @@ def test_the_page_is_one_file_with_nothing_from_outside(tmp_path) -> None:
     result = CliRunner().invoke(cli.app, ["explain-page", "-o", str(tmp_path / "made" / "page.html")])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "made" / "page.html").read_text(encoding="utf-8")
-    assert len(text) > 50_000 and not any(
-        f"/*{mark}*/" in text for mark in ("STYLE", "MODEL", "VIEW", "SCRIPT", "DATA")
-    )
-    for foreign in ('<link rel="stylesheet', " src=", "@import", "url(", "fetch(", "https://"):
+    assert 100_000 < len(text.encode()) < 300_000
+    assert not re.findall(r"/\*[A-Z-]+\*/|<!--[A-Z]+-->", text), "a part is missing"
+    for foreign in ('<link rel="stylesheet', " src=", "@import", "url(", "fetch("):
         assert foreign not in text
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == PAPERS | {"http://www.w3.org/2000/svg"}
 
 
 def test_presets_name_every_setting() -> None:
     for preset in explain_page.presets():
         assert {"n", "d", "blockQ", "blockK", "dtype", "mask", "left", "right", "about"} <= preset.keys()
         assert math.ceil(preset["n"] / preset["blockQ"]) * math.ceil(preset["n"] / preset["blockK"]) <= 4096
+
+
+def test_the_story_has_the_scores_that_it_promises() -> None:
+    """Halves that can be checked by hand, weights that can be seen, a maximum that rises twice in the row that is followed."""
+    told = story.story()
+    scores = [s for row in told["trace"].rows for tile in row for s in tile.s]
+    assert all(s is not None and math.isclose(2 * s, round(2 * s), abs_tol=1e-9) for s in scores)
+    assert all(0.05 <= weight <= 0.5 for row in told["p"] for weight in row)
+    maxima = [tile.m_new for tile in told["trace"].rows[story.ROW]]
+    assert maxima == sorted(set(maxima)) and len(maxima) == 3
+    others = [tile.alpha for row in told["trace"].rows for tile in row[1:]]
+    assert 1 in others and min(others) < 0.5, "some rows are rescaled, some are not"
+
+
+def test_the_measured_excerpt_is_current() -> None:
+    root = Path(__file__).resolve().parents[2]
+    assert measured.excerpt(root) == measured.load(), "run `make docs`"
+    assert measured.main([], root) == 0

@@ -9,14 +9,13 @@ import torch
 
 import strobe
 from strobe.learn.checking import Case, Exercise
-from strobe.learn.simulator import Array, Report, Thread
+from strobe.learn.simulator import Array, Report
 from strobe.learn.starter_exercises import matrix
 
-# ---- online softmax: one pass, rescaling
-# ----------------------------------------------------------------------------------
+# ---- online softmax: one pass, rescaling -----------------------------------------------------------------------------
 
 
-def log_sum_exp_stub(t: Thread, s: Array, lse: Array, n: int) -> None:
+def log_sum_exp_stub(t, s, lse, n):
     row = t.thread
     total = 0.0
     for i in range(n):
@@ -24,7 +23,7 @@ def log_sum_exp_stub(t: Thread, s: Array, lse: Array, n: int) -> None:
     lse[row] = math.log(total)
 
 
-def log_sum_exp_solution(t: Thread, s: Array, lse: Array, n: int) -> None:
+def log_sum_exp_solution(t, s, lse, n):
     row = t.thread
     m, total = -math.inf, 0.0
     for i in range(n):
@@ -61,11 +60,10 @@ LOG_SUM_EXP = Exercise(
 )
 
 
-# ---- attention: the output is rescaled as well
-# ----------------------------------------------------------------------------
+# ---- attention: the output is rescaled as well -----------------------------------------------------------------------
 
 
-def attention_stub(t: Thread, q: Array, k: Array, v: Array, o: Array, n: int, d: int) -> None:
+def attention_stub(t, q, k, v, o, n, d):
     row = t.thread
     query = [q[row, i] for i in range(d)]  # in registers
     total, out = 0.0, [0.0] * d
@@ -79,7 +77,7 @@ def attention_stub(t: Thread, q: Array, k: Array, v: Array, o: Array, n: int, d:
         o[row, i] = out[i] / total
 
 
-def attention_solution(t: Thread, q: Array, k: Array, v: Array, o: Array, n: int, d: int) -> None:
+def attention_solution(t, q, k, v, o, n, d):
     row = t.thread
     query = [q[row, i] for i in range(d)]
     m, total, out = -math.inf, 0.0, [0.0] * d

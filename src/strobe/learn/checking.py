@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +26,8 @@ class Case:
     arguments: tuple[Any, ...]
     output: Array
     expected: Sequence[Any]  # nested like the output
-    demand: Callable[[Report], str | None] = lambda report: (
-        None
-    )  # beyond the right numbers: None, or what is still wrong
+    # Beyond the right numbers: None, or what is still wrong.
+    demand: Callable[[Report], str | None] = lambda report: None
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,26 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Exercise:
+class Task:
+    """What all exercises have, in whatever language they are solved."""
+
     name: str
     task: str
     hints: tuple[str, ...]
+
+    def hint(self, number: int = 1) -> str:
+        if not 1 <= number <= len(self.hints):
+            raise ValueError(f"number: {number}; {self.name} has hints 1 to {len(self.hints)}")
+        return self.hints[number - 1]
+
+    @property
+    def comment(self) -> list[str]:
+        """The task in lines of a comment's width."""
+        return textwrap.wrap(self.task, 100)
+
+
+@dataclass(frozen=True)
+class Exercise(Task):
     stub: Kernel
     solution: Kernel
     cases: Callable[[], Iterator[Case]]
@@ -57,17 +74,18 @@ class Exercise:
             count += 1
         return Verdict(True, f"{self.name}, {count} cases")
 
-    def hint(self, number: int = 1) -> str:
-        if not 1 <= number <= len(self.hints):
-            raise ValueError(f"number: {number}; {self.name} has hints 1 to {len(self.hints)}")
-        return self.hints[number - 1]
-
     def show(self) -> str:
-        """The task and the stub, to be copied into a cell and filled in."""
-        return f"{self.task}\n\n{inspect.getsource(self.stub)}"
+        """The task as a comment, and the stub: all of it can be copied into a cell and run as it stands."""
+        return "\n".join([*(f"# {line}" for line in self.comment), _listing(self.stub, self.name)])
 
     def show_solution(self) -> str:
-        return inspect.getsource(self.solution)
+        return _listing(self.solution, self.name)
+
+
+def _listing(kernel: Kernel, name: str) -> str:
+    """The source of a stub or solution under the exercise's own name, with the import that it needs."""
+    text = re.sub(rf"^def {name}_\w+\(", f"def {name}(", inspect.getsource(kernel))
+    return f"import math\n\n\n{text}" if "math." in text else text
 
 
 def _problem(kernel: Kernel, case: Case) -> str | None:

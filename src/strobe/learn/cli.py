@@ -9,10 +9,14 @@ import typer
 
 
 def explain_page(
-    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="The file to write.")] = Path("page.html"),
-    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", dir_okay=False, help="The HTML file to write. Default: page.html here.")
+    ] = Path("page.html"),
+    show: Annotated[bool, typer.Option("--open", help="Open the file in the browser afterwards.")] = False,
 ) -> None:
-    """A page on which one watches the algorithm run: one self-contained HTML file."""
+    """Write the page that explains FlashAttention: one HTML file that needs no network.
+
+    Example: `strobe explain-page --open`"""
     from strobe.learn import explain_page as page
 
     try:

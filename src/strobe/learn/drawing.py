@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from strobe.learn.simulator import Dim3
 
@@ -17,14 +19,24 @@ _CELL = 30
 
 @dataclass(frozen=True)
 class Figure:
+    """A text for terminals, a picture for notebooks, and an alternative text for those who cannot see it."""
+
     text: str
-    svg: str
+    svg: str = ""
+    alt: str = ""
+    image: tuple[str, bytes] | None = None  # instead of `svg`: "image/png" or "image/jpeg", and the file
 
     def __str__(self) -> str:
         return self.text
 
-    def _repr_svg_(self) -> str:
-        return self.svg
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> tuple[dict[str, str], dict[str, Any]]:
+        """What a notebook stores: viewers choose the picture, screen readers the text."""
+        kind, data = self.image or ("image/svg+xml", b"")
+        alt = self.alt or self.text
+        picture = base64.b64encode(data).decode() if self.image else self.svg
+        return {kind: picture, "text/plain": alt}, {kind: {"alt": alt}}
 
 
 def show(figure: Figure) -> None:
@@ -71,7 +83,8 @@ def thread_map(height: int, width: int, block: tuple[int, int] | int) -> Figure:
             parts.append(f'<text x="{x + _CELL / 2}" y="{y + 19}" text-anchor="middle" fill="{colour}">{name}</text>')
         lines.append("".join(cells).rstrip())
     size = max(grid.x * dims.x * _CELL, 7 * len(title)) + 8
-    return Figure("\n".join(lines), _svg(size, 28 + grid.y * dims.y * _CELL, title, parts))
+    alt = f"{title}. Each cell names its block and its thread; threads beyond the array are dashed."
+    return Figure("\n".join(lines), _svg(size, 28 + grid.y * dims.y * _CELL, alt, parts), alt)
 
 
 def bars(title: str, values: Mapping[str, float], unit: str = "", *, logarithmic: bool = False) -> Figure:
@@ -99,4 +112,28 @@ def bars(title: str, values: Mapping[str, float], unit: str = "", *, logarithmic
         )
         parts.append(f'<text x="{left + length + 6:.1f}" y="{y + 13}">{html.escape(shown)}</text>')
     width = max(left + 330 + 90, 7 * len(title))
-    return Figure("\n".join(lines), _svg(width, 32 + 22 * len(values), title, parts))
+    alt = f"{title}: " + ", ".join(f"{label} {value:.4g} {unit}".rstrip() for label, value in values.items())
+    return Figure("\n".join(lines), _svg(width, 32 + 22 * len(values), alt, parts), alt)
+
+
+def hierarchy(gpu: Mapping[str, Any]) -> Figure:
+    """The memories of a GPU as nested places, with their sizes and speeds; areas are not to scale."""
+    registers, shared = (f"{gpu['sms'] * gpu[name] / 1024:.0f} MiB" for name in ("registers", "shared"))
+    levels = (
+        ("registers", f"{gpu['registers']} KiB on each of {gpu['sms']} multiprocessors: {registers}", "of one thread"),
+        ("shared memory", f"{gpu['shared']} KiB on each: {shared}", "of one block of threads"),
+        ("L2 cache", f"{gpu['l2']} MiB", "of the whole chip"),
+        (gpu["memory"], f"{gpu['capacity']} GB, {gpu['bandwidth'] / 1000:g} TB per second", "beside the chip"),
+    )
+    parts, lines = [], [f"The memories of an {gpu['name']}, nearest first:"]
+    fills = ("#ffe27a", "#ffffff", "#f4f4f1", "#d9dce2")
+    for i, (name, size, whose) in enumerate(levels):
+        wide, y = 250 + 95 * i, 8 + 56 * i
+        place = f'x="{(560 - wide) / 2:g}" y="{y}" width="{wide}" height="48" rx="5"'
+        parts.append(f'<rect {place} fill="{fills[i]}" stroke="#8b8e95"/>')
+        for dy, text, weight in ((20, f"{name}: {whose}", 600), (37, size, 400)):
+            style = f'x="280" y="{y + dy}" text-anchor="middle" font-weight="{weight}"'
+            parts.append(f"<text {style}>{html.escape(text)}</text>")
+        lines.append(f"  {name:14s} {whose:24s} {size}")
+    alt = " ".join(lines[:1] + [f"{name}, {whose}, {size};" for name, size, whose in levels])
+    return Figure("\n".join(lines), _svg(560, 8 + 56 * len(levels), alt, parts), alt)

@@ -1,4 +1,4 @@
-"""`run_kernel`: one of the lessons' CUDA C++ kernels, on the GPU if there is one, else on the emulator."""
+"""`run_kernel`: CUDA C++ of your own, or one of the lessons' kernels, on the GPU if there is one, else on the emulator."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from strobe.cuda import driver, jit
 from strobe.cuda.params import Field, Struct
 from strobe.emulator import Buffer, Counters, build
+from strobe.learn.cuda_cpp import launch, source as cuda_source
+from strobe.learn.simulator import KernelError
 
 KERNELS = Path(__file__).with_name("kernels")
 _POINTERS = {torch.float32: "float", torch.int32: "int"}
@@ -66,13 +68,61 @@ def params_of(text: str) -> Struct:
     return Struct("Params", fields)
 
 
-def run_kernel(name: str, *, grid: int, threads: int, smem: int = 0, **arguments: torch.Tensor | int | float) -> Run:
-    """Launch kernel `name` of `strobe/learn/kernels` with `grid` blocks of `threads` threads and `smem` bytes of shared
-    memory.
+def run_kernel(
+    name: str | None = None,
+    *,
+    source: str | None = None,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...] | None = None,
+    threads: int | None = None,
+    smem: int = 0,
+    expected: dict[str, torch.Tensor] | None = None,
+    **arguments: torch.Tensor | int | float,
+) -> Run:
+    """Launch a kernel with `grid` blocks of `block` threads, `kernel<<<grid, block, smem>>>(arguments)` in CUDA C++.
 
-    The arguments are the fields of its `Params`. CPU tensors are copied to the GPU, and those that the kernel may write
-    (pointers without const) are copied back: the results are in the tensors that were passed, on either kind of
-    machine."""
+    `source` is ordinary CUDA C++ with one `__global__` function (or several, and `name` says which). Its parameters are
+    given by name: tensors for pointers, numbers for the rest. `smem` is the size in bytes of an `extern __shared__`
+    array. On the emulator, reads and writes out of bounds, divergent barriers and races raise `KernelError`, which names
+    thread and line; with `expected` (tensors by the name of the parameter), wrong results do as well.
+
+    Without `source`, `name` is one of the lessons' kernels in strobe's own dialect (`strobe/learn/kernels`), which has
+    `threads` threads a block and a `struct Params`, whose fields are the arguments.
+
+    CPU tensors are copied to the GPU, and those that the kernel may write (pointers without const) are copied back: the
+    results are in the tensors that were passed, on either kind of machine."""
+    if source is not None:
+        if block is None:
+            raise TypeError("block is missing: how many threads has a block?")
+        return _plain(cuda_source.parse(source, name), launch.config(grid, block, smem), arguments, expected or {})
+    if name is None:
+        raise TypeError("source or name is missing: which kernel?")
+    if not isinstance(grid, int) or threads is None or block is not None or expected:
+        raise TypeError(
+            f"{name} is in strobe's dialect: grid and threads are numbers, and there is no block or expected"
+        )
+    return _dialect(name, grid, threads, smem, arguments)
+
+
+def _plain(
+    kernel: cuda_source.Kernel, how: launch.Config, arguments: dict[str, Any], expected: dict[str, torch.Tensor]
+) -> Run:
+    launch.check(kernel, arguments)
+    if unknown := [name for name in expected if not isinstance(arguments.get(name), torch.Tensor)]:
+        raise TypeError(f"expected: the kernel has no tensor {', '.join(unknown)}")
+    writers: dict[str, launch.Writers] = {}
+    if gpu() is None:
+        ran = Run(torch.cuda.get_device_name(), milliseconds=launch.on_gpu(kernel, how, arguments))
+    else:
+        counters, writers = launch.on_emulator(kernel, how, arguments)
+        ran = Run("emulator", counters=counters)
+    for name, right in expected.items():
+        if (problem := launch.wrong_elements(name, arguments[name], right, writers.get(name))) is not None:
+            raise KernelError(problem)
+    return ran
+
+
+def _dialect(name: str, grid: int, threads: int, smem: int, arguments: dict[str, Any]) -> Run:
     text = source(name)
     struct = params_of(text)
     pointers = {f.name: f.ctype for f in struct.fields if f.ctype.endswith("*")}
@@ -84,8 +134,8 @@ def run_kernel(name: str, *, grid: int, threads: int, smem: int = 0, **arguments
         if isinstance(value, torch.Tensor):
             _check(argument, value, pointers[argument])
             tensors[argument] = value
-    launch = _on_gpu if gpu() is None else _on_emulator
-    return launch(name, text, struct, grid, threads, smem, dict(arguments), tensors)
+    run = _on_gpu if gpu() is None else _on_emulator
+    return run(name, text, struct, grid, threads, smem, dict(arguments), tensors)
 
 
 def _check(name: str, tensor: torch.Tensor, ctype: str) -> None:
@@ -145,12 +195,12 @@ def _on_gpu(
     torch.cuda.synchronize()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     function = _loaded(name, checked, arch, smem).function(device)
-    launch = driver.Launch(function, grid, threads, smem, struct.pack(values))
+    ready = driver.Launch(function, grid, threads, smem, struct.pack(values))
     stream = torch.cuda.current_stream()
-    launch.launch(stream.cuda_stream)  # once, so that the clock sees no first time
+    ready.launch(stream.cuda_stream)  # once, so that the clock sees no first time
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    launch.launch(stream.cuda_stream)
+    ready.launch(stream.cuda_stream)
     end.record()
     torch.cuda.synchronize()
     for argument in _written(struct) & tensors.keys():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 from strobe.learn.checking import Case, Exercise
-from strobe.learn.simulator import Array, Report, Thread
+from strobe.learn.simulator import Array, Report
 
 Matrix = list[list[float]]
 TILE = 4  # side of the tiles of MATMUL_TILED
@@ -19,21 +18,25 @@ def matrix(rows: int, columns: int, seed: int) -> Matrix:
     return [[round(numbers.uniform(-1, 1), 2) for _ in range(columns)] for _ in range(rows)]
 
 
+def pixels_of(count: int, seed: int) -> Matrix:
+    """Colours: three numbers from 0 to 1 each."""
+    return [[(x + 1) / 2 for x in row] for row in matrix(count, 3, seed)]
+
+
 def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-# ---- grey: one index, one guard
-# ----------------------------------------------------------------------------------------
+# ---- grey: one index, one guard --------------------------------------------------------------------------------------
 
 
-def grayscale_stub(t: Thread, rgb: Array, gray: Array, pixels: int) -> None:
+def grayscale_stub(t, rgb, gray, pixels):
     i = t.thread_idx.x  # right in the first block only
     if t.block_idx.x == 0:
         gray[i] = rgb[i, 0]  # 0.299 red + 0.587 green + 0.114 blue
 
 
-def grayscale_solution(t: Thread, rgb: Array, gray: Array, pixels: int) -> None:
+def grayscale_solution(t, rgb, gray, pixels):
     i = t.block_idx.x * t.block_dim.x + t.thread_idx.x
     if i < pixels:
         gray[i] = 0.299 * rgb[i, 0] + 0.587 * rgb[i, 1] + 0.114 * rgb[i, 2]
@@ -45,7 +48,7 @@ def _gray(r: float, g: float, b: float) -> float:
 
 def _grayscale_cases() -> Iterator[Case]:
     for pixels in (8, 10):
-        rgb, gray = matrix(pixels, 3, pixels), Array("gray", shape=pixels)
+        rgb, gray = pixels_of(pixels, pixels), Array("gray", shape=pixels)
         arguments = (Array("rgb", rgb), gray, pixels)
         yield Case(f"{pixels} pixels in blocks of 4", _blocks(pixels, 4), 4, arguments, gray, [_gray(*p) for p in rgb])
 
@@ -64,25 +67,26 @@ GRAYSCALE = Exercise(
 )
 
 
-# ---- grey again, in two dimensions
-# ----------------------------------------------------------------------------------------
+# ---- grey again, in two dimensions -----------------------------------------------------------------------------------
 
 
-def grayscale_2d_stub(t: Thread, rgb: Array, gray: Array, height: int, width: int) -> None:
-    row, column = t.thread_idx.x, t.thread_idx.y  # which of them is the row? and where does the block begin?
-    gray[row, column] = 0.299 * rgb[row, column, 0] + 0.587 * rgb[row, column, 1] + 0.114 * rgb[row, column, 2]
+def grayscale_2d_stub(t, rgb, gray, height, width):
+    row, column = t.thread_idx.x, t.thread_idx.y  # which is the row? where does the block begin?
+    r, g, b = (rgb[row, column, i] for i in range(3))
+    gray[row, column] = 0.299 * r + 0.587 * g + 0.114 * b
 
 
-def grayscale_2d_solution(t: Thread, rgb: Array, gray: Array, height: int, width: int) -> None:
+def grayscale_2d_solution(t, rgb, gray, height, width):
     row = t.block_idx.y * t.block_dim.y + t.thread_idx.y
     column = t.block_idx.x * t.block_dim.x + t.thread_idx.x
     if row < height and column < width:
-        gray[row, column] = 0.299 * rgb[row, column, 0] + 0.587 * rgb[row, column, 1] + 0.114 * rgb[row, column, 2]
+        r, g, b = (rgb[row, column, i] for i in range(3))
+        gray[row, column] = 0.299 * r + 0.587 * g + 0.114 * b
 
 
 def _grayscale_2d_cases() -> Iterator[Case]:
     for height, width in ((4, 8), (3, 6)):
-        rgb = [matrix(width, 3, 10 * height + row) for row in range(height)]
+        rgb = [pixels_of(width, 10 * height + row) for row in range(height)]
         gray = Array("gray", shape=(height, width))
         expected = [[_gray(*pixel) for pixel in row] for row in rgb]
         grid = (_blocks(width, 4), _blocks(height, 2))
@@ -103,11 +107,10 @@ GRAYSCALE_2D = Exercise(
 )
 
 
-# ---- sum of a block: a barrier in a loop
-# ----------------------------------------------------------------------------------
+# ---- sum of a block: a barrier in a loop -----------------------------------------------------------------------------
 
 
-def block_sum_stub(t: Thread, x: Array, sums: Array, n: int) -> Any:
+def block_sum_stub(t, x, sums, n):
     i = t.thread_idx.x
     part = t.shared("part", t.block_dim.x)
     part[i] = x[t.thread] if t.thread < n else 0.0
@@ -121,7 +124,7 @@ def block_sum_stub(t: Thread, x: Array, sums: Array, n: int) -> Any:
         sums[t.block] = part[0]
 
 
-def block_sum_solution(t: Thread, x: Array, sums: Array, n: int) -> Any:
+def block_sum_solution(t, x, sums, n):
     i = t.thread_idx.x
     part = t.shared("part", t.block_dim.x)
     part[i] = x[t.thread] if t.thread < n else 0.0
@@ -158,18 +161,17 @@ BLOCK_SUM = Exercise(
 )
 
 
-# ---- matrix multiplication
-# ------------------------------------------------------------------------------------------------
+# ---- matrix multiplication -------------------------------------------------------------------------------------------
 
 
-def matmul_stub(t: Thread, a: Array, b: Array, c: Array, m: int, n: int, k: int) -> None:
+def matmul_stub(t, a, b, c, m, n, k):
     row = t.block_idx.y * t.block_dim.y + t.thread_idx.y
     column = t.block_idx.x * t.block_dim.x + t.thread_idx.x
     if row < m and column < n:
         c[row, column] = 0.0  # the sum over i of a[row, i] * b[i, column]
 
 
-def matmul_solution(t: Thread, a: Array, b: Array, c: Array, m: int, n: int, k: int) -> None:
+def matmul_solution(t, a, b, c, m, n, k):
     row = t.block_idx.y * t.block_dim.y + t.thread_idx.y
     column = t.block_idx.x * t.block_dim.x + t.thread_idx.x
     if row < m and column < n:
@@ -212,11 +214,11 @@ MATMUL = Exercise(
 )
 
 
-# ---- the same in tiles
-# ----------------------------------------------------------------------------------------------------
+# ---- the same in tiles -----------------------------------------------------------------------------------------------
 
 
-def matmul_tiled_stub(t: Thread, a: Array, b: Array, c: Array, m: int, n: int, k: int) -> Any:
+def matmul_tiled_stub(t, a, b, c, m, n, k):
+    TILE = 4
     x, y = t.thread_idx.x, t.thread_idx.y
     row, column = t.block_idx.y * TILE + y, t.block_idx.x * TILE + x
     a_tile, b_tile = t.shared("a_tile", (TILE, TILE)), t.shared("b_tile", (TILE, TILE))
@@ -231,7 +233,8 @@ def matmul_tiled_stub(t: Thread, a: Array, b: Array, c: Array, m: int, n: int, k
     c[row, column] = total
 
 
-def matmul_tiled_solution(t: Thread, a: Array, b: Array, c: Array, m: int, n: int, k: int) -> Any:
+def matmul_tiled_solution(t, a, b, c, m, n, k):
+    TILE = 4
     x, y = t.thread_idx.x, t.thread_idx.y
     row, column = t.block_idx.y * TILE + y, t.block_idx.x * TILE + x
     a_tile, b_tile = t.shared("a_tile", (TILE, TILE)), t.shared("b_tile", (TILE, TILE))
@@ -261,11 +264,11 @@ MATMUL_TILED = Exercise(
 )
 
 
-# ---- transposition: banks and sectors
-# -------------------------------------------------------------------------------------
+# ---- transposition: banks and sectors --------------------------------------------------------------------------------
 
 
-def transpose_stub(t: Thread, a: Array, b: Array) -> Any:
+def transpose_stub(t, a, b):
+    SQUARE = 32
     x, y = t.thread_idx.x, t.thread_idx.y
     tile = t.shared("tile", (SQUARE, SQUARE))  # a column of it lies in a single bank
     tile[y, x] = a[y, t.block_idx.x * SQUARE + x]
@@ -273,7 +276,8 @@ def transpose_stub(t: Thread, a: Array, b: Array) -> Any:
     b[t.block_idx.x * SQUARE + y, x] = tile[x, y]
 
 
-def transpose_solution(t: Thread, a: Array, b: Array) -> Any:
+def transpose_solution(t, a, b):
+    SQUARE = 32
     x, y = t.thread_idx.x, t.thread_idx.y
     tile = t.shared("tile", (SQUARE, SQUARE + 1))  # one column more than needed: now a column lies in 32 banks
     tile[y, x] = a[y, t.block_idx.x * SQUARE + x]

@@ -105,7 +105,8 @@ def demo(
         bool, typer.Option("--print", help="Print Query, Key, Value and Output of the first head.")
     ] = False,
     example: Annotated[
-        bool, typer.Option("--example", help="Four queries and keys in tiles of two, step by step.")
+        bool,
+        typer.Option("--example", help="Instead: a small example step by step, with every number explained."),
     ] = False,
 ) -> None:
     """Run strobe against standard attention: error, time and peak memory."""
@@ -117,6 +118,13 @@ def demo(
     if backend is not None and backend not in dispatch.NAMES:
         raise UserError(f"--backend must be one of {', '.join(dispatch.NAMES)}, got {backend!r}")
     if example:
+        others: dict[str, object] = {
+            **{"--seq-len": seq_len, "--head-dim": head_dim, "--heads": heads},
+            **{"--block-q": block_q, "--block-k": block_k, "--init": init != "normal", "--seed": seed},
+            **{"--dtype": dtype, "--causal": causal, "--device": device, "--print": show},
+        }
+        if ignored := [flag for flag, value in others.items() if value]:
+            raise UserError(f"--example has numbers of its own: leave out {', '.join(ignored)}")
         _show_example(backend)
     sizes = {"--seq-len": seq_len, "--head-dim": head_dim, "--heads": heads}
     if init not in demo_inputs.RULES and any(sizes.values()):

@@ -98,25 +98,36 @@ def print_tensors(**named: torch.Tensor) -> None:
     torch.set_printoptions(profile="default")
 
 
+_EXAMPLE_WORDS = """
+Attention in tiles of 2 queries and 2 keys. For each query and each tile of keys:
+  S      the scores of the two keys: query · key / sqrt(2)
+  m      the largest score of the row so far
+  alpha  e^(m before - m now): what was summed before is multiplied by it, because it was measured from the old m
+  P      the weights of this tile, measured from m: e^(S - m)
+  l      the sum of all weights of the row so far, measured from m
+  O/l    the output if these were all the keys
+"""
+
+
 def show_worked_example(checks: list[worked_example.Check]) -> None:
     q, k, v = worked_example.inputs()
     for name, t in (("Query", q), ("Key", k), ("Value", v)):
         print(f"{name} = {numbers(t)}")
-    print("scale = 1/sqrt(2), tiles of 2 queries and 2 keys\n")
+    print(_EXAMPLE_WORDS)
     for step in worked_example.tile_steps(q, k, v):
         if step.keys.start == 0:
-            print(f"queries {step.rows.start} and {step.rows.stop - 1}")
+            print(f"queries {step.rows.start} and {step.rows.stop - 1}: nothing is summed yet, m = -inf, l = 0, O = 0")
         print(f"  keys {step.keys.start} and {step.keys.stop - 1}")
         for row in range(len(step.rows)):
             s, p, o = (numbers(t[row]) for t in (step.s, step.p, step.normalised))
             print(f"    query {step.rows[row]}:  S = {s}   m = {step.m[row]:.6f}   alpha = {step.alpha[row]:.6e}")
             print(f"              P = {p}   l = {step.l[row]:.9f}   O/l = {o}")
     failed = [check for check in checks if not check.passed]
-    print(
-        f"\n{len(checks) - len(failed)} of {len(checks)} numbers agree with the golden values, strobe.attention's among them"
-    )
+    agree = f"{len(checks) - len(failed)} of {len(checks)} numbers"
+    print(f"\n{agree} agree with values that were worked out independently, strobe.attention's among them")
     for check in failed:
         print(f"  {check.what}: {check.computed!r}, should be {check.golden!r} within {check.tolerance}")
+    print("\nTo watch it run in a browser: strobe explain-page --open")
 
 
 # ---- doctor ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Keeps what is generated in step with the committed measurements: a line in each rung's header, and a part of
-docs/ladder.md, which is made from these headers.
+"""Keeps what is generated in step with the committed measurements: a line in each rung's header, docs/ladder.md, a page
+for each rung in docs/ladder/, and the figure.
 
-`python -m strobe.learn.ladder.docs --write` writes it; without `--write` it says what is out of date.
+`python -m strobe.learn.ladder.docs --write` writes them; without `--write` it says what is out of date.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from strobe.learn.ladder import chart, rungs, show
 from strobe.learn.ladder.rung import Rung
 from strobe.learn.ladder.rungs import RUNGS
 from strobe.measure.generated import replace_between
 
 BEGIN, END = "<!-- ladder: begin (python -m strobe.learn.ladder.docs --write) -->", "<!-- ladder: end -->"
+FIGURE = Path("docs", "figures", "ladder.svg")
 
 
 def measurements(root: Path) -> dict[str, dict[str, Any]]:
@@ -25,15 +27,20 @@ def measurements(root: Path) -> dict[str, dict[str, Any]]:
     return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
+# ---- the headers of the kernels --------------------------------------------------------------------------------------
+
+
 def headers(root: Path) -> dict[Path, str]:
     """Each rung's file with the line "Measured", from the first machine that has measurements."""
     found = next(iter(measurements(root).values()), None)
+    if found is None:
+        return {}
     kernels = root / "src" / "strobe" / "learn" / "ladder" / "kernels"
+    device = found["provenance"]["device"]["name"]
     texts = {}
-    for row in found["rungs"] if found else ():
-        (rung,) = [rung for rung in RUNGS if rung.number == row["number"]]
-        text = (kernels / rung.file).read_text(encoding="utf-8")
-        texts[kernels / rung.file] = with_measurement(text, row, found["provenance"]["device"]["name"])  # type: ignore[index]
+    for row in found["rungs"]:
+        path = kernels / rungs.get(row["number"]).file
+        texts[path] = with_measurement(path.read_text(encoding="utf-8"), row, device)
     return texts
 
 
@@ -49,13 +56,15 @@ def with_measurement(text: str, row: dict[str, Any], device: str) -> str:
     return before + line + limits + after
 
 
+# ---- docs/ladder.md --------------------------------------------------------------------------------------------------
+
+
 def block(root: Path) -> str:
     found = measurements(root)
     lines = [line for machine, data in found.items() for line in _table(machine, data)]
     if not found:
         lines = ["No measurements are committed yet: `strobe ladder --json OUT` on a GPU makes them.", ""]
-    for rung in RUNGS:
-        lines += _section(rung)
+        lines += [f"- [{rung.number} {rung.title}](ladder/{rung.number}.md)" for rung in RUNGS]
     return "\n".join(lines) + "\n"
 
 
@@ -64,34 +73,84 @@ def _table(machine: str, data: dict[str, Any]) -> list[str]:
     mask = ", causal" if shape["causal"] else ""
     lines = [
         f"**{facts['device']['name']}**, {shape['slices']} heads, {shape['len_q']} queries and keys, "
-        f"head dim {shape['dim']}{mask}; {data['method']}; {facts['date'][:10]}, `benchmarks/results/{machine}/ladder.json`:",
+        f"head dim {shape['dim']}{mask}; {data['method']}; {facts['date'][:10]}, "
+        f"`benchmarks/results/{machine}/ladder.json`:",
         "",
-        "| rung | | time | TFLOP/s | faster | predicted |",
+        "| rung | | time | TFLOP/s | measured | predicted |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for row in data["rungs"]:
+        number, title = f"[{row['number']}](ladder/{row['number']}.md)", row["title"]
         if row["ms"] is None:
-            lines.append(
-                f"| {row['number']} | {row['title']} | not run: {row['skipped']} | | | x {row['predicted']:g} |"
-            )
+            lines.append(f"| {number} | {title} | not run: {row['skipped']} | | | x {row['predicted']:g} |")
             continue
         faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}"
-        cells = (
-            row["number"],
-            row["title"],
-            f"{row['ms']:.3f} ms",
-            f"{row['tflops']:.3g}",
-            faster,
-            f"x {row['predicted']:g}",
-        )
+        cells = (number, title, f"{row['ms']:.3f} ms", f"{row['tflops']:.3g}", faster, f"x {row['predicted']:g}")
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", "Faster: than the rung before; b1: than 05, for equal work.", ""]
+    return [
+        *lines,
+        "",
+        "Measured and predicted: the speed-up over the rung before; of b1: over 05, for equal work.",
+        "",
+    ]
 
 
-def _section(rung: Rung) -> list[str]:
-    lines = [f"### {rung.number} {rung.title}", "", f"`src/strobe/learn/ladder/kernels/{rung.file}`", ""]
-    lines += [f"- *{name}:* {_plain(text)}" for name, text in rung.header.items()]
-    return [*lines, ""]
+def updated(text: str, root: Path) -> str:
+    return replace_between(text, BEGIN, END, block(root))
+
+
+# ---- a page for each rung --------------------------------------------------------------------------------------------
+
+
+def pages(root: Path) -> dict[Path, str]:
+    return {root / "docs" / "ladder" / f"{rung.number}.md": _page(rung) for rung in RUNGS}
+
+
+def diff_mark(before: Rung, rung: Rung) -> str:
+    """The line of a page that the site replaces by the diff (`with_diffs`), so that no diff is committed."""
+    return f"<!-- diff {before.number} {rung.number} -->"
+
+
+def with_diffs(text: str) -> str:
+    """A page's text with its diffs in place, headers left out: they stand above."""
+
+    def diff(found: re.Match[str]) -> str:
+        return f"````diff\n{show.unified(*(rungs.get(number) for number in found.groups()), headers=False)}````"
+
+    return re.sub(r"^<!-- diff (\w+) (\w+) -->$", diff, text, flags=re.MULTILINE)
+
+
+def _page(rung: Rung) -> str:
+    """What the header says, a mark where the diff from the rung before goes, and the whole file, which Sphinx includes."""
+    kernels = "../../src/strobe/learn/ladder/kernels"
+    lines = [
+        f"<!-- generated: python -m strobe.learn.ladder.docs --write -->\n# {rung.number} {_plain(rung.title)}",
+        "",
+        *(f"**{name}.** {_plain(_sentence(text))}\n" for name, text in rung.header.items()),
+    ]
+    before = rungs.before(rung)
+    if rung.library:
+        lines += [
+            "This rung is the library's own kernel. `strobe ladder diff 12 13` compares it with the rung before.",
+            "",
+        ]
+    elif before is not None:
+        lines += [f"## From {before.number} to {rung.number}", "", diff_mark(before, rung), ""]
+    lines += ["## The file", "", f"`src/strobe/learn/ladder/kernels/{rung.file}`", ""]
+    lines += [f"```{{literalinclude}} {kernels}/{rung.file}", ":language: cuda", ":linenos:", "```", ""]
+    index = RUNGS.index(rung)
+    steps = [f"[{way} {other.number}]({other.number}.md)" for way, other in _neighbours(index)]
+    return "\n".join([*lines, " · ".join([*steps, "[the ladder](../ladder.md)"]), ""])
+
+
+def _sentence(text: str) -> str:
+    """As a paragraph begins; `x 8` is a number, and stays small."""
+    return text if text.startswith("x ") else text[:1].upper() + text[1:]
+
+
+def _neighbours(index: int) -> list[tuple[str, Rung]]:
+    found = [("←", RUNGS[index - 1])] if index else []
+    return found + ([("→", RUNGS[index + 1])] if index + 1 < len(RUNGS) else [])
 
 
 def _plain(text: str) -> str:
@@ -99,32 +158,44 @@ def _plain(text: str) -> str:
     return text.replace("*", "\\*").replace("_", "\\_").replace("<", "\\<").replace("|", "\\|")
 
 
-def updated(text: str, root: Path) -> str:
-    return replace_between(text, BEGIN, END, block(root))
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+def _forget() -> None:
+    """What was read of the kernels before they were written is old now."""
+    for rung in RUNGS:
+        rung.__dict__.pop("text", None)
+        rung.__dict__.pop("header", None)
+
+
+def outdated(root: Path) -> dict[Path, str]:
+    """Path -> what it should hold, of every text that differs. The figure is not among them: its bytes depend on the
+    version of the plotting library."""
+    wanted = headers(root)
+    wanted |= pages(root)
+    page = root / "docs" / "ladder.md"
+    wanted[page] = updated(page.read_text(encoding="utf-8"), root)
+    return {
+        path: text for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
+    }
 
 
 def main(arguments: list[str], root: Path | None = None) -> int:
     root = root or Path(__file__).resolve().parents[4]
-    stale = []
-    for path, wanted in headers(root).items():
-        if path.read_text(encoding="utf-8") != wanted:
-            stale.append(path)
-            if "--write" in arguments:
-                path.write_text(wanted, encoding="utf-8")
-    for rung in RUNGS:  # what was read before is old now
-        rung.__dict__.pop("text", None)
-        rung.__dict__.pop("header", None)
-    page = root / "docs" / "ladder.md"
-    text = page.read_text(encoding="utf-8")
-    if (wanted := updated(text, root)) != text:
-        stale.append(page)
-        if "--write" in arguments:
-            page.write_text(wanted, encoding="utf-8")
-    if "--write" in arguments:
-        return 0
-    for path in stale:
-        print(f"{path.relative_to(root)} is out of date: python -m strobe.learn.ladder.docs --write")
-    return 1 if stale else 0
+    if "--write" not in arguments:
+        stale = outdated(root)
+        for path in stale:
+            print(f"{path.relative_to(root)} is out of date: python -m strobe.learn.ladder.docs --write")
+        return 1 if stale else 0
+    for path, text in headers(root).items():
+        path.write_text(text, encoding="utf-8")
+    _forget()
+    for path, text in outdated(root).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    if (found := next(iter(measurements(root).values()), None)) is not None:
+        (root / FIGURE).write_text(chart.svg(found), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -58,12 +58,14 @@ class Row:
 
 
 def run(shape: Shape, wanted: Sequence[Rung], device: torch.device, say: Say = lambda what: None) -> list[Row]:
-    """`say` is called once for each rung built and once for each rung run, before it happens."""
-    build_all(shape, wanted, device, say)
+    """`say` is called once for each rung built and once for each rung run, before it happens. An interruption (Ctrl-C)
+    ends it after the rungs that are complete; the others are missing from the result."""
     rows = []
-    for rung in wanted:
-        say(f"running {rung.number}")
-        rows.append(_time(rung, shape, device) if device.type == "cuda" else _count(rung, shape))
+    with contextlib.suppress(KeyboardInterrupt):
+        build_all(shape, wanted, device, say)
+        for rung in wanted:
+            say(f"running {rung.number}")
+            rows.append(_time(rung, shape, device) if device.type == "cuda" else _count(rung, shape))
     by_number = {row.number: row for row in rows}
     for row in rows:
         base = by_number.get(row.against or "")

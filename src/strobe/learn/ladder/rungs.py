@@ -12,8 +12,7 @@ from strobe.learn.ladder.rung import Count, Rung, Shape
 ByDim = Callable[[int], int]
 
 
-# ---- grids: blocks of one launch
-# ---------------------------------------------------------------------------------------
+# ---- grids: blocks of one launch -------------------------------------------------------------------------------------
 
 
 def _slices(shape: Shape) -> int:
@@ -54,8 +53,7 @@ def _dim(shape: Shape) -> int:
     return shape.dim
 
 
-# ---- shared memory
-# -----------------------------------------------------------------------------------------------------
+# ---- shared memory ---------------------------------------------------------------------------------------------------
 
 
 def _fp32_tile(rows: int, columns: int) -> int:
@@ -82,8 +80,7 @@ def _backward_smem(dim: int) -> int:
     return 4 * _fp32_tile(32, dim) + 2 * _fp32_tile(32, 32)
 
 
-# ---- what is kept in memory besides the tensors, in floats; what is moved
-# ----------------------------------------------
+# ---- what is kept in memory besides the tensors, in floats; what is moved --------------------------------------------
 
 
 def _scores(shape: Shape) -> int:
@@ -104,8 +101,7 @@ def _library_rows(dim: int) -> int:
     return choose_tile(dim, dim).block_m
 
 
-# ---- the rungs
-# ---------------------------------------------------------------------------------------------------------
+# ---- the rungs -------------------------------------------------------------------------------------------------------
 
 
 def _mma(number: str, file: str, stages: int, weights: bool) -> Rung:

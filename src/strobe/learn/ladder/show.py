@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from strobe.learn import measured
 from strobe.learn.ladder.measure import Row
 from strobe.learn.ladder.rung import LIBRARY_KERNEL, Rung, Shape
 from strobe.measure.units import traffic
@@ -33,7 +36,7 @@ def show(rows: Sequence[Row], shape: Shape, machine: str, console: Console) -> N
         elif not row.passed:
             assert row.error is not None
             console.print(f"{row.number} is wrong: {row.error}", style="bold red", markup=False)
-    console.print(_TIMED_NOTE if timed else _COUNTED_NOTE, style="dim")
+    console.print(_TIMED_NOTE if timed else f"{_COUNTED_NOTE} {_measured_note()}", style="dim")
 
 
 _TIMED_NOTE = (
@@ -41,10 +44,21 @@ _TIMED_NOTE = (
     "before (b1: against 05, for equal work)"
 )
 _COUNTED_NOTE = (
-    "No GPU: counted by the emulator, which cannot tell time. global: bytes asked of global memory, before any cache, and what "
-    "the tile sizes predict; conflicts: extra passes because lanes met in a bank; barriers: of whole blocks; matrix: warp or "
-    "warpgroup products; faster: the speed-up predicted on a GPU, against the rung before (b1: against 05)"
+    "No GPU: counted by the emulator, which cannot tell time. global: bytes asked of global memory, before any cache, and "
+    "in brackets what the tile sizes predict. conflicts: extra passes because lanes met in a bank. barriers: of whole "
+    "blocks. matrix: products of a warp or warpgroup. predicted: the speed-up on a GPU over the rung before (b1: over 05)."
 )
+
+
+def _measured_note() -> str:
+    """Where the last two columns come from."""
+    found = measured.load()
+    shape, ladder = found["ladder"]["shape"], found["ladder"]
+    case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
+    return (
+        f"measured, TFLOP/s: not here, but on an {found['device']} ({case}; {ladder['date']}, {ladder['file']}): the "
+        "speed-up over the rung before, and the speed."
+    )
 
 
 def _timings(rows: Sequence[Row]) -> Table:
@@ -70,25 +84,35 @@ def _counts(rows: Sequence[Row]) -> Table:
     table = Table()
     _add_columns(
         table,
-        ("rung", "what", "global", "predicted", "shared", "conflicts", "barriers", "matrix", "exp2", "error", "faster"),
+        (
+            *("rung", "what", "global", "shared", "conflicts", "barriers", "matrix", "error"),
+            *("predicted", "measured", "TFLOP/s"),
+        ),
     )
+    known = {row["number"]: row for row in measured.load()["ladder"]["rungs"]}
     for row in rows:
         assert row.counters is not None
         c = row.counters
         table.add_row(
             row.number,
             row.title,
-            traffic(row.global_bytes),
-            traffic(row.predicted_bytes),
+            traffic(row.global_bytes) + (f" ({traffic(row.predicted_bytes)})" if row.predicted_bytes else ""),
             traffic(c["shared_bytes_read"] + c["shared_bytes_written"]),
             f"{c['bank_conflicts']:,}",
             f"{c['block_barriers']:,}",
             f"{c['mma'] + c['wgmma']:,}",
-            f"{c['exp2']:,}",
             _error(row),
             f"x {row.predicted:g}",
+            *_on_the_gpu(known.get(row.number)),
         )
     return table
+
+
+def _on_the_gpu(row: dict[str, Any] | None) -> tuple[str, str]:
+    """(speed-up, TFLOP/s) as they were measured."""
+    if row is None or row["tflops"] is None:
+        return "–", "–"
+    return "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}", f"{row['tflops']:.3g}"
 
 
 def _error(row: Row) -> str:
@@ -114,8 +138,7 @@ def _chart(rows: Sequence[Row], timed: bool, console: Console) -> None:
     console.print()
 
 
-# ---- the step from one rung to another
-# ---------------------------------------------------------------------------------
+# ---- the step from one rung to another -------------------------------------------------------------------------------
 
 
 def text_of(rung: Rung) -> str:
@@ -123,11 +146,16 @@ def text_of(rung: Rung) -> str:
     return rung.text if not rung.library else rung.text + LIBRARY_KERNEL.read_text(encoding="utf-8")
 
 
-def unified(old: Rung, new: Rung) -> str:
-    lines = difflib.unified_diff(
-        text_of(old).splitlines(keepends=True), text_of(new).splitlines(keepends=True), old.file, new.file, n=3
-    )
-    return "".join(lines)
+def unified(old: Rung, new: Rung, *, headers: bool = True) -> str:
+    """The diff of two files; without `headers`, the comments with which both begin are left out."""
+    old_lines, new_lines = ([*text_of(rung).splitlines(keepends=True)] for rung in (old, new))
+    if not headers:
+        old_lines, new_lines = (list(itertools.dropwhile(_is_comment, lines)) for lines in (old_lines, new_lines))
+    return "".join(difflib.unified_diff(old_lines, new_lines, old.file, new.file, n=3))
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("//")
 
 
 def show_diff(old: Rung, new: Rung, console: Console) -> None:

@@ -1,11 +1,13 @@
 // 01  Standard attention: three kernels
 //
-// What changed: nothing yet. S = Q K^T, P = softmax(S), O = P V: a kernel each, a thread for each number of the result, fp32, straight
-//   from memory. S and P are N x N, and travel to memory and back: four trips.
+// What changed: nothing yet. S = Q K^T, P = softmax(S), O = P V: a kernel each, a thread for each number of the
+//   result, fp32, straight from memory. S and P are N x N, and travel to memory and back: four trips.
 // Why it should help: it does not. It is what the formula says, and the thing to beat.
-// Predicted: x 1 by definition. One multiplication for two loads: about 1 TFLOP/s where the scalar units could do 60.
+// Predicted: x 1 by definition. One multiplication for two loads: about 1 TFLOP/s where the scalar units could do
+//   60.
 // Measured: 0.876 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: loads. Each number of Q and K is fetched N times; caches answer most of them, but the load units are the ceiling.
+// What limits it now: loads. Each number of Q and K is fetched N times; caches answer most of them, but the load
+//   units are the ceiling.
 #include "ladder.cuh"
 
 namespace strobe {

@@ -1,10 +1,11 @@
 // 02  Standard attention with tiles in shared memory
 //
-// What changed: a block of 16 x 16 threads computes a 16 x 16 tile of the result. It brings 16 x 16 tiles of both factors into shared
-//   memory together, and each number that was fetched serves 16 threads. The softmax has a warp for each row, so that neighbours read
-//   neighbours.
+// What changed: a block of 16 x 16 threads computes a 16 x 16 tile of the result. It brings 16 x 16 tiles of both
+//   factors into shared memory together, and each number that was fetched serves 16 threads. The softmax has a warp
+//   for each row, so that neighbours read neighbours.
 // Why it should help: 16 times fewer reads of memory and caches in the products; the softmax reads whole lines.
-// Predicted: x 2 the speed of 01. Not 16: there are still two loads for each multiplication, only from a nearer place.
+// Predicted: x 2 the speed of 01. Not 16: there are still two loads for each multiplication, only from a nearer
+//   place.
 // Measured: x 5.84, 5.12 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: shared-memory loads, and the N x N matrix, which is written twice and read four times.
 #include "ladder.cuh"
@@ -20,7 +21,8 @@ struct Corner {
   int slice, row, column;
 };
 STROBE_DEVICE Corner corner(const Params& p, int columns) {
-  const int across = (columns + kSide - 1) / kSide, down = (p.len_q + kSide - 1) / kSide, tile = block_idx() % (across * down);
+  const int across = (columns + kSide - 1) / kSide, down = (p.len_q + kSide - 1) / kSide;
+  const int tile = block_idx() % (across * down);
   return Corner{int(block_idx()) / (across * down), tile / across * kSide, tile % across * kSide};
 }
 
@@ -48,7 +50,8 @@ STROBE_DEVICE void scores(const Params& p) {
       kDim, [&](int r, int i) { return at.row + r < p.len_q ? ld_global(q + i64(at.row + r) * kDim + i) : 0.f; },
       [&](int i, int c) { return at.column + c < p.len_k ? ld_global(k + i64(at.column + c) * kDim + i) : 0.f; });
   if (query >= p.len_q || key >= p.len_k) return;
-  st_global(p.workspace + (i64(at.slice) * p.len_q + query) * p.len_k + key, key < visible_keys(p, query) ? sum * p.scale : neg_inf());
+  st_global(p.workspace + (i64(at.slice) * p.len_q + query) * p.len_k + key,
+            key < visible_keys(p, query) ? sum * p.scale : neg_inf());
 }
 
 // One warp per row; P takes the place of S.
@@ -64,7 +67,8 @@ STROBE_DEVICE void softmax(const Params& p) {
   for (int key = lane; key < p.len_k; key += 32) l += exp_natural(ld_global_fresh(s + key) - safe);
   l = row_sum(l + shfl_xor(l, 16));
   const float inverse = l > 0.f ? 1.f / l : 0.f;
-  for (int key = lane; key < p.len_k; key += 32) st_global(s + key, exp_natural(ld_global_fresh(s + key) - safe) * inverse);
+  for (int key = lane; key < p.len_k; key += 32)
+    st_global(s + key, exp_natural(ld_global_fresh(s + key) - safe) * inverse);
   if (lane == 0) st_global(p.lse + row, l > 0.f ? m + log_natural(l) : neg_inf());
 }
 
@@ -74,7 +78,8 @@ STROBE_DEVICE void values(const Params& p) {
   const float* weights = p.workspace + i64(at.slice) * p.len_q * p.len_k;
   const float* v = p.v + i64(at.slice) * p.len_k * kDim;
   const float sum = tiled_dot(
-      p.len_k, [&](int r, int i) { return at.row + r < p.len_q ? ld_global(weights + i64(at.row + r) * p.len_k + i) : 0.f; },
+      p.len_k,
+      [&](int r, int i) { return at.row + r < p.len_q ? ld_global(weights + i64(at.row + r) * p.len_k + i) : 0.f; },
       [&](int i, int c) { return ld_global(v + i64(i) * kDim + at.column + c); });
   if (query < p.len_q) st_global(p.o + (i64(at.slice) * p.len_q + query) * kDim + column, sum);
 }

@@ -1,13 +1,15 @@
 // 03  FlashAttention as in the first paper, in tiles of 16
 //
-// What changed: one kernel, and no N x N matrix. A block owns a head. It goes over the keys in tiles of 16 and, for each of them, over
-//   all queries in tiles of 16; scores and weights live in shared memory for the moment that they are needed. The softmax is online: O,
-//   the row maximum m and the row sum l are kept in memory, and corrected each time that a tile brings a larger maximum.
-// Why it should help: S and P are never stored; memory grows with N, not N^2. That is the whole idea, and this is the kernel that
-//   everybody writes first.
-// Predicted: x 0.1 the speed of 02. Slower! A head is one block: 16 heads keep 16 of 132 multiprocessors busy. The arithmetic is that of
-//   02, with as many loads for each multiplication. And the traffic is no better than that of a good standard attention: with tiles of B
-//   keys, Q, and O to and fro, are moved N / B times, 3 N^2 d / 16 numbers in all, more than the 4 N^2 of S and P as soon as d > 21.
+// What changed: one kernel, and no N x N matrix. A block owns a head. It goes over the keys in tiles of 16 and, for
+//   each of them, over all queries in tiles of 16; scores and weights live in shared memory for the moment that they
+//   are needed. The softmax is online: O, the row maximum m and the row sum l are kept in memory, and corrected each
+//   time that a tile brings a larger maximum.
+// Why it should help: S and P are never stored; memory grows with N, not N^2. That is the whole idea, and this is
+//   the kernel that everybody writes first.
+// Predicted: x 0.1 the speed of 02. Slower! A head is one block: 16 heads keep 16 of 132 multiprocessors busy. The
+//   arithmetic is that of 02, with as many loads for each multiplication. And the traffic is no better than that of
+//   a good standard attention: with tiles of B keys, Q, and O to and fro, are moved N / B times, 3 N^2 d / 16
+//   numbers in all, more than the 4 N^2 of S and P as soon as d > 21.
 // Measured: x 0.06, 0.304 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: traffic of Q and O, two shared-memory loads for each multiplication, and too few blocks.
 #include "ladder.cuh"
@@ -17,7 +19,8 @@ namespace strobe {
 constexpr int kThreads = 256, kRows = 16, kKeys = 16;
 typedef SharedTile<kDim> Tile;    // of Q, K or V
 typedef SharedTile<kKeys> Weights;  // P
-constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys), kOffsetP = kOffsetV + Tile::bytes(kKeys);
+constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys);
+constexpr int kOffsetP = kOffsetV + Tile::bytes(kKeys);
 static_assert(kSmem == kOffsetP + Weights::bytes(kRows), "the shared memory that Python asks for");
 
 STROBE_DEVICE void attend(const Params& p) {

@@ -1,13 +1,15 @@
 // 04  Bigger tiles
 //
-// What changed: tiles of 64 queries and 64 keys. A thread has 4 x 4 scores instead of one, and keeps them in registers while it works.
-// Why it should help: traffic falls with the size of the tile. In the simplest model one side of B rows stays and the other is fetched
-//   N / B times: fetching K and V so costs 2 N^2 d / B numbers, and beats the 4 N^2 of standard attention only if B > d / 2; 16 is too
-//   small for any head dim above 32. And a thread that has loaded 4 + 4 numbers makes 16 products of them: half a load for each
-//   multiplication, where there were two.
+// What changed: tiles of 64 queries and 64 keys. A thread has 4 x 4 scores instead of one, and keeps them in
+//   registers while it works.
+// Why it should help: traffic falls with the size of the tile. In the simplest model one side of B rows stays and
+//   the other is fetched N / B times: fetching K and V so costs 2 N^2 d / B numbers, and beats the 4 N^2 of standard
+//   attention only if B > d / 2; 16 is too small for any head dim above 32. And a thread that has loaded 4 + 4
+//   numbers makes 16 products of them: half a load for each multiplication, where there were two.
 // Predicted: x 4 the speed of 03: from two loads a multiplication to a half, with a quarter of the traffic besides.
 // Measured: x 3.34, 1.02 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: one block for each head, so most of the GPU idles; and O still goes to memory and back for every tile of keys.
+// What limits it now: one block for each head, so most of the GPU idles; and O still goes to memory and back for
+//   every tile of keys.
 #include "ladder.cuh"
 
 namespace strobe {
@@ -18,7 +20,8 @@ STROBE_DEVICE int my_row(int a) { return thread_idx() / 16 + 16 * a; }
 STROBE_DEVICE int my_column(int b) { return thread_idx() % 16 + 16 * b; }  // or key
 typedef SharedTile<kDim> Tile;    // of Q, K or V
 typedef SharedTile<kKeys> Weights;  // P
-constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys), kOffsetP = kOffsetV + Tile::bytes(kKeys);
+constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys);
+constexpr int kOffsetP = kOffsetV + Tile::bytes(kKeys);
 static_assert(kSmem == kOffsetP + Weights::bytes(kRows), "the shared memory that Python asks for");
 
 STROBE_DEVICE void attend(const Params& p) {
@@ -84,7 +87,8 @@ STROBE_DEVICE void attend(const Params& p) {
         for (int a = 0; a < kMyRows; ++a) {
           const int query = row0 + my_row(a);
           if (query >= p.len_q) continue;
-          const float o_old = first ? 0.f : ld_global_fresh(o + i64(query) * kDim + column), inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
+          const float o_old = first ? 0.f : ld_global_fresh(o + i64(query) * kDim + column);
+          const float inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
           st_global(o + i64(query) * kDim + column, (o_old * l_old[a] * alpha[a] + sum[a]) * inverse);
         }
       }

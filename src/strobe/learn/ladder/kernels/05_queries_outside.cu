@@ -1,13 +1,15 @@
 // 05  FlashAttention-2: queries outside, one division at the end
 //
-// What changed: the loops are swapped. A block owns 64 queries of a head and goes over the keys once, so that O, m and l stay in
-//   registers until they are finished. O is not kept normalised: it is rescaled when the maximum grows, and divided once, at the end.
-// Why it should help: there are N / 64 blocks for each head instead of one; O is written once and never read; and a causal block stops
-//   at its diagonal, which it could not with the keys outside.
-// Predicted: x 8 the speed of 04 where 16 heads left 7 of 8 multiprocessors idle; with as many heads as multiprocessors, x 1.3.
+// What changed: the loops are swapped. A block owns 64 queries of a head and goes over the keys once, so that O, m
+//   and l stay in registers until they are finished. O is not kept normalised: it is rescaled when the maximum
+//   grows, and divided once, at the end.
+// Why it should help: there are N / 64 blocks for each head instead of one; O is written once and never read; and a
+//   causal block stops at its diagonal, which it could not with the keys outside.
+// Predicted: x 8 the speed of 04 where 16 heads left 7 of 8 multiprocessors idle; with as many heads as
+//   multiprocessors, x 1.3.
 // Measured: x 21.93, 22.3 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: fp32 arithmetic on scalar units, and the shared-memory loads that feed it: 60 TFLOP/s at the very best, where the
-//   matrix units offer 990.
+// What limits it now: fp32 arithmetic on scalar units, and the shared-memory loads that feed it: 60 TFLOP/s at the
+//   very best, where the matrix units offer 990.
 #include "ladder.cuh"
 
 namespace strobe {
@@ -19,7 +21,8 @@ STROBE_DEVICE int my_row(int a) { return thread_idx() / 16 + 16 * a; }
 STROBE_DEVICE int my_column(int b) { return thread_idx() % 16 + 16 * b; }  // or key
 typedef SharedTile<kDim> Tile;    // of Q, K or V
 typedef SharedTile<kKeys> Weights;  // P
-constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys), kOffsetP = kOffsetV + Tile::bytes(kKeys);
+constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys);
+constexpr int kOffsetP = kOffsetV + Tile::bytes(kKeys);
 static_assert(kSmem == kOffsetP + Weights::bytes(kRows), "the shared memory that Python asks for");
 
 STROBE_DEVICE void attend(const Params& p) {

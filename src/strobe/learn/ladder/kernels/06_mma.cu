@@ -1,15 +1,15 @@
 // 06  The matrix units: mma.sync
 //
-// What changed: Q, K, V and P are bf16, and a warp multiplies 16 x 16 by 16 x 8 in one instruction, with sums in fp32. Four warps own 16
-//   rows each, so that a row lives in four neighbouring threads and statistics are shared by two shuffles. Scores are kept in units of
-//   log 2: one EX2 a weight, and nothing else.
-// Why it should help: an instruction does 2048 multiplications, and the matrix units have 16 times the rate of the scalar ones. Numbers
-//   of 16 bit halve every load.
-// Predicted: x 8 the speed of 05. Half of the 16: the operands are collected from shared memory 4 bytes at a time, and V, which is
-//   needed column by column, 2 bytes at a time.
+// What changed: Q, K, V and P are bf16, and a warp multiplies 16 x 16 by 16 x 8 in one instruction, with sums in
+//   fp32. Four warps own 16 rows each, so that a row lives in four neighbouring threads and statistics are shared by
+//   two shuffles. Scores are kept in units of log 2: one EX2 a weight, and nothing else.
+// Why it should help: an instruction does 2048 multiplications, and the matrix units have 16 times the rate of the
+//   scalar ones. Numbers of 16 bit halve every load.
+// Predicted: x 8 the speed of 05. Half of the 16: the operands are collected from shared memory 4 bytes at a time,
+//   and V, which is needed column by column, 2 bytes at a time.
 // Measured: x 1.55, 34.6 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: shared-memory loads, eight of which hit the same bank at a time: rows are 128 or 256 bytes, so that all rows begin
-//   in bank 0.
+// What limits it now: shared-memory loads, eight of which hit the same bank at a time: rows are 128 or 256 bytes, so
+//   that all rows begin in bank 0.
 #include "ladder.cuh"
 
 namespace strobe {
@@ -24,10 +24,16 @@ STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 +
 template <int kColumns> struct HalfTile {
   STROBE_DEVICE static constexpr int bytes(int rows) { return rows * kColumns * 2; }
   u32 base;
-  STROBE_DEVICE u32 at(int row, int column) const { return base + (row * kColumns + column) * 2; }
-  STROBE_DEVICE u32 pair(int row, int column) const { return ld_shared(at(row, column)); }  // and its right neighbour; column is even
-  STROBE_DEVICE u32 single(int row, int column) const { return (ld_shared(at(row, column & ~1)) >> (16 * (column & 1))) & 0xffffu; }
-  STROBE_DEVICE u32 pair_below(int row, int column) const { return single(row, column) | single(row + 1, column) << 16; }
+  STROBE_DEVICE u32 at(int row, int column) const {
+    return base + (row * kColumns + column) * 2;
+  }
+  STROBE_DEVICE u32 pair(int row, int column) const { return ld_shared(at(row, column)); }  // and its right neighbour
+  STROBE_DEVICE u32 single(int row, int column) const {
+    return (ld_shared(at(row, column & ~1)) >> (16 * (column & 1))) & 0xffffu;
+  }
+  STROBE_DEVICE u32 pair_below(int row, int column) const {
+    return single(row, column) | single(row + 1, column) << 16;
+  }
   // Rows [first, first + rows) of a matrix of `length` rows; what lies beyond is zero.
   STROBE_DEVICE void load(const u16* matrix, int first, int rows, int length, int threads) const {
     for (int i = thread_idx(); i < rows * kColumns / 2; i += threads) {
@@ -39,7 +45,8 @@ template <int kColumns> struct HalfTile {
 };
 typedef HalfTile<kDim> Tile;      // of Q, K or V
 typedef HalfTile<kKeys> Weights;  // P
-constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys), kOffsetP = kOffsetV + Tile::bytes(kKeys);
+constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys);
+constexpr int kOffsetP = kOffsetV + Tile::bytes(kKeys);
 static_assert(kSmem == kOffsetP + Weights::bytes(kRows), "the shared memory that Python asks for");
 
 STROBE_DEVICE void attend(const Params& p) {
@@ -90,9 +97,10 @@ STROBE_DEVICE void attend(const Params& p) {
         s[a][b] = exp2_approx(s[a][b] - safe);
         sum += s[a][b];
       }
-      // To be read back as the left operand of the next product. Each thread happens to read what it wrote: no barrier is needed.
+      // To be read back as the left operand of the next product. A thread reads what it wrote: no barrier is needed.
 #pragma unroll
-      for (int b = 0; b < kMyKeys; b += 2) st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));
+      for (int b = 0; b < kMyKeys; b += 2)
+        st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));
       l[a] = alpha * l[a] + quad_sum(sum);
 #pragma unroll
       for (int c = 0; c < kMyColumns; ++c) o[a][c] *= alpha;
@@ -120,7 +128,8 @@ STROBE_DEVICE void attend(const Params& p) {
     const float inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
 #pragma unroll
     for (int c = 0; c < kMyColumns; c += 2)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)), pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)),
+                pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
     if (my_column(0) == 0) st_global(p.lse + row, l[a] > 0.f ? m[a] * kLn2 + log_natural(l[a]) : neg_inf());
   }
 }

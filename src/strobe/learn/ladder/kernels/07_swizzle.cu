@@ -1,12 +1,15 @@
 // 07  Swizzle
 //
-// What changed: one line. Where a 16-byte chunk of a tile lies in its row now depends on the row: chunk number XOR row % 8.
-// Why it should help: eight rows of the same columns, which is what a matrix operand is, now lie in eight different groups of banks.
-//   Padding would do as well, but costs memory, and neither wide copies nor the copy engine of later rungs can place padding.
-// Predicted: x 1.5 the speed of 06: Q, K and P are read in one pass instead of eight, V in one instead of four; the number of load
-//   instructions is what it was.
+// What changed: one line. Where a 16-byte chunk of a tile lies in its row now depends on the row: chunk number XOR
+//   row % 8.
+// Why it should help: eight rows of the same columns, which is what a matrix operand is, now lie in eight different
+//   groups of banks. Padding would do as well, but costs memory, and neither wide copies nor the copy engine of
+//   later rungs can place padding.
+// Predicted: x 1.5 the speed of 06: Q, K and P are read in one pass instead of eight, V in one instead of four; the
+//   number of load instructions is what it was.
 // Measured: x 1.58, 54.8 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: the number of load instructions, and waiting: nobody computes while the next keys are on their way.
+// What limits it now: the number of load instructions, and waiting: nobody computes while the next keys are on their
+//   way.
 #include "ladder.cuh"
 
 namespace strobe {
@@ -17,14 +20,20 @@ constexpr int kMyRows = 2, kMyKeys = kKeys / 4, kMyColumns = kDim / 4;
 STROBE_DEVICE int my_row(int a) { return thread_idx() / 32 * 16 + thread_idx() % 32 / 4 + 8 * a; }
 STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 + b % 2; }  // or key
 
-// A tile of bf16 numbers in shared memory, row by row; in a row, the 16-byte chunks (8 columns) are permuted by the row.
+// A tile of bf16 numbers in shared memory, row by row; the 16-byte chunks (8 columns) of a row are permuted by the row.
 template <int kColumns> struct HalfTile {
   STROBE_DEVICE static constexpr int bytes(int rows) { return rows * kColumns * 2; }
   u32 base;
-  STROBE_DEVICE u32 at(int row, int column) const { return base + (row * kColumns + ((column / 8) ^ (row & 7)) * 8 + column % 8) * 2; }
-  STROBE_DEVICE u32 pair(int row, int column) const { return ld_shared(at(row, column)); }  // and its right neighbour; column is even
-  STROBE_DEVICE u32 single(int row, int column) const { return (ld_shared(at(row, column & ~1)) >> (16 * (column & 1))) & 0xffffu; }
-  STROBE_DEVICE u32 pair_below(int row, int column) const { return single(row, column) | single(row + 1, column) << 16; }
+  STROBE_DEVICE u32 at(int row, int column) const {
+    return base + (row * kColumns + ((column / 8) ^ (row & 7)) * 8 + column % 8) * 2;
+  }
+  STROBE_DEVICE u32 pair(int row, int column) const { return ld_shared(at(row, column)); }  // and its right neighbour
+  STROBE_DEVICE u32 single(int row, int column) const {
+    return (ld_shared(at(row, column & ~1)) >> (16 * (column & 1))) & 0xffffu;
+  }
+  STROBE_DEVICE u32 pair_below(int row, int column) const {
+    return single(row, column) | single(row + 1, column) << 16;
+  }
   // Rows [first, first + rows) of a matrix of `length` rows; what lies beyond is zero.
   STROBE_DEVICE void load(const u16* matrix, int first, int rows, int length, int threads) const {
     for (int i = thread_idx(); i < rows * kColumns / 2; i += threads) {
@@ -36,7 +45,8 @@ template <int kColumns> struct HalfTile {
 };
 typedef HalfTile<kDim> Tile;      // of Q, K or V
 typedef HalfTile<kKeys> Weights;  // P
-constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys), kOffsetP = kOffsetV + Tile::bytes(kKeys);
+constexpr int kOffsetK = Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys);
+constexpr int kOffsetP = kOffsetV + Tile::bytes(kKeys);
 static_assert(kSmem == kOffsetP + Weights::bytes(kRows), "the shared memory that Python asks for");
 
 STROBE_DEVICE void attend(const Params& p) {
@@ -87,9 +97,10 @@ STROBE_DEVICE void attend(const Params& p) {
         s[a][b] = exp2_approx(s[a][b] - safe);
         sum += s[a][b];
       }
-      // To be read back as the left operand of the next product. Each thread happens to read what it wrote: no barrier is needed.
+      // To be read back as the left operand of the next product. A thread reads what it wrote: no barrier is needed.
 #pragma unroll
-      for (int b = 0; b < kMyKeys; b += 2) st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));
+      for (int b = 0; b < kMyKeys; b += 2)
+        st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));
       l[a] = alpha * l[a] + quad_sum(sum);
 #pragma unroll
       for (int c = 0; c < kMyColumns; ++c) o[a][c] *= alpha;
@@ -117,7 +128,8 @@ STROBE_DEVICE void attend(const Params& p) {
     const float inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
 #pragma unroll
     for (int c = 0; c < kMyColumns; c += 2)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)), pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)),
+                pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
     if (my_column(0) == 0) st_global(p.lse + row, l[a] > 0.f ? m[a] * kLn2 + log_natural(l[a]) : neg_inf());
   }
 }

@@ -1,9 +1,10 @@
 // 08  cp.async and two buffers
 //
-// What changed: copies go from global to shared memory 16 bytes at a time, past the registers and without waiting (cp.async). K and V
-//   have two buffers each: while the block works on one pair, the next pair arrives in the other.
-// Why it should help: the latency of memory disappears behind arithmetic; copies cost a quarter of the instructions, and one barrier in
-//   two is gone.
+// What changed: copies go from global to shared memory 16 bytes at a time, past the registers and without waiting
+//   (cp.async). K and V have two buffers each: while the block works on one pair, the next pair arrives in the
+//   other.
+// Why it should help: the latency of memory disappears behind arithmetic; copies cost a quarter of the instructions,
+//   and one barrier in two is gone.
 // Predicted: x 1.3 the speed of 07: perhaps a quarter of the time went into waiting for copies and into making them.
 // Measured: x 2.03, 111 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: operands still come 2 and 4 bytes at a time, and P takes a detour through shared memory.
@@ -17,14 +18,20 @@ constexpr int kMyRows = 2, kMyKeys = kKeys / 4, kMyColumns = kDim / 4;
 STROBE_DEVICE int my_row(int a) { return thread_idx() / 32 * 16 + thread_idx() % 32 / 4 + 8 * a; }
 STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 + b % 2; }  // or key
 
-// A tile of bf16 numbers in shared memory, row by row; in a row, the 16-byte chunks (8 columns) are permuted by the row.
+// A tile of bf16 numbers in shared memory, row by row; the 16-byte chunks (8 columns) of a row are permuted by the row.
 template <int kColumns> struct HalfTile {
   STROBE_DEVICE static constexpr int bytes(int rows) { return rows * kColumns * 2; }
   u32 base;
-  STROBE_DEVICE u32 at(int row, int column) const { return base + (row * kColumns + ((column / 8) ^ (row & 7)) * 8 + column % 8) * 2; }
-  STROBE_DEVICE u32 pair(int row, int column) const { return ld_shared(at(row, column)); }  // and its right neighbour; column is even
-  STROBE_DEVICE u32 single(int row, int column) const { return (ld_shared(at(row, column & ~1)) >> (16 * (column & 1))) & 0xffffu; }
-  STROBE_DEVICE u32 pair_below(int row, int column) const { return single(row, column) | single(row + 1, column) << 16; }
+  STROBE_DEVICE u32 at(int row, int column) const {
+    return base + (row * kColumns + ((column / 8) ^ (row & 7)) * 8 + column % 8) * 2;
+  }
+  STROBE_DEVICE u32 pair(int row, int column) const { return ld_shared(at(row, column)); }  // and its right neighbour
+  STROBE_DEVICE u32 single(int row, int column) const {
+    return (ld_shared(at(row, column & ~1)) >> (16 * (column & 1))) & 0xffffu;
+  }
+  STROBE_DEVICE u32 pair_below(int row, int column) const {
+    return single(row, column) | single(row + 1, column) << 16;
+  }
   // Rows [first, first + rows) of a matrix of `length` rows; what lies beyond is zero.
   STROBE_DEVICE void load_async(const u16* matrix, int first, int rows, int length, int threads) const {
     for (int i = thread_idx(); i < rows * kColumns / 8; i += threads) {
@@ -47,8 +54,8 @@ STROBE_DEVICE void attend(const Params& p) {
   const Weights p_tile{smem_base() + kOffsetP};
   const Element* k = p.k + i64(slice) * p.len_k * kDim;
   const Element* v = p.v + i64(slice) * p.len_k * kDim;
-  const auto k_tile = [&](int key0) { return Tile{smem_base() + kOffsetK + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
-  const auto v_tile = [&](int key0) { return Tile{smem_base() + kOffsetV + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
+  const auto k_tile = [&](int at) { return Tile{smem_base() + kOffsetK + at / kKeys % kStages * Tile::bytes(kKeys)}; };
+  const auto v_tile = [&](int at) { return Tile{smem_base() + kOffsetV + at / kKeys % kStages * Tile::bytes(kKeys)}; };
   const auto fetch = [&](int key0) {
     k_tile(key0).load_async(k, key0, kKeys, p.len_k, kThreads);
     v_tile(key0).load_async(v, key0, kKeys, p.len_k, kThreads);
@@ -96,9 +103,10 @@ STROBE_DEVICE void attend(const Params& p) {
         s[a][b] = exp2_approx(s[a][b] - safe);
         sum += s[a][b];
       }
-      // To be read back as the left operand of the next product. Each thread happens to read what it wrote: no barrier is needed.
+      // To be read back as the left operand of the next product. A thread reads what it wrote: no barrier is needed.
 #pragma unroll
-      for (int b = 0; b < kMyKeys; b += 2) st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));
+      for (int b = 0; b < kMyKeys; b += 2)
+        st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));
       l[a] = alpha * l[a] + quad_sum(sum);
 #pragma unroll
       for (int c = 0; c < kMyColumns; ++c) o[a][c] *= alpha;
@@ -126,7 +134,8 @@ STROBE_DEVICE void attend(const Params& p) {
     const float inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
 #pragma unroll
     for (int c = 0; c < kMyColumns; c += 2)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)), pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)),
+                pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
     if (my_column(0) == 0) st_global(p.lse + row, l[a] > 0.f ? m[a] * kLn2 + log_natural(l[a]) : neg_inf());
   }
 }

@@ -1,14 +1,15 @@
 // 09  P in registers, and ldmatrix
 //
-// What changed: operands are fetched by ldmatrix.x4, four 8 x 8 matrices at once and already spread over the warp as mma wants them; for
-//   V it transposes on the way. P does not go through shared memory at all: in 08 each thread read back just what it had written, for
-//   two neighbouring scores of a thread are, once packed, a register of the left operand of the next product.
+// What changed: operands are fetched by ldmatrix.x4, four 8 x 8 matrices at once and already spread over the warp as
+//   mma wants them; for V it transposes on the way. P does not go through shared memory at all: in 08 each thread
+//   read back just what it had written, for two neighbouring scores of a thread are, once packed, a register of the
+//   left operand of the next product.
 // Why it should help: one load where there were four (Q, K) or eight (V) and some shifts; none at all for P.
 // Predicted: x 2 the speed of 08: load instructions fall to less than a fifth, and they were what it waited for.
 // Measured: x 1.86, 207 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: each warp reads all of K and V for its 16 rows. The library's Ampere kernel, forward_sm80.cuh, is this rung with 32
-//   rows a warp, a masked and an unmasked loop, and stores of 16 bytes. Beyond that lies what mma.sync can do on Hopper: two thirds of
-//   the machine.
+// What limits it now: each warp reads all of K and V for its 16 rows. The library's Ampere kernel, forward_sm80.cuh,
+//   is this rung with 32 rows a warp, a masked and an unmasked loop, and stores of 16 bytes. Beyond that lies what
+//   mma.sync can do on Hopper: two thirds of the machine.
 #include "ladder.cuh"
 
 namespace strobe {
@@ -19,11 +20,13 @@ constexpr int kMyRows = 2, kMyKeys = kKeys / 4, kMyColumns = kDim / 4;
 STROBE_DEVICE int my_row(int a) { return thread_idx() / 32 * 16 + thread_idx() % 32 / 4 + 8 * a; }
 STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 + b % 2; }  // or key
 
-// A tile of bf16 numbers in shared memory, row by row; in a row, the 16-byte chunks (8 columns) are permuted by the row.
+// A tile of bf16 numbers in shared memory, row by row; the 16-byte chunks (8 columns) of a row are permuted by the row.
 template <int kColumns> struct HalfTile {
   STROBE_DEVICE static constexpr int bytes(int rows) { return rows * kColumns * 2; }
   u32 base;
-  STROBE_DEVICE u32 at(int row, int column) const { return base + (row * kColumns + ((column / 8) ^ (row & 7)) * 8 + column % 8) * 2; }
+  STROBE_DEVICE u32 at(int row, int column) const {
+    return base + (row * kColumns + ((column / 8) ^ (row & 7)) * 8 + column % 8) * 2;
+  }
   // Rows [first, first + rows) of a matrix of `length` rows; what lies beyond is zero.
   STROBE_DEVICE void load_async(const u16* matrix, int first, int rows, int length, int threads) const {
     for (int i = thread_idx(); i < rows * kColumns / 8; i += threads) {
@@ -44,8 +47,8 @@ STROBE_DEVICE void attend(const Params& p) {
   const Tile q_tile{smem_base()};
   const Element* k = p.k + i64(slice) * p.len_k * kDim;
   const Element* v = p.v + i64(slice) * p.len_k * kDim;
-  const auto k_tile = [&](int key0) { return Tile{smem_base() + kOffsetK + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
-  const auto v_tile = [&](int key0) { return Tile{smem_base() + kOffsetV + key0 / kKeys % kStages * Tile::bytes(kKeys)}; };
+  const auto k_tile = [&](int at) { return Tile{smem_base() + kOffsetK + at / kKeys % kStages * Tile::bytes(kKeys)}; };
+  const auto v_tile = [&](int at) { return Tile{smem_base() + kOffsetV + at / kKeys % kStages * Tile::bytes(kKeys)}; };
   const auto fetch = [&](int key0) {
     k_tile(key0).load_async(k, key0, kKeys, p.len_k, kThreads);
     v_tile(key0).load_async(v, key0, kKeys, p.len_k, kThreads);
@@ -104,7 +107,8 @@ STROBE_DEVICE void attend(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kKeys; i += 16) {
       const float *s0 = s[0] + i / 4, *s1 = s[1] + i / 4;
-      const u32 a[4] = {pack2<bf16>(s0[0], s0[1]), pack2<bf16>(s1[0], s1[1]), pack2<bf16>(s0[2], s0[3]), pack2<bf16>(s1[2], s1[3])};
+      const u32 a[4] = {pack2<bf16>(s0[0], s0[1]), pack2<bf16>(s1[0], s1[1]), pack2<bf16>(s0[2], s0[3]),
+                        pack2<bf16>(s1[2], s1[3])};
       u32 b[4];
 #pragma unroll
       for (int n = 0; n < kDim; n += 16) {
@@ -125,7 +129,8 @@ STROBE_DEVICE void attend(const Params& p) {
     const float inverse = l[a] > 0.f ? 1.f / l[a] : 0.f;
 #pragma unroll
     for (int c = 0; c < kMyColumns; c += 2)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)), pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + my_column(c)),
+                pack2<bf16>(o[a][c] * inverse, o[a][c + 1] * inverse));
     if (my_column(0) == 0) st_global(p.lse + row, l[a] > 0.f ? m[a] * kLn2 + log_natural(l[a]) : neg_inf());
   }
 }

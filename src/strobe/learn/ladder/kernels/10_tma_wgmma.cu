@@ -1,14 +1,16 @@
 // 10  Hopper: the copy engine and the warpgroup's product
 //
-// What changed: one thread starts a copy of a whole tile (TMA), and the hardware computes addresses, swizzles, fills with zeros beyond the
-//   end, and counts the bytes on a barrier in shared memory. Four warps multiply together (wgmma): S = Q K^T reads both factors from
-//   shared memory by itself, without ldmatrix; P V takes P from registers. From here on the rungs use the library's vocabulary:
-//   gemm_qk, gemm_pv, Softmax, and mask only the tiles at the edge.
-// Why it should help: mma.sync reaches two thirds of Hopper's matrix units, wgmma nearly all; nobody computes addresses any more.
+// What changed: one thread starts a copy of a whole tile (TMA), and the hardware computes addresses, swizzles, fills
+//   with zeros beyond the end, and counts the bytes on a barrier in shared memory. Four warps multiply together
+//   (wgmma): S = Q K^T reads both factors from shared memory by itself, without ldmatrix; P V takes P from
+//   registers. From here on the rungs use the library's vocabulary: gemm_qk, gemm_pv, Softmax, and mask only the
+//   tiles at the edge.
+// Why it should help: mma.sync reaches two thirds of Hopper's matrix units, wgmma nearly all; nobody computes
+//   addresses any more.
 // Predicted: x 1.2 the speed of 09: the ceiling rises by half, and a single buffer gives part of it back.
 // Measured: x 2.29, 475 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: everybody waits for everything, one after the other: copy, product, softmax, product. Only a second block on the
-//   same multiprocessor fills the pauses.
+// What limits it now: everybody waits for everything, one after the other: copy, product, softmax, product. Only a
+//   second block on the same multiprocessor fills the pauses.
 #include <strobe/ptx/tma.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include "ladder.cuh"
@@ -20,7 +22,9 @@ constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kKeys, kDim),
 constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kBytesK, kOffsetBarriers = kOffsetV + kBytesV;
 static_assert(kSmem == kOffsetBarriers + 16, "the shared memory that Python asks for");
 
-STROBE_DEVICE void load_rows(u32 tile, const TensorMap& map, u32 barrier, int row, int slice) { tma_load_5d(tile, &map, barrier, 0, row, 0, slice, 0); }
+STROBE_DEVICE void load_rows(u32 tile, const TensorMap& map, u32 barrier, int row, int slice) {
+  tma_load_5d(tile, &map, barrier, 0, row, 0, slice, 0);
+}
 
 STROBE_DEVICE void attend(const Params& p) {
   const int blocks = (p.len_q + kRows - 1) / kRows, slice = block_idx() / blocks, row0 = block_idx() % blocks * kRows;
@@ -36,8 +40,8 @@ STROBE_DEVICE void attend(const Params& p) {
   sync_block();  // the barriers are there
   mbar_wait(q_barrier, 0);
 
-  const int g = thread_idx() % 32 / 4, t = 2 * (thread_idx() % 4), query = row0 + thread_idx() / 32 * 16 + g;  // and query + 8
-  const int seen[2] = {visible_keys(p, query), visible_keys(p, query + 8)};
+  const int g = thread_idx() % 32 / 4, t = 2 * (thread_idx() % 4), query = row0 + thread_idx() / 32 * 16 + g;
+  const int seen[2] = {visible_keys(p, query), visible_keys(p, query + 8)};  // a thread has two rows
   const int keys = visible_keys(p, min(row0 + kRows, p.len_q) - 1);  // of the last row, which sees the most
   float o[kDim / 2] = {};
   Softmax<> softmax;
@@ -85,7 +89,8 @@ STROBE_DEVICE void attend(const Params& p) {
     if (query + 8 * r >= p.len_q) continue;
 #pragma unroll
     for (int i = 0; i < kDim / 2; i += 4)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i), pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i),
+                pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
     if (t == 0) st_global(p.lse + row, lse);
   }
 }

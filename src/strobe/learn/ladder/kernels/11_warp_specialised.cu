@@ -1,13 +1,16 @@
 // 11  Warp specialisation
 //
-// What changed: a block has roles. One warpgroup, of which a single thread works, only starts copies; two others, with 64 queries each,
-//   only compute, and share the keys. Between them are rings of two buffers for K and for V: `full` and `empty` barriers say whose turn
-//   a buffer is. The producer gives its registers to the consumers (setmaxnreg).
-// Why it should help: copies run ahead of the arithmetic by a whole ring and never wait for a softmax; K and V are fetched once for 128
-//   queries; and of two consumers one can multiply while the other is at its exponentials.
-// Predicted: x 1.35 the speed of 10: from some 40 % of the matrix units' peak to some 55 %, without any waiting for copies.
+// What changed: a block has roles. One warpgroup, of which a single thread works, only starts copies; two others,
+//   with 64 queries each, only compute, and share the keys. Between them are rings of two buffers for K and for V:
+//   `full` and `empty` barriers say whose turn a buffer is. The producer gives its registers to the consumers
+//   (setmaxnreg).
+// Why it should help: copies run ahead of the arithmetic by a whole ring and never wait for a softmax; K and V are
+//   fetched once for 128 queries; and of two consumers one can multiply while the other is at its exponentials.
+// Predicted: x 1.35 the speed of 10: from some 40 % of the matrix units' peak to some 55 %, without any waiting for
+//   copies.
 // Measured: x 1.22, 580 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: whether the two consumers interleave is left to chance. If both are at their exponentials, the matrix units wait.
+// What limits it now: whether the two consumers interleave is left to chance. If both are at their exponentials, the
+//   matrix units wait.
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include "ladder.cuh"
@@ -16,13 +19,16 @@ namespace strobe {
 
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers), kRows = 64 * kConsumers, kKeys = 128, kStages = 2;
 constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kKeys, kDim), kBytesV = kBytesK;
-constexpr u32 kOffsetK = kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetBarriers = kOffsetV + kStages * kBytesV;
+constexpr u32 kOffsetK = kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK;
+constexpr u32 kOffsetBarriers = kOffsetV + kStages * kBytesV;
 static_assert(kSmem == kOffsetBarriers + 16 + 2 * Ring<kStages>::kBytes, "the shared memory that Python asks for");
 STROBE_DEVICE u32 q_barrier() { return smem_base() + kOffsetBarriers; }
 STROBE_DEVICE u32 k_barriers() { return q_barrier() + 16; }
 STROBE_DEVICE u32 v_barriers() { return k_barriers() + Ring<kStages>::kBytes; }
 
-STROBE_DEVICE void load_rows(u32 tile, const TensorMap& map, u32 barrier, int row, int slice) { tma_load_5d(tile, &map, barrier, 0, row, 0, slice, 0); }
+STROBE_DEVICE void load_rows(u32 tile, const TensorMap& map, u32 barrier, int row, int slice) {
+  tma_load_5d(tile, &map, barrier, 0, row, 0, slice, 0);
+}
 
 STROBE_DEVICE void produce(const Params& p, int slice, int row0, int keys) {
   Ring<kStages> k(k_barriers(), true), v(v_barriers(), true);
@@ -91,7 +97,8 @@ STROBE_DEVICE void consume(const Params& p, int slice, int row0, int keys, int c
     if (query + 8 * r >= p.len_q) continue;
 #pragma unroll
     for (int i = 0; i < kDim / 2; i += 4)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i), pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i),
+                pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
     if (t == 0) st_global(p.lse + row, lse);
   }
 }

@@ -1,12 +1,15 @@
 // 12  Ping-pong
 //
-// What changed: the consumers take turns. Two named barriers pass a right to and fro: who has it issues its products (P V of the last keys,
-//   Q K^T of the next), hands it over, and turns to its softmax while the other's products run.
-// Why it should help: the two are kept half a round apart, so that the exponentials of one always stand beside products of the other.
-// Predicted: x 1.08 the speed of 11: chance already gives most of it; the paper that introduced it found 570 to 620 TFLOP/s.
+// What changed: the consumers take turns. Two named barriers pass a right to and fro: who has it issues its products
+//   (P V of the last keys, Q K^T of the next), hands it over, and turns to its softmax while the other's products
+//   run.
+// Why it should help: the two are kept half a round apart, so that the exponentials of one always overlap
+//   with products of the other.
+// Predicted: x 1.08 the speed of 11: chance already gives most of it; the paper that introduced it found 570 to 620
+//   TFLOP/s.
 // Measured: x 1.08, 628 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: inside a warpgroup products and softmax still come one after the other: from the last instruction of Q K^T on,
-//   nothing of its own is in flight while it takes exponentials.
+// What limits it now: inside a warpgroup products and softmax still come one after the other: from the last
+//   instruction of Q K^T on, nothing of its own is in flight while it takes exponentials.
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include "ladder.cuh"
@@ -15,13 +18,16 @@ namespace strobe {
 
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers), kRows = 64 * kConsumers, kKeys = 128, kStages = 2;
 constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kKeys, kDim), kBytesV = kBytesK;
-constexpr u32 kOffsetK = kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK, kOffsetBarriers = kOffsetV + kStages * kBytesV;
+constexpr u32 kOffsetK = kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK;
+constexpr u32 kOffsetBarriers = kOffsetV + kStages * kBytesV;
 static_assert(kSmem == kOffsetBarriers + 16 + 2 * Ring<kStages>::kBytes, "the shared memory that Python asks for");
 STROBE_DEVICE u32 q_barrier() { return smem_base() + kOffsetBarriers; }
 STROBE_DEVICE u32 k_barriers() { return q_barrier() + 16; }
 STROBE_DEVICE u32 v_barriers() { return k_barriers() + Ring<kStages>::kBytes; }
 
-STROBE_DEVICE void load_rows(u32 tile, const TensorMap& map, u32 barrier, int row, int slice) { tma_load_5d(tile, &map, barrier, 0, row, 0, slice, 0); }
+STROBE_DEVICE void load_rows(u32 tile, const TensorMap& map, u32 barrier, int row, int slice) {
+  tma_load_5d(tile, &map, barrier, 0, row, 0, slice, 0);
+}
 
 STROBE_DEVICE void produce(const Params& p, int slice, int row0, int keys) {
   Ring<kStages> k(k_barriers(), true), v(v_barriers(), true);
@@ -108,7 +114,8 @@ STROBE_DEVICE void consume(const Params& p, int slice, int row0, int keys, int c
     if (query + 8 * r >= p.len_q) continue;
 #pragma unroll
     for (int i = 0; i < kDim / 2; i += 4)
-      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i), pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
+      st_global(reinterpret_cast<u32*>(p.o + row * kDim + t + 2 * i),
+                pack2<bf16>(o[i + 2 * r] * inverse, o[i + 2 * r + 1] * inverse));
     if (t == 0) st_global(p.lse + row, lse);
   }
 }

@@ -1,26 +1,29 @@
 // b1  The backward pass, by recomputation
 //
-// What changed: this is no step after the last one, but the other direction. Given dO, it finds dQ, dK and dV, in fp32 on scalar units, as
-//   05 is. Neither S nor P was kept: the LSE of each row, one number, is enough to compute the weights again, p = exp(s - lse), tile by
-//   tile and already normalised. Then
-//       dV = P^T dO,   dP = dO V^T,   dS = P (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q,   delta = rowsum(dO O).
-//   Three kernels: delta; dK and dV (a block owns keys, goes over the queries that see them); dQ (a block owns queries, goes over keys).
-//   Each owner adds up its own sums, so that there are no atomics, and the result is the same every time.
-// Why it should help: O(N) memory. The price is arithmetic, which is cheaper than storing and reading N x N numbers: the formulas have five
-//   products; here there are seven, because both passes need Q K^T and dO V^T.
-// Predicted: x 0.5 the speed of 05 for equal work: seven products do the work of five, with smaller tiles (2 x 2 scores a thread: a load
-//   for each multiplication, not a half), because six matrices share the shared memory.
+// What changed: this is no step after the last one, but the other direction. Given dO, it finds dQ, dK and dV, in
+//   fp32 on scalar units, as 05 is. Neither S nor P was kept: the LSE of each row, one number, is enough to compute
+//   the weights again, p = exp(s - lse), tile by tile and already normalised. Then     dV = P^T dO,   dP = dO V^T,
+//   dS = P (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q,   delta = rowsum(dO O). Three kernels: delta; dK
+//   and dV (a block owns keys, goes over the queries that see them); dQ (a block owns queries, goes over keys). Each
+//   owner adds up its own sums, so that there are no atomics, and the result is the same every time.
+// Why it should help: O(N) memory. The price is arithmetic, which is cheaper than storing and reading N x N numbers:
+//   the formulas have five products; here there are seven, because both passes need Q K^T and dO V^T.
+// Predicted: x 0.5 the speed of 05 for equal work: seven products do the work of five, with smaller tiles (2 x 2
+//   scores a thread: a load for each multiplication, not a half), because six matrices share the shared memory.
 // Measured: x 0.52, 11.5 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: what limits 05, scalar units. The fast version puts all products on the matrix units, and fuses the two passes.
+// What limits it now: what limits 05, scalar units. The fast version puts all products on the matrix units, and
+//   fuses the two passes.
 #include "ladder.cuh"
 
 namespace strobe {
 
-constexpr int kThreads = 256, kRows = 32, kKeys = 32, kPatch = 2;  // a thread has kPatch x kPatch scores, 16 rows and 16 keys apart
+constexpr int kThreads = 256, kRows = 32, kKeys = 32;
+constexpr int kPatch = 2;  // a thread has kPatch x kPatch scores, 16 rows and 16 keys apart
 constexpr int kColumns = kDim / 16;                                // and kPatch x kColumns numbers of a gradient
 typedef SharedTile<kDim> Tile;      // of Q, dO, K or V
 typedef SharedTile<kKeys> Weights;  // P or dS
-constexpr int kOffsetDo = Tile::bytes(kRows), kOffsetK = kOffsetDo + Tile::bytes(kRows), kOffsetV = kOffsetK + Tile::bytes(kKeys);
+constexpr int kOffsetDo = Tile::bytes(kRows), kOffsetK = kOffsetDo + Tile::bytes(kRows);
+constexpr int kOffsetV = kOffsetK + Tile::bytes(kKeys);
 constexpr int kOffsetP = kOffsetV + Tile::bytes(kKeys), kOffsetDs = kOffsetP + Weights::bytes(kRows);
 static_assert(kSmem == kOffsetDs + Weights::bytes(kRows), "the shared memory that Python asks for");
 
@@ -35,7 +38,8 @@ STROBE_DEVICE void delta(const Params& p) {
   const i64 row = i64(block_idx()) * (kThreads / 32) + thread_idx() / 32;
   if (row >= i64(p.slices) * p.len_q) return;
   float sum = 0.f;
-  for (int i = thread_idx() % 32; i < kDim; i += 32) sum = fma(ld_global(p.d_o + row * kDim + i), ld_global(p.o + row * kDim + i), sum);
+  for (int i = thread_idx() % 32; i < kDim; i += 32)
+    sum = fma(ld_global(p.d_o + row * kDim + i), ld_global(p.o + row * kDim + i), sum);
   sum = row_sum(sum + shfl_xor(sum, 16));
   if (thread_idx() % 32 == 0) st_global(p.workspace + row, sum);
 }

@@ -1,6 +1,9 @@
-// What all rungs share. Python prints in front of it: Element (float, or u16 for the bits of bf16), kDim, kSmem, and the arguments
-//     struct Params { q, k, v, o, lse, workspace, …; float scale, scale_log2; int slices, len_q, len_k, causal, stage; … };
-// Tensors are [slices][length][kDim] without gaps; a slice is one head of one sequence. Key and value heads are as many as query heads.
+// What all rungs share. Python prints in front of it: Element (float, or u16 for the bits of bf16), kDim, kSmem, and
+// the arguments
+//     struct Params { q, k, v, o, lse, workspace, …; float scale, scale_log2;
+//                     int slices, len_q, len_k, causal, stage; … };
+// Tensors are [slices][length][kDim] without gaps; a slice is one head of one sequence. There are as many key and value
+// heads as query heads.
 #pragma once
 #include <strobe/ptx/math.cuh>
 #include <strobe/ptx/memory.cuh>
@@ -18,14 +21,15 @@ STROBE_DEVICE int visible_keys(const Params& p, int query) {
 STROBE_DEVICE float exp_natural(float x) { return exp2_approx(x * kLog2e); }
 STROBE_DEVICE float log_natural(float x) { return log2_approx(x) * kLn2; }
 
-// ld_global goes through the cache for data that nobody writes. This one is for data that the same kernel has written before.
+// ld_global goes through the cache for data that nobody writes. This one is for data that the same kernel has written.
 #ifdef __CUDACC__
 STROBE_DEVICE float ld_global_fresh(const float* p) { return *static_cast<const volatile float*>(p); }
 #else
 STROBE_DEVICE float ld_global_fresh(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
 #endif
 
-// The scalar rungs lay their 256 threads out as 16 x 16: the 16 threads of a row are neighbours in a warp, and reduce with shuffles.
+// The scalar rungs lay their 256 threads out as 16 x 16: the 16 threads of a row are neighbours in a warp, and reduce
+// with shuffles.
 STROBE_DEVICE float row_max(float x) {
   for (int reach = 8; reach; reach /= 2) x = fmax(x, shfl_xor(x, reach));
   return x;

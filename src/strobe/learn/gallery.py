@@ -1,0 +1,208 @@
+"""The gallery: what each mask and each option of `strobe.attention` does to the weights, as code and as a picture.
+
+If the values are the identity matrix, the output of attention is the matrix of its weights. So every example is a call,
+and its picture is what the call returned. `python -m strobe.learn.gallery --write` writes docs/gallery.md and its
+pictures; without `--write` it says what is out of date."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+N = 24  # tokens
+_PIXELS = 8  # for each weight
+FOLDER = Path("docs", "figures", "gallery")
+
+SETUP = """
+import torch, strobe
+
+torch.manual_seed(0)
+n = 24
+q, k = torch.randn(2, n, 8)  # (length, dim)
+v = torch.eye(n)  # the output is then the matrix of weights
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    name: str
+    title: str
+    about: str
+    code: str
+
+    def weights(self) -> torch.Tensor:
+        """What the code leaves in `weights`, (n, n)."""
+        namespace: dict[str, Any] = {}
+        exec(SETUP + self.code, namespace)
+        found = namespace["weights"]
+        assert isinstance(found, torch.Tensor) and found.shape == (N, N), (
+            f"{self.name}: {getattr(found, 'shape', found)}"
+        )
+        return found.detach().float()
+
+
+EXAMPLES = (
+    Example(
+        "full",
+        "No mask",
+        "Every token sees every token.",
+        "weights = strobe.attention(q, k, v)",
+    ),
+    Example(
+        "causal",
+        "Causal",
+        "A token sees itself and the tokens before it. Tiles above the diagonal are skipped.",
+        "weights = strobe.attention(q, k, v, mask=strobe.causal)",
+    ),
+    Example(
+        "window",
+        "Sliding window",
+        "Both numbers count tokens besides the token itself: here four before it, and one after it.",
+        "weights = strobe.attention(q, k, v, mask=strobe.window(4, 1))",
+    ),
+    Example(
+        "causal-window",
+        "Two masks at once",
+        "Masks combine with `&`. This is what models with local attention use.",
+        "weights = strobe.attention(q, k, v, mask=strobe.causal & strobe.window(6, 0))",
+    ),
+    Example(
+        "prefix",
+        "Prefix",
+        "Causal, but the first tokens (a prompt, or the patches of an image) are visible to all.",
+        "weights = strobe.attention(q, k, v, mask=strobe.prefix(8))",
+    ),
+    Example(
+        "chunked",
+        "Chunks",
+        "A token sees its own chunk. With `& strobe.causal` this is chunked local attention.",
+        "weights = strobe.attention(q, k, v, mask=strobe.chunked(8) & strobe.causal)",
+    ),
+    Example(
+        "tensor",
+        "Any mask, as a tensor",
+        "Booleans of any pattern, True where a query may look. It is read, so it costs N × N bytes of its own.",
+        """
+rows, keys = torch.arange(n)[:, None], torch.arange(n)
+every_third = (rows - keys) % 3 == 0
+weights = strobe.attention(q, k, v, mask=every_third)
+""",
+    ),
+    Example(
+        "alibi",
+        "ALiBi",
+        "Scores fall with the distance between query and key, by one slope per head, so that near tokens weigh more.",
+        "weights = strobe.attention(q, k, v, mask=strobe.causal, score=strobe.alibi(torch.tensor([0.3])))",
+    ),
+    Example(
+        "bias",
+        "Any bias, as a tensor",
+        "A tensor that is added to the scores. Here the first four keys get a bonus. It is read, so it costs N × N numbers.",
+        """
+bonus = torch.zeros(n, n)
+bonus[:, :4] = 2.0
+weights = strobe.attention(q, k, v, bias=bonus)
+""",
+    ),
+    Example(
+        "softcap",
+        "Softcap",
+        "Large scores are squeezed by `softcap · tanh(s / softcap)`. No single key can take all of the weight.",
+        "weights = strobe.attention(8 * q, k, v, softcap=2.0)",
+    ),
+    Example(
+        "no-softcap",
+        "The same without softcap",
+        "For comparison: the same large scores, uncapped. A few keys take nearly everything.",
+        "weights = strobe.attention(8 * q, k, v)",
+    ),
+    Example(
+        "sinks",
+        "Sinks",
+        "A sink is one more score per head that takes its share of the weight and gives nothing back. The rows no longer "
+        "add up to 1.",
+        "weights = strobe.attention(q, k, v, mask=strobe.causal, sinks=torch.tensor([2.0]))",
+    ),
+    Example(
+        "dropout",
+        "Dropout",
+        "Weights are zeroed at random, and the others grow to make up for it. A seed makes it repeatable.",
+        "weights = strobe.attention(q, k, v, dropout=0.3, seed=0)",
+    ),
+    Example(
+        "documents",
+        "Documents of different lengths",
+        "Packed into one tensor, each document sees itself only. No padding, no mask: `attention_varlen` takes the borders.",
+        """
+borders = torch.tensor([0, 5, 14, 24], dtype=torch.int32)
+packed = (x[:, None] for x in (q, k, v))  # (all tokens, heads, dim)
+weights = strobe.attention_varlen(*packed, borders, borders)[:, 0]
+""",
+    ),
+)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def pixels(weights: torch.Tensor) -> torch.Tensor:
+    """(rows, columns, 3) bytes: white where nothing is seen, darker violet for a larger weight; a grey hairline between."""
+    shade = (weights / weights.max()).clamp(0, 1).sqrt()[..., None]
+    light, dark = torch.tensor([231.0, 223.0, 250.0]), torch.tensor([58.0, 28.0, 120.0])
+    colours = torch.where(weights[..., None] > 0, light + shade * (dark - light), torch.tensor(255.0))
+    grown = colours.round().to(torch.uint8).repeat_interleave(_PIXELS, 0).repeat_interleave(_PIXELS, 1)
+    grown[::_PIXELS] = grown[:, ::_PIXELS] = 236
+    return grown
+
+
+def write_picture(example: Example, path: Path) -> None:
+    from matplotlib.image import imsave
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    imsave(path, pixels(example.weights()).numpy())
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+_INTRODUCTION = """<!-- generated: python -m strobe.learn.gallery --write -->
+# Gallery
+
+What each mask and each option does to the weights of attention, for 24 tokens. Queries run down, keys run across.
+White: the query does not see the key. The darker, the larger the weight.
+
+A trick makes the weights visible: if the values are the identity matrix, the output of attention *is* the matrix of its
+weights. So each picture is what the call above it returned.
+"""
+
+
+def document() -> str:
+    parts = [_INTRODUCTION, f"```python\n{SETUP.strip()}\n```\n"]
+    for example in EXAMPLES:
+        alt = f"{example.title}: the weights of {N} queries and {N} keys"
+        parts.append(f"## {example.title}\n\n{textwrap.fill(example.about, 120)}\n")
+        parts.append(f"```python\n{example.code.strip()}\n```\n")
+        parts.append(f"![{alt}](figures/gallery/{example.name}.png)\n")
+    return "\n".join(parts)
+
+
+def main(arguments: list[str], root: Path | None = None) -> int:
+    root = root or Path(__file__).resolve().parents[3]
+    page = root / "docs" / "gallery.md"
+    if "--write" in arguments:
+        page.write_text(document(), encoding="utf-8")
+        for example in EXAMPLES:
+            write_picture(example, root / FOLDER / f"{example.name}.png")
+        return 0
+    if not page.is_file() or page.read_text(encoding="utf-8") != document():
+        print(f"{page.relative_to(root)} is out of date: python -m strobe.learn.gallery --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
