@@ -11,7 +11,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """`strobe.trace`, for lessons, is loaded when it is asked for: `import strobe` stays light."""
+    """`strobe.compat`, `strobe.nn` and, for lessons, `strobe.trace` are loaded when they are asked for: `import strobe`
+    stays light."""
+    if name in ("compat", "nn"):
+        from importlib import import_module
+
+        return import_module(f"strobe.{name}")
     if name == "trace":
         from strobe.learn.trace import trace
 

@@ -31,6 +31,8 @@ LAYERS = [
     ["compiled"],
     ["api", "explain", "tiled"],
     ["drop_in"],
+    ["nn"],
+    ["compat"],
     ["measure"],
     ["learn"],
     ["bench"],
