@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
 def status() -> dict[str, str]:
     """Import name of a library -> how strobe takes part in it in this process. Libraries without us are missing."""
-    found = {}
+    found: dict[str, str] = {}
     if installed():
         found |= {name: "strobe stands in for it" for name in ("flash_attn", "flash_attn_interface")}
     for name, host in (("sdpa", "torch"), ("transformers", "transformers")):
