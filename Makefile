@@ -31,7 +31,7 @@ $(READY): pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	@touch $@
 
-demo: $(READY) ## exact attention against standard attention, on the device there is
+demo: $(READY) ## strobe against standard attention, on a GPU if there is one
 	$(VENV)/bin/strobe demo
 
 lint: $(READY) ## ruff, clang-format and mypy
@@ -51,8 +51,10 @@ bench: $(READY) ## the quick suite on this machine; the report is report/index.h
 	$(VENV)/bin/strobe bench --suite quick --out report/quick.json --report report
 
 SUITES ?= grid36 sweep overhead
-bench-gpu: ## SUITES (grid36 sweep overhead) with the python3 at hand, into OUT (report); installs nothing
-	for suite in $(SUITES); do PYTHONPATH=src $(PYTHON) -m strobe bench --suite $$suite --out $(or $(OUT),report)/$$suite.json || exit 1; done
+METHOD ?= turns
+bench-gpu: ## SUITES (grid36 sweep overhead) by METHOD (turns) with the python3 at hand, into OUT (report); installs nothing
+	for suite in $(SUITES); do PYTHONPATH=src $(PYTHON) -m strobe bench --suite $$suite --method $(METHOD) \
+	  --out $(or $(OUT),report)/$$suite-$(METHOD).json || exit 1; done
 
 learn: $(READY) ## build the notebooks and the page into build/learn and say where they are
 	@$(VENV)/bin/python notebooks/build.py build/learn

@@ -7,9 +7,14 @@ import random
 
 import torch
 
-from strobe.bench.results import Ceilings, Clock, Error, Results, Row, Timing
-from strobe.bench.suites import Case, cases
+from strobe.bench.case import BenchCase
+from strobe.bench.results import Ceilings, Results, Row, Timing
+from strobe.bench.suites import cases
+from strobe.measure.clocks import Clock
+from strobe.measure.energy import Energy
+from strobe.measure.method import SUSTAINED, TURNS
 from strobe.measure.statistics import summarise
+from strobe.measure.tolerance import Verdict
 
 MEMORY = 140 << 30
 RATES = {  # provider: (kind, TFLOP/s reached by long sequences, length at which half of it is reached, bytes per score)
@@ -25,7 +30,11 @@ RATES = {  # provider: (kind, TFLOP/s reached by long sequences, length at which
 
 
 def synthetic(
-    suites: tuple[str, ...] = ("grid36", "sweep", "overhead", "tiles"), faster: float = 1.0, seed: int = 0
+    suites: tuple[str, ...] = ("grid36", "sweep", "overhead", "tiles"),
+    faster: float = 1.0,
+    seed: int = 0,
+    methods: tuple[str, ...] = (TURNS,),
+    direction: str = "forward",
 ) -> Results:
     """`faster`: how much faster our providers are than in another made-up run."""
     results = Results(
@@ -55,22 +64,26 @@ def synthetic(
             },
         },
         method={"budget_ms": 150, "rounds": 5, "l2": "flushed"},
-        ceilings=Ceilings({"bfloat16": 800.0}, 4200.0, "made up"),
+        ceilings=Ceilings({"bfloat16": 800.0}, 4200.0, "made up", {"bfloat16": 700.0}, {"bfloat16": 0.99}),
         complete=True,
         seconds=60.0,
     )
     chance = random.Random(seed)
     for suite in suites:
-        for case in cases(suite, on_gpu=True):
-            results.rows += [
-                _row(case, name, chance, faster) for name in RATES if case.tile is None or name.startswith("strobe")
-            ]
-            if case.tile is None:
-                results.rows.append(Row(case, "flash-attn-3", "peer", "not installed", "flash-attn 3 is not installed"))
+        for case in cases(suite, direction, on_gpu=True):
+            for method in methods if case.measure == "time" else (TURNS,):
+                results.rows += [
+                    _row(case, name, chance, faster, method)
+                    for name in RATES
+                    if case.tile is None or name.startswith("strobe")
+                ]
+                if case.tile is None:
+                    missing = {"status": "not installed", "reason": "flash-attn 3 is not installed"}
+                    results.rows.append(Row(case, "flash-attn-3", "peer", method, **missing))
     return results
 
 
-def _row(case: Case, provider: str, chance: random.Random, faster: float) -> Row:
+def _row(case: BenchCase, provider: str, chance: random.Random, faster: float, method: str) -> Row:
     device = torch.device("cpu")
     kind, rate, half, per_score = RATES[provider]
     flops, ideal = case.flops(device), case.ideal_bytes(device)
@@ -79,6 +92,7 @@ def _row(case: Case, provider: str, chance: random.Random, faster: float) -> Row
         case,
         provider,
         kind,
+        method,
         flops=flops,
         ideal_bytes=ideal,
         repeat=f"strobe bench --only '{case.key}' --provider {provider}",
@@ -102,16 +116,22 @@ def _row(case: Case, provider: str, chance: random.Random, faster: float) -> Row
     if case.tile is not None:
         reached *= 0.4 + 0.6 * min(1, case.tile[0] * case.tile[1] / (128 * 128))
     ms = 0.012 * (1 if kind == "ours" else 1.6) if case.measure == "call" else flops / reached / 1e9 + 0.004
+    if method == SUSTAINED:  # at a lower clock, which costs the fast ones more
+        ms *= 1.25 if kind == "ours" else 1.15
     samples = [ms * (1 + abs(chance.gauss(0, 0.006))) for _ in range(40)]
     row.timing = Timing(samples, summarise(samples), "device events", "flushed")
-    row.kernels, row.error = (
-        [f"{provider}_kernel"],
-        Error(2e-3, 2.1e-3 * (1 if kind != "standard" else 1.4), 1e-2, 1e-2, "every head"),
-    )
+    row.kernels = [f"{provider}_kernel"]
+    row.error = Verdict("every head", 2e-3, 1e-2, 2.1e-3 * (1 if kind != "standard" else 1.4))
     row.extra_bytes, row.peak_bytes = extra, extra + case.tensor_bytes()
     row.clock = Clock(1755.0, 560.0, 55.0, [], 12)
     if case.measure != "call":
         ms = row.timing.summary.median
         row.tflops, row.gbytes_per_s = flops / ms / 1e9, ideal / ms / 1e6
         row.of_matmul, row.of_copy, row.matrix_unit = row.tflops / 800, row.gbytes_per_s / 4200, row.tflops / 949
+    if method == SUSTAINED:
+        row.timing.mean_ms = mean = sum(samples) / len(samples)
+        watts = 690.0 if kind != "standard" else 520.0
+        joules = watts * mean / 1e3
+        per_tokens = joules / case.tokens * 1e3
+        row.energy = Energy(watts, joules, joules / flops * 1e12, per_tokens, "NVML energy counter")
     return row

@@ -1,48 +1,13 @@
-"""Problems as data, shared by the tests of every backend and by benchmarks."""
+"""The cases on which every backend is tested, and their tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    len_q: int
-    len_k: int
-    batch: int = 2
-    heads: int = 2
-    heads_k: int = 2
-    dim: int = 32
-    dim_v: int | None = None
-    mask: Mask = full
-    mask_tensor: tuple[int, ...] | None = None  # shape: (batch, heads, len_q, len_k), or 1
-    bias: tuple[int, ...] | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    dropout: float = 0.0
-    scale: float | None = None
-    scores: str = (
-        "normal"  # or "huge", "low": around +-1000; "rising", "falling": each key beats, or loses to, all before
-    )
-    memory: str = "dense"  # or "sliced": a part of a larger tensor, the rest of which is NaN
-    lengths: tuple[tuple[int, int], ...] | None = None  # packed: (len_q, len_k) of each sequence
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def interval(self) -> bool:
-        """Nothing that our first CUDA kernels leave to others."""
-        return (
-            self.mask_tensor is None and self.bias is None and not self.softcap and not self.sinks and not self.dropout
-        )
-
+from strobe.mask import causal, causal_top_left, chunked, full, prefix, window
+from strobe.measure.cases import Case
 
 CASES = [
     Case("plain", 64, 64),
@@ -103,11 +68,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def _tensor(case: Case, length: int, heads: int, dim: int, generator: torch.Generator) -> torch.Tensor:
-    leading = () if case.lengths is not None else (case.batch,)
-    return torch.randn((*leading, length, heads, dim), generator=generator, dtype=torch.float64)
-
-
 def _placed(case: Case, t: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """In memory as the case asks. Every slice of a larger tensor begins at an element that is a multiple of 8."""
     t = t.to(device=device, dtype=dtype)
@@ -125,21 +85,14 @@ def make(
     """(q, k, v, keyword arguments of strobe.attention), (batch, length, heads, dim). Packed cases give (total, heads,
     dim) and have `cu_q` and `cu_k` among the keywords: those of strobe.attention_varlen."""
     generator = torch.Generator().manual_seed(seed)
-    dim_v = case.dim if case.dim_v is None else case.dim_v
-    totals = (
-        (case.len_q, case.len_k) if case.lengths is None else tuple(sum(n) for n in zip(*case.lengths, strict=True))
-    )
-    q = _tensor(case, totals[0], case.heads, case.dim, generator)
-    k = _tensor(case, totals[1], case.heads_k, case.dim, generator)
-    v = _tensor(case, totals[1], case.heads_k, dim_v, generator)
-    scale = case.dim**-0.5 if case.scale is None else case.scale
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in case.shapes())
     if case.scores in ("huge", "low"):  # all of one sign, so that none of the numbers that a softmax subtracts is small
         q, k = q.abs().add_(1), k.abs().add_(1)
-        q *= (1000 if case.scores == "huge" else -1000) / (scale * (q.mean() ** 2 * case.dim).item())
+        q *= (1000 if case.scores == "huge" else -1000) / (case.softmax_scale * (q.mean() ** 2 * case.dim).item())
     elif case.scores in ("rising", "falling"):
         q = q.abs().add_(0.5)
         ends = (-3, 3) if case.scores == "rising" else (3, -3)
-        k = torch.linspace(*ends, totals[1], dtype=torch.float64)[:, None, None].expand_as(k) + 0.1 * k
+        k = torch.linspace(*ends, k.shape[-3], dtype=torch.float64)[:, None, None].expand_as(k) + 0.1 * k
 
     kwargs: dict[str, Any] = {}
     if case.mask_tensor is not None:

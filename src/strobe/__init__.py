@@ -1,28 +1,31 @@
 """strobe: exact attention in tiles that fit on-chip. See `strobe.attention`."""
 
-from strobe.api import attention, attention_varlen, backends, flash_attention
-from strobe.drop_in import sdpa
-from strobe.explain import explain
-from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
-from strobe.problem import Unsupported
-from strobe.score import Score, alibi
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> object:
-    """`strobe.compat`, `strobe.nn` and, for lessons, `strobe.trace` are loaded when they are asked for: `import strobe`
-    stays light."""
-    if name in ("compat", "nn"):
-        from importlib import import_module
+def _is_command() -> bool:
+    """Whether this is `strobe` or `python -m strobe`, whose help and usage errors shall not wait for torch. Then, and
+    only then, the public names are loaded when they are first used."""
+    program = PurePath(sys.argv[0]).name if sys.argv else ""
+    if program == "-m":  # what argv[0] is until `python -m` has found the module
+        program = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv[:-1] else ""
+    return program in ("strobe", "strobe.exe")
 
-        return import_module(f"strobe.{name}")
-    if name == "trace":
-        from strobe.learn.trace import trace
 
-        return trace
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+if TYPE_CHECKING or not _is_command():
+    from strobe.api import attention, attention_varlen, backends, flash_attention
+    from strobe.drop_in import sdpa
+    from strobe.explain import explain
+    from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+    from strobe.problem import Unsupported
+    from strobe.score import Score, alibi
 
 __all__ = [
     "Mask",
@@ -42,3 +45,22 @@ __all__ = [
     "sdpa",
     "window",
 ]
+
+
+_HOMES = ("api", "drop_in", "explain", "mask", "problem", "score")  # of the public names
+
+
+def __getattr__(name: str) -> object:
+    """`strobe.compat`, `strobe.nn` and, for lessons, `strobe.trace` are loaded when they are asked for: `import strobe`
+    stays light. In the command, so are all other names."""
+    if name in ("compat", "nn"):
+        return import_module(f"strobe.{name}")
+    if name == "trace":
+        from strobe.learn.trace import trace
+
+        return trace
+    if name in __all__:
+        homes = [import_module(f"strobe.{home}") for home in _HOMES]
+        globals().update({n: next(getattr(home, n) for home in homes if hasattr(home, n)) for n in __all__})
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

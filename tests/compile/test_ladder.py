@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import cubins
 import pytest
+from strobe.cuda.tiles import SMEM_BYTES
 
 from strobe.cuda import cubin, jit
-from strobe.cuda.tiles import SMEM_BYTES
 from strobe.learn.ladder.rung import PARAMS, Rung
 from strobe.learn.ladder.rungs import RUNGS
 
@@ -24,7 +25,7 @@ def test_rungs_compile_without_spills() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = list(pool.map(build, WANTED))
     for (rung, arch, dim), artifact in zip(WANTED, built, strict=True):
-        info = cubin.inspect(artifact.cubin)["kernel"]
+        info = cubins.inspect(artifact.cubin)["kernel"]
         what = f"{rung.name}, {arch}, head dim {dim}"
         assert not info.stack_frame and not cubin.spills(artifact.log), what
         assert not cubin.warnings(artifact.log), f"{what}: {cubin.warnings(artifact.log)}"

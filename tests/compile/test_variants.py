@@ -10,10 +10,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import cubins
 import pytest
+from strobe.cuda.tiles import SMEM_BYTES, generation
 
 from strobe.cuda import cubin, jit, plan
-from strobe.cuda.tiles import SMEM_BYTES, generation
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EXHAUSTIVE = bool(os.environ.get("STROBE_EXHAUSTIVE"))
@@ -47,7 +48,7 @@ def test_variants_compile_without_spills(arch: str) -> None:
     assert built
     wrong = []
     for variant, artifact in built:
-        info = cubin.inspect(artifact.cubin)["kernel"]
+        info = cubins.inspect(artifact.cubin)["kernel"]
         spilled = cubin.spills(artifact.log) if artifact.origin == "compiled" else info.stack_frame
         if spilled or info.stack_frame or cubin.warnings(artifact.log):
             wrong.append(

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import cubins
 import pytest
 
 from strobe.cuda import cubin, jit, wgmma
@@ -178,7 +179,7 @@ ACCUMULATORS = f"""{CHAIN_OF_TWO}
 
 def check(source, arch):
     compiled = jit.compile(source, arch)
-    info = cubin.inspect(compiled.cubin)["kernel"]
+    info = cubins.inspect(compiled.cubin)["kernel"]
     assert cubin.spills(compiled.log) == 0, compiled.log
     assert cubin.warnings(compiled.log) == [], compiled.log
     assert info.stack_frame == 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from bench_results import synthetic
 
-from strobe.bench import docs, figure, results as files
+from strobe.bench import docs, figures, results as files
+from strobe.measure.method import SUSTAINED, TURNS
 
 ROOT = Path(__file__).resolve().parents[2]
+needs_matplotlib = pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
 
 
 def test_documents_are_current() -> None:
@@ -29,45 +32,113 @@ def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
     assert docs.main(["--write"], tmp_path) == 0
     assert (tmp_path / "README.md").read_text() == f"before\n{docs.BEGIN}\n{docs.END}\nafter\n"
     text = (tmp_path / "docs" / "results.md").read_text()
-    assert "faster" not in text and "times as" not in text and "|" not in text
+    assert "faster" not in text and "×" not in text and "|" not in text
     assert docs.main([], tmp_path) == 0
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> Path:
-    folder = tmp_path / "benchmarks" / "results" / "made-up"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("documents")
+    folder = root / "benchmarks" / "results" / "made-up"
     files.save(synthetic(("grid36",)), folder / "grid36.json")
     files.save(synthetic(("grid36",), seed=3), folder / "grid36-again.json")
+    files.save(synthetic(("grid36",), methods=(SUSTAINED,)), folder / "grid36-sustained.json")
+    files.save(synthetic(("grid36",), methods=(SUSTAINED,), seed=3), folder / "grid36-sustained-again.json")
+    files.save(synthetic(("grid36",), direction="backward"), folder / "grid36-backward.json")
     files.save(synthetic(("sweep", "overhead")), folder / "sweep.json")
-    (tmp_path / "README.md").write_text(f"{docs.BEGIN}\n{docs.END}\n")
-    assert docs.main([], tmp_path) == 1, "out of date before it is written"
-    assert docs.main(["--write"], tmp_path) == 0
-    return tmp_path
+    (root / "README.md").write_text(f"{docs.BEGIN}\n{docs.END}\n")
+    assert docs.main([], root) == 1, "out of date before it is written"
+    assert docs.main(["--write"], root) == 0 and docs.main([], root) == 0
+    return root
 
 
+@needs_matplotlib
 def test_the_page_states_what_the_rows_show(written: Path) -> None:
     text = (written / "docs" / "results.md").read_text()
-    assert "`strobe-sm90` is 1.1" in text and "as fast as `torch-cudnn` (geometric mean of 36 cells" in text
-    assert "| 32K |" in text and "*oom*" in text
+    assert re.search(r"`strobe-sm90` is 1\.1\d? × faster than `torch-cudnn` \(geometric mean of 36 cells\)\.", text)
+    assert re.search(r"`strobe-sm80` is 1\.\d+ × slower than `torch-cudnn` \(geometric mean of 36 cells\)", text)
+    assert "times as fast" not in text and "| 32K |" in text and "*oom*" in text
     assert "| `strobe-sm90` | ours | 1.00 |" in text and "| `torch-math` | standard | 2.00 |" in text
-    assert "`strobe-sm80` is 0.5" in text and "slower in 36" in text
-    assert "was run twice: " in text and "What one call costs the CPU" in text
+    assert "What one call costs the CPU" in text
     assert "- not installed: flash-attn 3 is not installed: `flash-attn-3`" in text
 
 
-def test_the_readme_has_the_grid(written: Path) -> None:
+@needs_matplotlib
+def test_the_page_has_both_methods_and_passes(written: Path) -> None:
+    text = (written / "docs" / "results.md").read_text()
+    for heading in (
+        "### The grid, forward, in short turns (`grid36`)",
+        "### The grid, forward, sustained (`grid36-sustained`)",
+        "### The grid, backward, in short turns (`grid36-backward`)",
+    ):
+        assert heading in text
+    assert text.count("Joules per TFLOP of the same providers (NVML energy counter).") == 2  # the run, and again
+    assert text.count("Joules per 1,000 tokens of the same providers (NVML energy counter).") == 2
+    assert re.search(
+        r"than `torch-cudnn` \(geometric mean of 36 cells\), and needs 1\.\d+ × less energy per FLOP\.", text
+    )
+    assert "`grid36`, in short turns, was run twice: " in text
+    assert (
+        "`grid36-sustained`, sustained: 36 of 36 ratios of `strobe-sm90` to `torch-cudnn` differ by at most 3 %."
+        in text
+    )
+
+
+@needs_matplotlib
+def test_the_readme_has_both_methods_in_its_headline(written: Path) -> None:
     text = (written / "README.md").read_text()
-    assert text.count("| 128, causal |") == 1 and "docs/figures/made-up-grid36" in text
+    assert re.search(
+        r"- Forward: against .*, torch-cudnn, strobe-sm90 is 1\.\d+ × faster in short turns .* and 1\.\d+ × faster sustained ",
+        text,
+    )
+    assert re.search(r"- Sustained, strobe-sm90 needs 1\.\d+ × less energy per FLOP than torch-cudnn", text)
+    assert text.count("| 128, causal |") == 3  # TFLOP/s by either method, joules
+    assert "docs/figures/made-up-grid36.svg" in text
+
+
+@needs_matplotlib
+def test_figures_of_every_method_and_pass(written: Path) -> None:
+    names = sorted(path.name for path in (written / "docs" / "figures").iterdir())
+    assert names == ["made-up-grid36-backward.svg", "made-up-grid36-sustained.svg", "made-up-grid36.svg"]
     drawn = (written / "docs" / "figures" / "made-up-grid36.svg").read_text()
-    assert drawn.count("<circle") > 36 and "head dim 256, causal" in drawn
+    assert "head dim 256, causal" in drawn and "strobe-sm90" in drawn and "in short turns" in drawn
+    page = (written / "docs" / "results.md").read_text()
+    assert all(f"figures/{name}" in page for name in names)
 
 
+@needs_matplotlib
 def test_a_changed_number_is_noticed(written: Path) -> None:
     page = written / "docs" / "results.md"
-    page.write_text(page.read_text().replace("1.00", "0.90"))
-    assert docs.outdated(written) == [page] and docs.main([], written) == 1
+    before = page.read_text()
+    try:
+        page.write_text(before.replace("1.00", "0.90"))
+        assert docs.outdated(written) == [page] and docs.main([], written) == 1
+    finally:
+        page.write_text(before)
 
 
-def test_figures_depend_on_numbers_only() -> None:
-    assert figure.speed(synthetic(("grid36",)), "grid36") == figure.speed(synthetic(("grid36",)), "grid36")
-    assert figure.speed(synthetic(("grid36",)), "sweep") is None
+@needs_matplotlib
+def test_an_old_figure_is_noticed(written: Path) -> None:
+    """By the numbers in it; how matplotlib draws them is its own business."""
+    figure = written / "docs" / "figures" / "made-up-grid36.svg"
+    before = figure.read_text()
+    try:
+        figure.write_text(before.replace("stroke", "stroke "))
+        assert docs.outdated(written) == []
+        figure.write_text(before.replace("strobe figure ", "strobe figure 0"))
+        assert docs.outdated(written) == [figure]
+        stray = figure.with_name("nobody.svg")
+        stray.write_text("<svg/>")
+        assert docs.outdated(written) == [figure, stray]
+        assert docs.main(["--write"], written) == 0 and not stray.exists() and figure.read_text() == before
+    finally:
+        figure.write_text(before)
+
+
+def test_a_digest_depends_on_the_numbers() -> None:
+    first, same, other = (figures.speed(synthetic(("grid36",), seed=seed), "grid36") for seed in (0, 0, 1))
+    assert first is not None and same is not None and other is not None
+    assert first.digest == same.digest != other.digest
+    assert figures.speed(synthetic(("grid36",)), "sweep") is None
+    assert figures.speed(synthetic(("grid36",)), "grid36", method=SUSTAINED) is None
+    assert figures.speed(synthetic(("grid36",)), "grid36", "backward", TURNS) is None

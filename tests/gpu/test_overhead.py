@@ -1,4 +1,5 @@
-"""What a call costs besides the kernel: the first one, one from the cache of kernels, and each of many."""
+"""What a call costs besides the kernel, beside something else of the same run: hosts differ, ratios hardly do. The
+benchmark has the times (`strobe bench --suite overhead`, `--suite compile`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from gpu.kernels import KERNELS, kernels_here
 
 import strobe
 
-FIRST_S, CACHED_S = 2.0, 0.05
-CPU_US = {"sm80": 20.0, "sm90": 25.0}
+CACHED_SHARE = 0.25  # of the first call, if the kernel is on disk
+OF_SDPA = 0.9  # a call's CPU time, of PyTorch's flash backend's (0.6 to 0.7 when this was written)
 
 each_kernel = pytest.mark.parametrize(
     "kernel", [pytest.param(k, marks=() if k in kernels_here() else pytest.mark.skip("no Hopper GPU")) for k in KERNELS]
@@ -22,7 +23,7 @@ each_kernel = pytest.mark.parametrize(
 _FIRST_CALL = """
 import sys, time
 import torch, strobe
-from strobe.cuda import backend, driver
+from strobe.cuda import driver
 driver.available()
 q = torch.randn(1, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
 torch.cuda.synchronize()
@@ -33,43 +34,49 @@ print(time.perf_counter() - start)
 """
 
 
-def in_new_process(script: str, kernel: str, **environment: str) -> float:
-    """The number that it prints last."""
+def in_new_process(script: str, kernel: str, **environment: str) -> list[float]:
+    """The numbers in its last line."""
     environment = os.environ | {"PYTHONPATH": str(Path(strobe.__file__).parent.parent)} | environment
     command = [sys.executable, "-c", script, kernel]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return float(done.stdout.splitlines()[-1])
+    return [float(word) for word in done.stdout.splitlines()[-1].split()]
 
 
 @each_kernel
-def test_first_call_and_cached_call(kernel: str, tmp_path: Path) -> None:
+def test_a_kernel_on_disk_is_not_compiled_again(kernel: str, tmp_path: Path) -> None:
     cache = {"STROBE_CACHE_DIR": str(tmp_path / "cache")}
-    first = in_new_process(_FIRST_CALL, kernel, **cache)
-    cached = min(in_new_process(_FIRST_CALL, kernel, **cache) for _ in range(3))
-    print(f"{kernel}: first call {first:.2f} s, from the cache {1000 * cached:.0f} ms")
-    assert first <= FIRST_S and cached <= CACHED_S
+    (first,) = in_new_process(_FIRST_CALL, kernel, **cache)
+    cached = min(in_new_process(_FIRST_CALL, kernel, **cache)[0] for _ in range(3))
+    print(f"{kernel}: first call {first:.2f} s, with the kernel on disk {1000 * cached:.0f} ms")
+    assert cached <= CACHED_SHARE * first
 
 
 _MANY_CALLS = """
 import sys, time
 import torch, strobe
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
 q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)  # so small that the GPU is never behind
-best = float("inf")
-for _ in range(30):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(100):
-        strobe.attention(q, q, q, mask=strobe.causal, backend=sys.argv[1])
-    best = min(best, (time.perf_counter() - start) / 100)
+p = q.transpose(1, 2)
+calls = [lambda: strobe.attention(q, q, q, mask=strobe.causal, backend=sys.argv[1]), lambda: sdpa(p, p, p, is_causal=True)]
+best = [float("inf")] * 2
+with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    for turn in range(60):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            calls[turn % 2]()
+        best[turn % 2] = min(best[turn % 2], (time.perf_counter() - start) / 100)
 torch.cuda.synchronize()
-print(best)
+print(*best)
 """
 
 
 @each_kernel
 def test_cpu_time_of_a_call(kernel: str) -> None:
     """In a process of its own, where nobody has left hooks or garbage."""
-    best = in_new_process(_MANY_CALLS, kernel)
-    print(f"{kernel}: {best * 1e6:.1f} µs of CPU time a call")
-    assert best * 1e6 <= CPU_US[kernel]
+    ours, sdpa = in_new_process(_MANY_CALLS, kernel)
+    print(f"{kernel}: {ours * 1e6:.1f} µs of CPU time a call, PyTorch's flash backend {sdpa * 1e6:.1f} µs")
+    assert ours <= OF_SDPA * sdpa

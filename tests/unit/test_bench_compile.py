@@ -13,10 +13,11 @@ import pytest
 import torch
 from bench_results import synthetic
 
-from strobe.bench import compile_time, docs, first_call, providers
-from strobe.bench.providers import Refusal
+from strobe.bench import compile_time, first_call, providers, results_page
+from strobe.bench.case import case
+from strobe.bench.provider import Refusal
 from strobe.bench.results import Row, Timing
-from strobe.bench.suites import case, cases
+from strobe.bench.suites import cases
 from strobe.measure.statistics import summarise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -122,10 +123,10 @@ def test_rows_of_whole_calls(no_nvrtc: None, monkeypatch: pytest.MonkeyPatch) ->
         f"strobe-{b}: {n}" for b in ("sm90", "sm80") for n in (*compile_time.COMPILED, *compile_time.CALLED)
     ]
     first, cached = found["strobe-sm90: first call"], found["strobe-sm90: cached call"]
-    assert (first.median_ms, cached.median_ms) == (1500.0, 30.0)
+    assert (first.ms, cached.ms) == (1500.0, 30.0)
     assert first.timing is not None and cached.timing is not None and cached.timing.summary.n == 3
     assert first.note == "should take at most 2 s" and cached.note == "should take at most 50 ms"
-    assert first.repeat == "again strobe-sm90" and first.timing.method == first_call.METHOD
+    assert first.repeat == "again strobe-sm90" and first.timing.how == first_call.METHOD
     assert found["strobe-sm80: disk"].reason == "RuntimeError: no NVRTC in libnvrtc.so"
 
 
@@ -161,6 +162,6 @@ def test_the_documents_have_both() -> None:
     for name, ms in (("first", 900.0), ("disk", 2.0), ("memory", 0.02), ("first call", 1234.0), ("cached call", 45.0)):
         timing = Timing([ms], summarise([ms]), "perf_counter", "warm")
         run.rows.append(Row(cases("compile")[0], f"strobe-sm90: {name}", "ours", timing=timing))
-    text = docs.page({"made-up": {"compile": run}})
+    text = results_page.page({"made-up": {"compile": run}})
     assert "| kernel | compiled | from disk | from memory | first call | first call, kernel on disk |" in text
     assert "| `strobe-sm90` d64-full | 900 ms | 2 ms | 20.0 µs | 1.23 s | 45 ms |" in text

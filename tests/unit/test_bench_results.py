@@ -1,25 +1,30 @@
-"""Files of results, comparisons, the command line on them, figures, clocks."""
+"""Files of results, comparisons, conclusions, the command line on them, figures, provenance."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from bench_results import synthetic
 from typer.testing import CliRunner
 
-from strobe.bench import ceilings, claims, plots, results as files
-from strobe.bench.compare import comparable, compare, other_company
+from strobe.bench import ceilings, claims, figures, reading, results as files, results_page
+from strobe.bench.compare import comparable, compare, other_neighbours
+from strobe.bench.conclusions import conclusions
 from strobe.bench.report import page
 from strobe.bench.results import Results
-from strobe.measure import clocks, provenance
-from strobe.measure.clocks import Monitor, Sample
+from strobe.measure import provenance
+from strobe.measure.method import SUSTAINED, TURNS
+from strobe.measure.tolerance import Verdict
 from strobe.tools import cli
 
 SMALL = ("sweep", "tiles")
+BOTH = (TURNS, SUSTAINED)
 
 
 def terminal(*arguments: str) -> tuple[int, str]:
@@ -32,19 +37,27 @@ def made() -> Results:
     return synthetic(SMALL)
 
 
-def test_a_file_holds_everything(made: Results, tmp_path: Path) -> None:
+# ---- files
+
+
+@pytest.mark.parametrize("methods", [(TURNS,), BOTH], ids=str)
+def test_a_file_holds_everything(methods: tuple[str, ...], tmp_path: Path) -> None:
+    made = synthetic(SMALL, methods=methods)
     path = tmp_path / "a" / "r.json"
     files.save(made, path)
-    again = files.load(path)
-    assert [(r.case, r.provider, r.status, r.reason, r.kernels) for r in again.rows] == [
-        (r.case, r.provider, r.status, r.reason, r.kernels) for r in made.rows
+    again = reading.load(path)
+    assert [(r.identity, r.case, r.status, r.reason, r.kernels) for r in again.rows] == [
+        (r.identity, r.case, r.status, r.reason, r.kernels) for r in made.rows
     ]
     for before, after in zip(made.rows, again.rows, strict=True):
-        assert (before.timing is None) == (after.timing is None)
+        assert (before.timing is None) == (after.timing is None) and (before.energy is None) == (after.energy is None)
         if before.timing is not None and after.timing is not None:
-            assert after.timing.summary.median == pytest.approx(before.timing.summary.median, rel=1e-5)
+            assert after.ms == pytest.approx(before.ms, rel=1e-5)
             assert len(after.timing.samples_ms) == len(before.timing.samples_ms)
+        if before.energy is not None and after.energy is not None:
+            assert after.energy.joules_per_tflop == pytest.approx(before.energy.joules_per_tflop, rel=1e-5)
     assert again.provenance == made.provenance and not list(tmp_path.glob("a/.tmp*"))
+    assert again.ceilings.sustained_tflops == {"bfloat16": 700.0}
 
 
 def test_not_a_number_survives(tmp_path: Path) -> None:
@@ -52,20 +65,105 @@ def test_not_a_number_survives(tmp_path: Path) -> None:
     run = synthetic(("tiles",))
     row = run.rows[0]
     row.status, row.reason, row.timing = "wrong", "NaN", None
-    row.error = files.Error(float("nan"), float("nan"), 1.0, 1.0, "every head")
+    row.error = Verdict("every head", float("nan"), 1.0, problem="3 of 4 are NaN")
     files.save(run, tmp_path / "r.json")
     json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    again = files.load(tmp_path / "r.json").rows[0]
-    assert again.error is not None and not again.error.passed
+    again = reading.load(tmp_path / "r.json").rows[0]
+    assert again.error is not None and not again.error.passed and again.error.problem == "3 of 4 are NaN"
     assert "Attention on" in page.html([run])
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "strobe bench", "schema": 99}'])
+def test_files_of_the_first_schema_are_read(tmp_path: Path) -> None:
+    """Their names for things are mapped to those of today."""
+    data = files.to_json(synthetic(("gqa",)))
+    data["schema"] = 1
+    for row in data["rows"]:
+        row.pop("method", None)
+        if "timing" in row:
+            row["timing"]["method"], row["timing"]["late"] = row["timing"].pop("how"), 7
+            del row["timing"]["host_bound"], row["timing"]["mean_ms"]
+            row["error"] = {
+                "max_abs": 1e-3,
+                "relative": 2e-3,
+                "allowed_max_abs": 1e-2,
+                "allowed_relative": 3e-2,
+                "checked": "2 of 4 heads",
+            }
+        row["case"]["label"] = (
+            row["case"]["label"].replace("speculative8-", "guess8-").replace("prefill256-", "piece256-")
+        )
+    files.write(data, tmp_path / "old.json")
+    found = reading.load(tmp_path / "old.json")
+    timed = next(row for row in found.rows if row.timed)
+    assert timed.method == TURNS and timed.timing is not None
+    assert timed.timing.how == "device events" and timed.timing.host_bound == 7
+    assert timed.error is not None and (timed.error.what, timed.error.largest) == ("2 of 4 heads", 1e-3)
+    assert {row.case.label for row in found.rows} == {row.case.label for row in synthetic(("gqa",)).rows}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "strobe bench", "schema": 99}', "[" * 100_000])
 def test_other_files_are_refused_by_name(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="other.json"):
-        files.load(path)
+        reading.load(path)
+
+
+def places(data: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON document."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*where, key)
+        yield from places(value, (*where, key))
+
+
+def small_file() -> dict[str, Any]:
+    run = synthetic(("tiles", "grid36"), methods=BOTH)
+    kept: dict[tuple[bool, str, str], Any] = {}
+    for row in reversed(run.rows):  # one of each kind
+        kept.setdefault((row.case.tile is None and row.timed, row.method if row.timed else "", row.status), row)
+    run.rows = list(kept.values())
+    for row in run.rows:
+        if row.timing is not None:
+            row.timing.samples_ms = row.timing.samples_ms[:2]
+    return json.loads(json.dumps(files.to_json(run)))
+
+
+def test_a_field_of_another_type_is_named() -> None:
+    """Whatever stands in a file in place of what should: it is refused with the name of the field, or drawn."""
+    whole = small_file()
+    refused = 0
+    for place in places(whole):
+        for value in (None, "<!--<script>", [], {}, -1, 1e999, "\ud800"):
+            data = copy.deepcopy(whole)
+            holder = data
+            for key in place[:-1]:
+                holder = holder[key]
+            holder[place[-1]] = value
+            try:
+                found = reading.from_json(data)
+            except ValueError as error:
+                refused += 1
+                assert str(error), (place, value)
+                continue
+            html = page.html([found])
+            assert html.count("<script") == 3 and html.count("</script>") == 3, (place, value)
+            results_page.page({"machine": {"file": found}})
+            html.encode()
+    assert refused > 200
+
+
+def test_the_error_says_where(tmp_path: Path) -> None:
+    data = small_file()
+    data["rows"] = [row for row in data["rows"] if "timing" in row]
+    data["rows"][0]["timing"]["summary"]["median"] = "fast"
+    (tmp_path / "r.json").write_text(json.dumps(data))
+    code, output = terminal("report", str(tmp_path / "r.json"), "-o", str(tmp_path / "report"))
+    said = " ".join(output.replace("│", " ").split())
+    assert code == 2 and "rows[0].timing.summary.median must be a number, got 'fast'" in said
+
+
+# ---- comparisons
 
 
 def test_regressions_are_found_and_noise_is_not(made: Results) -> None:
@@ -75,6 +173,16 @@ def test_regressions_are_found_and_noise_is_not(made: Results) -> None:
     assert {c.provider for c in slower if c.kind == "regression"} == {"strobe-sm90", "strobe-sm80"}
     faster = compare(made, synthetic(SMALL, faster=1.2, seed=5))
     assert any(c.kind == "improvement" for c in faster) and not any(c.bad for c in faster)
+
+
+def test_methods_are_compared_with_themselves() -> None:
+    """Sustained times are longer; that is no regression."""
+    turns, both = synthetic(("sweep",)), synthetic(("sweep",), methods=BOTH, seed=5)
+    changes = compare(turns, both)
+    assert not any(c.bad for c in changes)
+    assert {c.method for c in changes if c.kind == "new"} == {SUSTAINED}
+    reason = comparable(turns, synthetic(("sweep",), methods=(SUSTAINED,)))
+    assert reason == "different methods: in short turns and sustained"
 
 
 def test_what_stops_working_is_a_regression(made: Results) -> None:
@@ -99,17 +207,140 @@ def test_the_command_exits_accordingly(made: Results, tmp_path: Path) -> None:
     assert code == 2 and "different devices" in " ".join(output.split()) and comparable(made, other) is not None
 
 
-def test_other_providers_in_turn_are_noted(made: Results, tmp_path: Path) -> None:
+def test_other_neighbours_are_noted(made: Results, tmp_path: Path) -> None:
     """On a GPU, whose clock follows what ran before."""
     fewer = synthetic(SMALL)
     fewer.rows = [row for row in fewer.rows if row.provider != "torch-cudnn"]
-    assert other_company(made, made) is None and "torch-cudnn took turns" in str(other_company(made, fewer))
+    assert other_neighbours(made, made) is None and "torch-cudnn took turns" in str(other_neighbours(made, fewer))
     files.save(made, tmp_path / "old.json")
     files.save(fewer, tmp_path / "fewer.json")
     code, output = terminal("bench", "--result", str(tmp_path / "fewer.json"), "--compare", str(tmp_path / "old.json"))
     assert code == 0 and "note: torch-cudnn took turns in only one" in " ".join(output.split())
     fewer.provenance["device"] = {**fewer.provenance["device"], "kind": "cpu"}
-    assert other_company(made, fewer) is None
+    assert other_neighbours(made, fewer) is None
+
+
+# ---- the report
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(made: Results, tmp_path: Path) -> None:
+    text = page.write([made, synthetic(SMALL, faster=0.9)], tmp_path).read_text(encoding="utf-8")
+    addresses = set(re.findall(r"https?://[^\"'\s)<]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"(src|href)=\"(?!data:)", text) and "@import" not in text and "fetch(" not in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    assert len(data["run"]["rows"]) == len(made.rows) and "samples_ms" not in text
+    kinds = {change["kind"] for change in data["compared"][0]["changes"]}
+    assert "regression" in kinds
+    assert any(row["status"] == "out of memory" for row in data["run"]["rows"])
+
+
+@pytest.mark.parametrize("evil", ["</script><b>&", "<!--<script>", "TITLE /*DATA*/ /*SCRIPT*/"])
+def test_text_from_results_cannot_break_the_page(evil: str, tmp_path: Path) -> None:
+    run = synthetic(("tiles",))
+    run.rows[0].reason = run.rows[1].provider = evil
+    run.provenance["device"] = {**run.provenance["device"], "name": f"<i>{evil}"}
+    text = page.write([run], tmp_path).read_text(encoding="utf-8")
+    assert text.count("<script") == 3 == text.count("</script>") and "<!--" not in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    assert any(row["provider"] == evil for row in data["run"]["rows"])
+
+
+def test_files_of_one_device_are_one_report() -> None:
+    """Two suites, two methods: what was not measured twice belongs together."""
+    parts = [synthetic(("sweep",)), synthetic(("grid36",)), synthetic(("grid36",), methods=(SUSTAINED,))]
+    data = page.page_data(parts)
+    assert list(data["run"]["suites"]) == ["sweep", "grid36"] and list(data["run"]["methods"]) == [TURNS, SUSTAINED]
+    assert data["compared"] == [] and len(data["run"]["rows"]) == sum(len(part.rows) for part in parts)
+    assert any("sustained" in sentence for sentence in data["run"]["conclusions"]["grid36"])
+
+
+@pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
+def test_figures(tmp_path: Path) -> None:
+    run = synthetic(SMALL, methods=BOTH)
+    shown = ("strobe-sm90", "torch-cudnn", "torch-math")
+    run.rows = [r for r in run.rows if r.provider in shown and (r.case.tile or r.case.model_dim == 1024)]
+    written = {path.name for path in figures.write([run], tmp_path)}
+    for name in ("sweep-speed", "sweep-speed-up", "sweep-memory", "sweep-error", "sweep-roofline", "tiles-tiles"):
+        assert {f"{name}.png", f"{name}.svg"} <= written
+    assert {"sweep-speed-sustained.svg", "sweep-energy-sustained.svg"} <= written
+    assert "sweep-energy.svg" not in written
+    assert all((tmp_path / name).stat().st_size > 2000 for name in written)
+
+
+@pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
+def test_what_needs_no_memory_is_drawn() -> None:
+    """A logarithmic axis has no 0, and 0 is the best there is."""
+    run = synthetic(("sweep",))
+    for row in run.rows:
+        if row.provider == "strobe-sm90" and row.extra_bytes is not None:
+            row.extra_bytes = 0
+    drawn = figures._figures(run, run.rows, TURNS)["memory"]
+    lines = {line.get_label(): line.get_ydata() for line in drawn.axes[0].lines}
+    assert list(lines["strobe-sm90"]) == [0] * 6 and drawn.axes[0].get_ylim()[0] < 0
+
+
+# ---- what is concluded
+
+
+def test_claims(made: Results) -> None:
+    exponents = claims.memory_exponents(made, "sweep")
+    assert exponents["strobe-sm90"] == pytest.approx(1.0, abs=0.01)
+    assert exponents["torch-math"] == pytest.approx(2.0, abs=0.01)
+    found = claims.speed_ups(made, "sweep")
+    assert any(s.times is None and s.reason == "out of memory" for s in found)
+    assert all(s.times > 1 for s in found if s.times is not None)
+    ratio = claims.mean_ratio(claims.ratios(made, "sweep", "strobe-sm90", "torch-cudnn"))
+    assert ratio is not None and 1.0 < ratio < 1.3
+    assert claims.repeatability(made, made) == (sum(r.timed for r in made.rows),) * 2
+
+
+def test_energy_claims() -> None:
+    run = synthetic(("grid36",), methods=BOTH)
+    speed = claims.ratios(run, "grid36", "strobe-sm90", "torch-cudnn", method=SUSTAINED)
+    energy = claims.energy_ratios(run, "grid36", "strobe-sm90", "torch-cudnn")
+    assert len(energy) == 36 and energy == pytest.approx(speed)  # both draw the same power here
+    assert claims.energy_ratios(synthetic(("grid36",)), "grid36", "strobe-sm90", "torch-cudnn") == {}
+    again = synthetic(("grid36",), methods=BOTH, seed=3)
+    assert claims.ratio_repeatability(run, again, "grid36", "strobe-sm90", "torch-cudnn") == (36, 36)
+    other = synthetic(("grid36",), methods=BOTH, faster=1.1)
+    assert claims.ratio_repeatability(run, other, "grid36", "strobe-sm90", "torch-cudnn")[0] == 0
+
+
+def test_conclusions_by_both_methods() -> None:
+    peer, standard, oom, energy, memory = conclusions(synthetic(("sweep",), methods=BOTH))
+    assert re.fullmatch(
+        r"Forward: against the fastest other fused attention, torch-cudnn, strobe-sm90 is 1\.\d+ × faster in short turns "
+        r"\(1\.\d+ × to 1\.\d+ ×\) and 1\.\d+ × faster sustained \(.*\); geometric mean of 24 cases\.",
+        peer,
+    ), peer
+    assert "against the fastest standard attention, torch-math-half, strobe-sm90 is " in standard
+    assert re.fullmatch(r"In \d of 24 cases standard attention runs out of memory.*\.", oom)
+    assert re.fullmatch(
+        r"Sustained, strobe-sm90 needs 1\.\d+ × less energy per FLOP than torch-cudnn \(geometric mean of 24 cases\)\.",
+        energy,
+    ), energy
+    assert memory.startswith("Beyond q, k, v and the output strobe-sm90 needs memory that grows with the length to the")
+
+
+def test_conclusions_say_where_it_is_slower() -> None:
+    (sentence, *_) = conclusions(synthetic(("grid36",), faster=0.7))
+    assert re.search(
+        r"strobe-sm90 is 1\.\d+ × slower in short turns \(from 1\.\d+ × slower to 1\.\d+ × slower\)", sentence
+    )
+    assert re.search(
+        r"Slower beyond noise in short turns in 36 of 36 \(head dim \d+, .* tokens, 1\.\d+ × slower; .*; and 33 more\)\.$",
+        sentence,
+    ), sentence
+    assert conclusions(synthetic(("overhead",))) == []  # CPU times have no such duel
+
+
+def test_backward_is_concluded_on_its_own() -> None:
+    (sentence, *_) = conclusions(synthetic(("grid36",), direction="backward"))
+    assert sentence.startswith("Backward: against the fastest other fused attention, torch-cudnn, strobe-sm90 is 1.")
+
+
+# ---- the command line
 
 
 def test_the_command_names_what_is_wrong() -> None:
@@ -120,79 +351,56 @@ def test_the_command_names_what_is_wrong() -> None:
     assert code == 0 and "models/gpt-oss-local" in output and "torch-math-half" in output
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(made: Results, tmp_path: Path) -> None:
-    text = page.write([made, synthetic(SMALL, faster=0.9)], tmp_path).read_text(encoding="utf-8")
-    addresses = set(re.findall(r"https?://[^\"'\s)<]+", text))
-    assert addresses <= {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"(src|href)=\"(?!data:)", text) and "@import" not in text and "fetch(" not in text
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1].replace("<\\/", "</"))  # type: ignore[index]
-    assert len(data["run"]["rows"]) == len(made.rows) and "samples_ms" not in text
-    kinds = {change["kind"] for change in data["compared"][0]["changes"]}
-    assert "regression" in kinds
-    assert any(row["status"] == "out of memory" for row in data["run"]["rows"])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--list", "--suite", "nosuch"), ("--suite", "nosuch", "grid36")),
+        (("--device", "zzz"), ("device", "zzz")),
+        (("--device", "cuda:77"), ("device", "cuda:77")),
+        (("--method", "mean"), ("--method", "mean", "sustained")),
+        (("--pass", "sideways"), ("--pass", "sideways", "backward")),
+        (("--l2", "cold"), ("--l2", "cold", "flushed")),
+        (("--provider", "nobody", "--device", "cpu"), ("provider", "nobody")),
+        (("--only", "nothing", "--device", "cpu"), ("only", "nothing")),
+        (("--method", "do_bench", "--device", "cpu"), ("method", "do_bench")),
+        (("--suite", "grid36", "--device", "cpu"), ("grid36", "sized for a GPU", "--yes")),
+        (("--result", "missing.json"), ("missing.json",)),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_user_errors_are_lines(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli.app, ["bench", *arguments])
+    said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", done.output).replace("│", " ").split())
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.exception
+    assert [word for word in says if word not in said] == []
 
 
-def test_text_from_results_cannot_break_the_page(tmp_path: Path) -> None:
-    run = synthetic(("tiles",))
-    run.rows[0].reason = "</script><b>&"
-    run.provenance["device"] = {**run.provenance["device"], "name": "<i>GPU</i>"}
-    text = page.write([run], tmp_path).read_text(encoding="utf-8")
-    assert text.count("</script>") == 3 and "<title>Attention on &lt;i>GPU" in text
+def test_the_terminal_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables without nonsense, a busy machine's warning, and the conclusion."""
+    import io
+
+    from rich.console import Console
+
+    from strobe.bench import table
+
+    run = synthetic(("sweep",), methods=BOTH)
+    cpu = {"kind": "cpu", "name": "A CPU", "memory_bytes": 1 << 34}
+    run.provenance |= {"device": cpu, "host_load": 1.9, "host_cores": 2}
+    noisy, tiny, above = (r for r in run.rows[:3])
+    assert noisy.timing is not None
+    object.__setattr__(noisy.timing.summary, "high", 20 * noisy.timing.summary.median)
+    tiny.tflops, above.of_matmul = 3e-7, 2.25
+    out = io.StringIO()
+    table.show(run, Console(file=out, width=160))
+    text = out.getvalue()
+    assert "Other work ran on this machine when the run began (load 1.9 on 2 cores)" in text
+    assert "noisy" in text and "1645" not in text and "0.3 MFLOP/s" in text and "225%*" in text
+    assert table.NOISY_NOTE in text and table.ABOVE_NOTE.split(",")[0] in text
+    assert "head dim 128, no mask, 1K tokens, sustained" in text and "690 W" in text and "J/TF" in text
+    assert "strobe-sm90 is 1." in "".join(text.splitlines()[-12:]) and "faster in short turns" in text
 
 
-@pytest.mark.skipif(plots.unavailable() is not None, reason="needs matplotlib")
-def test_figures(made: Results, tmp_path: Path) -> None:
-    written = {path.name for path in plots.write([made], tmp_path)}
-    for name in ("sweep-speed", "sweep-speed-up", "sweep-memory", "sweep-error", "sweep-roofline", "tiles-tiles"):
-        assert {f"{name}.png", f"{name}.svg"} <= written
-    assert all((tmp_path / name).stat().st_size > 2000 for name in written)
-
-
-def test_claims(made: Results) -> None:
-    exponents = claims.memory_exponents(made, "sweep")
-    assert exponents["strobe-sm90"] == pytest.approx(1.0, abs=0.01) and exponents["torch-math"] == pytest.approx(
-        2.0, abs=0.01
-    )
-    found = claims.speed_ups(made, "sweep")
-    assert any(s.times is None and s.reason == "out of memory" for s in found)
-    assert all(s.times > 1 for s in found if s.times is not None)
-    ratio = claims.mean_ratio(claims.ratios(made, "sweep", "strobe-sm90", "torch-cudnn"))
-    assert ratio is not None and 1.0 < ratio < 1.3
-    assert claims.repeatability(made, made) == (sum(r.timed for r in made.rows),) * 2
-
-
-# ---- clocks
-# ------------------------------------------------------------------------------------------------------------
-
-
-def test_clocks_without_a_gpu() -> None:
-    monitor = Monitor(torch.device("cpu"))
-    assert monitor.unavailable and monitor.now() is None and monitor.during([(0, 1e9)]) is None
-    with monitor.paused():
-        pass
-    monitor.close()
-
-
-def test_medians_over_intervals() -> None:
-    monitor = Monitor(torch.device("cpu"))
-    for second, mhz in enumerate((1000, 1900, 1800, 1700, 500)):
-        monitor._samples.append(
-            Sample(float(second), mhz, 100.0 + second, 50.0, ("power cap (software)",) if second == 2 else ())
-        )
-    seen = monitor.during([(0.5, 1.5), (1.9, 3.1)])
-    assert seen is not None and (seen.sm_mhz, seen.n, seen.throttle) == (1800, 3, ["power cap (software)"])
-    assert monitor.during([(10, 11)]) is None
-
-
-def test_nvidia_smi_lines() -> None:
-    sample = clocks.parse_smi("1755, 612.31, 56, 0x0000000000000004")
-    assert (sample.sm_mhz, sample.power_w, sample.temperature_c, sample.throttle) == (
-        1755,
-        612.31,
-        56,
-        ("power cap (software)",),
-    )
-    assert clocks.parse_smi("[N/A], [N/A], 40, [N/A]").sm_mhz is None
+# ---- ceilings and provenance
 
 
 def test_cycles_of_the_matrix_units() -> None:

@@ -13,19 +13,22 @@ from bench_results import synthetic
 from fake_driver import Recorder
 
 from strobe import emulator
-from strobe.bench import compile_time, docs, figure, plots, providers, results as files, rungs as bench_rungs, runner
+from strobe.bench import compile_time, figures, providers, results as files, results_page, rungs as bench_rungs, runner
+from strobe.bench.case import BenchCase, case
+from strobe.bench.inputs import make_tensors
 from strobe.bench.report import page
-from strobe.bench.suites import Case, case, cases
+from strobe.bench.request import Request
+from strobe.bench.suites import cases
 from strobe.learn.ladder import execute, rungs
 from strobe.learn.ladder.rung import PARAMS, POINTERS, Shape
-from strobe.measure import stopwatch as measure
+from strobe.measure import palette, stopwatch as measure
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 QUICK = measure.Settings(budget_ms=1, rounds=1, warmup_ms=0)
 NAMES = [bench_rungs.name_of(rung) for rung in rungs.RUNGS]
 
 
-def fitting(rung: Any, **more: Any) -> Case:
+def fitting(rung: Any, **more: Any) -> BenchCase:
     """A small case that the rung runs."""
     dtype = str(rung.dtype).removeprefix("torch.")
     direction = "backward" if rung.backward else "forward"
@@ -60,7 +63,7 @@ def test_rungs_run_only_when_asked_for() -> None:
         "ladder-07-swizzle",
         "ladder-b1-backward",
     ]
-    assert {p.kind for p in providers.every()} == set(files.KINDS)
+    assert {p.kind for p in providers.every()} == set(palette.KINDS)
 
 
 def test_every_rung_runs_something_of_its_suite(any_machine: None) -> None:
@@ -110,8 +113,8 @@ def test_a_machine_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_rungs.cannot(rungs.get("13"), fitting(rungs.get("13")), CUDA) == "no wgmma"
 
 
-def run(names: tuple[str, ...], chosen: list[Case], device: torch.device = CPU) -> files.Results:
-    work = runner.Runner(runner.Request(("quick",), device, providers=names, settings=QUICK))
+def run(names: tuple[str, ...], chosen: list[BenchCase], device: torch.device = CPU) -> files.Results:
+    work = runner.Runner(Request(("quick",), device, providers=names, settings=QUICK))
     work.cases = chosen
     return work.run()
 
@@ -213,7 +216,7 @@ def test_every_call_has_an_output_of_its_own(as_on_a_gpu: None, monkeypatch: pyt
     seen: list[execute.Tensors] = []
     monkeypatch.setattr(execute, "Call", lambda rung, shape, device: seen.append)
     what = fitting(rungs.get("01"), batch=3, length=40)
-    x = runner.make_tensors(what, CPU, 0)
+    x = make_tensors(what, CPU, 0)
     prepared = providers.select(["ladder-01"])[0].prepare(what, x)
     first, second = (prepared.forward(x.q, x.k, x.v) for _ in range(2))
     assert prepared.layout == "bhsd" and first.shape == x.q.shape and first.data_ptr() != second.data_ptr()
@@ -230,12 +233,13 @@ def test_reports_and_documents_know_the_kind() -> None:
     for row in made.rows:
         if row.provider == "torch-flash":
             row.provider, row.kind = "ladder-09-registers", "ladder"
-    assert "ladder-09-registers" in str(figure.speed(made, "sweep"))
-    text = docs.page({"made-up": {"sweep": made}})
+    drawn = figures.speed(made, "sweep")
+    assert drawn is not None and "ladder-09-registers" in drawn.draw()
+    text = results_page.page({"made-up": {"sweep": made}})
     assert "| `ladder-09-registers` | ladder |" in text and "Against standard attention" in text
-    script = page.html([made])
-    assert all(f"{kind}: [" in script and f"{kind}: {i}" in script for i, kind in enumerate(files.KINDS))
-    assert plots._styles([page.flat(row, "") for row in made.rows])["ladder-09-registers"]["fmt"] == "d-"
+    styles = page.page_data([made])["run"]["styles"]
+    assert styles["ladder-09-registers"]["shape"] == "diamond" and styles["torch-math"]["dashed"]
+    assert len({style["colour"] for style in styles.values()}) == len(styles)
 
 
 def test_only_scalar_rungs_may_round_more() -> None:

@@ -7,8 +7,9 @@ import torch
 
 from strobe import emulator
 from strobe.bench import standard_cuda
-from strobe.bench.exactness import Judge, Tensors
-from strobe.bench.suites import DTYPES, Case, case
+from strobe.bench.case import BenchCase, case
+from strobe.bench.exactness import Judge
+from strobe.bench.inputs import Tensors
 from strobe.cuda import jit
 from strobe.emulator import Buffer
 
@@ -23,10 +24,10 @@ CASES = [
 ]
 
 
-def run(style: str, what: Case, x: Tensors) -> tuple[torch.Tensor, list[emulator.Counters]]:
+def run(style: str, what: BenchCase, x: Tensors) -> tuple[torch.Tensor, list[emulator.Counters]]:
     problem = what.problem(torch.device("cpu"))
     q, k, v = (t.transpose(1, 2).contiguous() for t in (x.q, x.k, x.v))
-    o = torch.full((what.batch, what.len_q, what.heads, what.dim_v), float("nan"), dtype=q.dtype)
+    o = torch.full((what.batch, what.len_q, what.heads, what.value_dim), float("nan"), dtype=q.dtype)
     s, p = standard_cuda.matrices(problem, style, q.device)
     tensors = {"q": q, "k": k, "v": v, "o": o, "s": s, "p": p}
     strides = {n: (t.stride(0), t.stride(2), t.stride(1)) for n, t in tensors.items() if n in "qkvo"}
@@ -42,17 +43,17 @@ def run(style: str, what: Case, x: Tensors) -> tuple[torch.Tensor, list[emulator
     return o.transpose(1, 2), counters
 
 
-def inputs(what: Case) -> Tensors:
+def inputs(what: BenchCase) -> Tensors:
     shapes = (
         (what.heads, what.len_q, what.dim),
         (what.heads_k, what.len_k, what.dim),
-        (what.heads_k, what.len_k, what.dim_v),
+        (what.heads_k, what.len_k, what.value_dim),
     )
-    return Tensors(*(torch.randn(what.batch, *shape).to(DTYPES[what.dtype]) for shape in shapes))
+    return Tensors(*(torch.randn(what.batch, *shape).to(what.torch_dtype) for shape in shapes))
 
 
 @pytest.mark.parametrize(("style", "what"), CASES, ids=lambda x: x if isinstance(x, str) else x.label)
-def test_exact(style: str, what: Case) -> None:
+def test_exact(style: str, what: BenchCase) -> None:
     x = inputs(what)
     out, _ = run(style, what, x)
     error = Judge(what, x).judge(out, None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strobe.bench import providers, suites
-from strobe.bench.suites import Case, case, cases
+from strobe.bench import names, providers, reading, suites
+from strobe.bench.case import case
+from strobe.bench.suites import cases
 
 CPU = torch.device("cpu")
 
@@ -14,7 +15,7 @@ CPU = torch.device("cpu")
 def test_the_grid_is_the_grid() -> None:
     grid = cases("grid36")
     assert len(grid) == 36 and all(c.batch * c.len_q == 16384 and c.heads * c.dim == 2048 for c in grid)
-    assert {c.dim for c in grid} == {64, 128, 256} and {c.mask for c in grid} == {"full", "causal"}
+    assert {c.dim for c in grid} == {64, 128, 256} and {c.mask.name for c in grid} == {"full", "causal"}
 
 
 def test_the_sweep_covers_the_mission() -> None:
@@ -26,12 +27,12 @@ def test_the_sweep_covers_the_mission() -> None:
 
 
 @pytest.mark.parametrize("suite", suites.SUITES)
-@pytest.mark.parametrize("direction", suites.PASSES)
+@pytest.mark.parametrize("direction", names.PASSES)
 def test_keys_are_unique_and_survive_json(suite: str, direction: str) -> None:
     for on_gpu in (False, True):
         made = cases(suite, direction, on_gpu)
         assert len({c.key for c in made}) == len(made) > 0
-        assert [Case.from_dict(c.to_dict()) for c in made] == made
+        assert [reading._case(c.to_dict(), "case") for c in made] == made
 
 
 def test_flops_and_bytes() -> None:
@@ -47,8 +48,8 @@ def test_flops_and_bytes() -> None:
 
 
 def test_masks_are_read_from_text() -> None:
-    assert case("t", "x", heads=1, length=9, dim=8, mask="window(3, 0)").mask_object().area(9, 9) == 4 * 9 - 6
-    assert case("t", "x", heads=1, length=4, dim=8, mask="window(None, 0)").mask_object().area(4, 4) == 10
+    assert case("t", "x", heads=1, length=9, dim=8, mask="window(3, 0)").mask.area(9, 9) == 4 * 9 - 6
+    assert case("t", "x", heads=1, length=4, dim=8, mask="window(None, 0)").mask.area(4, 4) == 10
 
 
 def test_names_are_refused_with_the_allowed_ones() -> None:

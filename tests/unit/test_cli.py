@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,6 +19,7 @@ import strobe
 from strobe.backends import dispatch
 from strobe.cuda import jit
 from strobe.learn import worked_example
+from strobe.measure.tolerance import Verdict
 from strobe.tools import cli, demo, demo_inputs, doctor
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -83,6 +86,55 @@ def test_help(strobe_command, arguments: tuple[str, ...], words: tuple[str, ...]
     assert [word for word in words if word not in result.out] == []
 
 
+_LOADED = """
+import json, sys
+sys.argv = ["strobe", *json.loads(sys.argv[1])]
+from strobe.tools import cli
+try:
+    cli.main()
+except SystemExit as ended:
+    print("\\nloaded", sorted({"torch", "numpy"} & set(sys.modules)), ended.code)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["demo", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["tune", "--help"], 0),
+        (["ladder", "--help"], 0),
+        (["explain-page", "--help"], 0),
+        (["nosuch"], 2),
+        (["demo", "--seq-len", "0"], 2),
+        (["demo", "--dtype", "int8"], 2),
+        (["demo", "--block-q", "8", "--backend", "reference"], 2),
+        (["bench", "--suite", "nosuch"], 2),
+        (["bench", "--method", "nosuch"], 2),
+        (["compile", "--arch", "ampere", "--out", "x"], 2),
+        (["tune", "--method", "do_bench"], 2),
+    ],
+    ids=str,
+)
+def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str], code: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(strobe.__file__).parents[1])}
+    command = [sys.executable, "-c", _LOADED, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == f"loaded [] {code}", done.stdout + done.stderr
+
+
+def test_the_command_has_every_public_name() -> None:
+    """They are loaded when they are used, and are the same."""
+    script = "import sys; sys.argv[0] = 'strobe'; import strobe; a = 'torch' in sys.modules; print(a, *("
+    script += "getattr(strobe, n).__class__.__name__ + n for n in strobe.__all__), strobe.explain is strobe.explain)"
+    environment = os.environ | {"PYTHONPATH": str(Path(strobe.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    wanted = [getattr(strobe, n).__class__.__name__ + n for n in strobe.__all__]
+    assert done.stdout.split() == ["False", *wanted, "True"], done.stderr
+
+
 # ---- demo ------------------------------------------------------------------------------------------------------------
 
 
@@ -107,14 +159,15 @@ def test_help(strobe_command, arguments: tuple[str, ...], words: tuple[str, ...]
 def test_demo_runs(strobe_command, extra: tuple[str, ...]) -> None:
     result = strobe_command(*SMALL, *extra)
     assert result.code == 0, result.err
-    assert "standard" in result.out and "48" in result.out and "MiB" in result.out
+    assert "standard" in result.out and "48" in result.out and "KiB" in result.out
 
 
 def test_block_sizes_reach_the_tiles() -> None:
     seen = []
     settings = demo.Settings(lengths=(40,), head_dim=8, block_q=16, block_k=8)
     q, k, v = demo.first_inputs(settings)
-    for row in demo.run(settings, lambda what: seen.append(strobe.explain(q, k, v, backend="tiled").details)):
+    for row in demo.run(settings):
+        seen.append(strobe.explain(q, k, v, backend="tiled").details)
         assert row.exact
     assert seen and all((d["block_q"], d["block_k"]) == (16, 8) for d in seen)
     assert list(demo.methods(settings, demo.QKV(q, k, v))) == ["standard", "tiled"]
@@ -141,7 +194,7 @@ def test_demo_finds_nan(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_standard_attention_that_does_not_fit_is_skipped(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(demo, "free_bytes", lambda device: 22_000)  # q, k, v and the output fit, the matrices do not
     result = strobe_command(*SMALL)
     assert result.code == 0 and "not run" in result.out and "do not fit" in result.out
 
@@ -154,6 +207,47 @@ def test_memory_is_really_measured() -> None:
     assert 2 * matrix <= rows["standard"].extra_bytes <= 3 * matrix
     assert n * 16 * 4 <= rows["tiled"].extra_bytes < matrix
     assert demo.free_bytes(torch.device("cpu")) > 1 << 20
+
+
+def test_rows_come_one_by_one(strobe_command, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Each stands on the terminal before the next is measured."""
+    seen: list[str] = []
+    real = demo.run
+
+    def watched(settings: demo.Settings):
+        for row in real(settings):
+            yield row
+            seen.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(demo, "run", watched)
+    strobe_command(*SMALL, "--seq-len", "16")
+    assert len(seen) == 6 and all("MiB" in text or "KiB" in text for text in seen)
+
+
+def test_ratios_are_words(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strobe.tools import terminal
+
+    table = terminal.DemoTable()
+    fine = Verdict("out", 1e-7, 1e-6)
+    for row in (
+        demo.Row(1024, demo.STANDARD, fine, 39.0, 8 << 20),
+        demo.Row(1024, "aten_cpu", fine, 10.0, 1 << 20),
+        demo.Row(1024, "tiled", fine, 6 * 39.0, 0),
+    ):
+        table.show(row)
+    out = strobe_command("--version").out
+    assert "3.9 × faster" in out and "8 × less" in out and "6 × slower" in out
+
+
+def test_the_demo_takes_under_15_s_on_two_cores() -> None:
+    """By CPU time, since other tests run beside this one: what it would take two free cores, half of the bound."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | {"PYTHONPATH": str(Path(strobe.__file__).parents[1])}
+    command = [sys.executable, "-m", "strobe", "demo", "--device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and "8192" in done.stdout, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 20.0
 
 
 def test_worked_example(strobe_command) -> None:
@@ -186,6 +280,8 @@ def test_a_wrong_example_is_found(strobe_command, monkeypatch: pytest.MonkeyPatc
         (("--seq-len", "0"), ("--seq-len", "1")),
         (("--head-dim", "many"), ("--head-dim", "integer")),
         (("--unknown",), ("--unknown",)),
+        (("--seq-len", "10000000000"), ("--seq-len", "10000000000", "GiB", "free")),
+        (("--seq-len", "1" + "0" * 30), ("--seq-len", "GiB")),
     ],
     ids=" ".join,
 )
@@ -259,6 +355,8 @@ def test_bad_files(tmp_path: Path, strobe_command, name: str, content: str | Non
         (torch.ones(4, 2, dtype=torch.bool), "not a tensor of numbers"),
         ({"q": torch.ones(4, 2), "k": torch.ones(4, 3), "v": torch.ones(4, 3)}, "q (4, 1, 2), k (4, 1, 3)"),
         ({"q": torch.ones(4, 2), "k": torch.ones(5, 2), "v": torch.ones(4, 2)}, "do not go together"),
+        (torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]]), "2 of 4 numbers of q"),
+        (torch.full((2, 2), 1e300, dtype=torch.float64), "4 of 4 numbers of q"),
     ],
 )
 def test_bad_tensors_in_a_file(tmp_path: Path, content: object, says: str) -> None:
@@ -383,29 +481,30 @@ needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason="no NVRT
 @pytest.fixture
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernel of each (dtype, head dim): every one takes its half second."""
-    from strobe.cuda import plan
+    from strobe.cuda import catalogue
 
-    every = plan.variants
+    every = catalogue.variants
 
     def first_of_each(arch: str):
         seen = set()
         for variant in every(arch):
-            if (key := (variant.element, variant.dim, variant.dim_v)) not in seen:
+            if (key := (variant.element, variant.facts["dim"], variant.facts["dim_v"])) not in seen:
                 seen.add(key)
                 yield variant
 
-    monkeypatch.setattr(plan, "variants", first_of_each)
+    monkeypatch.setattr(catalogue, "variants", first_of_each)
 
 
 @needs_nvrtc
 def test_compile_makes_a_layer(strobe_command, few_variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strobe.cuda import plan
+    from strobe.cuda import catalogue
 
     out = tmp_path / "kernels"
     result = strobe_command("compile", "--arch", "sm_80", "--out", str(out), "--dtype", "bfloat16", "--head-dim", "60")
     assert result.code == 0, result.err
     assert f"STROBE_CUBIN_PATH={out}" in result.out
-    variants = [v for v in plan.variants("sm_80") if (v.element, v.dim, v.dim_v) == ("bf16", 64, 64)]
+    wanted = ("bf16", 64, 64)
+    variants = [v for v in catalogue.variants("sm_80") if (v.element, v.facts["dim"], v.facts["dim_v"]) == wanted]
     assert len(list(out.glob("*.cubin"))) == len(list(out.glob("*.cu"))) == len(variants) == 1
     monkeypatch.setenv("STROBE_CUBIN_PATH", str(out))
     monkeypatch.setenv("STROBE_NO_COMPILE", "1")

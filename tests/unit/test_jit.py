@@ -12,6 +12,7 @@ import venv
 import warnings
 from pathlib import Path
 
+import cubins
 import pytest
 
 from strobe.cuda import cache as store, cubin, jit
@@ -104,7 +105,7 @@ def test_the_shipped_headers_resolve():
 @needs_nvrtc
 def test_compile_gives_machine_code_and_the_assemblers_log():
     compiled = jit.compile(SOURCE, "sm_90a")
-    assert set(cubin.inspect(compiled.cubin)) == {"kernel"}
+    assert set(cubins.inspect(compiled.cubin)) == {"kernel"}
     assert "registers" in compiled.log and cubin.spills(compiled.log) == 0
     assert compiled.nvrtc == jit.nvrtc_version() and compiled.seconds > 0
 
@@ -118,12 +119,12 @@ def test_the_log_and_the_cubin_show_what_a_kernel_costs():
       for (int i = 0; i < 64; ++i) y[i * 256 + threadIdx.x] = r[i] * r[63 - i] + s[i];
     }"""
     roomy, tight = (jit.compile(source.replace("(256)", bounds), "sm_80") for bounds in ("(256)", "(256, 8)"))
-    info = cubin.inspect(roomy.cubin)["kernel"]
+    info = cubins.inspect(roomy.cubin)["kernel"]
     assert info.registers == int(re.search(r"Used (\d+) registers", roomy.log)[1])
     assert (info.static_smem, info.max_threads, info.stack_frame) == (256, 256, 0)
     assert [size for _, size in info.params] == [8, 8]
     assert cubin.spills(roomy.log) == 0 < cubin.spills(tight.log)
-    assert cubin.inspect(tight.cubin)["kernel"].stack_frame > 0
+    assert cubins.inspect(tight.cubin)["kernel"].stack_frame > 0
 
 
 @needs_nvrtc
@@ -294,7 +295,7 @@ def test_an_unwritable_directory_is_survived(monkeypatch, cache):
     monkeypatch.setattr(store.tempfile, "mkstemp", refuse)
     artifact = jit.get(SOURCE, "sm_80")
     assert (artifact.origin, artifact.path) == ("compiled", None)
-    assert cubin.is_complete(artifact.cubin)
+    assert cubins.inspect(artifact.cubin)
 
 
 def test_no_home_is_survived(monkeypatch):

@@ -17,9 +17,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from strobe.learn.ladder import docs, measure, rungs, show
-from strobe.learn.ladder.exact import Error
 from strobe.learn.ladder.measure import Row
 from strobe.learn.ladder.rung import KERNELS, LIBRARY_KERNEL, PARAMS, Rung, Shape
+from strobe.measure.tolerance import Verdict
 from strobe.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def rows_of(times: dict[str, float]) -> list[Row]:
         before = rungs.before(rung)
         against = before.number if before else None
         made.append(
-            Row(number, rung.title, "float32", against, rung.predicted, 1e6, Error("o", 1e-7, 1e-6), ms, 3, 10 / ms)
+            Row(number, rung.title, "float32", against, rung.predicted, 1e6, Verdict("o", 1e-7, 1e-6), ms, 3, 10 / ms)
         )
     return made
 
@@ -174,11 +174,11 @@ def test_times_stand_beside_predictions() -> None:
 
 def test_a_wrong_rung_and_one_that_cannot_run_are_said() -> None:
     wrong, missing = rows_of({"04": 8.0, "12": 1.0})
-    wrong.error = Error("o", float("nan"), 1e-6)
+    wrong.error = Verdict("o", float("nan"), 1e-6)
     missing.error = missing.ms = missing.tflops = None
     missing.skipped = "wgmma exists on Hopper alone"
     text = shown([wrong, missing])
-    assert "04 is wrong: o is off by nan" in text and "12 not run: wgmma exists on Hopper alone" in text
+    assert "04 is wrong: o: error nan, allowed 1.000e-06" in text and "12 not run: wgmma exists on Hopper alone" in text
 
 
 def test_diff_command() -> None:

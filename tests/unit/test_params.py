@@ -5,10 +5,11 @@ import shutil
 import struct
 import subprocess
 
+import cubins
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from strobe.cuda import cubin, jit
+from strobe.cuda import jit
 from strobe.cuda.params import Field, Struct
 
 CTYPES = {
@@ -116,7 +117,7 @@ int main() {{
 
 @pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 def test_the_cubin_takes_one_parameter_of_this_size():
-    info = cubin.inspect(jit.compile(example_source(), "sm_80").cubin)["kernel"]
+    info = cubins.inspect(jit.compile(example_source(), "sm_80").cubin)["kernel"]
     assert [size for _, size in info.params] == [EXAMPLE.size]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from strobe.bench.case import DTYPES
 from strobe.bench.results import Ceilings
-from strobe.bench.suites import DTYPES
+from strobe.measure.clocks import Monitor
 from strobe.measure.stopwatch import Call, Stopwatch
+from strobe.measure.sustained import Settings, SustainedCall, sustain
 
 # Dense 16-bit multiplications and additions with fp32 sums, per multiprocessor and clock. Where products of one
 # architecture differ (GeForce and professional Ampere, Ada), nothing is said.
@@ -45,10 +49,28 @@ def measure(watch: Stopwatch, dtypes: list[str]) -> Ceilings:
     return found
 
 
-def _matmul_tflops(watch: Stopwatch, n: int, dtype: torch.dtype) -> float:
+def measure_sustained(found: Ceilings, watch: Stopwatch, monitor: Monitor, settings: Settings) -> None:
+    """The matrix product once more, alone and for as long as a provider runs: speed, and energy per FLOP."""
+    n = 8192 if watch.on_gpu else 1024
+    for dtype in found.matmul_tflops:
+        call = SustainedCall(_matmul(watch, n, DTYPES[dtype]))
+        call.call()
+        sustain([call], watch, monitor, replace(settings, repeats=1))
+        if call.problem is not None:
+            raise call.problem
+        found.sustained_tflops[dtype] = speed = 2 * n**3 / call.mean_ms() / 1e9
+        if (watts := call.watts()) is not None:
+            found.sustained_joules_per_tflop[dtype] = watts / speed
+
+
+def _matmul(watch: Stopwatch, n: int, dtype: torch.dtype) -> Call:
     a, b = (torch.randn(n, n, device=watch.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * n**3 / _typical_ms(watch, lambda: torch.mm(a, b, out=out)) / 1e9
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _matmul_tflops(watch: Stopwatch, n: int, dtype: torch.dtype) -> float:
+    return 2 * n**3 / _typical_ms(watch, _matmul(watch, n, dtype)) / 1e9
 
 
 def _typical_ms(watch: Stopwatch, call: Call, most: int = 15) -> float:

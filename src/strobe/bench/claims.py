@@ -1,13 +1,17 @@
-"""What committed results say about the claims one hears of FlashAttention, and the words for it. Nothing is said that
-no row shows."""
+"""What results say about the claims one hears of FlashAttention: ratios, growth of memory, energy. Nothing is said that
+no row shows. `conclusions` puts them into sentences."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from strobe.bench.results import Results, Row
+from strobe.measure.method import SUSTAINED, TURNS
 from strobe.measure.statistics import geometric_mean, growth_exponent, separated
+
+CLOSE = 0.03  # two runs of the same agree if they differ by no more
 
 
 @dataclass(frozen=True)
@@ -21,37 +25,44 @@ class SpeedUp:
     reason: str | None = None
 
 
-def by_case(results: Results) -> dict[str, list[Row]]:
+def by_case(rows: Iterable[Row], method: str = TURNS) -> dict[str, list[Row]]:
+    """Key of a case -> its rows by one method. Cases of chosen tile sizes are a study of their own."""
     found: dict[str, list[Row]] = defaultdict(list)
-    for row in results.rows:
-        if row.case.tile is None:
+    for row in rows:
+        if row.case.tile is None and row.method == method:
             found[row.case.key].append(row)
     return found
 
 
-def fastest_of_ours(rows: list[Row]) -> Row | None:
-    ours = [row for row in rows if row.kind == "ours" and row.timed]
-    return min(ours, key=lambda row: row.median_ms or 0.0) if ours else None
+def selected(rows: Iterable[Row], suite: str, direction: str = "forward", method: str = TURNS) -> dict[str, list[Row]]:
+    """The cases of a suite in which the device's time was measured."""
+    return {
+        key: same
+        for key, same in by_case(rows, method).items()
+        if (same[0].case.suite, same[0].case.direction, same[0].case.measure) == (suite, direction, "time")
+    }
 
 
-def speed_ups(results: Results, suite: str, direction: str = "forward") -> list[SpeedUp]:
+def fastest(rows: Iterable[Row], kind: str) -> Row | None:
+    return min((r for r in rows if r.kind == kind and r.timed), key=lambda r: r.ms or 0.0, default=None)
+
+
+def duels(cases: dict[str, list[Row]], kind: str) -> list[tuple[Row, Row]]:
+    """(our fastest, the fastest of a kind) of each case that has both."""
+    pairs = ((fastest(rows, "ours"), fastest(rows, kind)) for rows in cases.values())
+    return [(ours, other) for ours, other in pairs if ours is not None and other is not None]
+
+
+def speed_ups(results: Results, suite: str, direction: str = "forward", method: str = TURNS) -> list[SpeedUp]:
     found = []
-    for rows in by_case(results).values():
-        case, best = rows[0].case, fastest_of_ours(rows)
-        if (
-            case.suite != suite
-            or case.direction != direction
-            or case.measure != "time"
-            or best is None
-            or best.timing is None
-        ):
+    for rows in selected(results.rows, suite, direction, method).values():
+        case, best = rows[0].case, fastest(rows, "ours")
+        if best is None or best.timing is None:
             continue
         for row in rows:
             if row.kind == "standard" and row.timed and row.timing is not None:
-                times = row.timing.summary.median / best.timing.summary.median
-                found.append(
-                    SpeedUp(case.len_k, row.provider, times, separated(row.timing.summary, best.timing.summary))
-                )
+                clear = separated(row.timing.summary, best.timing.summary)
+                found.append(SpeedUp(case.len_k, row.provider, row.timing.ms / best.timing.ms, clear))
             elif row.kind == "standard" and row.status == "out of memory":
                 found.append(SpeedUp(case.len_k, row.provider, None, True, "out of memory"))
     return found
@@ -60,21 +71,15 @@ def speed_ups(results: Results, suite: str, direction: str = "forward") -> list[
 def memory_exponents(results: Results, suite: str) -> dict[str, float]:
     """Provider -> exponent with which its extra memory grows with the length, all else kept; the mean over the series
     of the suite."""
-    series: dict[str, dict[tuple[int, int, str, str], list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    series: dict[str, dict[tuple[int, int, str, str], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for row in results.rows:
         c = row.case
-        if (
-            c.suite == suite
-            and c.tile is None
-            and c.measure == "time"
-            and row.timed
-            and row.extra_bytes
-            and c.batch == 1
-        ):
-            series[row.provider][c.heads, c.dim, c.mask, c.direction].append((c.len_k, row.extra_bytes))
+        plain = c.suite == suite and c.tile is None and c.measure == "time" and c.batch == 1
+        if plain and row.timed and row.extra_bytes:
+            series[row.provider][c.heads, c.dim, c.mask.name, c.direction][c.len_k] = row.extra_bytes
     found = {}
     for provider, lines in series.items():
-        fits = [growth_exponent(*zip(*points, strict=True)) for points in lines.values() if len(points) >= 3]
+        fits = [growth_exponent(list(points), list(points.values())) for points in lines.values() if len(points) >= 3]
         known = [fit for fit in fits if fit is not None]
         if known:
             found[provider] = sum(known) / len(known)
@@ -82,31 +87,68 @@ def memory_exponents(results: Results, suite: str) -> dict[str, float]:
 
 
 def ratios(
-    results: Results, suite: str, provider: str, base: str, direction: str = "forward", of: str = "median"
+    results: Results,
+    suite: str,
+    provider: str,
+    base: str,
+    direction: str = "forward",
+    method: str = TURNS,
+    of: Callable[[Row], float | None] = lambda row: row.ms,
 ) -> dict[str, float]:
-    """Case label -> how many times as fast `provider` is as `base`, by this field of their summaries."""
+    """Key of a case -> how much more `base` needs than `provider`: above 1, `provider` is ahead."""
     found = {}
-    for rows in by_case(results).values():
-        times = {row.provider: getattr(row.timing.summary, of) for row in rows if row.timed and row.timing is not None}
-        case = rows[0].case
-        if case.suite == suite and case.direction == direction and case.measure == "time":
-            a, b = times.get(provider), times.get(base)
-            if a and b:
-                found[case.label] = b / a
+    for key, rows in selected(results.rows, suite, direction, method).items():
+        values = {row.provider: of(row) for row in rows if row.timed}
+        a, b = values.get(provider), values.get(base)
+        if a and b:
+            found[key] = b / a
     return found
+
+
+def energy_ratios(
+    results: Results, suite: str, provider: str, base: str, direction: str = "forward"
+) -> dict[str, float]:
+    """The same for joules per FLOP, of sustained rows."""
+    return ratios(results, suite, provider, base, direction, SUSTAINED, of=joules_per_tflop)
+
+
+def joules_per_tflop(row: Row) -> float | None:
+    return None if row.energy is None else row.energy.joules_per_tflop
 
 
 def mean_ratio(values: dict[str, float]) -> float | None:
     return geometric_mean(list(values.values())) if values else None
 
 
-def repeatability(first: Results, second: Results) -> tuple[int, int]:
-    """(rows whose medians differ by at most 3 %, rows in both)."""
-    again = {(row.case.key, row.provider): row.median_ms for row in second.rows if row.timed}
-    pairs = [
-        (row.median_ms, again[row.case.key, row.provider])
-        for row in first.rows
-        if row.timed and (row.case.key, row.provider) in again
-    ]
-    close = [1 for a, b in pairs if a and b and abs(b / a - 1) <= 0.03]
+def repeatability(first: Results, second: Results, method: str = TURNS) -> tuple[int, int]:
+    """(rows whose times differ by at most 3 %, rows in both)."""
+    again = {row.identity: row.ms for row in second.rows if row.timed and row.method == method}
+    pairs = [(row.ms, again[row.identity]) for row in first.rows if row.timed and row.identity in again]
+    close = [1 for a, b in pairs if a and b and abs(b / a - 1) <= CLOSE]
     return len(close), len(pairs)
+
+
+def ratio_repeatability(first: Results, second: Results, suite: str, provider: str, base: str) -> tuple[int, int]:
+    """(cases whose sustained ratios to `base` differ by at most 3 %, cases in both)."""
+    a, b = (ratios(run, suite, provider, base, method=SUSTAINED) for run in (first, second))
+    pairs = [(a[key], b[key]) for key in a if key in b]
+    return sum(abs(y / x - 1) <= CLOSE for x, y in pairs), len(pairs)
+
+
+def merged(runs: Iterable[Results]) -> Results:
+    """Runs of one device as one: the first row of each identity counts, and the first run's provenance."""
+    runs = list(runs)
+    rows: dict[tuple[str, str, str], Row] = {}
+    for run in runs:
+        for row in run.rows:
+            rows.setdefault(row.identity, row)
+    first = runs[0]
+    return Results(
+        first.provenance,
+        first.method,
+        first.ceilings,
+        list(rows.values()),
+        first.clocks,
+        all(run.complete for run in runs),
+        sum(run.seconds or 0.0 for run in runs),
+    )

@@ -2,47 +2,88 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strobe.bench.names import L2, PASSES, SUITES
+from strobe.measure.method import METHODS, SUMMARIES, TURNS
+
 if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from strobe.bench.request import Request
     from strobe.bench.results import Results
 
-_SUITES = "grid36, sweep, gqa, models, overhead, tiles, ladder, compile, cpu, quick"
+
+def one_of(allowed: Sequence[str]) -> Callable[[Any], Any]:
+    """A check of an option's value, or of each of its values, before anything is imported."""
+
+    def check(value: Any) -> Any:
+        for word in value if isinstance(value, list) else [value]:
+            if word is not None and word not in allowed:
+                raise typer.BadParameter(f"must be one of {', '.join(allowed)}, got {word!r}")
+        return value
+
+    return check
+
+
+_METHODS = "; ".join(f"{name}: {what}" for name, what in SUMMARIES.items())
+_SUITE = typer.Option(
+    callback=one_of(tuple(SUITES)), help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick."
+)
 
 
 def bench(
-    suite: Annotated[list[str] | None, typer.Option(help=f"{_SUITES}; may be repeated; quick by default.")] = None,
+    suite: Annotated[list[str] | None, _SUITE] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the results here, after each case.")] = None,
-    direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "forward",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(callback=one_of(METHODS), help=f"How to time. {_METHODS}. May be repeated. Default: {TURNS}."),
+    ] = None,
+    direction: Annotated[
+        str, typer.Option("--pass", callback=one_of(PASSES), help="What to time: forward, backward or both.")
+    ] = "forward",
     provider: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name, a kind (ours, ladder, standard, peer) or a prefix (torch, ladder-05); may be repeated; "
-            "all but the ladder by default."
+            help="A name, a kind (ours, ladder, standard, peer) or a prefix (torch, ladder-05). May be repeated. "
+            "Default: all but the ladder."
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Cases whose label or key matches this pattern, such as 'd128-causal-*'.")
+        list[str] | None,
+        typer.Option(help="Cases whose label or key matches this pattern, such as 'd128-causal-*'. May be repeated."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default a GPU if there is one.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
-    budget_ms: Annotated[float, typer.Option(min=1.0, help="Of timed calls, per row.")] = 150.0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: a GPU if there is one.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    budget_ms: Annotated[float, typer.Option(min=1.0, help="Milliseconds of timed calls per row, in turns.")] = 150.0,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each provider.")] = 25,
-    warmup_ms: Annotated[float, typer.Option(min=0.0, help="Per provider and case.")] = 30.0,
-    l2: Annotated[str, typer.Option(help="flushed: the cache is overwritten before each launch; warm.")] = "flushed",
+    warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up per provider and case.")] = 30.0,
+    l2: Annotated[
+        str,
+        typer.Option(callback=one_of(L2), help="flushed: overwrite the L2 cache before each launch; warm: leave it."),
+    ] = "flushed",
+    settle_s: Annotated[float, typer.Option(min=0.0, help="Least seconds to settle, sustained.")] = 0.3,
+    settle_most_s: Annotated[float, typer.Option(min=0.0, help="Most seconds to settle, sustained.")] = 2.0,
+    measure_s: Annotated[float, typer.Option(min=0.01, help="Seconds to measure once settled, sustained.")] = 1.0,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Times that each provider runs alone, sustained; the order alternates.")
+    ] = 2,
     call_limit_s: Annotated[
-        float, typer.Option(min=0.001, help="A provider that takes longer for one call is not timed.")
+        float, typer.Option(min=0.001, help="A provider that takes more seconds for one call is not timed.")
     ] = 3.0,
     compile_limit_s: Annotated[
-        float, typer.Option(min=1.0, help="For each provider that compiles, all shapes together.")
+        float, typer.Option(min=1.0, help="Seconds for each provider that compiles, all shapes together.")
     ] = 90.0,
     profile: Annotated[bool, typer.Option(help="Record which kernels ran.")] = True,
     compare: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Compare with these results; exit 1 on a regression outside noise."),
+        typer.Option(dir_okay=False, help="Compare with these results; exit status 1 on a regression outside noise."),
     ] = None,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Differences up to this fraction are no regression.")
@@ -53,56 +94,59 @@ def bench(
     report_to: Annotated[
         Path | None, typer.Option("--report", file_okay=False, help="Also write the report into this directory.")
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Run a suite that is sized for a GPU on a CPU, too.")] = False,
     list_only: Annotated[
         bool, typer.Option("--list", help="Print suites, cases and providers, and measure nothing.")
     ] = False,
 ) -> None:
-    """Measure attention: every provider checked against float64, then timed in turns with the others."""
-    from rich.console import Console
-
-    from strobe.bench import compare as comparison, results as files, table
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)  # a file or a pipe has room
+    """Measure attention: every provider is checked against float64, then timed."""
     if list_only:
         _list(suite)
         return
+    from rich.console import Console
+
+    from strobe.bench import reading
+    from strobe.bench.request import Request
+    from strobe.measure import stopwatch, sustained
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=150)  # a file or a pipe has room
     try:
-        found = (
-            files.load(result)
-            if result is not None
-            else _measure(
-                suite,
-                out,
-                direction,
-                provider,
-                only,
-                device,
-                seed,
-                (budget_ms, rounds, warmup_ms, l2),
-                (call_limit_s, compile_limit_s),
-                profile,
+        if result is not None:
+            found = reading.load(result)
+        else:
+            where = _device(device)
+            _ask_before_hours(suite or [], where, yes, bool(only))
+            request = Request(
+                suites=tuple(dict.fromkeys(suite or ("quick",))),
+                device=where,
+                methods=tuple(dict.fromkeys(method or (TURNS,))),
+                direction=direction,
+                providers=tuple(provider or ()),
+                only=tuple(only or ()),
+                seed=seed,
+                settings=stopwatch.Settings(budget_ms, rounds, warmup_ms, l2),
+                sustained=sustained.Settings(settle_s, max(settle_s, settle_most_s), measure_s, repeats),
+                out=out,
+                profile=profile,
+                call_limit_s=call_limit_s,
+                compile_limit_s=compile_limit_s,
             )
-        )
-        old = None if compare is None else files.load(compare)
-    except ValueError as error:
+            found = _measure(request)
+        old = None if compare is None else reading.load(compare)
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if result is None:
+        from strobe.bench import table
+
         table.show(found, console)
         if out is not None:
             console.print(f"{len(found.rows)} rows in {found.seconds:.0f} s, written to {out}", markup=False)
     if report_to is not None:
         _report([found], report_to)
     if old is not None:
-        if (problem := comparison.comparable(old, found)) is not None:
-            raise typer.BadParameter(f"--compare {compare}: {problem}")
-        if (warning := comparison.other_company(old, found)) is not None:
-            console.print(f"note: {warning}")
-        changes = comparison.compare(old, found, tolerance)
-        table.show_changes(changes, console)
-        if any(change.bad for change in changes):
-            raise typer.Exit(1)
+        _compare(old, found, tolerance, console, str(compare))
 
 
 def report(
@@ -112,36 +156,51 @@ def report(
     out: Annotated[
         Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")
     ] = Path("report"),
-    figures: Annotated[bool, typer.Option(help="Also PNG and SVG files (needs matplotlib).")] = True,
+    figures: Annotated[bool, typer.Option(help="Also write PNG and SVG files (needs matplotlib).")] = True,
 ) -> None:
-    """A self-contained HTML page from results, and its figures as PNG and SVG."""
-    from strobe.bench import results as files
+    """Write results as one self-contained HTML page, and its figures as PNG and SVG."""
+    from strobe.bench import reading
 
     try:
-        loaded = [files.load(path) for path in results]
+        loaded = [reading.load(path) for path in results]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     _report(loaded, out, figures)
 
 
 def _report(loaded: list[Results], out: Path, figures: bool = True) -> None:
-    from strobe.bench import plots
+    from strobe.bench import figures as drawn
     from strobe.bench.report import page
 
-    written = [page.write(loaded, out)]
-    if figures:
-        if (problem := plots.unavailable()) is not None:
+    try:
+        written = [page.write(loaded, out)]
+        if figures and (problem := drawn.unavailable()) is not None:
             typer.echo(f"no PNG and SVG: {problem}", err=True)
-        else:
-            written += plots.write(loaded, out)
+        elif figures:
+            written += drawn.write(loaded, out)
+    except OSError as error:
+        raise typer.BadParameter(f"{out}: {error.strerror or error}") from None
     typer.echo(f"{written[0]}" + (f" and {len(written) - 1} figures" if len(written) > 1 else ""))
+
+
+def _compare(old: Results, found: Results, tolerance: float, console: Console, name: str) -> None:
+    from strobe.bench import compare as comparison, table
+
+    if (problem := comparison.comparable(old, found)) is not None:
+        raise typer.BadParameter(f"--compare {name}: {problem}")
+    if (warning := comparison.other_neighbours(old, found)) is not None:
+        console.print(f"note: {warning}")
+    changes = comparison.compare(old, found, tolerance)
+    table.show_changes(changes, console)
+    if any(change.bad for change in changes):
+        raise typer.Exit(1)
 
 
 def _list(suite: list[str] | None) -> None:
     from strobe.bench import providers, suites
 
-    for name in suite or suites.SUITES:
-        typer.echo(f"{name}:")
+    for name in suite or SUITES:
+        typer.echo(f"{name}: {SUITES[name][0]}")
         for case in suites.cases(name):
             typer.echo(f"  {case.key}")
     typer.echo("providers:")
@@ -149,45 +208,41 @@ def _list(suite: list[str] | None) -> None:
         typer.echo(f"  {provider.name:27} {provider.kind:9} {provider.summary}")
 
 
-def _measure(
-    suite: list[str] | None,
-    out: Path | None,
-    direction: str,
-    provider: list[str] | None,
-    only: list[str] | None,
-    device: str | None,
-    seed: int,
-    timing: tuple[float, int, float, str],
-    limits: tuple[float, float],
-    profile: bool,
-) -> Results:
+def _device(wanted: str | None) -> torch.device:
+    """Raises ValueError for a device that cannot be used here."""
     import torch
+
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
+            torch.cuda.set_device(device)
+        torch.ones(1, device=device).item()
+    except Exception as error:  # each kind of device fails in its own way
+        raise ValueError(f"device: {wanted} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _ask_before_hours(suites: list[str], device: torch.device, yes: bool, chosen: bool) -> None:
+    """A suite that is sized for a GPU runs on a CPU only if it is wanted all the same."""
+    large = [name for name in suites if SUITES[name][1]]
+    if not large or device.type != "cpu" or yes or chosen:
+        return
+    what = f"{', '.join(large)} is sized for a GPU and would run for a long time on this CPU"
+    if not sys.stdin.isatty():
+        raise ValueError(f"suite: {what}; --suite cpu and --suite quick are not, --yes runs it all the same")
+    if not typer.confirm(f"{what}. Go on?"):
+        raise typer.Exit(2)
+
+
+def _measure(request: Request) -> Results:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from strobe.bench import runner
-    from strobe.measure import stopwatch as measure
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device: {device} was asked for, torch finds no NVIDIA GPU")
-        where = torch.device("cuda", where.index or 0)
-        torch.cuda.set_device(where)
-    budget_ms, rounds, warmup_ms, l2 = timing
-    request = runner.Request(
-        suites=tuple(suite or ("quick",)),
-        device=where,
-        direction=direction,
-        providers=tuple(provider or ()),
-        only=tuple(only or ()),
-        seed=seed,
-        settings=measure.Settings(budget_ms, rounds, warmup_ms, l2),
-        out=out,
-        profile=profile,
-        call_limit_s=limits[0],
-        compile_limit_s=limits[1],
-    )
     work = runner.Runner(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 
 from strobe.bench import first_call
-from strobe.bench.providers import Provider, Refusal
+from strobe.bench.case import BenchCase
+from strobe.bench.provider import Provider, Refusal
 from strobe.bench.reasons import explain
 from strobe.bench.results import Row, Timing
-from strobe.bench.suites import Case
-from strobe.bench.table import milliseconds
 from strobe.measure.statistics import summarise
+from strobe.measure.units import milliseconds
 
 _REPEATS = 3
 COMPILED = ("first", "disk", "memory")
 CALLED = tuple(first_call.ORIGINS)
 
 
-def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Callable[[Case, str], str]) -> list[Row]:
+def rows(
+    case: BenchCase, providers: list[Provider], device: torch.device, repeat: Callable[[BenchCase, str], str]
+) -> list[Row]:
     """Five for each backend of ours that compiles. Of the kernel alone: provider "…: first" (compiled), "…: disk"
     (another process's), "…: memory". Of a whole call in a new process: "…: first call" (nothing on disk), "…: cached
     call"."""
@@ -33,7 +35,7 @@ def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Ca
         again = repeat(case, provider.name)
         if provider.kind == "ladder":  # asked for by name, so it is answered
             why = "this suite times the library's kernels; `strobe ladder` builds and checks rungs"
-            found.append(Row(case, provider.name, "ladder", "unsupported", why, repeat=again))
+            found.append(Row(case, provider.name, "ladder", status="unsupported", reason=why, repeat=again))
         if provider.kind != "ours" or provider.device != "cuda":
             continue
         backend = provider.name.removeprefix("strobe-")
@@ -54,7 +56,7 @@ def rows(case: Case, providers: list[Provider], device: torch.device, repeat: Ca
 _Measured = Iterator[tuple[str, list[float], str]]  # name, milliseconds, note
 
 
-def _compiled(backend: str, case: Case, device: torch.device) -> _Measured:
+def _compiled(backend: str, case: BenchCase, device: torch.device) -> _Measured:
     from strobe.cuda import jit
 
     if (reason := jit.nvrtc_status()) is not None:
@@ -64,18 +66,18 @@ def _compiled(backend: str, case: Case, device: torch.device) -> _Measured:
         yield name, samples, variant.name
 
 
-def _called(backend: str, case: Case, device: torch.device) -> _Measured:
+def _called(backend: str, case: BenchCase, device: torch.device) -> _Measured:
     if device.type != "cuda":
         raise Refusal("unsupported", "a whole call needs an NVIDIA GPU")
     for name, samples in first_call.times(case, backend, device):
         yield name, samples, f"should take at most {milliseconds(first_call.AIMS_MS[name])}"
 
 
-def _variant(backend: str, case: Case, device: torch.device) -> Any:
+def _variant(backend: str, case: BenchCase, device: torch.device) -> Any:
     from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
     from strobe.cuda.plan import Machine
 
-    strides = (case.len_q * case.heads * case.dim_v, case.dim_v, case.heads * case.dim_v)
+    strides = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)
     module = forward_sm90 if backend == "sm90" else forward_sm80
     if device.type == "cuda":
         machine = cuda_backend.machine_of(device)

@@ -1,5 +1,5 @@
 """Every provider against float64, before it is timed: a few rows of the score matrix at a time, on a few heads where
-there are many."""
+there are many. The rule is that of `measure.tolerance`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from strobe.bench.results import Error
-from strobe.bench.suites import DTYPES, Case
+from strobe.arguments import Inputs
+from strobe.bench.case import BenchCase
+from strobe.bench.inputs import Tensors
+from strobe.measure.tolerance import FORWARD, GRADIENTS, Verdict, compare, gradient_floor, summation_floor
 from strobe.score import softcap
 
 _BLOCK_ELEMENTS = 1 << 24  # of scores at a time
 _FLOP_BUDGET = {"cuda": 3e11, "cpu": 4e9}  # of one reference
-
-
-@dataclass
-class Tensors:
-    """(batch, heads, length, dim), contiguous."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    do: torch.Tensor | None = None
-    bias: torch.Tensor | None = None  # (1, heads, len_q, len_k)
-    sinks: torch.Tensor | None = None  # (heads,)
 
 
 @dataclass(frozen=True)
@@ -37,14 +27,14 @@ class Unit:
     head_k: int
 
 
-Parts = dict[str, list[torch.Tensor]]  # "out", "dq", "dk", "dv" -> one tensor per unit
+Parts = dict[str, list[torch.Tensor]]  # "out", "lse", "dq", "dk", "dv" -> one tensor per unit
 
 
-def units_of(case: Case, device: torch.device) -> list[Unit]:
+def units_of(case: BenchCase, device: torch.device) -> list[Unit]:
     """Evenly spread, first and last included, as many as the budget allows. Gradients of keys need all heads of a
     group."""
     wide = case.group if case.direction != "forward" else 1
-    per_head = 2 * (case.dim + case.dim_v) * case.len_q * case.len_k * (1 if case.direction == "forward" else 3.5)
+    per_head = 2 * (case.dim + case.value_dim) * case.len_q * case.len_k * (1 if case.direction == "forward" else 3.5)
     every = [
         Unit(b, slice(h, h + wide), h // case.group) for b in range(case.batch) for h in range(0, case.heads, wide)
     ]
@@ -54,67 +44,75 @@ def units_of(case: Case, device: torch.device) -> list[Unit]:
     return [every[round(i * (len(every) - 1) / (most - 1))] for i in range(most)]
 
 
-def compute(case: Case, x: Tensors, units: list[Unit], dtype: torch.dtype) -> Parts:
+def compute(case: BenchCase, x: Tensors, units: list[Unit], dtype: torch.dtype) -> Parts:
     """Textbook attention in `dtype`, and its gradients if the case has any."""
-    parts: Parts = {"out": []} if case.direction == "forward" else {"out": [], "dq": [], "dk": [], "dv": []}
+    parts: Parts = {}
     for unit in units:
         for name, value in _one(case, x, unit, dtype).items():
-            parts[name].append(value)
+            parts.setdefault(name, []).append(value)
     return parts
 
 
-def _one(case: Case, x: Tensors, unit: Unit, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _one(case: BenchCase, x: Tensors, unit: Unit, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     q = x.q[unit.batch, unit.heads].to(dtype)  # (group, len_q, dim)
     k, v = (t[unit.batch, unit.head_k].to(dtype) for t in (x.k, x.v))  # (len_k, dim)
-    mask, keys = case.mask_object(), torch.arange(case.len_k, device=q.device)
-    outs, dqs = [], []
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    keys = torch.arange(case.len_k, device=q.device)
+    outs, lses, dqs = [], [], []
+    # Blocks of rows are added up in fp32 at least, as one matrix product would.
+    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(dtype, torch.float32)) for t in (k, v))
     step = max(1, _BLOCK_ELEMENTS // (case.len_k * q.shape[0]))
     for start in range(0, case.len_q, step):
         rows = torch.arange(start, min(start + step, case.len_q), device=q.device)
         qi = q[:, rows]
-        s = qi @ k.mT * case.scale
+        s = qi @ k.mT * case.softmax_scale
         if case.softcap is not None:
             s = softcap(case.softcap).expr.evaluate({"s": s})
         capped = s
         if x.bias is not None:
             s = s + x.bias[0, unit.heads, rows].to(dtype)
-        s = s.masked_fill(~mask.block(rows, keys, case.len_q, case.len_k), -torch.inf)
+        s = s.masked_fill(~case.mask.block(rows, keys, case.len_q, case.len_k), -torch.inf)
         if x.sinks is not None:
             s = torch.cat([s, x.sinks[unit.heads].to(dtype)[:, None, None].expand(-1, len(rows), 1)], -1)
         p = torch.softmax(s, -1)[..., : case.len_k]
         o = p @ v
         outs.append(o)
+        lses.append(torch.logsumexp(s, -1))
         if case.direction == "forward":
             continue
         assert x.do is not None
         do = x.do[unit.batch, unit.heads, rows].to(dtype)
-        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * case.scale
+        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * case.softmax_scale
         if case.softcap is not None:
             ds = ds * (1 - (capped / case.softcap) ** 2)
         dqs.append(ds @ k)
         dk += (ds.mT @ qi).sum(0)
         dv += (p.mT @ do).sum(0)
     found = {"out": torch.cat(outs, 1)}
-    return found if case.direction == "forward" else found | {"dq": torch.cat(dqs, 1), "dk": dk, "dv": dv}
+    if case.direction == "forward":
+        return found
+    return found | {"lse": torch.cat(lses, 1), "dq": torch.cat(dqs, 1), "dk": dk.to(dtype), "dv": dv.to(dtype)}
 
 
 class Judge:
-    """Holds what is exact, and what rounding explains, for one case."""
+    """Holds what is exact, and what PyTorch finds in the same dtype, for one case."""
 
-    def __init__(self, case: Case, tensors: Tensors) -> None:
-        device = tensors.q.device
-        self.case, self.units = case, units_of(case, device)
+    def __init__(self, case: BenchCase, tensors: Tensors) -> None:
+        self.case, self.units = case, units_of(case, tensors.q.device)
         self._exact = compute(case, tensors, self.units, torch.float64)
-        same_dtype = compute(case, tensors, self.units, DTYPES[case.dtype])
-        eps = torch.finfo(DTYPES[case.dtype]).eps
-        floor = 4 * eps if case.dtype == "float32" else eps / 4
-        self._allowed, self._rounding = {}, {}
-        for name, exact in self._exact.items():
-            largest, relative = _distance(same_dtype[name], exact)
-            top = max(t.abs().max().item() for t in exact)
-            self._allowed[name] = (4 * largest + 2 * eps * top, 3 * relative + floor)
-            self._rounding[name] = eps * top
+        self._same_dtype = compute(case, tensors, self.units, case.torch_dtype)
+        self._floors = {name: self._floor(name, tensors) for name in self._exact if name.startswith("d")}
+
+    def _floor(self, name: str, x: Tensors) -> float:
+        """Of a gradient: what a backward pass cannot know."""
+        assert x.do is not None
+        problem = self.case.problem(x.q.device)
+        floors = []
+        for i, unit in enumerate(self.units):
+            q, do = (t[unit.batch, unit.heads][None] for t in (x.q, x.do))
+            k, v = (t[unit.batch, unit.head_k][None, None] for t in (x.k, x.v))
+            lse = self._exact["lse"][i].to(problem.lse_dtype)
+            floors.append(gradient_floor(name[1:], problem, Inputs(q, k, v), lse, do, self._exact[name][i]))
+        return max(floors)
 
     @property
     def checked(self) -> str:
@@ -124,27 +122,24 @@ class Judge:
 
     def judge(
         self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None, roundings: float = 0.0
-    ) -> Error:
-        """The output and gradients of a provider, (batch, heads, length, dim). The quantity that is worst against its
-        allowance counts. `roundings`: of the largest number, that the provider's way of computing explains."""
-        worst: Error | None = None
+    ) -> Verdict:
+        """The output and gradients of a provider, (batch, heads, length, dim). The first that is wrong counts, else the
+        one that is worst against its allowance. `roundings`: see tolerance.summation_floor."""
+        verdicts: list[Verdict] = []
         for name, found in self._pick(out, gradients):
-            largest, relative = _distance(found, self._exact[name])
-            allowed, allowed_relative = self._allowed[name]
-            checked = f"{self.checked}, {name}" if name != "out" else self.checked
-            error = Error(
-                largest, relative, allowed + roundings * self._rounding[name], allowed_relative, checked=checked
+            exact = self._exact[name]
+            verdict = compare(
+                self.checked if name == "out" else f"{self.checked}, {name}",
+                found,
+                exact,
+                self._same_dtype[name],
+                FORWARD if name == "out" else GRADIENTS,
+                self._floors.get(name, 0.0) + summation_floor(exact, roundings, self.case.torch_dtype),
             )
-            if (
-                worst is None
-                or not error.passed
-                or error.relative / error.allowed_relative > worst.relative / worst.allowed_relative
-            ):
-                worst = error
-                if not error.passed:
-                    break
-        assert worst is not None
-        return worst
+            if not verdict.passed:
+                return verdict
+            verdicts.append(verdict)
+        return max(verdicts, key=lambda v: v.largest / v.allowed if v.allowed else 0.0)
 
     def _pick(
         self, out: torch.Tensor | None, gradients: tuple[torch.Tensor, ...] | None
@@ -155,18 +150,3 @@ class Judge:
             yield "dq", [gradients[0][u.batch, u.heads] for u in self.units]
             for name, gradient in (("dk", gradients[1]), ("dv", gradients[2])):
                 yield name, [gradient[u.batch, u.head_k] for u in self.units]
-
-
-def _distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> tuple[float, float]:
-    """(largest absolute difference, ‖found − exact‖ / ‖exact‖); NaN where anything is."""
-    largest, square, norm = 0.0, 0.0, 0.0
-    for a, b in zip(found, exact, strict=True):
-        if a.shape != b.shape:
-            raise ValueError(f"the result has shape {tuple(a.shape)}, should be {tuple(b.shape)}")
-        difference = a.double() - b
-        if not bool(torch.isfinite(difference).all()):
-            return float("nan"), float("nan")
-        largest = max(largest, difference.abs().max().item())
-        square += difference.square().sum().item()
-        norm += b.square().sum().item()
-    return largest, (square / max(norm, 1e-300)) ** 0.5

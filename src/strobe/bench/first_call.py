@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from strobe.bench.suites import Case
+    from strobe.bench.case import BenchCase
 
 METHOD = "perf_counter in a new process: plan, kernel, launch, wait"
 ORIGINS = {"first call": "compiled", "cached call": "disk"}  # where the kernel comes from
@@ -29,7 +29,7 @@ _CACHED = 3  # processes that find the kernel on disk, after one that did not
 _TIMEOUT_S = 300.0
 
 
-def times(case: Case, backend: str, device: torch.device) -> Iterator[tuple[str, list[float]]]:
+def times(case: BenchCase, backend: str, device: torch.device) -> Iterator[tuple[str, list[float]]]:
     """Milliseconds, with an empty cache directory and then with the one that this call has filled. Raises Refusal or
     RuntimeError."""
     with tempfile.TemporaryDirectory(prefix="strobe-bench-") as directory:
@@ -43,19 +43,19 @@ def times(case: Case, backend: str, device: torch.device) -> Iterator[tuple[str,
             yield name, samples
 
 
-def _question(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
+def _question(case: BenchCase, backend: str, device: torch.device) -> dict[str, Any]:
     q, k, v = (
         (case.batch, case.len_q, case.heads, case.dim),
         (case.batch, case.len_k, case.heads_k, case.dim),
-        (case.batch, case.len_k, case.heads_k, case.dim_v),
+        (case.batch, case.len_k, case.heads_k, case.value_dim),
     )
-    return {"shapes": [q, k, v], "dtype": case.dtype, "mask": case.mask, "backend": backend, "device": str(device)}
+    return {"shapes": [q, k, v], "dtype": case.dtype, "mask": case.mask.name, "backend": backend, "device": str(device)}
 
 
 def _ask(question: dict[str, Any], cache: Path) -> dict[str, Any]:
     """What the new process found."""
     import strobe
-    from strobe.bench.providers import Refusal
+    from strobe.bench.provider import Refusal
 
     unlike_a_user = ("STROBE_CUBIN_PATH", "STROBE_NO_COMPILE", "PYTHONDONTWRITEBYTECODE")  # whose modules are compiled
     environment = {name: value for name, value in os.environ.items() if name not in unlike_a_user}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from strobe.bench import studies
+from strobe.bench.tile_speeds import means as tile_means
 from strobe.measure.statistics import geometric_mean
-from strobe.tools import tune
 
 BEGIN, END = "<!-- ledger: begin (python -m strobe.bench.docs --write) -->", "<!-- ledger: end -->"
 DIMS = (64, 128, 256)
@@ -16,9 +16,9 @@ MASKS = ("full", "causal")
 
 
 def means(rows: list[dict[str, Any]], dim: int, mask: str) -> dict[str, float]:
-    """Of every tile that was timed at all lengths: the geometric mean of its speed over cuDNN's."""
-    mine = [row for row in rows if row["dim"] == row["dim_v"] == dim and row["mask"] == mask]
-    return tune.means_over(mine, "length", "vs_cudnn")
+    """Tile -> the geometric mean over all lengths of its speed over cuDNN's."""
+    mine = [row for row in rows if (row["dim"], row["mask"]) == (dim, mask)]
+    return {row["tile"]: geometric_mean(row["vs_cudnn"]) for row in mine}
 
 
 def block(root: Path) -> str:
@@ -39,7 +39,7 @@ def block(root: Path) -> str:
         lines.append(f"| {stage['change']} | {stage['predicted']} | {' | '.join(best)} |")
     lines += ["", "One switch at a time, each pair in one run:", ""]
     lines += ["| switch | tile | mask | with | without |", "|---|---|---|---|---|"]
-    for name, marker in (("skip: the maximum is left behind", " skip"), ("ping-pong: consumers take turns", " pp")):
+    for name, marker in (("skip: lazy rescaling", " skip"), ("pp: ping-pong scheduling", " pp")):
         for stage in found["stages"][1:]:
             for dim in DIMS:
                 for mask in MASKS:
@@ -62,7 +62,7 @@ def block(root: Path) -> str:
             others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
     lines += ["", "At other head dims, 16 heads or, in the last rows, heads x dim near 2048:", ""]
     lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
-    tables = (_tiles(root), studies.inputs_table(root), *studies.variants_tables(root))
+    tables = (_tiles(root), _sustained_tiles(root), studies.inputs_table(root), *studies.variants_tables(root))
     for table in (*tables, _caches(found["caches"]), _one_query(found["one_query"]), _cycles(found["cycles"])):
         lines += ["", *table] if table else []
     return "\n".join(lines) + "\n"
@@ -82,10 +82,50 @@ def _tiles(root: Path) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):
-        speeds = tune.means(found["rows"], dim, dim_v, kind)
+        speeds = tile_means(found["rows"], dim, dim_v, kind)
         in_use, best = next(iter(speeds)), max(speeds, key=speeds.__getitem__)
         other, share = "" if best == in_use else best, speeds[in_use] / speeds[best]
         lines.append(f"| {kind} | {_dims(dim, dim_v)} | {in_use} | {len(speeds)} | {share:.3f} | {other} |")
+    return lines
+
+
+_BETTER = 0.01  # sustained speed that a tile has to bring, of which short turns may take half
+
+
+def _sustained_tiles(root: Path) -> list[str]:
+    """What `strobe tune --method sustained` found: tiles that are faster at the power limit than those in use, and what
+    they do in short turns."""
+    found, turns = studies.load(root, "tiles-sustained"), studies.load(root, "tiles")
+    if found is None:
+        return []
+    lines = [
+        "Tiles at the power limit (`strobe tune --method sustained`), over the tile in use: those with the best sustained",
+        f"speed. One is better if it brings {_BETTER:.0%} and short turns lose less than half of that:",
+        "",
+        "| kernel | head dim | in use | tile | sustained speed | energy per FLOP | short turns | better |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):
+        speeds, joules = (tile_means(found["rows"], dim, dim_v, kind, of) for of in ("tflops", "joules_per_tflop"))
+        short = {} if turns is None else tile_means(turns["rows"], dim, dim_v, kind)
+        if not speeds:
+            continue
+        in_use = next(iter(speeds))
+        for tile in sorted(speeds, key=lambda tile: -speeds[tile])[:3]:
+            gain = speeds[tile] / speeds[in_use]
+            energy = f"{joules[tile] / joules[in_use]:.3f}" if tile in joules and in_use in joules else ""
+            kept = short[tile] / short[in_use] if tile in short and in_use in short else None
+            better = gain >= 1 + _BETTER and kept is not None and 1 - kept < (gain - 1) / 2
+            cells = (
+                kind,
+                _dims(dim, dim_v),
+                in_use,
+                tile,
+                f"{gain:.3f}",
+                energy,
+                "" if kept is None else f"{kept:.3f}",
+            )
+            lines.append(f"| {' | '.join(cells)} | {'yes' if better else ''} |")
     return lines
 
 
@@ -99,7 +139,7 @@ def _caches(rows: list[dict[str, Any]]) -> list[str]:
         "Few queries against a long cache, 8 query heads to a key head, head dim 128, bf16; microseconds, in turns:",
         "",
     ]
-    lines += ["| queries | keys | as it is | keys not split | heads not folded |", "|---|---|---|---|---|"]
+    lines += ["| queries | keys | as it is | without split-KV | without packed GQA |", "|---|---|---|---|---|"]
     for row in rows:
         times = " | ".join(f"{1e3 * row['ms'][way]:.0f}" for way in ("now", "no split", "no fold"))
         lines.append(f"| {row['shape']} | {row['keys']} | {times} |")
@@ -135,7 +175,7 @@ def _cycles(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _gain(rows: list[dict[str, Any]], dim: int, mask: str) -> str:
-    gains = [row["without_ms"] / row["ms"] for row in rows if row["dim"] == dim and row["mask"] == mask]
+    gains = [gain for row in rows if (row["dim"], row["mask"]) == (dim, mask) for gain in row["gain"]]
     if not gains:
         return ""
     spread = f" ({min(gains):.2f}-{max(gains):.2f})" if len(gains) > 1 else ""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from strobe.bench.exactness import Tensors
-from strobe.bench.providers import Provider, to_layout
-from strobe.bench.suites import DTYPES, Case
+from strobe.bench.case import BenchCase
+from strobe.bench.inputs import make_tensors
+from strobe.bench.provider import Provider, to_layout
 
 
 @contextlib.contextmanager
@@ -37,39 +37,40 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def compile_ahead(cases: list[Case], providers: list[Provider], device: torch.device, threads: int = 12) -> float:
-    """Runs each of our CUDA kernels once on a small problem of the same kind, in threads; returns the seconds it took.
+def compile_ahead(cases: list[BenchCase], providers: list[Provider], device: torch.device, threads: int = 12) -> float:
+    """Runs each of our CUDA kernels once on a small problem of the same kind, in threads, forward and where it is timed
+    backward; returns the seconds it took.
     What cannot be compiled fails again, with its reason, when it is measured."""
     begun = time.perf_counter()
     own = [p for p in providers if p.device == "cuda" and (p.kind in ("ours", "ladder") or p.name.startswith("cuda-"))]
-    jobs: dict[Any, tuple[Provider, Case]] = {}
+    jobs: dict[Any, tuple[Provider, BenchCase]] = {}
     for case in cases:
         if case.measure != "compile":
             small = dataclasses.replace(
                 case,
-                label="",
+                name="",
                 batch=1,
                 heads=case.group,
                 heads_k=1,
                 len_q=min(case.len_q, 256),
                 len_k=min(case.len_k, 256),
-                direction="forward",
                 measure="time",
             )
+            if case.bias is not None:
+                small = dataclasses.replace(small, bias=(1, small.heads, small.len_q, small.len_k))
             jobs |= {(p.name, small): (p, small) for p in own if p.tiles or case.tile is None}
 
-    def compile_one(job: tuple[Provider, Case]) -> None:
+    def compile_one(job: tuple[Provider, BenchCase]) -> None:
         provider, case = job
-        with contextlib.suppress(Exception), torch.no_grad():
-            dtype = DTYPES[case.dtype]
-            q = torch.zeros(case.batch, case.heads, case.len_q, case.dim, dtype=dtype, device=device)
-            k = torch.zeros(case.batch, case.heads_k, case.len_k, case.dim, dtype=dtype, device=device)
-            v = torch.zeros(case.batch, case.heads_k, case.len_k, case.dim_v, dtype=dtype, device=device)
-            bias = torch.zeros(1, case.heads, case.len_q, case.len_k, dtype=dtype, device=device) if case.bias else None
-            tensors = Tensors(q, k, v, bias=bias, sinks=torch.zeros(case.heads, device=device) if case.sinks else None)
-            prepared = provider.prepare(case, tensors)
+        gradients = case.direction != "forward" and provider.differentiable
+        with contextlib.suppress(Exception), torch.set_grad_enabled(gradients):
+            x = make_tensors(case, device, seed=0)
+            prepared = provider.prepare(case, x)
+            inputs = [to_layout(t, prepared.layout).requires_grad_(gradients) for t in (x.q, x.k, x.v)]
             with prepared.scope():
-                prepared.forward(*(to_layout(t, prepared.layout) for t in (q, k, v)))
+                out = prepared.forward(*inputs)
+                if gradients and x.do is not None:
+                    torch.autograd.grad(out, inputs, to_layout(x.do, prepared.layout))
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(compile_one, jobs.values()))

@@ -7,7 +7,7 @@ import re
 import torch
 
 import strobe
-from strobe.bench.providers import Refusal
+from strobe.bench.provider import Refusal
 
 
 def explain(error: BaseException) -> tuple[str, str]:

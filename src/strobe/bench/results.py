@@ -1,4 +1,5 @@
-"""The file a run leaves: provenance, ceilings, and a row for every provider and case, whatever became of it."""
+"""What a run leaves: provenance, ceilings, and a row for every provider, case and method, whatever became of it.
+`reading` loads it again."""
 
 from __future__ import annotations
 
@@ -11,55 +12,49 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strobe.bench.suites import Case
+from strobe.bench.case import BenchCase
 from strobe.measure.clocks import Clock
+from strobe.measure.energy import Energy
+from strobe.measure.method import TURNS
 from strobe.measure.statistics import Summary
+from strobe.measure.tolerance import Verdict
 
-SCHEMA = 1
+SCHEMA = 2
 OK = "ok"
 # Everything else is a result with a reason: timed, but not with the kernels it is named after; or not timed at all.
 STATUSES = (OK, "fell back", "not installed", "unsupported", "out of memory", "wrong", "failed", "skipped")
 TIMED = (OK, "fell back")
-KINDS = ("ours", "ladder", "peer", "standard")  # of providers, in the order in which they are shown
-
-
-@dataclass
-class Error:
-    """Against float64. `allowed` is what rounding explains: a multiple of what standard attention in the same dtype
-    errs."""
-
-    max_abs: float
-    relative: float  # ‖out − exact‖ / ‖exact‖
-    allowed_max_abs: float
-    allowed_relative: float
-    checked: str  # which part of the output
-
-    @property
-    def passed(self) -> bool:
-        return self.max_abs <= self.allowed_max_abs and self.relative <= self.allowed_relative  # False for NaN
 
 
 @dataclass
 class Timing:
     samples_ms: list[float]
     summary: Summary
-    method: str  # "device events", "graph replay", "perf_counter", …
+    how: str  # "device events", "graph replay", "perf_counter", …
     l2: str  # "flushed", "warm"
     per_turn: int = 1  # samples that were taken one right after the other
-    late: int = 0  # samples in which the GPU had to wait for the CPU
+    host_bound: int = 0  # samples in which the GPU had to wait for the CPU
+    mean_ms: float | None = None  # of a sustained run
+
+    @property
+    def ms(self) -> float:
+        """The time of a call that counts: the mean of a sustained run, else the median."""
+        return self.summary.median if self.mean_ms is None else self.mean_ms
 
 
 @dataclass
 class Row:
-    case: Case
+    case: BenchCase
     provider: str
-    kind: str  # one of KINDS
+    kind: str  # one of palette.KINDS
+    method: str = TURNS  # one of method.METHODS
     status: str = OK
     reason: str | None = None
     note: str | None = None
     kernels: list[str] = field(default_factory=list)  # that really ran
-    error: Error | None = None
+    error: Verdict | None = None
     timing: Timing | None = None
+    energy: Energy | None = None
     peak_bytes: int | None = None  # q, k, v, o and everything else alive at the worst moment
     extra_bytes: int | None = None  # the same without q, k, v, o
     flops: int | None = None
@@ -77,8 +72,13 @@ class Row:
         return self.status in TIMED and self.timing is not None
 
     @property
-    def median_ms(self) -> float | None:
-        return self.timing.summary.median if self.timing is not None else None
+    def ms(self) -> float | None:
+        return self.timing.ms if self.timing is not None else None
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """What rows of two runs are matched by."""
+        return self.case.key, self.provider, self.method
 
 
 @dataclass
@@ -86,6 +86,8 @@ class Ceilings:
     matmul_tflops: dict[str, float] = field(default_factory=dict)  # by dtype
     copy_gbytes_per_s: float | None = None
     how: str = ""
+    sustained_tflops: dict[str, float] = field(default_factory=dict)  # of a matrix product that runs alone, by dtype
+    sustained_joules_per_tflop: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -102,11 +104,18 @@ class Results:
     def device(self) -> str:
         return self.provenance["device"]["name"]
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.provenance["device"]["kind"] == "cuda"
+
     def suites(self) -> list[str]:
         return list(dict.fromkeys(row.case.suite for row in self.rows))
 
-    def find(self, provider: str, key: str) -> Row | None:
-        return next((row for row in self.rows if row.provider == provider and row.case.key == key), None)
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(row.method for row in self.rows))
+
+    def find(self, provider: str, key: str, method: str = TURNS) -> Row | None:
+        return next((row for row in self.rows if row.identity == (key, provider, method)), None)
 
 
 def to_json(results: Results) -> dict[str, Any]:
@@ -114,7 +123,7 @@ def to_json(results: Results) -> dict[str, Any]:
     for row in results.rows:
         data = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
         data["case"] = row.case.to_dict()
-        for name in ("error", "timing", "clock"):
+        for name in ("error", "timing", "clock", "energy"):
             data[name] = None if data[name] is None else dataclasses.asdict(data[name])
         rows.append({name: value for name, value in data.items() if value not in (None, [])})
     return {
@@ -128,49 +137,6 @@ def to_json(results: Results) -> dict[str, Any]:
         "clocks": results.clocks,
         "rows": rows,
     }
-
-
-def from_json(data: dict[str, Any]) -> Results:
-    if not isinstance(data, dict):
-        raise ValueError(f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}")
-    if data.get("kind") != "strobe bench" or data.get("schema") != SCHEMA:
-        raise ValueError(
-            f"not a result of `strobe bench` with schema {SCHEMA}: kind {data.get('kind')!r}, schema {data.get('schema')!r}"
-        )
-    rows = []
-    for entry in data["rows"]:
-        values = dict(entry)
-        values["case"] = Case.from_dict(values["case"])
-        if "error" in values:
-            # JSON has no NaN; a result that is not a number is stored as null
-            stored: dict[str, Any] = values["error"]
-            restored: dict[str, Any] = {name: math.nan if value is None else value for name, value in stored.items()}
-            values["error"] = Error(**restored)
-        if "timing" in values:
-            timing = dict(values["timing"])
-            values["timing"] = Timing(**{**timing, "summary": Summary(**timing["summary"])})
-        if "clock" in values:
-            values["clock"] = Clock(**values["clock"])
-        rows.append(Row(**values))
-    return Results(
-        provenance=data["provenance"],
-        method=data["method"],
-        ceilings=Ceilings(**data["ceilings"]),
-        rows=rows,
-        clocks=data["clocks"],
-        complete=data["complete"],
-        seconds=data["seconds"],
-    )
-
-
-def load(path: Path) -> Results:
-    """Raises ValueError, naming the file, for anything that is not a result."""
-    try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def save(results: Results, path: Path) -> None:
@@ -195,7 +161,7 @@ def write(data: dict[str, Any], path: Path) -> None:
 def _text(data: dict[str, Any]) -> str:
     """One line per row: such files are read in diffs."""
     rows = ",\n".join("  " + json.dumps(_rounded(row)) for row in data["rows"])
-    head = json.dumps({name: value for name, value in data.items() if name != "rows"}, indent=1)
+    head = json.dumps(_rounded({name: value for name, value in data.items() if name != "rows"}), indent=1)
     return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
@@ -204,4 +170,4 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

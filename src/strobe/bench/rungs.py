@@ -4,16 +4,15 @@ for."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import strobe
-from strobe.bench.exactness import Tensors
-from strobe.bench.providers import Forward, Prepared, Provider, Refusal, lacking
-from strobe.bench.suites import DTYPES, Case
+from strobe.bench.case import BenchCase
+from strobe.bench.inputs import Tensors
+from strobe.bench.provider import Forward, Prepare, Prepared, Provider, Refusal, lacking
 from strobe.learn.ladder import exact, execute, rungs
 from strobe.learn.ladder.measure import GPU_SHAPE
 from strobe.learn.ladder.rung import Rung, Shape
@@ -29,9 +28,9 @@ def name_of(rung: Rung) -> str:
     return f"ladder-{Path(rung.file).stem.replace('_', '-')}"
 
 
-def shape_of(case: Case) -> Shape:
+def shape_of(case: BenchCase) -> Shape:
     """Raises ValueError for a head dim that no rung is made for."""
-    return Shape(case.batch * case.heads, case.len_q, case.len_k, case.dim, case.mask == "causal")
+    return Shape(case.batch * case.heads, case.len_q, case.len_k, case.dim, case.causal)
 
 
 # ---- what a rung cannot do
@@ -50,7 +49,7 @@ def _machine_lacks(rung: Rung, device: torch.device, dim: int) -> str | None:
     return execute.cannot_run(rung, device)
 
 
-def cannot(rung: Rung, case: Case, device: torch.device) -> str | None:
+def cannot(rung: Rung, case: BenchCase, device: torch.device) -> str | None:
     """Why the rung does not run the case on this device; None if it does."""
     if device.type != "cuda":
         return _GPU_ONLY
@@ -60,7 +59,7 @@ def cannot(rung: Rung, case: Case, device: torch.device) -> str | None:
         sinks="no sinks",
         bias="no bias",
         window="no windows: a rung knows full and causal masks",
-        unequal=f"head dims {case.dim} and {case.dim_v}; a rung has one for keys and values",
+        unequal=f"head dims {case.dim} and {case.value_dim}; a rung has one for keys and values",
     )
     if reason is not None:
         return reason
@@ -70,7 +69,7 @@ def cannot(rung: Rung, case: Case, device: torch.device) -> str | None:
         return str(error)
     if case.heads_k != case.heads:
         return f"{case.heads_k} key heads for {case.heads} query heads; a rung takes as many of both"
-    if DTYPES[case.dtype] != rung.dtype:
+    if case.torch_dtype != rung.dtype:
         return f"{case.dtype} inputs; the rung takes {str(rung.dtype).removeprefix('torch.')}"
     if rung.backward and case.direction == "forward":
         return "a backward pass; see --pass"
@@ -156,8 +155,8 @@ def _forward(rung: Rung, shape: Shape, device: torch.device) -> Forward:
     return lambda q, k, v: _launch(call, rung, shape, q, k, v).o
 
 
-def _prepare(rung: Rung) -> Callable[[Case, Tensors], Prepared]:
-    def prepare(case: Case, x: Tensors) -> Prepared:
+def _prepare(rung: Rung) -> Prepare:
+    def prepare(case: BenchCase, x: Tensors) -> Prepared:
         device = x.q.device
         if (reason := cannot(rung, case, device)) is not None:
             raise Refusal("unsupported", reason)
@@ -170,7 +169,7 @@ def _prepare(rung: Rung) -> Callable[[Case, Tensors], Prepared]:
 
 
 def _provider(rung: Rung) -> Provider:
-    def slow(case: Case, device: torch.device) -> str | None:
+    def slow(case: BenchCase, device: torch.device) -> str | None:
         seconds = expected_s(rung, shape_of(case))
         if seconds <= _PATIENCE_S:
             return None

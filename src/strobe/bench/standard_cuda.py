@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from strobe.bench.exactness import Tensors
-from strobe.bench.providers import Prepared, Provider, Refusal, refuse
-from strobe.bench.suites import DTYPES, Case
+from strobe.bench.case import BenchCase
+from strobe.bench.inputs import Tensors
+from strobe.bench.provider import Prepare, Prepared, Provider, Refusal, refuse, two_matrices
 from strobe.cuda import driver, forward_sm80, jit
 from strobe.cuda.params import Field, Struct
 from strobe.cuda.plan import ELEMENTS, MAX_DIM, padded_dims, tile_bytes
@@ -179,8 +178,8 @@ def _loaded(kernel_source: str, arch: str, name: str, function: str, smem: int) 
     return driver.Kernel(jit.get(jit.flatten(kernel_source), arch, name=name).cubin, function, smem)
 
 
-def _prepare(style: str) -> Any:
-    def prepare(case: Case, x: Tensors) -> Prepared:
+def _prepare(style: str) -> Prepare:
+    def prepare(case: BenchCase, x: Tensors) -> Prepared:
         device = x.q.device
         if device.type != "cuda":
             raise Refusal(
@@ -193,7 +192,7 @@ def _prepare(style: str) -> Any:
         index = device.index or 0
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         strides: dict[str, tuple[int, ...]] = dict(zip("qkv", problem.strides, strict=True))
-        strides["o"] = (case.len_q * case.heads * case.dim_v, case.dim_v, case.heads * case.dim_v)
+        strides["o"] = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)
         nowhere = dict.fromkeys(("q", "k", "v", "o", "s", "p"), 0)
         launches = []
         for kernel in kernels(problem, style):
@@ -203,7 +202,7 @@ def _prepare(style: str) -> Any:
             launches.append((launch, kernel.params.patcher("q", "k", "v", "o", "s", "p")))
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = torch.empty((case.batch, case.len_q, case.heads, case.dim_v), dtype=q.dtype, device=q.device)
+            out = torch.empty((case.batch, case.len_q, case.heads, case.value_dim), dtype=q.dtype, device=q.device)
             s, p = matrices(problem, style, q.device)
             addresses = [t.data_ptr() for t in (q, k, v, out, s, p)]
             stream = torch._C._cuda_getCurrentRawStream(index)
@@ -218,7 +217,7 @@ def _prepare(style: str) -> Any:
 
 
 def providers() -> list[Provider]:
-    def slow(case: Case, device: torch.device) -> str | None:
+    def slow(case: BenchCase, device: torch.device) -> str | None:
         work = case.score_elements() * case.dim
         return (
             "scalar arithmetic: it would take seconds; name it to time it"
@@ -226,7 +225,6 @@ def providers() -> list[Provider]:
             else None
         )
 
-    width = lambda case: DTYPES[case.dtype].itemsize  # noqa: E731
     return [
         Provider(
             "cuda-naive",
@@ -244,7 +242,7 @@ def providers() -> list[Provider]:
             "standard",
             "our three CUDA kernels on the matrix units",
             _prepare("mma"),
-            matrices=lambda c: 2 * width(c) * c.score_elements(),
+            matrices=two_matrices,
             kernels="standard_mma",
             differentiable=False,
             device="cuda",

@@ -16,21 +16,24 @@ from typing import Any
 
 import torch
 
-from strobe.bench import claims, results
-from strobe.bench.providers import Scope, select, to_layout
-from strobe.bench.runner import make_tensors
-from strobe.bench.suites import Case, cases
+from strobe.bench import claims, reading, results
+from strobe.bench.case import BenchCase
+from strobe.bench.inputs import make_tensors
+from strobe.bench.provider import to_layout
+from strobe.bench.providers import select
+from strobe.bench.suites import cases
 from strobe.cuda import catalogue, cubin, jit
 from strobe.cuda.kernel import TemplateKernel
 from strobe.measure import provenance
-from strobe.measure.statistics import percentile
-from strobe.measure.stopwatch import Call, Contender, Settings, Stopwatch, interleave, orders
+from strobe.measure.statistics import percentile, summarise_turns
+from strobe.measure.stopwatch import Call, Scope, Settings, Stopwatch, TimedCall
+from strobe.measure.turns import interleave, orders
 
 BEGIN, END = "<!-- turns: begin (python -m strobe.bench.docs --write) -->", "<!-- turns: end -->"
 Rows = Iterator[dict[str, Any]]
 _ALL = ("strobe-sm90", "strobe-sm80", "torch-cudnn", "torch-flash")
 _BOTH = ("strobe-sm90", "torch-cudnn")
-# Case of grid36, who takes turns, calls in a turn, rounds.
+# Case of grid36, who is interleaved, calls in a turn, rounds.
 _TURNS = (
     ("d128-full-8k", _ALL, 12, 20),
     ("d128-causal-1k", _ALL, 12, 20),
@@ -42,7 +45,7 @@ _TURNS = (
 )
 
 
-def prepared(case: Case, name: str, device: torch.device) -> tuple[Call, Scope]:
+def prepared(case: BenchCase, name: str, device: torch.device) -> tuple[Call, Scope]:
     """A provider's call on a case; what there is to compile is compiled."""
     (provider,) = select([name])
     tensors = make_tensors(case, device, seed=0)
@@ -108,8 +111,9 @@ def _best_moments(root: Path) -> list[str]:
     path = _folder(root).parent / "grid36.json"
     if not path.exists():
         return []
-    grid = results.load(path)
-    median, best = (claims.mean_ratio(claims.ratios(grid, "grid36", *_BOTH, of=of)) for of in ("median", "p5"))
+    grid = reading.load(path)
+    ways = (lambda row: row.timing.summary.median, lambda row: row.timing.summary.p5)
+    median, best = (claims.mean_ratio(claims.ratios(grid, "grid36", *_BOTH, of=way)) for way in ways)
     found = f"{median:.3f} by medians, {best:.3f} by 5th percentiles"
     return ["", f"`strobe-sm90` over `torch-cudnn`, geometric mean of `grid36`: {found}."]
 
@@ -118,7 +122,7 @@ def _best_moments(root: Path) -> list[str]:
 # ----------------------------------------------------------------
 
 
-def input_cases() -> list[dict[str, Case]]:
+def input_cases() -> list[dict[str, BenchCase]]:
     """Each problem in bf16 with a key head for each query head, and what is compared with that."""
     found = []
     for case in cases("grid36"):
@@ -134,15 +138,15 @@ def input_cases() -> list[dict[str, Case]]:
 def inputs(device: torch.device) -> Rows:
     watch = Stopwatch(device, Settings(budget_ms=60, rounds=10))
     for problem in input_cases():
-        contenders = {name: Contender(*prepared(case, "strobe-sm90", device)) for name, case in problem.items()}
-        interleave(list(contenders.values()), watch)
+        calls = {name: TimedCall(*prepared(case, "strobe-sm90", device)) for name, case in problem.items()}
+        interleave(list(calls.values()), watch)
         ms = {}
-        for name, contender in contenders.items():
-            if contender.problem is not None:
-                raise contender.problem
-            ms[name] = round(contender.summary().median, 5)
+        for name, call in calls.items():
+            if call.problem is not None:
+                raise call.problem
+            ms[name] = round(summarise_turns(call.turns_ms).median, 5)
         case = problem["bf16"]
-        yield {"dim": case.dim, "mask": case.mask, "length": case.len_q, "heads": case.heads, "ms": ms}
+        yield {"dim": case.dim, "mask": case.mask.name, "length": case.len_q, "heads": case.heads, "ms": ms}
 
 
 def inputs_table(root: Path) -> list[str]:
@@ -208,21 +212,24 @@ def _variants_table(found: dict[str, Any]) -> list[str]:
         "| features | variants | median | 95th percentile | most |",
         "|---|---|---|---|---|",
     ]
-    for name, chosen in _BY_FEATURE.items():
-        seconds = sorted(row["seconds"] for row in rows if chosen(row))
+    for name in _FEATURES:
+        seconds = sorted(row["seconds"] for row in rows if _feature(row) == name)
         if seconds:
             shown = [percentile(seconds, share) for share in (0.5, 0.95, 1.0)]
             lines.append(f"| {name} | {len(seconds)} | {' | '.join(f'{x:.2f}' for x in shown)} |")
     return lines
 
 
-_BY_FEATURE: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "none": lambda row: not (row["packed"] or row["softcap"] or row["split"]),
-    "packed sequences": lambda row: row["packed"] and not (row["softcap"] or row["split"]),
-    "softcap": lambda row: row["softcap"] and not row["split"],
-    "split keys": lambda row: row["split"] and not row["softcap"],
-    "softcap and split keys": lambda row: row["softcap"] and row["split"],
-}
+_FEATURES = ("none", "varlen", "softcap", "split-KV", "softcap and split-KV", "positions and partial output")
+
+
+def _feature(row: Mapping[str, Any]) -> str:
+    """The line of the table that counts a variant. Older files say "packed" for varlen."""
+    if row.get("positions"):
+        return "positions and partial output"
+    if row["split"]:
+        return "softcap and split-KV" if row["softcap"] else "split-KV"
+    return "softcap" if row["softcap"] else "varlen" if row.get("varlen", row.get("packed")) else "none"
 
 
 def _folder(root: Path) -> Path:

@@ -1,1 +1,1 @@
-"""What every measurement shares: clocks, stopwatch, memory, statistics, provenance."""
+"""What every measurement shares: cases, tolerance, stopwatch and methods, clocks and energy, memory, statistics, units."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+Result = TypeVar("Result")
 
-def with_peak_memory(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int | None]:
-    """The result, and the most bytes that were in use above what there was before (the result included)."""
-    call_once = call() if device.type == "cuda" else None  # compiles what has to be compiled
-    del call_once
+
+def with_peak_memory(call: Callable[[], Result], device: torch.device) -> tuple[Result, int | None]:
+    """The result, and the most bytes that were in use above what there was before, the result included; None if that
+    cannot be known. What the first call of a kind allocates to compile or to plan is counted too: call it once before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -23,9 +25,10 @@ def with_peak_memory(call: Callable[[], torch.Tensor], device: torch.device) -> 
     if device.type != "cpu":
         return call(), None
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    # Not torch.profiler.profile, which imports the whole of torch's compiler.
+    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, use_kineto=True) as profile:
         out = call()
-    results = profile.profiler.kineto_results if profile.profiler is not None else None
+    results = profile.kineto_results
     events = [] if results is None else [e for e in results.events() if e.name() == "[memory]"]
     in_use = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

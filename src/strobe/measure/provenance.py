@@ -26,6 +26,7 @@ _PEERS = (
     "flashinfer-python",
     "megatron-core",
     "apex",
+    "nvidia-ml-py",
 )
 
 
@@ -50,6 +51,14 @@ def collect(device: torch.device, seed: int, command: str | None = None) -> dict
         "packages": {name: version for name in _PEERS if (version := _version(name))},
         "environment": {name: value for name, value in sorted(os.environ.items()) if _matters(name)},
     }
+
+
+def busy_machine(found: dict[str, Any]) -> str | None:
+    """A warning for results of a CPU that others used as well; None if it was free."""
+    load, cores = found.get("host_load") or 0.0, found.get("host_cores") or 1
+    if found["device"]["kind"] != "cpu" or load <= cores / 4:
+        return None
+    return f"Other work ran on this machine when the run began (load {load} on {cores} cores): the times are noisy."
 
 
 def command_line() -> str:

@@ -1,4 +1,6 @@
-"""The command line: `strobe demo`, `doctor`, `compile`, `bench`, `report`. What they show is computed elsewhere."""
+"""The command line: `strobe demo`, `doctor`, `compile`, `tune`, `bench`, `report`, `ladder`, `explain-page`.
+
+What the commands show is computed elsewhere, and imported when they run: help and usage errors do not wait for torch."""
 
 from __future__ import annotations
 
@@ -6,17 +8,20 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 import strobe
-from strobe.backends import dispatch
 from strobe.bench import cli as benchmark
-from strobe.learn import cli as learning, worked_example
+from strobe.learn import cli as learning
 from strobe.learn.ladder import cli as ladder
-from strobe.tools import demo as demonstration, demo_inputs, doctor as examination, terminal
+from strobe.measure.method import SUSTAINED, TURNS
+
+if TYPE_CHECKING:
+    import torch
+
+    from strobe.tools import demo as demonstration
 
 app = typer.Typer(
     help="Exact attention in tiles that fit on-chip: see it run, see what this machine offers, compile its kernels.",
@@ -33,9 +38,18 @@ class UserError(Exception):
 def main() -> None:
     try:
         app()
-    except (UserError, strobe.Unsupported) as error:
-        terminal.stderr.print(f"strobe: {error}", style="red", markup=False, soft_wrap=True)
+    except Exception as error:
+        if not isinstance(error, UserError) and not _is_unsupported(error):
+            raise
+        from rich.console import Console
+
+        stderr = Console(stderr=True, highlight=False)
+        stderr.print(f"strobe: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(2)
+
+
+def _is_unsupported(error: Exception) -> bool:
+    return isinstance(error, strobe.Unsupported)
 
 
 def _print_version(wanted: bool) -> None:
@@ -58,23 +72,33 @@ _INIT = (
     "How q, k and v are made. A FILE (.pt .npy .npz .txt .csv) holds one matrix (length, dim) or (length, heads, dim) that "
     "serves as all three, or (.pt, .npz) three of them named q, k and v."
 )
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @app.command()
 def demo(
     seq_len: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens; may be repeated; 1K to 16K by default.")
+        list[int] | None,
+        typer.Option(min=1, help="Tokens. May be repeated. Default: 1K to 8K, on a GPU 1K to 16K."),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Numbers per head; by default 64, on a GPU 128.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="By default 1, on a GPU 16.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Numbers per head. Default: 64, on a GPU 128.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads. Default: 1, on a GPU 16.")] = None,
     block_q: Annotated[int | None, typer.Option(min=1, help="Queries per tile, for the backend `tiled`.")] = None,
     block_k: Annotated[int | None, typer.Option(min=1, help="Keys per tile, for the backend `tiled`.")] = None,
     init: Annotated[str, typer.Option(metavar="uniform|normal|ones|ramp|FILE", help=_INIT)] = "normal",
-    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="By default float32, on a GPU bfloat16; float16, float64.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            callback=benchmark.one_of(_DTYPES),
+            help=f"One of {', '.join(_DTYPES)}. Default: float32, on a GPU bfloat16.",
+        ),
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Queries do not see later keys.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default a GPU if there is one.")] = None,
-    backend: Annotated[str | None, typer.Option(help=f"{', '.join(dispatch.NAMES)}; by default the fastest.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: a GPU if there is one.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="A backend that `strobe doctor` lists. Default: the fastest that can.")
+    ] = None,
     show: Annotated[
         bool, typer.Option("--print", help="Print Query, Key, Value and Output of the first head.")
     ] = False,
@@ -82,33 +106,31 @@ def demo(
         bool, typer.Option("--example", help="Four queries and keys in tiles of two, step by step.")
     ] = False,
 ) -> None:
-    """Exact attention against standard attention: error, time and peak memory, on the device there is."""
+    """Run strobe against standard attention: error, time and peak memory."""
+    if (block_q or block_k) and backend not in (None, "tiled"):
+        raise UserError(f"--block-q and --block-k belong to the backend tiled, got --backend {backend}")
+    from strobe.backends import dispatch
+    from strobe.tools import demo as demonstration, demo_inputs
+
     if backend is not None and backend not in dispatch.NAMES:
         raise UserError(f"--backend must be one of {', '.join(dispatch.NAMES)}, got {backend!r}")
     if example:
-        checks = worked_example.checks(backend)
-        terminal.show_worked_example(checks)
-        raise typer.Exit(0 if all(check.passed for check in checks) else 1)
-    where = _device(device)
-    on_gpu = where.type == "cuda"
-    dtype = dtype or ("bfloat16" if on_gpu else "float32")
-    if dtype not in demonstration.DTYPES:
-        raise UserError(f"--dtype must be one of {', '.join(demonstration.DTYPES)}, got {dtype!r}")
+        _show_example(backend)
     sizes = {"--seq-len": seq_len, "--head-dim": head_dim, "--heads": heads}
     if init not in demo_inputs.RULES and any(sizes.values()):
         given = ", ".join(flag for flag, value in sizes.items() if value)
         raise UserError(f"--init {init} is a file, which has sizes of its own: leave out {given}")
-    if (block_q or block_k) and backend not in (None, "tiled"):
-        raise UserError(f"--block-q and --block-k belong to the backend tiled, got --backend {backend}")
+    where = _device(device)
+    on_gpu = where.type == "cuda"
     settings = demonstration.Settings(
-        lengths=tuple(sorted(set(seq_len or demonstration.LENGTHS))),
+        lengths=tuple(sorted(set(seq_len or demonstration.LENGTHS["cuda" if on_gpu else "cpu"]))),
         head_dim=head_dim or (128 if on_gpu else 64),
         heads=heads or (16 if on_gpu else 1),
         block_q=block_q,
         block_k=block_k,
         init=init,
         seed=seed,
-        dtype=demonstration.DTYPES[dtype],
+        dtype=demonstration.DTYPES[dtype or ("bfloat16" if on_gpu else "float32")],
         causal=causal,
         device=where,
         backend=backend,
@@ -116,11 +138,23 @@ def demo(
     _run_demo(settings, show)
 
 
+def _show_example(backend: str | None) -> None:
+    from strobe.learn import worked_example
+    from strobe.tools import terminal
+
+    checks = worked_example.checks(backend)
+    terminal.show_worked_example(checks)
+    raise typer.Exit(0 if all(check.passed for check in checks) else 1)
+
+
 def _run_demo(settings: demonstration.Settings, show: bool) -> None:
+    from strobe.tools import demo as demonstration, terminal
+
     try:
+        demonstration.check_room(settings)
         shortest = demonstration.first_inputs(settings)
         calls = demonstration.methods(settings, shortest)
-    except (ValueError, TypeError) as error:  # from the checks of `--init` and of `strobe.attention`
+    except (ValueError, TypeError) as error:  # from the checks of the options and of `strobe.attention`
         raise UserError(str(error)) from error
     if show:
         ours = next(name for name in calls if name != demonstration.STANDARD)
@@ -128,16 +162,19 @@ def _run_demo(settings: demonstration.Settings, show: bool) -> None:
     _, _, heads, dim = shortest.q.shape
     kind = f"{str(settings.dtype).removeprefix('torch.')}, {heads} x {dim} (heads x dim), {settings.init}"
     terminal.stdout.print(f"{_device_name(settings.device)}, {kind}{', causal' if settings.causal else ''}")
-    with terminal.progress() as bar:
-        task = bar.add_task("preparing", total=settings.runs * len(calls))
-        rows = list(demonstration.run(settings, lambda what: bar.update(task, advance=1, description=what)))
-    terminal.show_demo(rows, settings.device)
-    if not all(row.exact for row in rows):
+    table, exact = terminal.DemoTable(), True
+    for row in demonstration.run(settings):
+        table.show(row)
+        exact = exact and row.exact
+    terminal.show_demo_notes(settings.device)
+    if not exact:
         terminal.stderr.print("strobe: an error is larger than rounding explains", style="bold red")
         raise typer.Exit(1)
 
 
 def _device(wanted: str | None) -> torch.device:
+    import torch
+
     if wanted is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -149,6 +186,8 @@ def _device(wanted: str | None) -> torch.device:
 
 
 def _device_name(device: torch.device) -> str:
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
@@ -158,8 +197,10 @@ def _device_name(device: torch.device) -> str:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for machines.")] = False) -> None:
-    """What this machine offers: torch, GPU, driver, NVRTC, cache, compiler, and each backend: ready or why not."""
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what this machine offers: torch, GPU, driver, NVRTC, cache, compiler, and each backend: ready or why not."""
+    from strobe.tools import doctor as examination, terminal
+
     found = examination.report()
     if as_json:
         print(json.dumps(found, indent=2))
@@ -172,18 +213,19 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for ma
 
 @app.command()
 def compile(
-    arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, …; may be repeated.")],
+    arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, … May be repeated.")],
     out: Annotated[Path, typer.Option(file_okay=False, help="Directory for the kernels; made if need be.")],
-    dtype: Annotated[list[str] | None, typer.Option(help="Only float16 or bfloat16; both by default.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float16 or bfloat16. Default: both.")] = None,
     head_dim: Annotated[
-        list[int] | None, typer.Option(min=1, help="Only kernels for this head dim; may be repeated.")
+        list[int] | None, typer.Option(min=1, help="Only kernels for this head dim. May be repeated.")
     ] = None,
 ) -> None:
     """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
-    from strobe.cuda import catalogue, jit, plan
-
     if wrong := [a for a in arch if not re.fullmatch(r"sm_\d+[af]?", a)]:
         raise UserError(f"--arch must look like sm_80 or sm_90a, got {wrong[0]!r}")
+    from strobe.cuda import catalogue, jit, plan
+    from strobe.measure import units
+
     elements = {str(d).removeprefix("torch."): element for d, element in plan.ELEMENTS.items()}
     if wrong := [d for d in dtype or () if d not in elements]:
         raise UserError(f"--dtype must be one of {', '.join(elements)}, got {wrong[0]!r}")
@@ -202,7 +244,7 @@ def compile(
             f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; the largest is {plan.MAX_DIM}"
         )
     total = _compile_into(out, variants)
-    print(f"{len(variants)} kernels, {terminal.size(total)}, in {out}")
+    print(f"{len(variants)} kernels, {units.size(total)}, in {out}")
     print(f"use them:                     export STROBE_CUBIN_PATH={out.resolve()}")
     print("and forbid to compile others: export STROBE_NO_COMPILE=1")
 
@@ -210,6 +252,7 @@ def compile(
 def _compile_into(out: Path, variants: list[Any]) -> int:
     """Bytes of machine code."""
     from strobe.cuda import jit
+    from strobe.tools import terminal
 
     total = 0
     try:
@@ -228,33 +271,45 @@ def _compile_into(out: Path, variants: list[Any]) -> int:
     return total
 
 
+# ---- tune ------------------------------------------------------------------------------------------------------------
+
+
 @app.command()
 def tune(
-    head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim. May be repeated.")] = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option(help="full or bounded (masks), softcap, split (keys), softcap-split; may be repeated."),
+        typer.Option(help="full or bounded (masks), softcap, split (KV) or softcap-split. May be repeated."),
     ] = None,
-    seq_len: Annotated[list[int] | None, typer.Option(help="Lengths to time; 1024, 4096 and 16384 by default.")] = None,
+    seq_len: Annotated[
+        list[int] | None, typer.Option(help="Lengths to time. May be repeated. Default: 1024, 4096 and 16384.")
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            callback=benchmark.one_of((TURNS, SUSTAINED)),
+            help=f"{TURNS}: all tiles and cuDNN interleaved, half a minute a head dim. {SUSTAINED}: each alone at the "
+            "power limit, with its energy per FLOP, about 1.5 s a tile and case.",
+        ),
+    ] = TURNS,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write what was found.")] = Path("tiles.json"),
 ) -> None:
-    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best. About half a minute a head
-    dim."""
+    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best."""
     import torch
 
     from strobe.bench import results
     from strobe.cuda import backend
     from strobe.cuda.forward_sm90 import KINDS
-    from strobe.tools import tune as tuning
+    from strobe.tools import terminal, tune as tuning
 
-    device = torch.device("cuda", 0)
-    if (reason := backend.missing(device, hopper=True)) is not None:
-        raise UserError(f"there is nothing to tune here: {reason}")
+    if unknown := set(kind or ()) - set(KINDS):
+        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(KINDS)}")
     dims = tuning.dims_of(head_dim)
     if not dims:
         raise UserError(f"no Hopper kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
-    if unknown := set(kind or ()) - set(KINDS):
-        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(KINDS)}")
+    device = torch.device("cuda", 0)
+    if (reason := backend.missing(device, hopper=True)) is not None:
+        raise UserError(f"there is nothing to tune here: {reason}")
     with terminal.progress() as bar:
         task = bar.add_task("tuning", total=None)
         result = tuning.sweep(
@@ -263,6 +318,7 @@ def tune(
             seq_len or (1024, 4096, 16384),
             device,
             lambda what, step, of: bar.update(task, description=what, completed=step, total=of),
+            method,
         )
     results.write(result, out)
     for dims_name, tile in result["best"].items():
@@ -270,16 +326,11 @@ def tune(
     print(f"use them: export STROBE_TILES={out.resolve()}")
 
 
-# ---- bench, report: strobe.bench.cli
-# -----------------------------------------------------------------------------------
+# ---- bench, report: strobe.bench.cli; ladder, explain-page: strobe.learn
 
 app.command()(benchmark.bench)
 app.command()(benchmark.report)
 app.add_typer(ladder.app, name="ladder")
-
-# ---- explain-page: strobe.learn.cli
-# -------------------------------------------------------------------------------------
-
 app.command()(learning.explain_page)
 
 

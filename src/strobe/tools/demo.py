@@ -1,4 +1,4 @@
-"""What `strobe demo` measures: exact attention beside standard attention, with error, time and memory."""
+"""What `strobe demo` measures: strobe against standard attention, with error, time and memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from pathlib import Path
 import torch
 
 import strobe
+from strobe.measure import units
 from strobe.measure.memory import free_bytes, with_peak_memory
+from strobe.measure.stopwatch import Settings as Timing, Stopwatch
+from strobe.measure.tolerance import Verdict, compare
 from strobe.tiled import block_sizes
 from strobe.tools import demo_inputs
 from strobe.tools.demo_inputs import QKV
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = {"cpu": (1024, 2048, 4096, 8192), "cuda": (1024, 2048, 4096, 8192, 16384)}
 STANDARD = "standard"
+CHECKED_ROWS = 1024  # of the output that are compared with float64, evenly spread
+_BUDGET_MS = 200.0  # of calls that are timed, for each method and length
+_LONG_MS = 250.0  # a call that takes longer is timed once
 
 
 @dataclass(frozen=True)
 class Settings:
-    lengths: tuple[int, ...] = LENGTHS
+    lengths: tuple[int, ...] = LENGTHS["cpu"]
     head_dim: int = 64
     heads: int = 1
     block_q: int | None = None  # tile sizes of the `tiled` backend
@@ -49,15 +55,30 @@ class Settings:
 class Row:
     length: int
     method: str
-    error: float | None = None  # largest absolute difference from float64; None if it did not run
-    allowed: float = math.inf  # what rounding explains
-    seconds: float | None = None
+    verdict: Verdict | None = None  # None if it did not run
+    ms: float | None = None
     extra_bytes: int | None = None
     skipped: str | None = None  # why it did not run
 
     @property
     def exact(self) -> bool:
-        return self.error is None or self.error <= self.allowed  # False for NaN
+        """Standard attention is what is compared with; nothing is asked of it."""
+        return self.method == STANDARD or self.verdict is None or self.verdict.passed
+
+
+def check_room(settings: Settings) -> None:
+    """Raises ValueError if q, k, v and the output of the longest sequence do not fit."""
+    if settings.init not in demo_inputs.RULES:
+        return
+    elements = max(settings.lengths) * settings.heads * settings.head_dim
+    needs = {torch.device("cpu"): 3 * 4 * elements}  # inputs are made there, in fp32
+    needs[settings.device] = needs.get(settings.device, 0) + 4 * settings.dtype.itemsize * elements
+    for device, need in needs.items():
+        if need > (free := free_bytes(device)):
+            raise ValueError(
+                f"--seq-len {max(settings.lengths)}: q, k, v and the output need {units.size(need)}, "
+                f"{units.size(free)} are free on {device.type}"
+            )
 
 
 def inputs_of(settings: Settings) -> Iterator[QKV]:
@@ -93,33 +114,42 @@ def methods(settings: Settings, qkv: QKV) -> dict[str, Callable[[], torch.Tensor
     return calls
 
 
-def run(settings: Settings, done: Callable[[str], None] = lambda what: None) -> Iterator[Row]:
-    """Measure everything, shortest length first; `done` hears of each finished measurement."""
+def run(settings: Settings) -> Iterator[Row]:
+    """Measure everything, shortest length first. Each row is given when it is there."""
     for qkv in inputs_of(settings):
         with block_sizes(settings.block_q, settings.block_k):
-            yield from _rows(settings, qkv, done)
+            yield from _rows(settings, qkv)
 
 
-def _rows(settings: Settings, qkv: QKV, done: Callable[[str], None]) -> Iterator[Row]:
+def _rows(settings: Settings, qkv: QKV) -> Iterator[Row]:
     q, k, v = qkv
     length, device = k.shape[1], settings.device
     calls = methods(settings, qkv)
-    exact = in_row_blocks(q, k, v, settings.causal, torch.float64)
-    matrices = 2 * q.shape[2] * q.shape[1] * length * q.element_size()  # S and P
-    free = free_bytes(device)
-    yardstick = _error(in_row_blocks(q, k, v, settings.causal, q.dtype), exact)
-    explained = _explained_by_rounding(yardstick, exact, q.dtype)
+    count = min(q.shape[1], CHECKED_ROWS)
+    rows = torch.linspace(0, q.shape[1] - 1, count, dtype=torch.float64, device=device).round().long()
+    exact, same = (textbook(q, k, v, rows, settings.causal, dtype) for dtype in (torch.float64, q.dtype))
+    watch = Stopwatch(device, Timing(l2="warm"))
     for name, call in calls.items():
-        if name == STANDARD and matrices > 0.8 * free:
-            reason = f"its matrices of {_gib(matrices)} do not fit in the {_gib(free)} that are free"
-            row = Row(length, name, skipped=reason)
-        else:
-            out, extra = with_peak_memory(call, device)
-            error = _error(out, exact)
-            del out
-            row = Row(length, name, error, math.inf if name == STANDARD else explained, best_time(call, device), extra)
-        done(f"{length} tokens, {name}")
-        yield row
+        matrices = 2 * q.shape[2] * q.shape[1] * length * q.element_size()  # S and P
+        if name == STANDARD and matrices > 0.8 * (free := free_bytes(device)):
+            fits = f"its matrices of {units.size(matrices)} do not fit in the {units.size(free)} that are free"
+            yield Row(length, name, skipped=fits)
+            continue
+        if device.type == "cuda":
+            call()  # compiles what has to be compiled
+            watch.synchronize()
+        (out, ms), extra = with_peak_memory(lambda call=call: _timed(call), device)  # type: ignore[misc]
+        verdict = compare(name, out[:, rows], exact, same)
+        del out
+        if device.type == "cuda" or ms < _LONG_MS:
+            ms = watch.best_ms(call, _BUDGET_MS)
+        yield Row(length, name, verdict, ms, extra)
+
+
+def _timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+    begun = time.perf_counter()
+    out = call()
+    return out, (time.perf_counter() - begun) * 1e3
 
 
 def standard_attention(
@@ -127,69 +157,30 @@ def standard_attention(
 ) -> torch.Tensor:
     """Three steps with the whole matrix between them: S = q k^T, P = softmax(S), O = P v. On (1, length, heads, dim).
     Scaling q saves one more pass over the matrix."""
-    return _from_scores((q / math.sqrt(q.shape[3])).transpose(1, 2) @ k.permute(0, 2, 3, 1), v, causal, first_row)
+    s = (q / math.sqrt(q.shape[3])).transpose(1, 2) @ k.permute(0, 2, 3, 1)
+    return _from_scores(s, v, causal, torch.arange(first_row, first_row + q.shape[1], device=q.device))
 
 
-def _from_scores(s: torch.Tensor, v: torch.Tensor, causal: bool, first_row: int) -> torch.Tensor:
+def _from_scores(s: torch.Tensor, v: torch.Tensor, causal: bool, positions: torch.Tensor) -> torch.Tensor:
     if causal:
-        rows = torch.arange(first_row, first_row + s.shape[2], device=s.device)
-        s.masked_fill_(torch.arange(s.shape[3], device=s.device) > rows[:, None], -math.inf)
+        s.masked_fill_(torch.arange(s.shape[3], device=s.device) > positions[:, None], -math.inf)
     return (torch.softmax(s, -1) @ v.transpose(1, 2)).transpose(1, 2)
 
 
-def in_row_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Standard attention in a dtype, a few rows of the matrix at a time; by the book, which scales q k^T and rounds no
-    q."""
-    block = 512
-    k, v = k.to(dtype), v.to(dtype)
+def textbook(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, causal: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """Standard attention of some rows in a dtype, a few at a time; by the book, which scales q k^T and rounds no q."""
     diagonal = k.shape[1] - q.shape[1]
+    k, v = k.to(dtype), v.to(dtype)
     done = []
-    for i in range(0, q.shape[1], block):
-        s = q[:, i : i + block].to(dtype).transpose(1, 2) @ k.permute(0, 2, 3, 1)
-        done.append(_from_scores(s.div_(math.sqrt(q.shape[3])), v, causal, i + diagonal))
+    for part in rows.split(256):
+        s = q[:, part].to(dtype).transpose(1, 2) @ k.permute(0, 2, 3, 1)
+        done.append(_from_scores(s.div_(math.sqrt(q.shape[3])), v, causal, part + diagonal))
     return torch.cat(done, 1)
-
-
-def _error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((out.double() - exact).abs().max())
-
-
-def _explained_by_rounding(yardstick: float, exact: torch.Tensor, dtype: torch.dtype) -> float:
-    """The rule of the tests: twice what PyTorch errs in the same dtype, and the output's last bit."""
-    if dtype == torch.float64:
-        return 1e-13 * float(exact.abs().max())  # nothing finer to compare with
-    o = exact.to(dtype)
-    return 2 * yardstick + 2 * float(((o + 0.3 - 0.3) - o).abs().max())
-
-
-# ---- measuring
-# -----------------------------------------------------------------------------------------------------------
-
-
-def best_time(call: Callable[[], object], device: torch.device, budget: float = 0.5, most: int = 20) -> float:
-    """Seconds of the fastest of several calls; CUDA events on a GPU."""
-    seconds: list[float] = []
-    started = time.perf_counter()
-    while not seconds or (len(seconds) < most and time.perf_counter() - started < budget):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            begun = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - begun)
-    return min(seconds)
 
 
 MEMORY_NOTE = {
     "cuda": "by torch.cuda.max_memory_allocated",
     "cpu": "by the allocations that torch.profiler records",
 }
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

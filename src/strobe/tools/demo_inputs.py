@@ -62,7 +62,10 @@ def _as_4d(path: Path, name: str, t: object) -> torch.Tensor:
         raise ValueError(
             f"--init: {name} in {path} has shape {tuple(t.shape)}, not (length, dim) or (length, heads, dim)"
         )
-    return (t if t.dim() == 3 else t[:, None]).float()[None].contiguous()
+    t = t.float()
+    if count := int((~torch.isfinite(t)).sum()):
+        raise ValueError(f"--init: {count} of {t.numel()} numbers of {name} in {path} are NaN or infinite")
+    return (t if t.dim() == 3 else t[:, None])[None].contiguous()
 
 
 def _from_binary(path: Path) -> object:

@@ -1,4 +1,4 @@
-"""How the command line's results look: tables, progress, numbers with their units."""
+"""How the command line's results look."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from strobe.backends import dispatch
 from strobe.learn import worked_example
+from strobe.measure import units
 from strobe.tools import demo
 
 stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -20,22 +21,6 @@ stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 def progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=stderr, transient=True)
-
-
-def seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
-
-
-def size(value: int | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
-
-
-def ratio(ours: float | None, theirs: float | None) -> str:
-    return f"x {ours / theirs:.2g}" if ours and theirs else "–"
 
 
 def numbers(t: torch.Tensor) -> str:
@@ -47,34 +32,58 @@ def numbers(t: torch.Tensor) -> str:
 # ---- demo ------------------------------------------------------------------------------------------------------------
 
 
-def show_demo(rows: list[demo.Row], device: torch.device) -> None:
-    table = Table()
-    for heading in ("tokens", "attention", "error", "time", "to standard", "memory", "to standard"):
-        table.add_column(heading, justify="left" if heading == "attention" else "right", min_width=7)
-    base = rows[0]
-    for row in rows:
-        if row.method == demo.STANDARD:
-            base = row
-            table.add_section()
-        tokens = str(row.length) if row is base else ""
+class DemoTable:
+    """Rows of `strobe demo`, each printed when it is there."""
+
+    # Name, heading, width; what is as wide as a number stands on the right.
+    _COLUMNS = (
+        ("tokens", "tokens", 7),
+        ("attention", "attention", -10),
+        ("error", "error", 8),
+        ("time", "time", 9),
+        ("faster", "to standard", -14),
+        ("memory", "memory", 9),
+        ("less", "to standard", -14),
+    )
+
+    def __init__(self) -> None:
+        self._base: demo.Row | None = None
+        self._print({name: heading for name, heading, _ in self._COLUMNS}, "bold")
+
+    def show(self, row: demo.Row) -> None:
+        standard = row.method == demo.STANDARD
+        if standard:
+            self._base = row
+        cells = {"tokens": str(row.length) if standard else "", "attention": row.method}
         if row.skipped:
-            table.add_row(tokens, row.method, "not run")
-            continue
-        error = f"{row.error:.1e}" if row.exact else f"[bold red]{row.error:.1e}[/]"
-        compared = row is not base
-        faster = ratio(row.seconds, base.seconds) if compared else ""
-        smaller = ratio(row.extra_bytes, base.extra_bytes) if compared else ""
-        table.add_row(tokens, row.method, error, seconds(row.seconds), faster, size(row.extra_bytes), smaller)
-    stdout.print(table)
-    for row in rows:
-        if row.skipped:
-            stdout.print(f"{row.length} tokens, {row.method}: not run, {row.skipped}", style="yellow")
+            self._print(cells, "yellow", f"  not run: {row.skipped}")
+            return
+        assert row.verdict is not None
+        cells |= {"error": f"{row.verdict.largest:.1e}", "time": units.milliseconds(row.ms)}
+        cells["memory"] = units.size(row.extra_bytes)
+        base = None if standard else self._base
+        if base is not None and base.ms and row.ms:
+            cells["faster"] = units.faster(base.ms / row.ms)
+        if base is not None and base.extra_bytes and row.extra_bytes:
+            cells["less"] = units.less(base.extra_bytes / row.extra_bytes)
+        self._print(cells, None if row.exact else "bold red")
         if not row.exact:
-            wrong = f"error {row.error:.1e}, but rounding explains {row.allowed:.1e} at most"
-            stdout.print(f"{row.length} tokens, {row.method}: {wrong}", style="bold red")
+            stdout.print(f"{row.length} tokens, {row.verdict}", style="bold red", markup=False, soft_wrap=True)
+
+    def _print(self, cells: dict[str, str], style: str | None, more: str = "") -> None:
+        padded = (
+            cells.get(name, "").ljust(-width) if width < 0 else cells.get(name, "").rjust(width)
+            for name, _, width in self._COLUMNS
+        )
+        text = "  ".join(padded).rstrip() + more
+        stdout.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def show_demo_notes(device: torch.device) -> None:
+    memory = demo.MEMORY_NOTE.get(device.type, "not measured on this device")
     stdout.print(
-        "error: the largest difference from float64; time: the fastest of several calls; memory: the peak above the inputs, "
-        f"{demo.MEMORY_NOTE.get(device.type, 'not measured on this device')}",
+        f"error: the largest difference from float64 in up to {demo.CHECKED_ROWS} rows; time: of the fastest call; "
+        f"memory: the peak above the inputs, {memory}",
         style="dim",
     )
 
@@ -145,18 +154,17 @@ def _findings(found: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
         ("torch", True, f"{torch_['version']}, CUDA {torch_['cuda'] or 'not built in'}, {torch_['threads']} threads"),
     ]
     for gpu in found["gpus"]:
-        facts = (gpu["name"], gpu["arch"], f"{gpu['multiprocessors']} multiprocessors", size(gpu["memory"]))
+        facts = (gpu["name"], gpu["arch"], f"{gpu['multiprocessors']} multiprocessors", units.size(gpu["memory"]))
         lines.append(("GPU", True, ", ".join(facts)))
     if not found["gpus"]:
         lines.append(("GPU", False, "torch finds none"))
     for key, name in (("driver", "driver"), ("nvrtc", "NVRTC")):
         lines.append((name, found[key]["problem"] is None, found[key]["problem"] or found[key]["version"] or ""))
     lines.append(("cuda-bindings", found["cuda-bindings"] is not None, found["cuda-bindings"] or "not installed"))
-    held = (
-        ""
-        if cache["directory"] is None
-        else f"{cache['directory']}: {cache['kernels']} cubins, {cache['libraries']} emulator libraries, {size(cache['bytes'])}"
-    )
+    held = ""
+    if cache["directory"] is not None:
+        counts = f"{cache['kernels']} cubins, {cache['libraries']} emulator libraries, {units.size(cache['bytes'])}"
+        held = f"{cache['directory']}: {counts}"
     lines.append(("cache", cache["problem"] is None, "; ".join(filter(None, (held, cache["problem"])))))
     lines += [("cubin layer", None, layer) for layer in cache["layers"]]
     lines.append(("C++ compiler", compiler["problem"] is None, compiler["problem"] or compiler["path"]))

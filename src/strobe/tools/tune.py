@@ -15,81 +15,72 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from strobe.arguments import Arguments
+from strobe.bench.tile_speeds import means
 from strobe.cuda import backend, jit
 from strobe.cuda.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, choose_tile, plan, tile_name
 from strobe.cuda.kernel import KernelSpec
 from strobe.cuda.launch import Launcher
 from strobe.cuda.plan import Machine, Plan
-from strobe.mask import Mask, causal, full
+from strobe.mask import causal, full
 from strobe.measure import provenance
-from strobe.measure.statistics import geometric_mean
-from strobe.measure.stopwatch import Contender, Settings, Stopwatch, interleave
+from strobe.measure.cases import Case, problem_of
+from strobe.measure.clocks import Monitor
+from strobe.measure.method import SUSTAINED, TURNS
+from strobe.measure.statistics import summarise_turns
+from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
+from strobe.measure.sustained import Settings as SustainedSettings, SustainedCall, sustain
+from strobe.measure.turns import interleave
 from strobe.problem import Problem
 
 TOKENS, HIDDEN = 16384, 2048  # as in the grid of the benchmark
 Report = Callable[[str, int, int], None]  # what is done, step, of how many
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class TileCase(Case):
     """A problem on which the tiles of a kind compete."""
 
     kind: str
-    dim: int
-    dim_v: int
-    mask: Mask
-    batch: int
-    len_q: int
-    len_k: int
-    heads: int
-    heads_k: int
-    softcap: float | None = None
-
-    def __str__(self) -> str:
-        queries = "" if self.len_q == self.len_k else f"{self.len_q} of "
-        return f"{self.mask.name}, {queries}{self.len_k}"
 
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, ...]:
         """q, k, v and a place for the output."""
-        q = (self.batch, self.len_q, self.heads, self.dim)
-        k, v = ((self.batch, self.len_k, self.heads_k, d) for d in (self.dim, self.dim_v))
-        inputs = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in (q, k, v))
-        return (*inputs, torch.empty(*q[:3], self.dim_v, dtype=torch.bfloat16, device=device))
+        inputs = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in self.shapes()]
+        return (*inputs, inputs[0].new_empty((*inputs[0].shape[:3], self.value_dim)))
 
     @functools.cached_property
     def problem(self) -> Problem:
-        q, k, v, _ = self.tensors("meta")
-        return Problem.of(Arguments(q, k, v, mask=self.mask, softcap=self.softcap))[0]
+        return problem_of(self, torch.bfloat16, torch.device("meta"))
 
     def plan(self, tile: Tile | None, machine: Machine) -> Plan:
-        out = self.tensors("meta")[-1]
-        return plan(self.problem, out.transpose(1, 2).stride()[:3], machine, tile)  # type: ignore[arg-type]
+        strides = (self.len_q * self.heads * self.value_dim, self.value_dim, self.heads * self.value_dim)
+        return plan(self.problem, strides, machine, tile)
 
 
-def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[Case]:
+def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[TileCase]:
     """Different ones: two lengths may lead to the same."""
     return list(dict.fromkeys(case for length in lengths for case in _cases_at(dim, dim_v, kind, length)))
 
 
-def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[Case]:
-    batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
+def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[TileCase]:
     softcap = 30.0 if "softcap" in KINDS[kind] else None
-    if "split" in KINDS[kind]:  # one new token, and a piece of a prompt, against a long cache
+    shape: dict[str, Any] = {"kind": kind, "dim": dim, "dim_v": dim_v, "softcap": softcap}
+    if "split" in KINDS[kind]:  # decode, and chunked prefill
         keys = max(4 * length, 4096)
         return [
-            Case(kind, dim, dim_v, full, 1, 1, keys, heads=64, heads_k=8, softcap=softcap),
-            Case(kind, dim, dim_v, causal, 1, 512, keys, heads=8, heads_k=8, softcap=softcap),
+            TileCase(f"full, 1 of {keys}", 1, keys, batch=1, heads=64, heads_k=8, mask=full, **shape),
+            TileCase(f"causal, 512 of {keys}", 512, keys, batch=1, heads=8, heads_k=8, mask=causal, **shape),
         ]
+    batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
+    shape |= {"batch": batch, "heads": heads, "heads_k": heads}
     masks = {"full": [full], "bounded": [causal], "softcap": [full, causal]}[kind]
-    return [Case(kind, dim, dim_v, mask, batch, length, length, heads, heads, softcap) for mask in masks]
+    return [TileCase(f"{mask.name}, {length}", length, length, mask=mask, **shape) for mask in masks]
 
 
 def candidates(dim: int, dim_v: int, kind: str) -> list[Tile]:
     """The tile that is used now, and its neighbours: one switch changed at a time."""
     best = choose_tile(dim, dim_v, **dict.fromkeys(KINDS[kind], True))
     near = [choose_tile(dim, dim_v)]
-    near += [replace(best, exps_before_wait=hold) for hold in (0, 4, 8, 16, 24, 32, 40)]
+    near += [replace(best, exps_before_wait=exps) for exps in (0, 4, 8, 16, 24, 32, 40)]
     near += [replace(best, ping_pong=not best.ping_pong)]
     near += [replace(best, stages=stages) for stages in (2, 3)]
     near += [replace(best, block_n=best.block_n + step) for step in (-32, -16, 16, 32)]
@@ -120,10 +111,11 @@ def sweep(
     lengths: Sequence[int],
     device: torch.device,
     report: Report,
-    settings: Settings | None = None,
+    method: str = TURNS,
 ) -> dict[str, Any]:
     """Every candidate at every length, beside cuDNN where that can do the same; results with their provenance."""
-    watch = Stopwatch(device, settings or Settings(budget_ms=40, rounds=8, graph_below_ms=0))  # the same method for all
+    watch = Stopwatch(device, Settings(budget_ms=40, rounds=8, graph_below_ms=0))  # events for all, however short
+    monitor = Monitor(device, energy=method == SUSTAINED)
     machine = backend.machine_of(device)
     rows: list[dict[str, Any]] = []
     groups = {(*d, kind): cases(*d, kind, lengths) for d in dims for kind in kinds}
@@ -135,12 +127,14 @@ def sweep(
         rows += [{"dim": dim, "dim_v": dim_v, "kind": kind, "tile": str(t), "reason": r} for t, r in reasons.items()]
         for case in group:
             report(f"head dim {dim}/{dim_v}, {kind}: {case}", done, total)
-            rows += _time([tile for tile in tiles if tile not in reasons], case, watch, machine)
+            rows += _time([tile for tile in tiles if tile not in reasons], case, watch, machine, method, monitor)
             done += 1
-    return {"provenance": provenance.collect(device, seed=0), "rows": rows, "best": best_tiles(rows)}
+    monitor.close()
+    facts = {"provenance": provenance.collect(device, seed=0), "method": method, "energy": monitor.energy_source}
+    return facts | {"rows": rows, "best": best_tiles(rows)}
 
 
-def unable(tiles: list[Tile], group: Iterable[Case], machine: Machine) -> dict[Tile, str]:
+def unable(tiles: list[Tile], group: Iterable[TileCase], machine: Machine) -> dict[Tile, str]:
     """Tiles that cannot be used for all of a group of cases, and why."""
     wanted = {(tile, case.plan(tile, machine).launches[0].kernel) for tile in tiles for case in group}
     with ThreadPoolExecutor() as pool:
@@ -148,10 +142,12 @@ def unable(tiles: list[Tile], group: Iterable[Case], machine: Machine) -> dict[T
     return {tile: reason for tile, reason in found if reason is not None}
 
 
-def _time(tiles: list[Tile], case: Case, watch: Stopwatch, machine: Machine) -> list[dict[str, Any]]:
-    facts = {"dim": case.dim, "dim_v": case.dim_v, "kind": case.kind, "case": str(case)}
+def _time(
+    tiles: list[Tile], case: TileCase, watch: Stopwatch, machine: Machine, method: str, monitor: Monitor
+) -> list[dict[str, Any]]:
+    facts = {"dim": case.dim, "dim_v": case.value_dim, "kind": case.kind, "case": str(case)}
     q, k, v, out = case.tensors(watch.device)
-    contenders: dict[str, Contender] = {}
+    calls: dict[str, SustainedCall] = {}
     wrong: list[dict[str, Any]] = []
     expected: torch.Tensor | None = None
     for tile in tiles:
@@ -164,44 +160,39 @@ def _time(tiles: list[Tile], case: Case, watch: Stopwatch, machine: Machine) -> 
         elif not torch.allclose(out, expected, rtol=0.02, atol=0.02):
             wrong.append({**facts, "tile": str(tile), "reason": f"wrong: {case}"})
             continue
-        contenders[str(tile)] = Contender(functools.partial(call, *addresses))
-    if case.softcap is None and (case.mask is full or case.len_q == case.len_k):
+        calls[str(tile)] = SustainedCall(functools.partial(call, *addresses))
+    if case.softcap is None and (case.mask == full or case.len_q == case.len_k):
         queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
-        contenders["cudnn"] = Contender(
+        calls["cudnn"] = SustainedCall(
             lambda: F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=case.mask is causal, enable_gqa=True
+                queries, keys, values, is_causal=case.mask == causal, enable_gqa=True
             ),
             scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
         )
-        with contenders["cudnn"].scope():
-            contenders["cudnn"].call()  # makes its plan
-    interleave(list(contenders.values()), watch)
-    medians = {name: c.summary().median for name, c in contenders.items() if c.problem is None}
-    return wrong + [
-        {
-            **facts,
-            "tile": name,
-            "ms": ms,
-            "tflops": case.problem.flops() / ms / 1e9,
-            "vs_cudnn": medians["cudnn"] / ms if "cudnn" in medians else None,
-        }
-        for name, ms in medians.items()
-    ]
+        with calls["cudnn"].scope():
+            calls["cudnn"].call()  # makes its plan
+    return wrong + [facts | row for row in _measured(calls, case.problem.flops(), watch, method, monitor)]
 
 
-def means(rows: list[dict[str, Any]], dim: int, dim_v: int, kind: str) -> dict[str, float]:
-    """Of every tile that ran in all cases, the one in use first: the geometric mean of its speed."""
-    mine = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind) and "ms" in row]
-    return means_over(mine, "case", "tflops")
-
-
-def means_over(rows: list[dict[str, Any]], cell: str, speed: str) -> dict[str, float]:
-    """The geometric mean of the speed of every tile, but not of cuDNN, that was timed in all cells."""
-    count = len({row[cell] for row in rows})
-    speeds: dict[str, list[float]] = {}
-    for row in rows:
-        speeds.setdefault(row["tile"], []).append(row[speed])
-    return {tile: geometric_mean(found) for tile, found in speeds.items() if len(found) == count and tile != "cudnn"}
+def _measured(
+    calls: dict[str, SustainedCall], flops: int, watch: Stopwatch, method: str, monitor: Monitor
+) -> list[dict[str, Any]]:
+    """Time, speed and, sustained, energy of each; tiles that failed are left out."""
+    running: list[TimedCall] = list(calls.values())
+    if method == SUSTAINED:
+        sustain(list(calls.values()), watch, monitor, SustainedSettings(repeats=1))
+    else:
+        interleave(running, watch)
+    done = {name: call for name, call in calls.items() if call.problem is None}
+    ms = {n: c.mean_ms() if method == SUSTAINED else summarise_turns(c.turns_ms).median for n, c in done.items()}
+    rows = []
+    for name, call in done.items():
+        row: dict[str, Any] = {"tile": name, "ms": ms[name], "tflops": flops / ms[name] / 1e9}
+        row["vs_cudnn"] = ms["cudnn"] / ms[name] if "cudnn" in ms else None
+        if method == SUSTAINED and (watts := call.watts()) is not None:
+            row |= {"watts": watts, "joules_per_tflop": watts / row["tflops"]}
+        rows.append(row)
+    return rows
 
 
 def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

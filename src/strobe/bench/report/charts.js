@@ -25,6 +25,8 @@ function hover(node, text) {
   return node;
 }
 const round = x => x === 0 ? "0" : Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 1 ? String(+x.toPrecision(3)) : String(+x.toPrecision(2));
+const rate = t => t >= 1 ? round(t) + " TFLOP/s" : t >= 1e-3 ? round(t * 1e3) + " GFLOP/s" : round(t * 1e6) + " MFLOP/s";
+const percent = v => Math.round(v * 100) + " %" + (v > 1 ? " *" : "");
 const short = n => n >= 1024 && n % 1024 === 0 ? n / 1024 + "K" : String(n);
 const bytes = b => {
   const [unit, scale] = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]].find(u => b >= u[1]) || ["B", 1];
@@ -50,19 +52,23 @@ function ticks(low, high, log, base = 10) {
 }
 
 // series: [{name, style: {colour, dash, shape}, points: [{x, y, text, low, high}], missing: [{x, text}]}]
-// options: {x: {log, ticks, format, label}, y: {log, format, label, zero}, guides: [{points, label}], lines: [{y, label}]}
+// options: {x: {log, ticks, format, label}, y: {log, format, label, zero, band}, guides: [{points, label}], lines: [{y, label}]}
 function lineChart(series, options) {
   const W = 440, H = 290, left = 52, right = 12, top = 26, bottom = 38;
   const all = series.flatMap(s => s.points), missing = series.flatMap(s => s.missing || []);
   const svg = el("svg:svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": options.title || "" });
   if (!all.length) { svg.append(el("svg:text", { x: W / 2, y: H / 2, "text-anchor": "middle" }, "no data")); return svg; }
   const { x: X, y: Y } = options;
-  const xs = [...all, ...missing].map(p => p.x), ys = [...all.map(p => p.y), ...(options.lines || []).map(l => l.y)];
+  const xs = [...all, ...missing].map(p => p.x), values = [...all.map(p => p.y), ...(options.lines || []).map(l => l.y)];
+  // A logarithmic axis has no 0: what is 0 gets a band of its own below it.
+  const zeros = Y.band && values.some(v => v === 0), ys = zeros ? values.filter(v => v > 0) : values, floor = H - bottom - (zeros ? 22 : 0);
+  if (!ys.length) ys.push(1, 1024);
   let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   if (x0 === x1) { x0 *= 0.7; x1 *= 1.4; }
   if (Y.log) { y0 = y0 / 1.4; y1 = y1 * (missing.length ? 2.2 : 1.4); } else { y0 = Y.zero === false ? y0 : Math.min(0, y0); y1 = y1 * (missing.length ? 1.16 : 1.06) || 1; }
   const scale = (v, a, b, from, to, log) => from + (log ? (Math.log(v) - Math.log(a)) / (Math.log(b) - Math.log(a)) : (v - a) / (b - a)) * (to - from);
-  const px = v => scale(v, x0, x1, left + 10, W - right - 10, X.log), py = v => scale(v, y0, y1, H - bottom, top, Y.log);
+  const px = v => scale(v, x0, x1, left + 10, W - right - 10, X.log), py = v => zeros && v === 0 ? H - bottom - 7 : scale(v, y0, y1, floor, top, Y.log);
+  if (zeros) svg.append(el("svg:line", { class: "guide", x1: left, x2: W - right, y1: floor + 4, y2: floor + 4 }), el("svg:text", { x: left - 6, y: H - bottom - 3, "text-anchor": "end" }, "0"));
   for (const v of ticks(y0, y1, Y.log, Y.base)) {
     svg.append(el("svg:line", { class: "grid", x1: left, x2: W - right, y1: py(v), y2: py(v) }),
       el("svg:text", { x: left - 6, y: py(v) + 4, "text-anchor": "end" }, (Y.format || round)(v)));
@@ -109,14 +115,13 @@ function mark(shape, x, y, colour) {
   return el("svg:circle", { cx: x, cy: y, r: 3.4, fill: colour });
 }
 
-// bars: [{name, value, text, label, colour}] or {name, note} without a bar
+// bars: [{name, value, text, label, colour}]
 function barChart(bars, title) {
-  const W = 440, row = 20, left = 128, H = bars.length * row + 8, most = Math.max(...bars.map(b => b.value || 0), 1e-12);
+  const W = 440, row = 20, left = Math.min(230, 14 + 6.4 * Math.max(...bars.map(b => b.name.length))), H = bars.length * row + 8, most = Math.max(...bars.map(b => b.value || 0), 1e-12);
   const svg = el("svg:svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": title });
   bars.forEach((bar, i) => {
     const y = i * row + 4;
     svg.append(el("svg:text", { x: left - 6, y: y + 13, "text-anchor": "end", class: bar.strong ? "value" : "" }, bar.name));
-    if (bar.value === undefined) { svg.append(hover(el("svg:text", { x: left + 2, y: y + 13, "font-style": "italic" }, bar.label), bar.text)); return; }
     const width = Math.max(1.5, (bar.value / most) * (W - left - 80));
     svg.append(hover(el("svg:rect", { class: "hot", x: left, y: y + 2, width, height: row - 6, fill: bar.colour, rx: 2 }), bar.text),
       el("svg:text", { x: left + width + 5, y: y + 13, class: "value" }, bar.label));

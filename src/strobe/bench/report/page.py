@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html as escaping
 import json
 import math
-from collections import defaultdict
+import re
 from pathlib import Path
 from typing import Any
 
+from strobe.bench.claims import merged
 from strobe.bench.compare import comparable, compare
+from strobe.bench.conclusions import conclusions
+from strobe.bench.figures import families, family
+from strobe.bench.names import SUITES
 from strobe.bench.results import Results, Row
+from strobe.measure.method import SUMMARIES, TITLES
+from strobe.measure.palette import KINDS, styles
+from strobe.measure.provenance import busy_machine
 
 _HERE = Path(__file__).parent
+_PARTS = {"STYLE": "page.css", "CHARTS": "charts.js", "SCRIPT": "page.js"}
 
 
 def write(runs: list[Results], directory: Path) -> Path:
@@ -24,77 +34,76 @@ def write(runs: list[Results], directory: Path) -> Path:
 def html(runs: list[Results]) -> str:
     if not runs:
         raise ValueError("runs is empty; at least one result is needed")
-    data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    text = (_HERE / "page.html").read_text(encoding="utf-8")
-    for mark, part in (("STYLE", "page.css"), ("CHARTS", "charts.js"), ("SCRIPT", "page.js")):
-        text = text.replace(f"/*{mark}*/", (_HERE / part).read_text(encoding="utf-8"))
-    return text.replace("/*DATA*/", data).replace("TITLE", f"Attention on {_escaped(runs[0].device)}")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False)
+    data = data.replace("<", "\\u003c")  # no text in it can end, or begin, a script or a comment
+    parts = {f"/*{mark}*/": (_HERE / name).read_text(encoding="utf-8") for mark, name in _PARTS.items()}
+    parts |= {"/*DATA*/": data, "TITLE": f"Attention on {escaping.escape(runs[0].device)}"}
+    pieces = re.split("(" + "|".join(map(re.escape, parts)) + ")", (_HERE / "page.html").read_text(encoding="utf-8"))
+    return "".join(parts.get(piece, piece) for piece in pieces)  # in one go: no mark inside a part is replaced
 
 
 def page_data(runs: list[Results]) -> dict[str, Any]:
-    """What the script draws from: runs of the same device are one run, what stands alone is compared with the first."""
-    first, others = runs[0], runs[1:]
-    merged = [first]
+    """What the script draws from: runs of the same device are one run; what was measured again is compared with it."""
+    first, parts = runs[0], [runs[0]]
     compared: list[Results] = []
-    for run in others:
-        keys = {(row.case.key, row.provider) for row in merged[0].rows}
-        again = any((row.case.key, row.provider) in keys for row in run.rows)
-        (compared if again or comparable(first, run) else merged).append(run)
+    seen = {row.identity for row in first.rows}
+    for run in runs[1:]:
+        again = any(row.identity in seen for row in run.rows)
+        same_device = first.provenance["device"]["name"] == run.provenance["device"]["name"]
+        (compared if again or not same_device else parts).append(run)
+        seen |= {row.identity for row in run.rows}
+    whole = merged(parts)
+    return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
+
+
+def _run(run: Results) -> dict[str, Any]:
+    many = set(families([row for row in run.rows if row.case.tile is None and row.case.measure == "time"]))
+    drawn = styles([(row.provider, row.kind) for row in run.rows if row.timed])
     return {
-        "run": _run(merged),
-        "compared": [_comparison(merged, run) for run in compared],
+        "provenance": run.provenance,
+        "method": run.method,
+        "ceilings": vars(run.ceilings),
+        "conclusions": {suite: conclusions(run, suite) for suite in run.suites()},
+        "suites": {suite: SUITES[suite][0] if suite in SUITES else "" for suite in run.suites()},
+        "methods": {method: [TITLES[method], SUMMARIES[method]] for method in run.methods()},
+        "kinds": KINDS,
+        "styles": {name: dataclasses.asdict(style) for name, style in drawn.items()},
+        "warnings": _warnings(run),
+        "rows": [flat(row, _panel(row, many)) for row in run.rows],
     }
 
 
-def _run(parts: list[Results]) -> dict[str, Any]:
-    rows = [row for part in parts for row in part.rows]
-    return {
-        "provenance": parts[0].provenance,
-        "method": parts[0].method,
-        "ceilings": vars(parts[0].ceilings),
-        "complete": all(part.complete for part in parts),
-        "seconds": sum(part.seconds or 0 for part in parts),
-        "throttled": sorted({reason for row in rows if row.clock for reason in row.clock.throttle}),
-        "rows": [flat(row, panel) for row, panel in zip(rows, panels(rows), strict=True)],
-    }
+def _panel(row: Row, families: set[str]) -> str:
+    """The title of the figure that shows a row: of a family of lengths, of a table of tiles, or of the case."""
+    if row.case.tile is not None:
+        return dataclasses.replace(row.case, tile=None).title
+    return family(row) if row.case.measure == "time" and family(row) in families else row.case.title
 
 
-def panels(rows: list[Row]) -> list[str]:
-    """Cases that differ in length only share a figure: d128-causal-4k and d128-causal-8k are points of
-    "d128-causal"."""
-    families: dict[str, set[int]] = defaultdict(set)
-    for row in rows:
-        families[_family(row)].add(row.case.len_k)
-    return [_family(row) if len(families[_family(row)]) > 1 else row.case.label for row in rows]
-
-
-def _family(row: Row) -> str:
-    """Models are cases of their own, whatever their names have in common."""
-    return row.case.label.rsplit("-", 1)[0] if "-" in row.case.label and row.case.model is None else row.case.label
+def _warnings(run: Results) -> list[str]:
+    found = [] if run.complete else ["The run was stopped before its end; what it had is shown."]
+    throttled = sorted({reason for row in run.rows if row.clock for reason in row.clock.throttle})
+    found += [f"While it ran the GPU reported: {', '.join(throttled)}."] if throttled else []
+    found += [warning for warning in [busy_machine(run.provenance)] if warning]
+    wrong = sum(row.status in ("wrong", "failed") for row in run.rows)
+    return found + ([f"{wrong} rows are wrong or failed; see the table of every row."] if wrong else [])
 
 
 def flat(row: Row, panel: str) -> dict[str, Any]:
-    case, summary = row.case, row.timing.summary if row.timing else None
+    case, summary, energy = row.case, row.timing.summary if row.timing else None, row.energy
     found = {
         "suite": case.suite,
         "key": case.key,
-        "label": case.label,
+        "title": case.title,
         "panel": panel,
         "length": case.len_k,
-        "dim": case.dim,
-        "mask": case.mask,
         "dtype": case.dtype,
-        "direction": case.direction,
         "measure": case.measure,
-        "model": case.model,
         "tile": case.tile,
         "scores": case.score_elements(),
         "provider": row.provider,
         "kind": row.kind,
+        "method": row.method,
         "status": row.status,
         "reason": row.reason,
         "note": row.note,
@@ -106,21 +115,17 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
         "units": row.matrix_unit,
         "peak": row.peak_bytes,
         "extra": row.extra_bytes,
-        "tensors": case.tensor_bytes(),
         "intensity": row.flops / row.ideal_bytes if row.flops and row.ideal_bytes else None,
         "error": row.error.relative if row.error else None,
         "clock": row.clock.sm_mhz if row.clock else None,
+        "watts": energy.watts if energy else None,
+        "joules": energy.joules_per_tflop if energy else None,
+        "per_tokens": energy.joules_per_1000_tokens if energy else None,
         "timed": row.timed,
+        "ms": row.ms,
     }
     if summary is not None:
-        found |= {
-            "ms": summary.median,
-            "low": summary.low,
-            "high": summary.high,
-            "n": summary.n,
-            "p5": summary.p5,
-            "p95": summary.p95,
-        }
+        found |= {"low": summary.low, "high": summary.high, "n": summary.n}
     return {name: _short(value) for name, value in found.items() if value is not None}
 
 
@@ -130,22 +135,18 @@ def _short(value: Any) -> Any:
     return value
 
 
-def _comparison(base: list[Results], other: Results) -> dict[str, Any]:
-    old = Results(base[0].provenance, base[0].method, base[0].ceilings, [row for part in base for row in part.rows])
+def _comparison(old: Results, other: Results) -> dict[str, Any]:
     changes = [
         {
             "key": c.key,
             "provider": c.provider,
+            "method": TITLES[c.method],
             "kind": c.kind,
             "ratio": _short(c.ratio),
-            "old": _short(_ms(c.old)),
-            "new": _short(_ms(c.new)),
+            "old": _short(None if c.old is None else c.old.ms),
+            "new": _short(None if c.new is None else c.new.ms),
         }
         for c in compare(old, other)
         if c.old is not None and (c.old.timed or (c.new is not None and c.new.timed))
     ]
     return {"provenance": other.provenance, "problem": comparable(old, other), "changes": changes}
-
-
-def _ms(row: Row | None) -> float | None:
-    return None if row is None else row.median_ms

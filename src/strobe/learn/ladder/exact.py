@@ -1,95 +1,51 @@
-"""Is a rung right? Against float64, by the library's rule: finite, and no further off than twice what PyTorch's
-ordinary operations in the same dtype are, plus a few roundings; three times for gradients."""
+"""Is a rung right? Against float64, by the rule of `measure.tolerance`; the floors that rungs need are named here."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from strobe.backends import reference
 from strobe.learn.ladder.execute import Tensors, problem_of
 from strobe.learn.ladder.rung import Rung, Shape
+from strobe.measure.tolerance import FORWARD, GRADIENTS, Verdict, compare, gradient_floor, summation_floor
 
-_FORWARD, _GRADIENTS = 2.0, 3.0
-_ROUNDINGS = (
-    8  # of fp32: the LSE is kept in units of log 2, and gradients are made from an LSE and an output that were rounded
-)
-_DIVISION = (
-    4  # roundings of O when it is divided by the row sum: l * alpha, the product with O, 1 / l, the product with that
-)
-
-
-@dataclass(frozen=True)
-class Error:
-    """The largest difference from float64, and what rounding explains."""
-
-    what: str
-    largest: float  # NaN if anything is
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        return self.largest <= self.allowed
+# Roundings of fp32 beyond PyTorch's: the LSE is kept in units of log 2, and gradients are made from an LSE and an output
+# that were rounded.
+_ROUNDINGS = 8
+# Of O when it is divided by the row sum: l * alpha, the product with O, 1 / l, the product with that.
+_DIVISION = 4
 
 
 def roundings(rung: Rung, len_k: int) -> float:
     """Of fp32, that the way in which a rung adds up explains beyond PyTorch's."""
     divisions = len_k / rung.divides_every if rung.divides_every else 0.0
-    sums = (
-        0.5 * len_k**0.5 if rung.dtype == torch.float32 else 0.0
-    )  # one product after the other; PyTorch sums in blocks
+    # One product after the other; PyTorch sums in blocks.
+    sums = 0.5 * len_k**0.5 if rung.dtype == torch.float32 else 0.0
     return _ROUNDINGS + sums + _DIVISION * divisions**0.5  # they go either way: random walks
 
 
-def judge(rung: Rung, shape: Shape, x: Tensors) -> Error:
-    """Of the first and the last slice: the first result that is wrong, or the largest error."""
-    allowed = roundings(rung, shape.len_k)
-    errors = [
-        _compare(
-            name, found[index], exact[name], same[name], rung.backward, allowed, _unknowable(name, shape, x, index)
-        )
-        for index in sorted({0, shape.slices - 1})
-        for exact, same in [
-            (_expected(rung, shape, x, index, torch.float64), _expected(rung, shape, x, index, rung.dtype))
-        ]
-        for name, found in x.results(rung).items()
-    ]
-    return next((e for e in errors if not e.passed), max(errors, key=lambda e: e.largest))
+def judge(rung: Rung, shape: Shape, x: Tensors) -> Verdict:
+    """Of the first and the last slice: the first result that is wrong, or the one with the largest error."""
+    verdicts = []
+    for index in sorted({0, shape.slices - 1}):
+        exact, same = (_expected(rung, shape, x, index, dtype) for dtype in (torch.float64, rung.dtype))
+        for name, found in x.results(rung).items():
+            factor = GRADIENTS if rung.backward else FORWARD
+            floor = _floor(name, rung, shape, x, index, exact[name])
+            verdicts.append(compare(name, found[index], exact[name], same[name], factor, floor))
+    return next((v for v in verdicts if not v.passed), max(verdicts, key=lambda v: v.largest))
 
 
-def _unknowable(name: str, shape: Shape, x: Tensors, index: int) -> float:
-    """What a backward pass cannot know that is given `o` and the LSE, both rounded: delta and dP, which textbook
-    attention makes cancel exactly, come from different sums."""
-    if x.d_o is None or name == "dv":
-        return 0.0
-    dp = x.d_o[index].norm(dim=-1).max().item() * x.v[index].norm(dim=-1).max().item()
-    other = x.k if name == "dq" else x.q
-    return 3 * torch.finfo(torch.float32).eps * dp * shape.scale * other[index].abs().max().item()
-
-
-def _compare(
-    name: str,
-    found: torch.Tensor,
-    exact: torch.Tensor,
-    same: torch.Tensor,
-    gradient: bool,
-    roundings: float,
-    unknowable: float,
-) -> Error:
-    finite = torch.isfinite(exact)
-    infinities_wrong = bool((found.double() != exact)[~finite].any())  # the LSE of a row that sees nothing
-    if infinities_wrong or not bool(torch.isfinite(found[finite]).all()):
-        return Error(name, float("nan"), 0.0)
-    if not finite.any():
-        return Error(name, 0.0, 0.0)
-    exact = exact[finite]
-    rounded = exact.to(same.dtype)
-    floor = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
-    if same.dtype == torch.float32:
-        floor += roundings * torch.finfo(torch.float32).eps * exact.abs().max().item()
-    distance = (_GRADIENTS if gradient else _FORWARD) * (same[finite].double() - exact).abs().max().item()
-    return Error(name, (found[finite].double() - exact).abs().max().item(), distance + floor + unknowable)
+def _floor(name: str, rung: Rung, shape: Shape, x: Tensors, index: int, exact: torch.Tensor) -> float:
+    floor = 0.0
+    if name == "lse" or rung.dtype == torch.float32:
+        floor += summation_floor(exact, roundings(rung, shape.len_k), torch.float32)
+    if rung.backward:
+        assert x.d_o is not None
+        q, k, v, d_o, lse = (t[index : index + 1] for t in (x.q, x.k, x.v, x.d_o, x.lse))
+        problem, inputs = problem_of(shape, q, k, v)
+        floor += gradient_floor(name[1:], problem, inputs, lse, d_o, exact)
+    return floor
 
 
 def _expected(rung: Rung, shape: Shape, x: Tensors, index: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -15,10 +15,11 @@ import torch
 from strobe.cuda import jit
 from strobe.emulator import build
 from strobe.learn.ladder import execute, rungs
-from strobe.learn.ladder.exact import Error, judge
+from strobe.learn.ladder.exact import judge
 from strobe.learn.ladder.rung import Rung, Shape
 from strobe.measure.provenance import collect, cores
 from strobe.measure.stopwatch import Settings, Stopwatch
+from strobe.measure.tolerance import Verdict
 
 Say = Callable[[str], None]
 _BUDGET_MS, _MOST, _FEWEST = 200.0, 50, 3  # of timed launches, for each rung
@@ -36,7 +37,7 @@ class Row:
     against: str | None  # the rung that the prediction and the speed-up speak of
     predicted: float
     predicted_bytes: float | None
-    error: Error | None = None
+    error: Verdict | None = None
     ms: float | None = None  # the median
     samples: int = 0
     tflops: float | None = None  # of the products that the formulas need, whatever the rung computed besides
@@ -123,9 +124,7 @@ def _time(rung: Rung, shape: Shape, device: torch.device) -> Row:
     except torch.OutOfMemoryError:
         row.skipped = "out of memory"
         return row
-    except (
-        RuntimeError
-    ) as error:  # of the compiler, the driver or the kernel: the other rungs still have something to say
+    except RuntimeError as error:  # of the compiler, the driver or the kernel: the other rungs go on
         row.skipped, row.failed = str(error).splitlines()[0], True
         return row
     row.ms, row.samples = statistics.median(times), len(times)

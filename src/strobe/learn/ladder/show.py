@@ -13,6 +13,7 @@ from rich.table import Table
 
 from strobe.learn.ladder.measure import Row
 from strobe.learn.ladder.rung import LIBRARY_KERNEL, Rung, Shape
+from strobe.measure.units import traffic
 
 _BAR = 40  # characters
 _TEXT = ("rung", "what", "numbers")
@@ -31,8 +32,7 @@ def show(rows: Sequence[Row], shape: Shape, machine: str, console: Console) -> N
             console.print(f"{row.number} not run: {row.skipped}", style=style, markup=False)
         elif not row.passed:
             assert row.error is not None
-            wrong = f"{row.error.what} is off by {row.error.largest:.1e}, rounding explains {row.error.allowed:.1e}"
-            console.print(f"{row.number} is wrong: {wrong}", style="bold red", markup=False)
+            console.print(f"{row.number} is wrong: {row.error}", style="bold red", markup=False)
     console.print(_TIMED_NOTE if timed else _COUNTED_NOTE, style="dim")
 
 
@@ -78,9 +78,9 @@ def _counts(rows: Sequence[Row]) -> Table:
         table.add_row(
             row.number,
             row.title,
-            _bytes(row.global_bytes),
-            _bytes(row.predicted_bytes),
-            _bytes(c["shared_bytes_read"] + c["shared_bytes_written"]),
+            traffic(row.global_bytes),
+            traffic(row.predicted_bytes),
+            traffic(c["shared_bytes_read"] + c["shared_bytes_written"]),
             f"{c['bank_conflicts']:,}",
             f"{c['block_barriers']:,}",
             f"{c['mma'] + c['wgmma']:,}",
@@ -96,15 +96,6 @@ def _error(row: Row) -> str:
     return f"{row.error.largest:.0e}" if row.passed else f"[bold red]{row.error.largest:.0e}[/]"
 
 
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return "–"
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e3:.3g} kB"
-
-
 def _chart(rows: Sequence[Row], timed: bool, console: Console) -> None:
     """Bars on a logarithmic scale: between the first rung and the last lie three orders of magnitude."""
     value: Callable[[Row], float | None] = (lambda row: row.tflops) if timed else (lambda row: row.global_bytes)
@@ -115,7 +106,7 @@ def _chart(rows: Sequence[Row], timed: bool, console: Console) -> None:
     console.print("\nTFLOP/s, logarithmic" if timed else "\nbytes asked of global memory, logarithmic")
     for row, x in drawn:
         length = 1 + round((_BAR - 1) * (math.log(x / least) / math.log(most / least) if most > least else 1))
-        text = f"{x:.3g}" if timed else _bytes(x)
+        text = f"{x:.3g}" if timed else traffic(x)
         colour = "green" if row.passed else "red"
         console.print(
             f"{row.number} [{colour}]{'█' * length}[/]{' ' * (_BAR - length)} {text}  [dim]{escape(row.title)}[/]"

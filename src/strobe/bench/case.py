@@ -1,0 +1,150 @@
+"""A case, and what is measured of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from strobe.bench.names import PASS_TITLES
+from strobe.mask import causal, full
+from strobe.measure import units
+from strobe.measure.cases import Case, mask_of, problem_of
+from strobe.problem import Problem
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MEASURES = ("time", "call", "graph", "compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCase(Case):
+    suite: str
+    dtype: str = "bfloat16"
+    direction: str = "forward"  # one of names.PASSES
+    measure: str = "time"  # of the device; "call": of the CPU, per call; "graph": of the device, replayed; "compile"
+    tile: tuple[int, int] | None = None  # (queries, keys) in a tile, for the study of tile sizes
+    model: str | None = None  # whose shape it is
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def key(self) -> str:
+        """Names the case in results of any run; what two runs are compared by."""
+        parts = [self.suite, self.label, self.dtype, self.direction]
+        return "/".join(parts + ([self.measure] if self.measure != "time" else []))
+
+    @property
+    def title(self) -> str:
+        """For readers: "head dim 128, causal, 4K tokens, backward"."""
+        shape = self.model or f"head dim {self.dim}{f'/{self.value_dim}' if self.value_dim != self.dim else ''}"
+        parts = [shape, "" if self.model else "no mask" if self.mask == full else self.mask.name]
+        queries = (
+            ""
+            if self.len_q == self.len_k
+            else f"{units.length(self.len_q)} {_plural(self.len_q, 'query', 'queries')}, "
+        )
+        if not self.model:
+            parts.append(f"{queries}{units.length(self.len_k)} {'keys' if queries else 'tokens'}")
+            parts.append("" if self.batch == 1 or not queries else f"batch {self.batch}")
+            parts.append("" if self.group == 1 else f"{self.heads} heads on {self.heads_k}")
+        parts.append("" if self.tile is None else f"tile {self.tile[0]} x {self.tile[1]}")
+        parts.append("" if self.direction == "forward" else PASS_TITLES[self.direction])
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def model_dim(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def tokens(self) -> int:
+        """Queries of all sequences."""
+        return self.batch * self.len_q
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == causal
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """(left, right), of a mask that is a window."""
+        if not self.mask.name.startswith("window("):
+            return None
+        left, right = self.mask.name.removeprefix("window(").removesuffix(")").split(",")
+        return _side(left), _side(right)
+
+    def problem(self, device: torch.device) -> Problem:
+        return _problem(self, device)
+
+    def flops(self, device: torch.device) -> int:
+        """Of the matrix products. Forward has two (q k^T, p v); backward five (s again, dp, dq, dk, dv)."""
+        problem = self.problem(device)
+        forward, backward = problem.flops(), 2 * (3 * self.dim + 2 * self.value_dim) * problem.pairs()
+        return {"forward": forward, "backward": backward, "both": forward + backward}[self.direction]
+
+    def ideal_bytes(self, device: torch.device) -> int:
+        """Each input read once, each output written once."""
+        forward = self.problem(device).bytes()
+        o = self.batch * self.heads * self.len_q * self.value_dim * self.torch_dtype.itemsize
+        backward = forward + o + (self.tensor_bytes() - o)  # what the forward read and wrote, and do; dq, dk, dv
+        return {"forward": forward, "backward": backward, "both": forward + backward}[self.direction]
+
+    def tensor_bytes(self) -> int:
+        """q, k, v and o: what any attention has to hold."""
+        return self.tensor_elements() * self.torch_dtype.itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "suite": self.suite,
+            "label": self.label,
+            "batch": self.batch,
+            "heads": self.heads,
+            "heads_k": self.heads_k,
+            "len_q": self.len_q,
+            "len_k": self.len_k,
+            "dim": self.dim,
+            "dim_v": self.value_dim,
+            "mask": self.mask.name,
+            "dtype": self.dtype,
+            "direction": self.direction,
+            "measure": self.measure,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "bias": self.bias is not None,
+            "tile": None if self.tile is None else list(self.tile),
+            "model": self.model,
+            "key": self.key,
+            "model_dim": self.model_dim,
+        }
+
+
+@functools.lru_cache(maxsize=512)
+def _problem(case: BenchCase, device: torch.device) -> Problem:
+    return problem_of(case, case.torch_dtype, device)
+
+
+def _plural(n: int, one: str, many: str) -> str:
+    return one if n == 1 else many
+
+
+def _side(text: str) -> int | None:
+    return None if text.strip() == "None" else int(text)
+
+
+def case(
+    suite: str, label: str, *, batch: int = 1, heads: int, length: int, dim: int, bias: bool = False, **more: Any
+) -> BenchCase:
+    """With as many key heads, keys and value columns as query heads, queries and query columns unless said
+    otherwise."""
+    values = {"heads_k": heads, "len_q": length, "len_k": length, "dim_v": dim} | more
+    if isinstance(values.get("mask"), str):
+        values["mask"] = mask_of(values["mask"])
+    shape = (1, heads, values["len_q"], values["len_k"]) if bias else None
+    return BenchCase(name=label, suite=suite, batch=batch, heads=heads, dim=dim, bias=shape, **values)

@@ -1,0 +1,139 @@
+"""What a run found, in a few sentences: how much faster than what, where not, memory, energy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from strobe.bench import claims
+from strobe.bench.names import PASS_TITLES, PASSES
+from strobe.bench.results import Results, Row
+from strobe.measure import units
+from strobe.measure.method import METHODS, SUSTAINED, TITLES, TURNS
+from strobe.measure.statistics import geometric_mean, separated
+
+_MOST_NAMED = 3  # cases in which we are slower: the worst are named
+_OTHERS = {"peer": "the fastest other fused attention", "standard": "the fastest standard attention"}
+_Duels = list[tuple[Row, Row]]
+
+
+def conclusions(results: Results, suite: str | None = None) -> list[str]:
+    """Of one suite, by default the first with times in it. Empty if there is nothing to conclude."""
+    for name in results.suites() if suite is None else [suite]:
+        found = []
+        for direction in PASSES:
+            cases = {m: claims.selected(results.rows, name, direction, m) for m in METHODS if m in results.methods()}
+            for kind in _OTHERS:
+                found += _speed({m: claims.duels(of, kind) for m, of in cases.items()}, direction, kind)
+                found += _out_of_memory(cases, kind)
+            found += _energy(cases.get(SUSTAINED, {}), direction)
+        if found:
+            return [*found, *_memory(results, name)]
+    return []
+
+
+def _speed(duels: dict[str, _Duels], direction: str, kind: str) -> list[str]:
+    """Our best against the best of a kind in each case, by every method."""
+    duels = {method: found for method, found in duels.items() if found}
+    if not duels:
+        return []
+    said = []
+    for method, found in duels.items():
+        ratios = [_ratio(*duel) for duel in found]
+        said.append(f"{units.faster(geometric_mean(ratios))} {TITLES[method]}{_range(ratios)}")
+    found = next(iter(duels.values()))
+    ours, others = (_names([duel[i] for duel in found]) for i in (0, 1))
+    title = PASS_TITLES[direction].capitalize()
+    sentence = f"{title}: against {_OTHERS[kind]}, {others}, {ours} is {' and '.join(said)}; {_cases(len(found))}."
+    return [" ".join([sentence, *_where_not(duels)])]
+
+
+def _ratio(ours: Row, other: Row) -> float:
+    assert ours.ms and other.ms
+    return other.ms / ours.ms
+
+
+def _names(rows: Sequence[Row]) -> str:
+    """The provider, or the most frequent of several."""
+    count = Counter(row.provider for row in rows).most_common()
+    return count[0][0] if len(count) == 1 else f"mostly {count[0][0]}"
+
+
+def _cases(n: int) -> str:
+    return "one case" if n == 1 else f"geometric mean of {n} cases"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    least, most = min(ratios), max(ratios)
+    if len(ratios) == 1:
+        return ""
+    if least >= 1:
+        return f" ({units.times(least)} to {units.times(most)})"
+    return f" (from {units.faster(least)} to {units.faster(most)})"
+
+
+def _where_not(duels: dict[str, _Duels]) -> list[str]:
+    """The cases in which our best is slower beyond noise."""
+    said = []
+    for method, found in duels.items():
+        slower = sorted((_ratio(*duel), duel[0].case.title) for duel in found if _clearly_slower(*duel))
+        if slower:
+            worst = "; ".join(f"{title}, {units.faster(ratio)}" for ratio, title in slower[:_MOST_NAMED])
+            more = f"; and {len(slower) - _MOST_NAMED} more" if len(slower) > _MOST_NAMED else ""
+            said.append(f"Slower beyond noise {TITLES[method]} in {len(slower)} of {len(found)} ({worst}{more}).")
+    return said
+
+
+def _clearly_slower(ours: Row, other: Row) -> bool:
+    assert ours.timing is not None and other.timing is not None
+    return _ratio(ours, other) < 1 and separated(ours.timing.summary, other.timing.summary)
+
+
+def _out_of_memory(cases: dict[str, dict[str, list[Row]]], kind: str) -> list[str]:
+    """Cases that ours can do and nobody of a kind can, because memory does not suffice."""
+    of = next((found for found in cases.values() if found), {})
+    mine = [rows for rows in of.values() if claims.fastest(rows, "ours") is not None]
+    there = [[r for r in rows if r.kind == kind] for rows in mine]
+    lost = [rows for rows in there if any(r.status == "out of memory" for r in rows) and not any(r.timed for r in rows)]
+    some = sum(any(r.status == "out of memory" for r in rows) for rows in there)
+    if not some:
+        return []
+    what = "standard attention" if kind == "standard" else "a peer"
+    every = f", in {len(lost)} of them every one that was tried" if lost else ""
+    return [f"In {some} of {len(mine)} cases {what} runs out of memory{every}."]
+
+
+def _energy(cases: dict[str, list[Row]], direction: str) -> list[str]:
+    duels = claims.duels(cases, "peer") or claims.duels(cases, "standard")
+    joules = [(claims.joules_per_tflop(a), claims.joules_per_tflop(b)) for a, b in duels]
+    ratios = [b / a for a, b in joules if a and b]
+    if not ratios:
+        return []
+    mean = units.less(geometric_mean(ratios))
+    energy = "as much energy per FLOP as" if mean == "as much" else f"{mean} energy per FLOP than"
+    ours, other = (_names([duel[i] for duel in duels]) for i in (0, 1))
+    title = "" if direction == "forward" else f"{PASS_TITLES[direction]}, "
+    return [f"Sustained, {title}{ours} needs {energy} {other} ({_cases(len(ratios))})."]
+
+
+def _memory(results: Results, suite: str) -> list[str]:
+    """Of our fastest provider and of a standard one: how extra memory grows with the length."""
+    method = TURNS if TURNS in results.methods() else results.methods()[0]
+    cases = claims.selected(results.rows, suite, method=method)
+    best = [found for rows in cases.values() if (found := claims.fastest(rows, "ours")) is not None]
+    known = [row for row in best if row.extra_bytes is not None]
+    if not known:
+        return []
+    exponents = claims.memory_exponents(results, suite)
+    ours, beyond = Counter(row.provider for row in best).most_common(1)[0][0], "Beyond q, k, v and the output"
+    if not any(row.extra_bytes for row in known):
+        said = f"{beyond} {ours} needs no memory at any length"
+    elif ours in exponents:
+        said = f"{beyond} {ours} needs memory that grows with the length to the power {exponents[ours]:.2f}"
+    else:
+        return []
+    standard = [row.provider for rows in cases.values() for row in rows if row.kind == "standard"]
+    grows = next(
+        (f"; that of {name} grows to the power {exponents[name]:.2f}" for name in standard if name in exponents), ""
+    )
+    return [f"{said}{grows}."]

@@ -1,0 +1,20 @@
+"""The names that the command line takes, and what they stand for. No torch here: help and usage errors need them."""
+
+from __future__ import annotations
+
+# Suite -> what it measures, and whether it is sized for a GPU: on a CPU such a suite runs for minutes or hours.
+SUITES = {
+    "grid36": ("3 head dims x 2 masks x 6 lengths, 16384 tokens", True),
+    "sweep": ("length against model dimension, one sequence", True),
+    "gqa": ("grouped heads; decode, speculative decode and chunked prefill", True),
+    "models": ("shapes of models people run", True),
+    "overhead": ("short calls: CPU time, and replays of a CUDA graph", False),
+    "tiles": ("tile sizes of our backends", True),
+    "ladder": ("the shapes that every rung of the ladder takes", True),
+    "compile": ("compile times, and first calls of a process", False),
+    "cpu": ("lengths and dtypes for a CPU", False),
+    "quick": ("a look at everything, on a GPU or a CPU", False),
+}
+PASSES = ("forward", "backward", "both")
+PASS_TITLES = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+L2 = ("flushed", "warm")

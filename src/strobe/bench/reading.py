@@ -1,0 +1,256 @@
+"""Results from a file. Every field must have its type; an error names the one that has not. Files of older versions are
+read as well."""
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypedDict
+
+from strobe.bench.case import DTYPES, MEASURES, BenchCase, case
+from strobe.bench.names import PASSES
+from strobe.bench.results import SCHEMA, STATUSES, Ceilings, Results, Row
+from strobe.measure.method import METHODS
+from strobe.measure.palette import KINDS
+
+# Names in files of schema 1 -> names now.
+_RENAMED = {
+    "timing": {"method": "how", "late": "host_bound"},
+    "error": {"max_abs": "largest", "allowed_max_abs": "allowed"},
+}
+_RELABELLED = {"guess8-": "speculative8-", "piece256-": "prefill256-"}
+_ERROR_DROPPED = ("allowed_relative",)
+
+
+class _Git(TypedDict):
+    commit: str | None
+    dirty: bool | None
+
+
+class _Device(TypedDict, total=False):
+    kind: typing.Required[str]
+    name: typing.Required[str]
+    arch: str | None
+    memory_bytes: int | None
+    multiprocessors: int | None
+    l2_bytes: int | None
+
+
+class _Provenance(TypedDict, total=False):
+    strobe: typing.Required[str]
+    date: typing.Required[str]
+    command: typing.Required[str]
+    git: typing.Required[_Git]
+    device: typing.Required[_Device]
+    torch: typing.Required[str]
+    seed: int
+    driver: str | None
+    cuda: str | None
+    cudnn: int | None
+    nvrtc: str | None
+    python: str
+    system: str
+    host_cpu: str
+    host_cores: int
+    host_load: float | None
+    packages: dict[str, str]
+    environment: dict[str, str]
+
+
+class _Method(TypedDict, total=False):
+    budget_ms: float
+    rounds: int
+    warmup_ms: float
+    l2: str | None
+
+
+class _Case(TypedDict, total=False):
+    suite: typing.Required[str]
+    label: typing.Required[str]
+    batch: typing.Required[int]
+    heads: typing.Required[int]
+    heads_k: typing.Required[int]
+    len_q: typing.Required[int]
+    len_k: typing.Required[int]
+    dim: typing.Required[int]
+    dim_v: typing.Required[int]
+    mask: str
+    dtype: str
+    direction: str
+    measure: str
+    softcap: float | None
+    sinks: bool
+    bias: bool
+    tile: list[int] | None
+    model: str | None
+
+
+class _File(TypedDict):
+    complete: bool
+    seconds: float | None
+    provenance: _Provenance
+    method: _Method
+    ceilings: Ceilings
+    clocks: dict[str, Any]
+    rows: list[Any]
+
+
+def load(path: Path) -> Results:
+    """Raises ValueError, naming the file, for anything that is not a result."""
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def from_json(data: Any) -> Results:
+    if not isinstance(data, dict):
+        raise ValueError(f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}")
+    kind, schema = data.get("kind"), data.get("schema")
+    if kind != "strobe bench" or schema not in (1, SCHEMA):
+        raise ValueError(f"not a result of `strobe bench` with schema 1 or {SCHEMA}: kind {kind!r}, schema {schema!r}")
+    found = _checked(_File, data, "")
+    results = Results(
+        provenance=found["provenance"],
+        method=found["method"],
+        ceilings=found["ceilings"],
+        clocks=found["clocks"],
+        complete=found["complete"],
+        seconds=found["seconds"],
+    )
+    results.rows = [_row(entry, f"rows[{i}]") for i, entry in enumerate(found["rows"])]
+    return results
+
+
+def _row(data: Any, where: str) -> Row:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must be an object, got {data!r:.60}")
+    data = dict(data)
+    for part, names in _RENAMED.items():
+        if isinstance(data.get(part), dict):
+            data[part] = {names.get(name, name): value for name, value in data[part].items()}
+    if isinstance(data.get("error"), dict):
+        error = {name: value for name, value in data["error"].items() if name not in _ERROR_DROPPED}
+        error.setdefault("what", error.pop("checked", "out"))
+        numbers = ("largest", "relative", "allowed")  # a NaN is stored as null: JSON has none
+        data["error"] = error | {name: math.nan for name in numbers if name in error and error[name] is None}
+    data["case"] = _case(data.get("case"), f"{where}.case")
+    row = _built(Row, data, where)
+    _one_of(row.kind, KINDS, f"{where}.kind")
+    _one_of(row.status, STATUSES, f"{where}.status")
+    _one_of(row.method, METHODS, f"{where}.method")
+    for name, value in (("timing.ms", row.ms), ("tflops", row.tflops)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{where}.{name} must be positive, got {value}")
+    if row.timing is not None and min(row.timing.summary.low, row.timing.summary.high) <= 0:
+        raise ValueError(f"{where}.timing.summary: low and high must be positive")
+    return row
+
+
+def _case(data: Any, where: str) -> BenchCase:
+    facts = dict(_checked(_Case, data, where))
+    label, length, tile = facts.pop("label"), facts.pop("len_q"), facts.pop("tile", None)
+    for old, new in _RELABELLED.items():
+        label = new + label.removeprefix(old) if label.startswith(old) else label
+    for name in ("batch", "heads", "heads_k", "len_k", "dim", "dim_v"):
+        if not 1 <= facts[name] < 1 << 40:
+            raise ValueError(f"{where}.{name} must be at least 1, got {facts[name]}")
+    if length < 1 or facts["heads"] % facts["heads_k"]:
+        raise ValueError(f"{where}: len_q must be at least 1, and heads a multiple of heads_k")
+    _one_of(facts.get("dtype", "bfloat16"), DTYPES, f"{where}.dtype")
+    _one_of(facts.get("direction", "forward"), PASSES, f"{where}.direction")
+    _one_of(facts.get("measure", "time"), MEASURES, f"{where}.measure")
+    if tile is not None and len(tile) != 2:
+        raise ValueError(f"{where}.tile must be two numbers, got {tile}")
+    known = {name: value for name, value in facts.items() if name in _Case.__annotations__}
+    try:
+        return case(**known, label=label, length=length, tile=None if tile is None else (tile[0], tile[1]))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _one_of(value: str, allowed: Any, where: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{where} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+# ---- types
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _built(cls: Any, data: dict[str, Any], where: str) -> Any:
+    """A dataclass from its fields; what it does not know is left out."""
+    hints = _hints(cls)
+    values = {}
+    for f in dataclasses.fields(cls):
+        if f.name in data:
+            values[f.name] = _checked(hints[f.name], data[f.name], f"{where}.{f.name}".removeprefix("."))
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where}.{f.name} is missing".removeprefix("."))
+    return cls(**values)
+
+
+def _checked(hint: Any, value: Any, where: str) -> Any:
+    """The value, if it is what the type says; dataclasses are made from objects."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or (isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint)):
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        (inner,) = (a for a in arguments if a is not type(None))
+        return _checked(inner, value, where)
+    if typing.is_typeddict(hint):
+        return _checked_object(hint, _is(dict, value, "an object", where), where)
+    if dataclasses.is_dataclass(hint):
+        return _built(hint, _is(dict, value, "an object", where), where)
+    if origin is list:
+        return [_checked(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(_is(list, value, "a list", where))]
+    if origin is dict:
+        items = _is(dict, value, "an object", where).items()
+        return {key: _checked(arguments[1], v, f"{where}.{key}") for key, v in items}
+    return _checked_scalar(hint, value, where)
+
+
+def _checked_object(hint: Any, value: dict[str, Any], where: str) -> dict[str, Any]:
+    if missing := sorted(hint.__required_keys__ - set(value)):
+        raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
+    hints = _hints(hint)
+    known = {k: _checked(hints[k], v, f"{where}.{k}".removeprefix(".")) for k, v in value.items() if k in hints}
+    return value | known
+
+
+def _checked_scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isinf(value) or abs(value) > 1e300:
+            raise ValueError(f"{where} must be finite, got {value:.3g}")
+        return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is bool:
+        return _is(bool, value, "true or false", where)
+    if hint is str:
+        text = _is(str, value, "text", where)
+        if any(0xD800 <= ord(letter) <= 0xDFFF for letter in text):
+            raise ValueError(f"{where} holds half a character")
+        return text
+    raise ValueError(f"{where} must be {'a number' if hint is float else 'a whole number'}, got {value!r:.60}")
+
+
+def _is(kind: type, value: Any, name: str, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where or 'the file'} must be {name}, got {value!r:.60}")
+    return value
