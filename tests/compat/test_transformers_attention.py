@@ -123,7 +123,8 @@ def test_scale_softcap_sinks_and_dropout_arrive(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-oss"])
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
-    """position_ids that start again, with and without cu_seq_lens: each document as if it were alone."""
+    """position_ids that start again, with and without cu_seq_lens: each document as if it were alone. transformers' gpt-oss
+    does not look for documents in position_ids, whatever the implementation."""
     model, lengths = models.model(name, NAME), (5, 12, 4)
     tokens = torch.randint(3, 90, (1, 21))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -131,7 +132,7 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     described = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 12, "max_length_k": 12}
     with torch.no_grad():
         alone = torch.cat([model(input_ids=part).logits for part in tokens.split(lengths, dim=1)], 1)
-        for more in ({}, described):
+        for more in (described,) if name == "gpt-oss" else ({}, described):
             packed = model(input_ids=tokens, position_ids=positions, use_cache=False, **more).logits
             torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
 

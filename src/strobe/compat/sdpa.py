@@ -58,7 +58,9 @@ def activate() -> None:
     global _before
     attention = torch.nn.attention
     if not hasattr(attention, "register_flash_attention_impl"):
-        raise Unsupported(f"torch {torch.__version__} has no register_flash_attention_impl; use patched(), or torch 2.11")
+        raise Unsupported(
+            f"torch {torch.__version__} has no register_flash_attention_impl; use patched(), or torch 2.11"
+        )
     if active():
         return
     _before = attention.current_flash_attention_impl()
