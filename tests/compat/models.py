@@ -118,7 +118,8 @@ def _gpt2() -> tuple[type, Any]:
 def _t5() -> tuple[type, Any]:
     config = tf.T5Config(
         vocab_size=VOCABULARY, tie_word_embeddings=False, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
-        dropout_rate=0.0, pad_token_id=0, eos_token_id=None, decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=20,
+        dropout_rate=0.0, pad_token_id=0, eos_token_id=None, decoder_start_token_id=0,
+        relative_attention_num_buckets=8, relative_attention_max_distance=20,
     )  # fmt: skip
     return tf.T5ForConditionalGeneration, config
 
@@ -150,7 +151,8 @@ def _vit() -> tuple[type, Any]:
 def _whisper() -> tuple[type, Any]:
     config = tf.WhisperConfig(
         vocab_size=VOCABULARY, tie_word_embeddings=False, d_model=64, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_source_positions=30, max_target_positions=64,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96,
+        max_source_positions=30, max_target_positions=64,
         num_mel_bins=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.0,
     )  # fmt: skip
     return tf.WhisperForConditionalGeneration, config
