@@ -82,8 +82,9 @@ def _gemma3_images() -> tuple[type, Any]:
 
 
 def _gpt_oss() -> tuple[type, Any]:
+    """All experts are chosen: a choice between two would turn a rounding error into another model."""
     config = tf.GptOssConfig(
-        **_GROUPED, num_local_experts=2, num_experts_per_tok=1, sliding_window=8,
+        **_GROUPED, num_local_experts=2, num_experts_per_tok=2, sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     return tf.GptOssForCausalLM, config
@@ -97,7 +98,7 @@ def _deepseek() -> tuple[type, Any]:
     """Queries and keys have 192 dims, values 128."""
     config = tf.DeepseekV3Config(
         **(_TEXT | {"num_attention_heads": 2}), num_key_value_heads=2, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=64,
-        qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+        qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1,
         moe_intermediate_size=32, first_k_dense_replace=1,
     )  # fmt: skip
     return tf.DeepseekV3ForCausalLM, config
