@@ -19,6 +19,9 @@ def _is_command() -> bool:
     return program in ("strobe", "strobe.exe")
 
 
+if TYPE_CHECKING:
+    from strobe import compat as compat, nn as nn  # loaded when they are asked for
+
 if TYPE_CHECKING or not _is_command():
     from strobe.api import attention, attention_varlen, backends, flash_attention
     from strobe.drop_in import sdpa

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strobe.compat.installation import install, installed, uninstall
+
+if TYPE_CHECKING:
+    from strobe.compat import flash_attn, flash_attn_interface, sdpa, transformers
 
 __all__ = ["flash_attn", "flash_attn_interface", "install", "sdpa", "status", "transformers", "uninstall"]
 _MODULES = ("flash_attn", "flash_attn_interface", "sdpa", "transformers")
