@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +100,32 @@ def test_flash_is_first_while_active_and_everything_comes_back(ran: list[str]) -
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         F.scaled_dot_product_attention(*x)
     assert len(ran) == 1
+
+
+@needs_registry
+def test_activation_does_not_start_the_gpu() -> None:
+    code = f"""
+        import torch, strobe
+        from strobe import call
+
+        strobe.compat.sdpa.activate()
+        assert not torch.cuda.is_initialized()
+        q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
+        assert torch._C._get_sdp_priority_order()[0] == {FLASH}
+        names, lookup = [], call.lookup
+        call.lookup = lambda a: names.append(lookup(a).backend.name) or lookup(a)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        assert names == ["{FASTEST}"], names
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=_environment()
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _environment() -> dict[str, str]:
+    source = str(Path(strobe.__file__).resolve().parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join((source, os.environ.get("PYTHONPATH", "")))}
 
 
 @needs_registry
