@@ -114,6 +114,22 @@ def test_multihead_refuses_wrong_shapes() -> None:
         ours(x[None], x, x, need_weights=False)
 
 
+def test_multihead_refuses_nested_tensors() -> None:
+    _, ours = pair(batch_first=True)
+    x = torch.nested.nested_tensor([torch.randn(n, 32, dtype=DOUBLE) for n in (3, 5)], layout=torch.jagged)
+    with pytest.raises(strobe.Unsupported, match="nested tensors"):
+        ours(x, x, x, need_weights=False)
+
+
+def test_multihead_under_autocast() -> None:
+    theirs, ours = (module.float() for module in pair(batch_first=True, add_bias_kv=True))
+    x, numbers = torch.randn(2, 9, 32), torch.randn(9, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = (m(x, x, x, need_weights=False, attn_mask=numbers)[0] for m in (ours, theirs))
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=0.15, rtol=0.02)
+
+
 def test_multihead_dropout_in_training_only() -> None:
     _, ours = pair(batch_first=True, dropout=0.5)
     x = torch.randn(2, 9, 32, dtype=DOUBLE)

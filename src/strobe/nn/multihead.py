@@ -9,6 +9,7 @@ from torch.nn.functional import linear, pad
 
 from strobe.api import attention
 from strobe.mask import Mask, causal_top_left
+from strobe.problem import Unsupported
 
 _Maybe = torch.Tensor | None
 
@@ -44,6 +45,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return super().forward(
                 query, key, value, key_padding_mask, True, attn_mask, average_attn_weights, is_causal
             )
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise Unsupported("nested tensors are not built here; strobe.nn.Attention takes packed sequences")
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or not key.dim() == value.dim() == query.dim():
             axes = f"{query.dim()}, {key.dim()}, {value.dim()}"
