@@ -1,59 +1,63 @@
 """Which entries dropout keeps: a counter-based generator, a pure function of (seed, batch, head, query, key).
 
-No state is carried along, so the mask depends neither on the tile sizes nor on the order of the tiles nor on the
-device, and the backward pass computes it again instead of storing it. In unsigned 32-bit arithmetic, as a kernel would
-write it:
+No state is carried along, so the mask depends neither on the tile sizes nor on the order of the tiles nor on the device,
+and the backward pass computes it again instead of storing it. A hash serves a cell of two queries and two keys, since the
+forward kernel has neighbouring keys in a thread and the backward kernel neighbouring queries. In unsigned 32-bit
+arithmetic, as tile/dropout.cuh has it:
 
     r = mix(high ^ 0x9e3779b9); r = mix(r ^ low)                              the two halves of the 64-bit seed
     r = mix(r ^ batch); r = mix(r + head)
-    a = mix(r ^ query); b = mix(a ^ 0x85ebca6b)                               two keys for the row
-    u = mix(mix(key ^ a) + b)
-    kept where (u >> 8) >= threshold                                          threshold = round(p * 2^24)
+    a = mix(r ^ query / 2); b = mix(a ^ 0x85ebca6b)                           two keys for the pair of queries
+    y = fold(a + key / 2, 0xd2511f53) ^ b
+    w = fold(y, query odd ? 0xcd9e8d57 : 0x9e3779b1)
+    kept where (key odd ? w >> 16 : w & 0xffff) >= threshold                  threshold = round(p * 2^16)
 
-with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16, a bijection with good
-avalanche."""
+with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16, a bijection with good avalanche,
+and fold(x, m): the exclusive or of the two halves of the 64-bit product.
+"""
 
 from __future__ import annotations
 
 import torch
 
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+_MIX = (0x7FEB352D, 0x846CA68B)
+_FOLD, _FOLD_EVEN, _FOLD_ODD = 0xD2511F53, 0x9E3779B1, 0xCD9E8D57
 _SEED_SALT, _ROW_SALT = 0x9E3779B9, 0x85EBCA6B
+_LOW = 0xFFFFFFFF
 
 
 def threshold(p: float) -> int:
-    """An entry is dropped when its 24 random bits are below this."""
-    return round(p * (1 << 24))
+    """An entry is dropped when its 16 random bits are below this."""
+    return min(round(p * (1 << 16)), (1 << 16) - 1)
 
 
-def _signed(x: int) -> int:
-    """The 32 bits of `x` as the signed int32 that torch wants; its arithmetic wraps, so the bits come out as in
-    unsigned."""
-    x &= 0xFFFFFFFF
-    return x - (1 << 32) if x >> 31 else x
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Of numbers below 2^32 in int64: products wrap around, but their low halves are right."""
+    x = x ^ (x >> 16)
+    x = (x * _MIX[0]) & _LOW
+    x = x ^ (x >> 15)
+    x = (x * _MIX[1]) & _LOW
+    return x ^ (x >> 16)
 
 
-def _xor_shift_(x: torch.Tensor, by: int, scratch: torch.Tensor) -> None:
-    torch.bitwise_right_shift(x, by, out=scratch)
-    x ^= scratch.bitwise_and_((1 << (32 - by)) - 1)  # torch shifts in the sign, the kernels shift in zeros
-
-
-def _mix_(x: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
-    scratch = torch.empty_like(x) if scratch is None else scratch
-    _xor_shift_(x, 16, scratch)
-    x *= _signed(_MULTIPLIERS[0])
-    _xor_shift_(x, 15, scratch)
-    x *= _signed(_MULTIPLIERS[1])
-    _xor_shift_(x, 16, scratch)
-    return x
+def _fold(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
+    product = x * by
+    return (product ^ (product >> 32)) & _LOW
 
 
 def _axis(index: torch.Tensor | range, device: torch.device | str | None, axis: int) -> torch.Tensor:
     if isinstance(index, range):
-        values = torch.arange(index.start, index.stop, index.step, dtype=torch.int32, device=device)
+        values = torch.arange(index.start, index.stop, index.step, device=device)
     else:
-        values = index.to(device=device, dtype=torch.int32)
+        values = index.to(device=device, dtype=torch.int64)
     return values.view([-1 if i == axis else 1 for i in range(4)])
+
+
+def head_key(seed: int, batch: torch.Tensor | int, head: torch.Tensor | int) -> torch.Tensor:
+    """`r`, of one sequence and head or of a tensor of them."""
+    r = _mix(torch.as_tensor(((seed >> 32) ^ _SEED_SALT) & _LOW, device=getattr(batch, "device", "cpu")))
+    r = _mix(r ^ (seed & _LOW))
+    return _mix((_mix(r ^ batch) + head) & _LOW)
 
 
 def keep(
@@ -69,12 +73,8 @@ def keep(
     if device is None:
         device = next((x.device for x in (batch, heads, rows, keys) if isinstance(x, torch.Tensor)), "cpu")
     batch, heads, rows, keys = (_axis(index, device, axis) for axis, index in enumerate((batch, heads, rows, keys)))
-    r = _mix_(torch.full((1, 1, 1, 1), _signed((seed >> 32) ^ _SEED_SALT), dtype=torch.int32, device=device))
-    r = _mix_(r ^ _signed(seed))
-    r = _mix_(_mix_(r ^ batch) + heads)
-    a = _mix_(r ^ rows)
-    b = _mix_(a ^ _signed(_ROW_SALT))
-    u = keys ^ a
-    scratch = torch.empty_like(u)
-    _mix_(_mix_(u, scratch).add_(b), scratch)
-    return u.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF) >= threshold(p)
+    a = _mix(head_key(seed, batch, heads) ^ (rows >> 1))
+    b = _mix(a ^ _ROW_SALT)
+    y = _fold((a + (keys >> 1)) & _LOW, _FOLD) ^ b
+    w = _fold(y, torch.where(rows % 2 == 1, _FOLD_ODD, _FOLD_EVEN))
+    return torch.where(keys % 2 == 1, w >> 16, w & 0xFFFF) >= threshold(p)

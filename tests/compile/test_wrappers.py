@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import cubins
 import pytest
 
 from strobe.cuda import cubin, jit, wgmma
@@ -41,7 +40,7 @@ STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
   products<bf16>(p, smem);
   products<fp16>(p, smem);
   const float y = rcp_approx(shfl_xor(ld_shared_f32(smem + 8), 1));
-  float x = fma(exp2_approx(ld_global(p.f)), log2_approx(ld_shared_f32(smem)), y);
+  float x = fma(exp2_approx(ld_global(p.f)), log2_approx(ld_shared_f32(smem)), fabs(y));
   if (any(x > 0.f)) x = fmax(x, as_float(shfl(as_bits(x), max(0, min(3, int(tid))))));
   sync_warp();
   bar_arrive(1, 256);
@@ -102,7 +101,7 @@ STROBE_KERNEL(256, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
   wgmma_wait<0>();
   pin(d);
   pin(a);
-  hold(tile, d[0]);
+  keep_above(tile, d[0]);
   float e[N / 2];
   wgmma_fence();
   Wgmma<{element}, N>::rs_zero(e, a[0], a[1], a[2], a[3], desc);
@@ -120,7 +119,6 @@ STROBE_KERNEL(256, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
   pin(d);
   mbar_arrive(bar + 8);
   for (int i = 0; i < N / 2; ++i) st_global(p.sums + thread_idx() * N + i, d[i]);
-  stmatrix_x4(tile + 16 * thread_idx(), a[0], a[1], a[2], a[3]);
   fence_proxy_async();
   bar_sync(1, 128);
   launch_dependents();
@@ -171,7 +169,7 @@ ACCUMULATORS = f"""{CHAIN_OF_TWO}
   wgmma_wait<0>();
   d.scale(by);
   d.stage<N / 16 - 1>(smem_base() + 16 * thread_idx(), by);
-  for (int r = 0; r < 2; ++r) d.store_row(r, p.sums + thread_idx() * N);
+  for (int r = 0; r < 2; ++r) d.store_row(r, p.sums + thread_idx() * N, N - 8);
 }}}}
 }}}}  // namespace strobe
 """
@@ -179,7 +177,7 @@ ACCUMULATORS = f"""{CHAIN_OF_TWO}
 
 def check(source, arch):
     compiled = jit.compile(source, arch)
-    info = cubins.inspect(compiled.cubin)["kernel"]
+    info = cubin.inspect(compiled.cubin)["kernel"]
     assert cubin.spills(compiled.log) == 0, compiled.log
     assert cubin.warnings(compiled.log) == [], compiled.log
     assert info.stack_frame == 0
@@ -211,19 +209,24 @@ def test_chains_of_products_compile(element, n):
 def test_accumulators_declared_in_ptx_compile(element, n):
     text = wgmma.accumulators(element, n, 2)
     assert check(ACCUMULATORS.format(printed=text, element=element, n=n), "sm_90a").registers > n // 2
-    scaled = re.findall(r"mul\.ftz\.f32 d(\d+), d(\d+), %(\d)", text)
+    scaled = re.findall(r"mul\.ftz\.f32 d0_(\d+), d0_(\d+), %(\d)", text)
     assert scaled == [(f"{i}", f"{i}", f"{i >> 1 & 1}") for i in range(n // 2)]  # the factor of its row
     staged = re.findall(
-        r"mul\.ftz\.f32 (x|y), d%(\d+), %(\d)", text
+        r"mul\.ftz\.f32 (x|y), d0_%(\d+), %(\d)", text
     )  # behind address and factors, which are %0, %1, %2
     assert staged == [("xy"[i & 1], f"{3 + i}", f"{1 + (i >> 1 & 1)}") for i in range(8)]
     kind = "bf16" if element == "bf16" else "f16"
     assert re.findall(rf"cvt\.rn\.{kind}x2\.f32 p(\d), y, x", text) == ["0", "1", "2", "3"]  # the upper half first
-    stored = re.findall(r"st\.global\.v2\.f32 \[%0 \+ (\d+)\], {d(\d+), d(\d+)}", text)
-    assert sorted(int(d) for _, *pair in stored for d in pair) == list(range(n // 2))  # each of them once
-    assert all(
-        int(at) == 32 * (int(d) // 4) for at, d, _ in stored
-    )  # a register's column is 8 * (i // 4), four bytes each
+    pair = r"setp\.gt\.s32 there, %1, (\d+); @there st\.global\.v2\.f32 \[%0 \+ (\d+)\], {d0_(\d+), d0_(\d+)}"
+    stored = [[int(x) for x in found] for found in re.findall(pair, text)]
+    assert sorted(d for _, _, *registers in stored for d in registers) == list(range(n // 2))  # each of them once
+    for column, at, d, _ in stored:  # a register's column is 8 * (i // 4), four bytes each
+        assert column == 8 * (d // 4) and at == 4 * column
+
+
+def test_accumulators_of_one_kernel_have_registers_of_their_own():
+    first, second = (wgmma.accumulators("bf16", 64, 2, which) for which in (0, 1))
+    assert first != second and first == re.sub(r"\bd1_", "d0_", second).replace("<bf16, 64, 1>", "<bf16, 64, 0>")
 
 
 def test_every_wrapper_is_used_here():

@@ -44,14 +44,14 @@ SPLIT = Case(
 WIDE_NO_KEYS = replace(NO_KEYS, name="wide_no_keys", len_k=110, heads=4, dim=128)  # half the rows of a tile see nothing
 WIDE_SPLIT = replace(SPLIT, name="wide_split", dim=128)
 LOW = replace(SPLIT, name="low", scores="low")  # scores so low that 0 in their place would be the maximum
-FOLD = Case("fold", 9, 150, batch=1, heads=4, heads_k=1, dim=64, mask=causal)
+PACKED_GQA = Case("packed_gqa", 9, 150, batch=1, heads=4, heads_k=1, dim=64, mask=causal)
 SOFTCAP = replace(CAUSAL, name="softcap", softcap=5.0)
-PACKED = Case("packed", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 129), (130, 70)))
+VARLEN = Case("varlen", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 129), (130, 70)))
 TILES = {
     "sm80": TileSm80(64, 64, 4, 1, 1),
     "sm80_two_buffers": TileSm80(64, 64, 4, 2, 1),
-    "sm80_rest": TileSm80(128, 64, 4, 1, 1),
-    "sm80_skip": TileSm80(64, 64, 4, 1, 1, skip=True),
+    "sm80_state_in_smem": TileSm80(128, 64, 4, 1, 1),
+    "sm80_lazy_rescale": TileSm80(64, 64, 4, 1, 1, skip=True),
     "sm90": TileSm90(2, 64),
     "sm90_ping_pong": TileSm90(2, 64, ping_pong=True),
     "sm90_one_slot": TileSm90(2, 64, q_slots=1, store_panels=1),
@@ -81,31 +81,39 @@ LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have lan
 VALUES = "cp_async_wait<0>();\n    sync_block();  // V_n is here"
 ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel : src, row_there && column_there);"
 
+SKIP = "sync_warp();  // no lane may find the barrier a whole round further on because another gave the buffer back"
+SKIPPED_BEFORE = "sees_keys ? mine.end : all.first"
+YIELD, MEET = "turns.yield_turn();", "sync_warpgroup(consumer);"
+PUBLISH = "publish_tile<Config>(tile_info(), tile);"
+LOAD_QUERIES = "if (any_keys) load_queries(tile);\n    else mbar_arrive(q.full_barrier());"
+OVERLAPPED = "qk_overlapped(s, q_desc, f);"
+Q_DESC, RELEASE_Q = "const u64 q_desc = k_major(q_tile(consumer));", "if (elected()) q.release();"
+
 # Wrong for both kernels: the mask, the range of key blocks, the running softmax.
 ARITHMETIC = [
     ("mask_one_too_far", "if (column >= hi[row] ||", "if (column > hi[row] ||", CAUSAL),
     ("mask_one_too_early", "if (column >= hi[row] ||", "if (column + 1 >= hi[row] ||", CAUSAL),
     ("mask_low_end", "column < lo[row])) s[i]", "column < lo[row] - 1)) s[i]", WINDOW),
-    ("last_block_missing", "(mask.hi(last_row) + kBlockN - 1) / kBlockN", "mask.hi(last_row) / kBlockN", CAUSAL),
+    ("last_block_missing", "(mask.hi(last_query) + kBlockN - 1) / kBlockN", "mask.hi(last_query) / kBlockN", CAUSAL),
     (
         "diagonal_unmasked",
-        "max(mask.hi(first_row) / kBlockN,",
-        "max((mask.hi(first_row) + kBlockN - 1) / kBlockN,",
+        "max(mask.hi(first_query) / kBlockN,",
+        "max((mask.hi(first_query) + kBlockN - 1) / kBlockN,",
         CAUSAL,
     ),
     (
         "first_block_skipped",
-        "b.first = mask.lo(first_row) / kBlockN;",
-        "b.first = mask.lo(first_row) / kBlockN + 1;",
+        "b.first = mask.lo(first_query) / kBlockN;",
+        "b.first = mask.lo(first_query) / kBlockN + 1;",
         WINDOW,
     ),
     ("sum_not_rescaled", "l[row] *= alpha[row];", "", FALLING),
-    ("keys_of_another", "first_key = ld_global(p.cu_k + batch);", "first_key = ld_global(p.cu_q + batch);", PACKED),
+    ("keys_of_another", "first_key = ld_global(p.cu_k + batch);", "first_key = ld_global(p.cu_q + batch);", VARLEN),
 ]
 
 MUTATIONS = [
     *(Mutation(name, old, new, case, tile=tile) for tile in ("sm80", "sm90") for name, old, new, case in ARITHMETIC),
-    Mutation("growth_overlooked", "grew |= far;", "", FALLING, tile="sm80_skip"),
+    Mutation("growth_overlooked", "grew |= far;", "", FALLING, tile="sm80_lazy_rescale"),
     # ---- sm80: copies and block barriers ----
     Mutation("no_wait_for_keys", LANDED, "sync_block();  //"),
     Mutation("no_barrier_before_keys", LANDED, "cp_async_wait<0>();  //"),
@@ -115,120 +123,94 @@ MUTATIONS = [
     Mutation("no_barrier", LANDED, "cp_async_wait<0>();  //", tile="sm80_two_buffers"),
     Mutation("wait_leaves_one_group", LANDED, LANDED.replace("<0>", "<1>"), tile="sm80_two_buffers"),
     Mutation("one_buffer_for_two", "kOffsetK + (n & (kStages - 1)) * kBytesK", "kOffsetK", tile="sm80_two_buffers"),
-    Mutation("place_not_published", "sync_block();  // now all can read it", tile="sm80_rest"),
+    Mutation("place_not_published", "sync_block();  // now all can read it", tile="sm80_state_in_smem"),
     Mutation("tail_not_filled_with_zeros", ZERO_FILL, f"if (row_there && column_there) {ZERO_FILL}"),
     Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel);"),
     Mutation("output_not_rescaled", "softmax[t].template rescale<kMasked>(o[t]);", case=FALLING, times=2),
-    Mutation("output_read_too_early", "sync_warp();\n    constexpr int kChunks", "constexpr int kChunks"),
+    Mutation("output_read_too_early", "sync_warp();\n      constexpr int kChunks", "constexpr int kChunks"),
     Mutation(
-        "rows_beyond_the_sequence_written", "if (warp_row + row < tile.len_q && (Config::", "if ((Config::", PACKED
+        "rows_beyond_the_sequence_written", "if (warp_row + row < tile.len_q && (Config::", "if ((Config::", VARLEN
     ),
     # ---- sm90: rings of buffers ----
     *(
         Mutation(*m, tile="sm90")
         for m in [
-            ("keys_not_released", "if (elected()) k.release();", "", CAUSAL, 2),
-            ("values_not_released", "if (elected()) v.release();", "", CAUSAL, 2),
+            ("keys_not_released", "k.release_and_advance();", "k.next();", CAUSAL),
+            ("values_not_released", "v.release_and_advance();", "v.next();", CAUSAL, 2),
             ("one_key_block_too_many", "if (n > blocks.first) load_keys(", "load_keys(", CAUSAL),
-            (
-                "blocks_left_of_the_window_not_skipped",
-                "for (; (Mask::kHasLo || kSkipsTwice) &&",
-                "for (; false &&",
-                WINDOWS,
-            ),
+            ("blocks_left_of_the_window_not_skipped", "for (; kSkipsAfter && n", "for (; false && n", WINDOWS),
             (
                 "rows_without_keys_skip_nothing",
-                "sees_keys ? mine.end : all.first;",
-                "sees_keys ? mine.end : n + 1;",
+                f"{SKIPPED_BEFORE};",
+                f"{SKIPPED_BEFORE.split(':')[0]}: n + 1;",
                 WIDE_NO_KEYS,
             ),
-            ("skipped_buffers_not_released", "if (elected()) ring.release();", "", CAUSAL),
-            ("queries_not_released", "stored.release();", "", CAUSAL),
-            ("keys_released_by_every_thread", "if (elected()) k.release();", "k.release();", CAUSAL, 2),
+            ("skipped_buffers_not_released", f"{SKIP}\n    release_and_advance();", f"{SKIP}\n    next();", CAUSAL),
+            ("queries_not_released", "ring.release();", "", CAUSAL),
+            ("buffers_released_by_every_thread", "if (elected()) release();", "release();", CAUSAL),
             (
                 "keys_released_in_flight",
-                "wgmma_wait<1>();\n    pin(s);\n    if (elected()) k.release();",
-                "if (elected()) k.release();\n    wgmma_wait<1>();",
+                "wgmma_wait<kIssuedSince>();\n    pin(s);\n    k.release_and_advance();",
+                "k.release_and_advance();\n    wgmma_wait<kIssuedSince>();",
                 CAUSAL,
             ),
             ("keys_not_awaited", "k.wait_full();", "", CAUSAL, 2),
             ("values_not_awaited", "v.wait_full();", "", CAUSAL, 2),
             ("queries_not_awaited", "q.wait_full();", "", CAUSAL),
-            ("keys_overwritten", "k.wait_empty();", "", CAUSAL),
-            ("values_overwritten", "v.wait_empty();", "", CAUSAL),
+            ("buffers_overwritten", "wait_empty();\n    mbar_arrive_expect_tx", "mbar_arrive_expect_tx", CAUSAL),
             ("queries_overwritten", "q.wait_empty();", "", SHORT, 2),
             ("parity_never_flips", "parity ^= 1;", "", CAUSAL),
             ("parity_begins_wrong", "parity(producer)", "parity(!producer)", CAUSAL),
-            ("too_few_bytes_expected", "(k.full_barrier(), kBytesK);", "(k.full_barrier(), kBytesK / 2);", CAUSAL),
-            ("too_many_bytes_expected", "(v.full_barrier(), kBytesV);", "(v.full_barrier(), 2 * kBytesV);", CAUSAL),
+            ("too_few_bytes_expected", "k.begin_load(kBytesK);", "k.begin_load(kBytesK / 2);", CAUSAL),
+            ("too_many_bytes_expected", "v.begin_load(kBytesV);", "v.begin_load(2 * kBytesV);", CAUSAL),
             (
                 "too_few_arrivals",
-                "(at + RingQ::kBytes, 4 * kConsumers);",
-                "(at + RingQ::kBytes, 4 * kConsumers - 1);",
+                "kOffsetBarriersK, 4 * kConsumers);",
+                "kOffsetBarriersK, 4 * kConsumers - 1);",
                 CAUSAL,
             ),
             ("barriers_not_fenced", "    mbar_init_fence();\n  }", "  }", CAUSAL),
             ("barriers_not_published", "sync_block();\n  const u32 warpgroup", "const u32 warpgroup", CAUSAL),
             # ---- matrix products in flight ----
-            ("no_wait_for_scores", "wgmma_wait<1>();", "", CAUSAL),
-            ("wait_leaves_one_more", "wgmma_wait<1>();", "wgmma_wait<2>();", CAUSAL),
-            ("no_wait_for_the_first_scores", "wgmma_wait<0>();\n    pin(s);\n    if", "if", CAUSAL),
+            ("no_wait_for_scores", "wgmma_wait<kIssuedSince>();", "", CAUSAL),
+            ("wait_leaves_one_more", "wait_qk<1>(s);", "wait_qk<2>(s);", CAUSAL),
+            ("no_wait_for_the_first_scores", "wait_qk<0>(s);", "wait_qk<1>(s);", CAUSAL),
             ("no_wait_for_the_output", "wgmma_wait<0>();\n    pin(f.weights);", "", CAUSAL),
-            ("no_wait_for_the_last_output", "wgmma_wait<0>();\n    if", "if", CAUSAL),
-            ("no_fence", "wgmma_fence();", "", CAUSAL, 4),
+            ("no_wait_for_the_last_output", "wgmma_wait<0>();\n    v.release", "v.release", CAUSAL),
+            ("no_fence", "wgmma_fence();", "", CAUSAL, 2),
             (
                 "weights_overwritten_in_flight",
-                "if (Config::kHold) hold(",
-                "pack_fragment<T>(f.weights, s); if (Config::kHold) hold(",
+                "if (Config::kExpsBeforeWait) keep_above(",
+                "pack_fragment<T>(f.weights, s); if (Config::kExpsBeforeWait) keep_above(",
                 CAUSAL,
             ),
             ("output_not_rescaled", "f.o.scale(f.softmax.alpha);\n  }", "}", FALLING),
             ("output_not_begun_at_zero", "f.o.zero();", "", SHORT),
             ("output_not_rescaled_on_the_diagonal", "if (!first) f.o.scale(f.softmax.alpha);", "", DIAGONAL),
-            ("values_of_the_diagonal_missing", "values_alone(f);\n                continue;", "continue;", CAUSAL),
-            ("loop_left_on_the_diagonal", "kValuesTwice || n < mine.first) break;", "true) break;", WIDE),
-            ("wrong_guess_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
+            ("values_of_the_diagonal_missing", f"{YIELD}\n      pv(f);", YIELD, CAUSAL),
+            ("loop_left_on_the_diagonal", "if (--n < mine.end_full || !kDiagonalAlone) break;", "--n; break;", WIDE),
+            ("wrong_speculation_accepted", "if (any(!right)) return false;", "", STEEP),
             # ---- output through shared memory ----
-            ("no_proxy_fence", "fence_proxy_async();\n    bar_sync", "bar_sync", CAUSAL),
-            (
-                "staged_over_queries_in_use",
-                f"bar_sync(1 + kConsumers + consumer, 128);{28 * ' '}// or: every warp",
-                "//",
-                CAUSAL,
-            ),
-            (
-                "stored_before_staged",
-                "fence_proxy_async();\n    bar_sync(1 + kConsumers + consumer, 128);",
-                "fence_proxy_async();",
-                CAUSAL,
-            ),
+            ("no_proxy_fence", f"fence_proxy_async();\n    {MEET}", MEET, CAUSAL),
+            ("staged_over_queries_in_use", f"{MEET}{43 * ' '}// or: every warp", "//", CAUSAL),
+            ("stored_before_staged", f"fence_proxy_async();\n    {MEET}", "fence_proxy_async();", CAUSAL),
             ("store_not_committed", "tma_store_commit();", "", CAUSAL),
-            ("store_not_awaited", "tma_store_wait_read<0>();\n      stored.release();", "stored.release();", CAUSAL),
-            # ---- tiles: the mailbox, the first block, packed sequences, the counter ----
+            ("store_not_awaited", "tma_store_wait_read<0>();\n      ring.release();", "ring.release();", CAUSAL),
+            # ---- tiles: the tile info slot, the first block, varlen sequences, the counter ----
+            ("tile_not_published", f"{PUBLISH}\n    {LOAD_QUERIES}", f"{LOAD_QUERIES}\n    {PUBLISH}", CAUSAL),
+            # ---- one rolled loop for all blocks ----
+            ("values_released_before_the_first", "if (!first) v.release_and", "v.release_and", SOFTCAP),
+            ("queries_not_released_after_the_first", "if (first) stored.release();", "", SOFTCAP),
             (
-                "mail_not_published",
-                "post(tile);\n    if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());",
-                "if (any_keys) load_queries(tile); else mbar_arrive(q.full_barrier());\n    post(tile);",
-                CAUSAL,
-            ),
-            # ---- one loop for all blocks ----
-            (
-                "values_released_before_the_first",
-                "if (!first) {\n      if (elected()) v.release();",
-                "{\n      if (elected()) v.release();",
-                SOFTCAP,
-            ),
-            ("queries_not_released_after_the_first", "if (first) release_stored(stored, pending);", "", SOFTCAP),
-            (
-                "one_loop_unmasked",
-                "prepare(s, tile, row, n, n >= mine.end_full || n < mine.first_full);",
-                "prepare(s, tile, row, n, false);",
+                "rolled_loop_unmasked",
+                "score_and_mask(s, tile, row, n, n >= mine.end_full || n < mine.first_full);",
+                "score_and_mask(s, tile, row, n, false);",
                 SOFTCAP,
             ),
             (
-                "one_loop_without_values",
-                "if (--n < mine.first) break;\n              scores_beside(s, q_desc, f, consumer);",
-                "if (--n < mine.first) break;\n              scores_alone<kBlockN>(s, q_desc);",
+                "rolled_loop_without_values",
+                f"return n;\n      {OVERLAPPED}",
+                "return n;\n      qk<kBlockN>(s, q_desc);",
                 SOFTCAP,
             ),
             (
@@ -237,97 +219,71 @@ MUTATIONS = [
                 "Mask::kHasHi",
                 SHORT,
             ),
-            ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_there);", "clip = 0;", PACKED),
+            ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_left);", "clip = 0;", VARLEN),
             (
                 "store_runs_into_the_next_sequence",
-                "const Box b = query_box(tile, first);",
-                "const Box b = box<64>(tile.first_row + first, 64, tile.head, tile.slice);",
-                PACKED,
+                "query_box<Config, 64>(tile, first)",
+                "box_of_rows<Config::kVarlen, 64>(tile.first_row + first, 64, tile.head, tile.slice)",
+                VARLEN,
             ),
             (
                 "tile_left_out",
-                "grid_dim() + atomic_inc_wrap(p.counter,",
-                "grid_dim() + 1 + atomic_inc_wrap(p.counter,",
+                "return grid_dim() + atomic_inc_wrap(",
+                "return grid_dim() + 1 + atomic_inc_wrap(",
                 CAUSAL,
             ),
         ]
     ),
-    # ---- few queries: keys split among blocks, heads as rows of a tile ----
+    # ---- few queries: split-KV and packed GQA ----
     *(
         Mutation(*m, SPLIT, tile="sm90")
         for m in [
-            ("parts_all_the_same", "remainder(tile.work, p.splits), p.splits) : blocks", "0, p.splits) : blocks"),
-            ("first_part_taken_for_the_last", "== u32(p.splits - 1);", "== 0u;"),
-            ("parts_not_weighted", "l = fma(ml[j][1], weight, l);", "l += ml[j][1];"),
-            ("rows_of_a_part_left_out", "warp_uniform(eight < rows)", "warp_uniform(eight + 8 <= rows)"),
+            ("splits_all_the_same", "kBlockM), remainder(tile.work, p.splits), p.splits);", "kBlockM), 0, p.splits);"),
+            ("first_split_taken_for_the_last", "== u32(p.splits - 1);", "== 0u;"),
+            ("splits_not_weighted", "l = fma(ml[j][1], weight, l);", "l += ml[j][1];"),
+            ("rows_of_a_split_left_out", "warp_uniform(eight < rows)", "warp_uniform(eight + 8 <= rows)"),
+            ("count_not_published", "sync_warpgroup(staging.consumer);\n    const bool last", "const bool last"),
+        ]
+    ),
+    Mutation("blocks_of_other_splits_skipped", f"{SKIPPED_BEFORE};", "mine.end;", WIDE_SPLIT, tile="sm90"),
+    Mutation("split_that_does_not_exist_counts", "if (!exists) ml[j][0] = neg_inf();", "", LOW, tile="sm90"),
+    *(
+        Mutation(*m, PACKED_GQA, tile="sm90")
+        for m in [
+            ("rows_taken_for_queries", "{row / kPackGqa, (row + 8) / kPackGqa}", "{row, row + 8}"),
             (
-                "count_not_published",
-                "bar_sync(1 + kConsumers + consumer, 128);\n    const bool last",
-                "const bool last",
+                "lse_of_another_head",
+                "tile.head * Config::kPackGqa + row % Config::kPackGqa;",
+                "tile.head * Config::kPackGqa;",
             ),
         ]
     ),
-    Mutation(
-        "blocks_of_other_parts_skipped", "sees_keys ? mine.end : all.first;", "mine.end;", WIDE_SPLIT, tile="sm90"
-    ),
-    Mutation("part_that_is_not_there_counts", "if (!there) ml[j][0] = neg_inf();", "", LOW, tile="sm90"),
     *(
-        Mutation(*m, FOLD, tile="sm90")
+        Mutation(*m, tile="sm90_ping_pong")
         for m in [
-            ("rows_taken_for_queries", "query[2] = {row / kFold, (row + 8) / kFold}", "query[2] = {row, row + 8}"),
-            ("lse_of_another_head", "tile.head * kFold + row % kFold;", "tile.head * kFold;"),
+            ("turn_not_passed_on", "turns.pass_turn();\n    wait_qk<1>(s);", "wait_qk<1>(s);"),
+            ("turn_not_yielded", "wait_turn();\n    pass_turn();\n  }", "wait_turn();\n  }"),
+            ("turn_not_taken_by_a_skip", f"if (has_turn) {YIELD}", ""),
+            ("turn_not_taken_on_the_diagonal", f"{YIELD}\n      pv(f);", "pv(f);", DIAGONAL),
+            ("turn_not_taken_on_the_diagonal_wide", f"{YIELD}\n      pv(f);", "pv(f);", replace(DIAGONAL, dim=128)),
         ]
-    ),
-    Mutation(
-        "turn_not_passed_on", "pass_turn(consumer);\n    wgmma_wait<1>();", "wgmma_wait<1>();", tile="sm90_ping_pong"
-    ),
-    Mutation(
-        "unused_turn_not_passed_on",
-        "wait_turn(consumer);\n    pass_turn(consumer);\n  }",
-        "wait_turn(consumer);\n  }",
-        tile="sm90_ping_pong",
-    ),
-    Mutation("turn_not_taken_by_a_skip", "if (has_turn) take_turn_unused(consumer);", "", tile="sm90_ping_pong"),
-    Mutation(
-        "turn_not_taken_on_the_diagonal",
-        "take_turn_unused(consumer);\n              if (kValues",
-        "if (kValues",
-        DIAGONAL,
-        tile="sm90_ping_pong",
-    ),
-    Mutation(
-        "turn_not_taken_on_the_diagonal_wide",
-        "take_turn_unused(consumer);\n              if (kValues",
-        "if (kValues",
-        replace(DIAGONAL, dim=128),
-        tile="sm90_ping_pong",
     ),
     # ---- one Q slot, O in a buffer of its own ----
     *(
         Mutation(*m, tile="sm90_one_slot")
         for m in [
-            ("queries_not_released", "if (kPrivateO && n < mine.first && elected()) q.release();", "", CAUSAL),
-            ("queries_of_rows_without_keys_not_released", "if (kPrivateO && elected()) q.release();", "", NO_KEYS),
+            ("queries_not_released", "if (kPrivateO && elected()) q.release();", "", CAUSAL),
             (
-                "queries_released_on_the_diagonal",
-                "kPrivateO && n < mine.first && elected()",
-                "kPrivateO && elected()",
-                WIDE,
+                "queries_of_rows_without_keys_not_released",
+                "if (kPrivateO && el",
+                "if (kPrivateO && sees_keys && el",
+                NO_KEYS,
             ),
+            ("queries_released_on_the_diagonal", f"{YIELD}\n      pv(f);", f"{YIELD} {RELEASE_Q} pv(f);", WIDE),
             ("queries_overwritten", "q.wait_empty();", "", SHORT, 2),
-            (
-                "queries_released_in_use",
-                "const u64 q_desc = k_major(q_tile(consumer));",
-                "const u64 q_desc = k_major(q_tile(consumer));\n        if (elected()) q.release();",
-                CAUSAL,
-            ),
-            ("mail_read_too_late", "sync_warp();  // all lanes have read it", "//", CAUSAL),
-            (
-                "staged_over_output_in_flight",
-                "tma_store_wait_read<0>();  // what was staged here before",
-                ";  //",
-                CAUSAL,
-            ),
+            ("queries_released_in_use", Q_DESC, f"{Q_DESC} {RELEASE_Q}", CAUSAL, 2),
+            ("tile_read_too_late", "sync_warp();  // likewise", "", CAUSAL),
+            ("staged_over_output_in_flight", "tma_store_wait_read<0>();  // what was staged", ";  //", CAUSAL),
             ("last_store_not_awaited", "tma_store_wait_read<0>();  // shared memory must outlive", ";  //", CAUSAL),
         ]
     ),
@@ -375,7 +331,7 @@ def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
-    "case", [CAUSAL, WINDOWS, WIDE, WIDE_NO_KEYS, FALLING, SHORT, SPLIT, WIDE_SPLIT, LOW, FOLD, PACKED], ids=str
+    "case", [CAUSAL, WINDOWS, WIDE, WIDE_NO_KEYS, FALLING, SHORT, SPLIT, WIDE_SPLIT, LOW, PACKED_GQA, VARLEN], ids=str
 )
 def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> None:
     assert [finding(case, tile, None, seed) for seed in SEEDS] == [None] * len(SEEDS)

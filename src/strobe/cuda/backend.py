@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from strobe.arguments import Arguments, Layout
-from strobe.backends.backend import Backend
-from strobe.cuda import driver, forward_sm80, forward_sm90, jit
+from strobe.backends.backend import Backend, Gradients
+from strobe.cuda import driver, forward_sm90, jit
+from strobe.cuda.catalogue import FAMILIES, Family
 from strobe.cuda.launch import Launcher
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.problem import Problem, Strides
@@ -102,14 +103,70 @@ def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Pr
     return Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), *ints), replace(problem, q=rows, k=keys)
 
 
-def _address(t: torch.Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+def prepare_backward(
+    problem: Problem, layout: Layout, a: Arguments, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any
+) -> tuple[dict[str, Any], Problem, dict[str, Strides]]:
+    """The tensors of a backward plan by name, gradients allocated; the problem with the strides that they have, and the
+    strides of those that it does not know."""
+    q, k, v, o = (aligned(t.detach()) for t in (a.q, a.k, a.v, out))
+    d_o = dout if dout.stride(-1) == 1 and is_aligned(dout) else dout.contiguous()
+    wanted, tensors = problem.gradients, {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "lse": lse}
+    tensors["dlse"] = None if dlse is None else dlse.contiguous()
+    tensors["dq"] = torch.empty(q.shape, dtype=q.dtype, device=q.device) if "q" in wanted else None
+    both = "k" in wanted or "v" in wanted  # one kernel computes both
+    for name, t in (("dk", k), ("dv", v)):
+        tensors[name] = torch.empty(t.shape, dtype=q.dtype, device=q.device) if both else None
+    tensors["dsink"] = torch.empty_like(lse) if "sinks" in wanted else None
+    tensors["sinks"] = fp32_contiguous(a.sinks)
+    for name in ("cu_q", "cu_k", "positions"):
+        t = getattr(a, name)
+        tensors[name] = None if t is None else t.contiguous()
+    tensors["seed"] = (a.seed or 0) & ((1 << 64) - 1)
+    named = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
+    strides = {n: inside_strides(tensors[n], layout) for n in named if tensors[n] is not None}
+    rows, keys = replace(problem.q, strides=(strides["q"],)), replace(problem.k, strides=(strides["k"], strides["v"]))
+    return tensors, replace(problem, q=rows, k=keys), strides
+
+
+def gradients_of(problem: Problem, layout: Layout, tensors: dict[str, Any], a: Arguments) -> Gradients:
+    """What was asked for, in the caller's layout and dtypes."""
+    found = {n: tensors[f"d{n}"] if n in problem.gradients else None for n in ("q", "k", "v")}
+    sinks = None
+    if "sinks" in problem.gradients:
+        rows = layout.rows_inside(tensors["dsink"])
+        sinks = rows.sum((0, 2)).to(a.sinks.dtype)
+    return Gradients(found["q"], found["k"], found["v"], None, sinks)
+
+
+def _address(t: Any) -> int:
+    return 0 if t is None else t if isinstance(t, int) else t.data_ptr()
 
 
 # ---- binding ---------------------------------------------------------------------------------------------------------
 
 
-def _bind(planner: Planner, problem: Problem, layout: Layout) -> Any:
+def _bind(family: Family, problem: Problem, layout: Layout) -> Any:
+    module = family.module(problem)
+    return _bind_backward(module, problem, layout) if problem.gradients else _bind_forward(module.plan, problem, layout)
+
+
+def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
+    launchers: dict[Any, Launcher] = {}  # by the strides of tensors that the signature of the forward does not know
+
+    def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+        tensors, actual, strides = prepare_backward(problem, layout, a, out, lse, dout, dlse)
+        key = tuple(strides.values())
+        launcher = launchers.get(key)
+        if launcher is None:
+            plan = module.plan(actual, strides, machine_of(problem.device))
+            launcher = launchers[key] = Launcher(plan, problem.device.index or 0)
+        launcher(*[_address(tensors[name]) for name in module.TENSORS])
+        return gradients_of(problem, layout, tensors, a)
+
+    return run
+
+
+def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
     """The plan is made in the first call, from the tensors it sees: whoever calls again has tensors of the same shapes,
     strides and alignment (`strobe.bound.signature`)."""
     launcher: Launcher | None = None
@@ -173,19 +230,20 @@ def _plan(planner: Planner, problem: Problem) -> Plan:
     )
 
 
-def _backend(name: str, summary: str, module: Any, hopper: bool) -> Backend:
+def _backend(name: str, summary: str) -> Backend:
+    family = FAMILIES[name]
     return Backend(
         name=name,
         summary=summary,
-        limits=module.limits,
-        machine=lambda device: missing(device, hopper),
-        bind=functools.partial(_bind, module.plan),
-        details=lambda problem: dict(_plan(module.plan, problem).details),
-        extra_bytes=lambda problem: _plan(module.plan, problem).workspace_bytes,
+        limits=family.limits,
+        machine=lambda device: missing(device, hopper=name == "sm90"),
+        bind=functools.partial(_bind, family),
+        details=lambda problem: dict(_plan(family.forward.plan, problem).details),
+        extra_bytes=lambda problem: _plan(family.forward.plan, problem).workspace_bytes,
     )
 
 
 BACKENDS = {
-    "sm90": _backend("sm90", "our CUDA kernel for Hopper: TMA, wgmma, warp specialisation", forward_sm90, True),
-    "sm80": _backend("sm80", "our CUDA kernel for Ampere and later: mma.sync, ldmatrix, cp.async", forward_sm80, False),
+    "sm90": _backend("sm90", "our CUDA kernels for Hopper: TMA, wgmma, warp specialisation"),
+    "sm80": _backend("sm80", "our CUDA kernels for Ampere and later: mma.sync, ldmatrix, cp.async"),
 }

@@ -1,28 +1,53 @@
-"""Every kernel that calls ask for, by architecture: for compiling ahead of time, for studies and for tests."""
+"""The kernels of each family of architectures, which of them serves a problem, and every variant that calls ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-from strobe.cuda import forward_sm80, forward_sm90
+from strobe.cuda import backward_sm90, backward_wide_sm90, forward_sm80, forward_sm90
 from strobe.cuda.kernel import TemplateKernel
+from strobe.problem import Problem
+
+
+@dataclass(frozen=True)
+class Family:
+    """Modules that hold kernels. Each has `limits(problem)`, `plan(…)`, `variants(arch)` and DIMS, its head dims."""
+
+    forward: ModuleType
+    backward: tuple[ModuleType, ...]  # the first that can runs
+
+    def module(self, problem: Problem) -> Any:
+        """The one that serves a problem; its limits say if it does not."""
+        candidates = self.backward if problem.gradients else (self.forward,)
+        return next((m for m in candidates if m.limits(problem) is None), candidates[-1] if candidates else None)
+
+    def limits(self, problem: Problem) -> str | None:
+        module = self.module(problem)
+        return "no backward kernel" if module is None else module.limits(problem)
+
+
+FAMILIES = {"sm90": Family(forward_sm90, (backward_sm90, backward_wide_sm90)), "sm80": Family(forward_sm80, ())}
 
 
 def modules(arch: str) -> list[ModuleType]:
-    """One for each kernel. Hopper's own have the architecture "sm_90a"."""
-    return [forward_sm90] if arch == forward_sm90.ARCH else [forward_sm80]
+    """Hopper's own kernels have the architecture "sm_90a"."""
+    family = FAMILIES["sm90" if arch == forward_sm90.ARCH else "sm80"]
+    return [family.forward, *family.backward]
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
-    """`exhaustive` adds every combination of features to the common ones."""
+    """For compiling ahead of time, for studies and for tests. `exhaustive` adds every combination of features."""
     for module in modules(arch):
         yield from module.variants(arch, exhaustive=exhaustive)
 
 
 def serves(kernel: TemplateKernel, head_dim: int) -> bool:
     """Kernels are made for rounded-up head dims: 72 is served by the next larger one."""
-    dims = sorted(d for module in modules(kernel.arch) for d, dv in module.DIMS if d == dv)
-    return next((d for d in dims if d >= head_dim), None) == kernel.member("kDim") and head_dim <= kernel.member(
-        "kDimV"
-    )
+    config = dict(kernel.config)
+    if "kDim" not in config:
+        return True
+    dims = sorted({d for module in modules(kernel.arch) for d, dv in module.DIMS if d == dv})
+    return next((d for d in dims if d >= head_dim), None) == config["kDim"] and head_dim <= config["kDimV"]

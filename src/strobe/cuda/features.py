@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strobe.cuda.plan import ELEMENTS, Dims
 from strobe.mask import Mask, causal, full, window
 from strobe.problem import Problem
 from strobe.score import Score, identity, softcap
+
+_FLAGS = ("varlen", "sinks", "positions", "partial_out", "dropout")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Features:
     sinks: bool = False
     positions: bool = False
     partial_out: bool = False
+    dropout: bool = False
 
     @staticmethod
     def of(problem: Problem, dims: Dims) -> Features:
@@ -36,19 +39,20 @@ class Features:
             problem.has_sinks,
             problem.positions,
             problem.partial,
+            problem.dropout > 0,
         )
 
     @property
     def name(self) -> str:
         dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
-        flags = [flag for flag in ("varlen", "sinks", "positions", "partial_out") if getattr(self, flag)]
+        flags = [flag for flag in _FLAGS if getattr(self, flag)]
         score = [] if self.score.is_identity else [self.score.name.split("(")[0]]
         return " ".join([self.element, dims, self.mask.name, *score, *flags])
 
     def facts(self) -> dict[str, Any]:
         """For tables."""
         mask = self.mask.name if self.mask.name in ("full", "causal") else "window"
-        flags = {name: getattr(self, name) for name in ("varlen", "sinks", "positions", "partial_out")}
+        flags = {name: getattr(self, name) for name in _FLAGS}
         return {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": not self.score.is_identity, **flags}
 
     def config(self) -> dict[str, int | bool]:
@@ -59,19 +63,27 @@ class Features:
             "kSinks": self.sinks,
             "kPositions": self.positions,
             "kPartialOut": self.partial_out,
+            "kDropout": self.dropout,
         }
 
     def types(self) -> tuple[tuple[str, str], ...]:
         return ("Mask", self.mask.cpp(self.positions)), ("Score", self.score.cpp())
 
 
-def common_features(dims: list[Dims], exhaustive: bool) -> Iterator[Features]:
+def common_features(dims: list[Dims], exhaustive: bool, backward: bool = False) -> Iterator[Features]:
     """Those that calls have, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are the
     common ones. `exhaustive` adds every combination."""
     every = list(itertools.product((False, True), (False, True), (False, True)))
     flags = every if exhaustive else [every[0], every[-1]]
     for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, (full, causal, window(1, 1))):
+        plain = Features(element, dim, dim_v, mask)
         for varlen, capped, sinks in flags:
-            yield Features(element, dim, dim_v, mask, softcap(30.0) if capped else identity, varlen, sinks)
-        for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, merged by their LSE
-            yield Features(element, dim, dim_v, mask, identity, varlen, False, positions=True, partial_out=True)
+            score = softcap(30.0) if capped else identity
+            yield replace(plain, score=score, varlen=varlen, sinks=sinks)
+            if exhaustive and not sinks:
+                yield replace(plain, score=score, varlen=varlen, dropout=True)
+        if not exhaustive:
+            yield replace(plain, dropout=True)
+        if not backward:
+            for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, merged by their LSE
+                yield replace(plain, varlen=varlen, positions=True, partial_out=True)

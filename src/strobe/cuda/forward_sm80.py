@@ -149,13 +149,22 @@ def choose_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
 def limits(problem: Problem) -> str | None:
     if problem.gradients:
         return "no backward kernel"
+    if problem.dropout:
+        return "dropout"
     return common_limits(problem)
 
 
 def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> TemplateKernel:
     """`exact_dims`: the head dims are not rounded up."""
     smem = tile.smem(features.dim, features.dim_v)
-    config = {**features.config(), **tile.config(), "kThreads": 32 * tile.warps, "kSmem": smem, "kSplit": False}
+    config = {
+        **features.config(),
+        **tile.config(),
+        "kThreads": 32 * tile.warps,
+        "kSmem": smem,
+        "kSplit": False,
+        "kPackGqa": 1,
+    }
     return TemplateKernel(
         name=f"forward_sm80[{features.name} {tile}{'' if exact_dims else ' padded'}]",
         arch=arch,

@@ -198,8 +198,13 @@ def split_tiles(dim: int, dim_v: int, bounded: bool, softcap: bool) -> list[Tile
 
 
 def limits(problem: Problem) -> str | None:
-    if problem.gradients:
-        return "no backward kernel"
+    if problem.dropout:
+        return "dropout"
+    return "no backward kernel" if problem.gradients else tma_limits(problem)
+
+
+def tma_limits(problem: Problem) -> str | None:
+    """What the Hopper kernels of both directions leave to others."""
     if (reason := common_limits(problem)) is not None:
         return reason
     lengths = (problem.len_q, problem.len_k, problem.len_k)

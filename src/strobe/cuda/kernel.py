@@ -56,7 +56,7 @@ class TemplateKernel(KernelSpec):
     config: tuple[tuple[str, int | bool], ...]  # members of Config
     types: tuple[tuple[str, str], ...]  # the template's further arguments: (name, text), as Mask and Score print them
     blocks_per_sm: int = 1
-    products: tuple[tuple[int, str, int], ...] = ()  # of wgmma: (N, form, steps of a chain)
+    products: tuple[tuple[int, str, int], ...] = ()  # of wgmma: (N, form, steps of a chain; 0: a single product)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)  # for tables
     accumulators: tuple[
         tuple[int, int], ...
@@ -89,7 +89,7 @@ class TemplateKernel(KernelSpec):
         )
 
     def _wgmma(self) -> str:
-        shapes = wgmma.shapes(self.element, [(n, [(form, steps)]) for n, form, steps in self.products])
+        shapes = wgmma.shapes(self.element, [(n, [(form, steps) if steps else form]) for n, form, steps in self.products])
         sums = [wgmma.accumulators(self.element, n, steps) for n, steps in self.accumulators]
         return f"{shapes if self.products else ''}{''.join(sums)}"
 

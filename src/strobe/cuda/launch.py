@@ -63,7 +63,7 @@ class _Prepared:
     def __init__(self, launch: Launch, names: tuple[str, ...], device: int) -> None:
         spec = launch.kernel
         fields = spec.params.fields
-        pointers = [f.name for f in fields if f.ctype.endswith("*")]
+        pointers = [f.name for f in fields if f.ctype.endswith("*") or f.name in names]
         maps = {f"map_{t}": dataclasses.replace(m, address=_SOMEWHERE).encode() for t, m in launch.maps.items()}
         packed = spec.params.pack({**dict.fromkeys(pointers, 0), **launch.values, **maps})
         function = kernel(spec).function(device)

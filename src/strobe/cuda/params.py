@@ -97,6 +97,8 @@ class Struct:
 
     def pack(self, values: Mapping[str, Any]) -> bytearray:
         """All fields as bytes; padding is zero."""
+        unused = {f.name: bytes(TENSOR_MAP_BYTES) for f in self.fields if f.ctype == "TensorMap"}
+        values = {**unused, **values}  # a map that nobody uses may be missing
         missing = [name for name in self._by_name if name not in values]
         unknown = [name for name in values if name not in self._by_name]
         if missing or unknown:

@@ -45,12 +45,13 @@ class Launch:
     values: Mapping[str, Any]  # the other fields of the arguments
     maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)  # by the name of the tensor
     overlaps: bool = False  # may start before the launch in front of it has ended; waits where its code says so
+    together: int = 1  # blocks that wait for one another: so many must be on the GPU at once
 
 
 @dataclass(frozen=True)
 class Plan:
     launches: tuple[Launch, ...]
-    tensors: tuple[str, ...]  # that whoever runs the plan provides, in the order in which it passes them
+    tensors: tuple[str, ...]  # that whoever runs the plan provides, in the order in which it passes them; or a seed
     workspace: Mapping[str, int] = field(default_factory=dict)  # name -> bytes, allocated for the call
     details: Mapping[str, object] = field(default_factory=dict)  # for `explain`
 
@@ -136,8 +137,8 @@ def common_limits(problem: Problem) -> str | None:
         return "a mask tensor; the kernels take interval masks (strobe.causal, strobe.window, …)"
     if problem.has_bias:
         return "a bias; the kernels have none"
-    if problem.dropout:
-        return "dropout; the kernels have none"
+    if problem.dropout and problem.positions:
+        return "dropout of a part of a sequence; the kernels count from its beginning"
     if not problem.score.pointwise:
         return f"{problem.score!r}; the kernels take scores that do not depend on positions"
     if problem.score.kernel_form(problem.scale).after <= 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 _PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
-FORMS = ("ss_zero", "ss", "rs_zero", "rs", "rs_t_zero", "rs_t")
+FORMS = ("ss_zero", "ss", "ss_tt_zero", "rs_zero", "rs", "rs_t_zero", "rs_t")
 
 
 Form = str | tuple[str, int]  # (form, steps): a chain of products in one statement
@@ -18,8 +18,9 @@ Form = str | tuple[str, int]  # (form, steps): a chain of products in one statem
 def shapes(element: str, ns: Iterable[tuple[int, Sequence[Form]]]) -> str:
     """Specialisations of `strobe::Wgmma` for each width N with the forms named; a width named twice gets all of them.
 
-    `ss`: A and B from shared memory; `rs`: A from registers; `rs_t`: and B stored with N, not K, running fastest. A
-    `_zero` form ignores the old accumulators. The text belongs after `#include <strobe/ptx/wgmma.cuh>`.
+    `ss`: A and B from shared memory; `ss_tt`: both stored with M or N, not K, running fastest; `rs`: A from registers;
+    `rs_t`: and B stored with N, not K, running fastest. A `_zero` form ignores the old accumulators. The text belongs
+    after `#include <strobe/ptx/wgmma.cuh>`.
 
     A chain adds up several products: its template arguments say how many and how far apart their operands in shared
     memory lie. It is one statement because NVRTC's time grows with the operands of statements, and each product names
@@ -42,18 +43,24 @@ def shapes(element: str, ns: Iterable[tuple[int, Sequence[Form]]]) -> str:
 
 
 def accumulators(element: str, n: int, steps: int) -> str:
-    """`strobe::Accumulators<T, N>`: the D of a chain rs_t in registers that are declared in PTX, d0, d1 and so on.
+    """`strobe::Accumulators<T, N>`: the D of a chain rs_t in registers that are declared in PTX.
 
     They are named in the text of statements and are never operands: NVRTC's optimiser, whose time grows with operands,
-    does not see them, only ptxas does. The text belongs where that of `shapes` does."""
+    does not see them, only ptxas does. The text belongs where that of
+    `shapes` does."""
     kind = _ptx_type(element, n)
     if n % 16:
         raise ValueError(f"n: {n} is not a multiple of 16, in which they are stored")
     d = [f"d{i}" for i in range(n // 2)]
     zero = " ".join(f"mov.f32 {name}, 0f00000000;" for name in d)
     scale = " ".join(f"mul.ftz.f32 {name}, {name}, %{i >> 1 & 1};" for i, name in enumerate(d))
-    rows = [
-        " ".join(f"st.global.v2.f32 [%0 + {8 * i}], {{d{i + r}, d{i + r + 1}}};" for i in range(0, n // 2, 4))
+    rows = [  # operands: the address, the number of columns; two of every eight are this thread's
+        "{ .reg .pred there; "
+        + " ".join(
+            f"setp.gt.s32 there, %1, {2 * i}; @there st.global.v2.f32 [%0 + {8 * i}], {{{d[i + r]}, {d[i + r + 1]}}};"
+            for i in range(0, n // 2, 4)
+        )
+        + " }"
         for r in (0, 2)
     ]
     # Operands: the address, a factor for either row, then the numbers of eight registers.
@@ -78,9 +85,9 @@ def accumulators(element: str, n: int, steps: int) -> str:
         "  template <int J> static STROBE_DEVICE void stage(u32 address, const float (&by)[2]) {\n"
         f'    asm volatile("{stage}" ::"r"(address), "f"(by[0]), "f"(by[1]), {numbers} : "memory");\n'
         "  }\n"
-        "  static STROBE_DEVICE void store_row(int r, float* to) {\n"
-        f'    if (r == 0) asm volatile("{rows[0]}" ::"l"(to) : "memory");\n'
-        f'    else asm volatile("{rows[1]}" ::"l"(to) : "memory");\n'
+        "  static STROBE_DEVICE void store_row(int r, float* to, int columns) {\n"
+        f'    if (r == 0) asm volatile("{rows[0]}" ::"l"(to), "r"(columns) : "memory");\n'
+        f'    else asm volatile("{rows[1]}" ::"l"(to), "r"(columns) : "memory");\n'
         "  }\n"
         "};\n"
     )
@@ -104,26 +111,44 @@ def _printed(steps: int) -> str:
 
 
 def _struct(element: str, n: int, forms: Sequence[tuple[str, int | None]]) -> str:
-    members = "".join(_form(element, n, form, steps) for form, steps in forms)
+    chains: dict[str, list[int]] = {}
+    for form, steps in forms:
+        chains.setdefault(form, []).extend([] if steps is None else [steps])
+    members = "".join(_form(element, n, form) for form, steps in forms if steps is None)
+    members += "".join(_chain(element, n, form, lengths) for form, lengths in chains.items() if lengths)
     return f"template <> struct Wgmma<{element}, {n}> {{\n{members}}};\n"
 
 
-def _form(element: str, n: int, form: str, chained: int | None) -> str:
-    steps, count = chained or 1, n // 2
+def _statement(element: str, n: int, form: str, chained: int | None) -> str:
+    count = n // 2
     statement, inputs = _products(element, n, form, chained, [f"%{i}" for i in range(count)], count)
     # With the old sums ignored they are outputs only: the compiler need not keep a value in them.
     outputs = ", ".join(f'"{"=" if form.endswith("_zero") else "+"}f"(d[{i}])' for i in range(count))
-    if form.startswith("rs"):
-        arguments = f"u32 (&a)[{4 * steps}], u64 b" if chained else "u32 a0, u32 a1, u32 a2, u32 a3, u64 b"
-        template = "template <int kSteps, class B> "
-    else:
-        arguments = "u64 a, u64 b"
-        template = "template <int kSteps, class A, class B> "
-    assertion = f"    {_printed(steps)}\n" if chained else ""
+    return f"asm volatile({statement}                 : {outputs} : {', '.join(inputs)});\n"
+
+
+def _form(element: str, n: int, form: str) -> str:
+    arguments = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b" if form.startswith("rs") else "u64 a, u64 b"
     return (
-        f"  {template if chained else ''}static STROBE_DEVICE void {form}(float (&d)[{count}], {arguments}) {{\n{assertion}"
-        f"    asm volatile({statement}"
-        f"                 : {outputs} : {', '.join(inputs)});\n"
+        f"  static STROBE_DEVICE void {form}(float (&d)[{n // 2}], {arguments}) {{\n"
+        f"    {_statement(element, n, form, None)}"
+        f"  }}\n"
+    )
+
+
+def _chain(element: str, n: int, form: str, lengths: Sequence[int]) -> str:
+    from_registers = form.startswith("rs")
+    arguments = "u32 (&a)[4 * kSteps], u64 b" if from_registers else "u64 a, u64 b"
+    template = "template <int kSteps, class B>" if from_registers else "template <int kSteps, class A, class B>"
+    either = " || ".join(f"kSteps == {steps}" for steps in lengths)
+    bodies = "".join(
+        f"    if constexpr (kSteps == {steps}) {{\n    {_statement(element, n, form, steps)}    }}\n"
+        for steps in lengths
+    )
+    return (
+        f"  {template} static STROBE_DEVICE void {form}(float (&d)[{n // 2}], {arguments}) {{\n"
+        f'    static_assert({either}, "a chain that was printed");\n'
+        f"{bodies}"
         f"  }}\n"
     )
 
@@ -135,21 +160,25 @@ def _products(
     `operands`."""
     steps = chained or 1
     from_registers, fresh = form.startswith("rs"), form.endswith("_zero")
-    transpose_b = 1 if form.startswith("rs_t") else 0
+    transpose_a, transpose_b = int(form.startswith("ss_tt")), int(form.startswith(("rs_t", "ss_tt")))
     if from_registers:
         names = [f"a[{i}]" for i in range(4 * steps)] if chained else ["a0", "a1", "a2", "a3"]
         immediates = f"1, 1, {transpose_b}"  # signs of A and B, transpose B
     else:
         names = ["a"]
-        immediates = f"1, 1, 0, {transpose_b}"  # and transpose A
+        immediates = f"1, 1, {transpose_a}, {transpose_b}"  # and transpose A
     kind = "r" if from_registers else "l"
     inputs = [f'"{kind}"({name})' for name in names] + ['"l"(b)']
     a, b = f"%{operands}", f"%{operands + len(names)}"
-    lines = ["{ .reg .pred none, sum; .reg .b64 b; setp.ne.b32 none, 0, 0; setp.ne.b32 sum, 1, 0;"]
+    lines = ["{ .reg .pred none, sum; .reg .b64 a, b; setp.ne.b32 none, 0, 0; setp.ne.b32 sum, 1, 0;"]
     for step in range(steps):
         if from_registers:
             a = f"{{{', '.join(f'%{operands + 4 * step + i}' for i in range(4))}}}"
-        elif step:  # Q stays the same from block to block: the compiler may keep where its parts are
+        elif step and transpose_a:
+            lines.append(f"add.s64 a, %{operands}, %{operands + len(inputs)};")
+            inputs.append(f'"n"(A::step({step}))')
+            a = "a"
+        elif step:  # A stays the same from block to block: the compiler may keep where its parts are
             a = f"%{operands + len(inputs)}"
             inputs.append(f'"l"(a + A::step({step}))')
         if step:

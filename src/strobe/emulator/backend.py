@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from strobe.arguments import Arguments, Layout
-from strobe.backends.backend import Backend
-from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
+from strobe.backends.backend import Backend, Gradients
+from strobe.cuda import backend as cuda_backend
+from strobe.cuda.catalogue import FAMILIES
 from strobe.cuda.plan import COUNTER, COUNTERS, Machine, Plan
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
@@ -26,17 +27,16 @@ MACHINES = {
     "sm80": Machine("sm_80", sms=3, l2_bytes=64 << 20, smem_bytes=163 << 10),
     "sm90": Machine("sm_90a", sms=3, l2_bytes=64 << 20, smem_bytes=227 << 10),
 }
-_KERNELS: dict[str, Any] = {"sm80": forward_sm80, "sm90": forward_sm90}
 
 
 def _chosen() -> str:
     chosen = os.environ.get("STROBE_EMULATE", "sm80")
-    if chosen not in _KERNELS:
+    if chosen not in FAMILIES:
         raise ValueError(f'STROBE_EMULATE is {chosen!r}; allowed are "sm80" and "sm90"')
     return chosen
 
 
-def launch(plan: Plan, tensors: dict[str, torch.Tensor | None], *, mode: Mode = "sync", seed: int = 0) -> Counters:
+def launch(plan: Plan, tensors: dict[str, Any], *, mode: Mode = "sync", seed: int = 0) -> Counters:
     """Run a plan on CPU tensors, given by name. What its launches did is counted together."""
     tensors = {**tensors, COUNTER: torch.zeros(COUNTERS, dtype=torch.int32)}
     for name, size in plan.workspace.items():
@@ -45,12 +45,15 @@ def launch(plan: Plan, tensors: dict[str, torch.Tensor | None], *, mode: Mode = 
     return Counters(**{f.name: sum(getattr(c, f.name) for c in counted) for f in dataclasses.fields(Counters)})
 
 
-def _launch_one(part: Any, tensors: dict[str, torch.Tensor | None], mode: Mode, seed: int) -> Counters:
+def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int) -> Counters:
     spec = part.kernel
     values, buffers, mapped = dict(part.values), [], {f"map_{name}" for name in part.maps}
-    pointers = {f.name: f.ctype for f in spec.params.fields if f.ctype.endswith("*")}
+    pointers = {f.name: f.ctype for f in spec.params.fields if f.ctype.endswith("*") or f.name in tensors}
     for name in dict.fromkeys((*pointers, *part.maps)):
         t = tensors.get(name)
+        if isinstance(t, int):  # a seed
+            values[name] = t
+            continue
         if name in pointers:
             values[name] = 0 if t is None else t.data_ptr()
         if t is not None and t.numel():
@@ -64,17 +67,32 @@ def _launch_one(part: Any, tensors: dict[str, torch.Tensor | None], mode: Mode, 
     assert mapped <= values.keys()
     program = build(spec.source, name=spec.name)
     params = bytes(spec.params.pack(values))
-    return program.run(
-        params, grid=part.grid, threads=spec.threads, smem=spec.smem, buffers=buffers, mode=mode, seed=seed
-    )
+    launched = {"grid": part.grid, "threads": spec.threads, "smem": spec.smem, "buffers": buffers}
+    workers = part.grid if part.together > 1 else None
+    return program.run(params, **launched, mode=mode, seed=seed, workers=workers)
 
 
 def _bind(problem: Problem, layout: Layout) -> Any:
+    return _bind_backward(problem, layout) if problem.gradients else _bind_forward(problem, layout)
+
+
+def _bind_backward(problem: Problem, layout: Layout) -> Any:
+    def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+        tensors, actual, strides = cuda_backend.prepare_backward(problem, layout, a, out, lse, dout, dlse)
+        mode, seed = mode_and_seed()
+        plan = FAMILIES[_chosen()].module(problem).plan(actual, strides, MACHINES[_chosen()])
+        launch(plan, tensors, mode=mode, seed=seed)
+        return cuda_backend.gradients_of(problem, layout, tensors, a)
+
+    return run
+
+
+def _bind_forward(problem: Problem, layout: Layout) -> Any:
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         plain = a._replace(**{name: getattr(a, name).detach().resolve_neg() for name in ("q", "k", "v")})
         x, actual = cuda_backend.prepare(problem, layout, plain)
         chosen = _chosen()
-        plan = _KERNELS[chosen].plan(actual, cuda_backend.inside_strides(x.o, layout), MACHINES[chosen])
+        plan = FAMILIES[chosen].forward.plan(actual, cuda_backend.inside_strides(x.o, layout), MACHINES[chosen])
         mode, seed = mode_and_seed()
         launch(plan, vars(x), mode=mode, seed=seed)
         if a.out is None:
@@ -88,7 +106,7 @@ BACKENDS = {
     "emulator": Backend(
         name="emulator",
         summary="the CUDA kernels, emulated on the CPU",
-        limits=lambda problem: _KERNELS[_chosen()].limits(problem),
+        limits=lambda problem: FAMILIES[_chosen()].limits(problem),
         machine=lambda device: (
             f"tensors on {device.type}; the emulator runs on the CPU"
             if device.type != "cpu"

@@ -39,6 +39,7 @@ STROBE_DEVICE float exp2_approx(float x) {
 STROBE_DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
 STROBE_DEVICE float rcp_approx(float x) { return emu::flush(1.f / emu::flush(x)); }
 STROBE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+STROBE_DEVICE float fabs(float x) { return __builtin_fabsf(x); }
 STROBE_DEVICE float fmax(float a, float b) {  // the number if one is NaN; +0 above -0
   if (a != a) return b;
   if (b != b) return a;

@@ -31,6 +31,12 @@ template <u32 N> STROBE_DEVICE void ld_global_l2(float (&to)[N], const float* p,
   if (valid) emu::check_global(p, sizeof(to), sizeof(to), false, "ld_global_l2", site);
   valid ? memcpy(to, p, sizeof(to)) : memset(to, 0, sizeof(to));
 }
+STROBE_DEVICE u32x4 ld_global_x4(const void* p, Site site = Site::here()) {
+  emu::check_global(p, 16, 16, false, "ld_global_x4", site);
+  u32x4 v;
+  memcpy(&v, p, 16);
+  return v;
+}
 STROBE_DEVICE void st_global(float* p, float x, Site site = Site::here()) { emu::store_global(p, x, site); }
 STROBE_DEVICE void st_global_x2(float* p, float x, float y, Site site = Site::here()) {
   emu::store_global(p, u64(as_bits(y)) << 32 | as_bits(x), site);
@@ -48,6 +54,11 @@ STROBE_DEVICE float ld_shared_f32(u32 addr, Site site = Site::here()) {
   float x;
   emu::load_shared(&x, addr, 4, "ld_shared_f32", site);
   return x;
+}
+STROBE_DEVICE void ld_shared_x2(u32 addr, float& x, float& y, Site site = Site::here()) {
+  float v[2];
+  emu::load_shared(v, addr, 8, "ld_shared_x2", site);
+  x = v[0], y = v[1];
 }
 STROBE_DEVICE u32x4 ld_shared_x4(u32 addr, Site site = Site::here()) {
   u32x4 v;

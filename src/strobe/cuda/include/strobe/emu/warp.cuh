@@ -1,5 +1,6 @@
 // Warp shuffles and votes, block and named barriers.
 #pragma once
+#include <thread>
 #include <strobe/emu/base.cuh>
 
 namespace strobe {
@@ -71,6 +72,15 @@ STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last, Site site = Site::here
                                       __ATOMIC_RELAXED)) {
   }
   return old;
+}
+STROBE_DEVICE u32 acquire_turn(const u32* counter, Site site = Site::here()) {
+  emu::check_global(counter, 4, 4, false, "acquire_turn", site);
+  std::this_thread::yield();  // the block that is waited for may run on another thread of the host
+  return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+}
+STROBE_DEVICE void release_turn(u32* counter, Site site = Site::here()) {
+  emu::check_global(counter, 4, 4, true, "release_turn", site);
+  __atomic_fetch_add(counter, 1u, __ATOMIC_RELEASE);
 }
 STROBE_DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 

@@ -17,7 +17,7 @@ struct RegisterOperand {
   RegisterOperand(u32&& x) : value(x), where(nullptr) {}
 };
 
-enum class A { shared, registers };
+enum class A { shared, shared_mn, registers };
 enum class B { k_major, mn_major };
 
 struct WgmmaLane {
@@ -70,6 +70,9 @@ template <int N, A From, B Major, class Visit> inline void visit_chunks(const Wg
   if (From == A::shared)
     for (u32 row = 0; row < 64; ++row)
       for (u32 half = 0; half < 2; ++half) visit(row / 16, k_major_chunk(a, row, half), true, row, half);
+  if (From == A::shared_mn)
+    for (u32 k = 0; k < 16; ++k)
+      for (u32 m = 0; m < 64; m += 8) visit(m / 16, mn_major_chunk(a, k, m), true, k, m);
   if (Major == B::k_major)
     for (u32 n = 0; n < N; ++n)
       for (u32 half = 0; half < 2; ++half) visit(4u, k_major_chunk(b, n, half), false, n, half);
@@ -86,7 +89,8 @@ template <class T, int N, A From, B Major> inline void multiply(const WgmmaLane*
     memcpy(x, shared_at(address), 16);
     for (int i = 0; i < 8; ++i) {
       const float value = to_float<T>(x[i]);
-      if (is_a) a[row][8 * at + i] = value;
+      if (is_a && From == A::shared_mn) a[at + i][row] = value;
+      else if (is_a) a[row][8 * at + i] = value;
       else if (Major == B::k_major) b[8 * at + i][row] = value;
       else b[row][at + i] = value;
     }
@@ -149,7 +153,7 @@ template <class T, int N, A From, B Major> inline void wgmma(WgmmaLane lane, boo
         b.fail("wgmma: the descriptor differs between the threads of the warpgroup", site,
                static_cast<int>(b.running / 128 * 128 + i));
     }
-    if (From == A::shared) check_descriptor(lane.a_desc, "A", site);
+    if (From != A::registers) check_descriptor(lane.a_desc, "A", site);
     check_descriptor(lane.b_desc, "B", site);
     const u32 first = b.running / 128 * 128, lane_number = b.running % 32;
     visit_chunks<N, From, Major>(product->lanes, [&](u32 warp, u32 address, bool, u32, u32) {
@@ -261,6 +265,12 @@ template <class T, int N> struct Wgmma {
   static void ss_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
     for (int i = 0; i < kSteps; ++i) shared_a(d, a + A::step(i), b + B::step(i), i == 0, site);
   }
+  template <int kSteps, class A, class B>
+  static void ss_tt_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
+    for (int i = 0; i < kSteps; ++i)
+      emu::wgmma<T, N, emu::A::shared_mn, emu::B::mn_major>(emu::WgmmaLane{d, a + A::step(i), b + B::step(i), {}, {}},
+                                                            i == 0, site);
+  }
   template <int kSteps, class B>
   static void rs_t(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
     for (int i = 0; i < kSteps; ++i)
@@ -299,8 +309,8 @@ template <class T, int N> struct Accumulators {
     stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]),
                 pack2<T>(x[4] * by[0], x[5] * by[0]), pack2<T>(x[6] * by[1], x[7] * by[1]), site);
   }
-  void store_row(int r, float* to, Site site = Site::here()) const {
-    for (int i = 0; i < N / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
+  void store_row(int r, float* to, int columns, Site site = Site::here()) const {
+    for (int i = 0; i < columns / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
   }
 };
 
@@ -343,9 +353,9 @@ template <int Regs> STROBE_DEVICE void regs_inc() {
   static_assert(Regs >= 24 && Regs <= 256 && Regs % 8 == 0, "setmaxnreg takes 24..256 in steps of 8");
 }
 
-STROBE_DEVICE void hold(u32 addr, float never_negative, Site site = Site::here()) {
-  emu::check_shared(addr, 4, 4, "hold", site);
-  if (never_negative < 0.f) emu::store_shared(addr, &never_negative, 4, "hold", site);
+STROBE_DEVICE void keep_above(u32 addr, float never_negative, Site site = Site::here()) {
+  emu::check_shared(addr, 4, 4, "keep_above", site);
+  if (never_negative < 0.f) emu::store_shared(addr, &never_negative, 4, "keep_above", site);
 }
 
 }  // namespace strobe

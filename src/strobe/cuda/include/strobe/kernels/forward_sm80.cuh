@@ -8,9 +8,10 @@
 //     O = O + P V          the registers of S are already laid out as the left operand
 // and one division by the row sum at the end.
 //
-// O, S and the operands in flight fill the registers that a thread may have. With kRest all else that must outlive a
-// block of keys rests in shared memory: where the tile lies, and the row statistics m and l.
+// O, S and the operands in flight fill the registers that a thread may have. With kStateInSmem all else that must
+// outlive a block of keys stays in shared memory: where the tile lies, and the row statistics m and l.
 #pragma once
+#include <strobe/pipeline/output_rows.cuh>
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/warp.cuh>
 #include <strobe/tile/copy.cuh>
@@ -19,7 +20,7 @@
 
 namespace strobe {
 
-template <class Config, class Mask, class Params> struct ForwardSm80 {
+template <class Config, class Mask, class Score, class Params> struct ForwardSm80 {
   using T = typename Config::Element;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kThreads = 32 * Config::kWarps, kStages = Config::kStages;
@@ -31,38 +32,44 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
   static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
   static constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK,
                        kOffsetStatistics = kOffsetV + kStages * kBytesV;
-  static constexpr bool kRest = Config::kRest;
-  static constexpr u32 kOffsetPlace = kOffsetStatistics + (kRest ? kThreads * kTiles * 16 : 0);
-  static_assert(kOffsetPlace + (kRest ? 48 : 0) == Config::kSmem, "the shared memory that Python asks for");
+  static constexpr bool kStateInSmem = Config::kStateInSmem;
+  static constexpr u32 kOffsetPlace = kOffsetStatistics + (kStateInSmem ? kThreads * kTiles * 16 : 0);
+  static constexpr u32 kBytesPlace = !kStateInSmem ? 0 : Config::kPositions ? 64 : 48;
+  static_assert(kOffsetPlace + kBytesPlace == Config::kSmem, "the shared memory that Python asks for");
   STROBE_DEVICE static u32 q_tile() { return smem_base(); }
   STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + kOffsetK + (n & (kStages - 1)) * kBytesK; }
-  STROBE_DEVICE static u32 v_tile(int n) { return smem_base() + kOffsetV + (n & (kStages - 1)) * kBytesV; }
+  STROBE_DEVICE static u32 v_tile(int n) {  // written differently: ptxas would keep what it has in common with k_tile
+    return smem_base() + ((n & (kStages - 1)) ? kOffsetV + kBytesV : kOffsetV);
+  }
   STROBE_DEVICE static u32 statistics(int t) {
     return smem_base() + kOffsetStatistics + (thread_idx_again() * kTiles + t) * 16;
   }
 
   const Params& p;
   float o[kTiles][kDimV / 2];
-  Softmax<Config::kSkip> softmax[kTiles];
+  Softmax<Config::kLazyRescale> softmax[kTiles];
   struct Place {
-    int row0, len_q, len_k, first, first_full,
-        end_full;              // the tile's first row; the sequence's lengths; key blocks, see KeyBlocks
-    const u16 *keys, *values;  // the first of this head
-  } kept;
+    int row0, len_q, len_k;           // the tile's first row; the sequence's lengths
+    int first, first_full, end_full;  // key blocks, see KeyBlocks
+    const u16 *keys, *values;         // the first of this head
+    Positions positions;
+  } in_registers;
 
   // Fields that are not used are not loaded.
   STROBE_DEVICE Place place() const {
-    if (!kRest) return kept;
+    if (!kStateInSmem) return in_registers;
     const u32 at = smem_base() + kOffsetPlace;
     const u32x4 x = ld_shared_x4(at), y = ld_shared_x4(at + 16);
+    Positions positions{};
+    if (Config::kPositions) positions = read_positions(at + 48);
     return Place{
-        int(x.x),          int(x.y),         int(x.z), int(x.w), int(ld_shared(at + 32)), int(ld_shared(at + 36)),
-        pointer(y.x, y.y), pointer(y.z, y.w)};
+        int(x.x),          int(x.y),          int(x.z), int(x.w), int(ld_shared(at + 32)), int(ld_shared(at + 36)),
+        pointer(y.x, y.y), pointer(y.z, y.w), positions};
   }
   STROBE_DEVICE static const u16* pointer(u32 lo, u32 hi) { return reinterpret_cast<const u16*>(u64(hi) << 32 | lo); }
-  STROBE_DEVICE void remember(const Place& x) {
-    if (!kRest) {
-      kept = x;
+  STROBE_DEVICE void set_place(const Place& x) {
+    if (!kStateInSmem) {
+      in_registers = x;
       return;
     }
     if (thread_idx() == 0) {
@@ -72,28 +79,31 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
       st_shared(at + 16, u32x4{u32(a), u32(a >> 32), u32(b), u32(b >> 32)});
       st_shared(at + 32, u32(x.first_full));
       st_shared(at + 36, u32(x.end_full));
+      if (Config::kPositions) publish_positions(at + 48, x.positions);
     }
     sync_block();  // now all can read it
   }
+  // `any`: n is the same in all lanes, and a branch that ptxas knows to be warp-uniform takes fewer registers.
   STROBE_DEVICE bool needs_mask(int n) const {
-    return n >= place().end_full || (Mask::kHasLo && n < place().first_full);
+    return any(n >= place().end_full || (Mask::kHasLo && n < place().first_full));
   }
+  STROBE_DEVICE bool more_blocks(int n) const { return any(n > first_block()); }
   STROBE_DEVICE int first_block() const { return Mask::kHasLo ? place().first : 0; }
 
-  STROBE_DEVICE static int warp_offset() {
-    return (kRest ? thread_idx_again() : thread_idx()) / 32 * kWarpRows;
-  }  // the warp's first row in the tile
-  STROBE_DEVICE Mask mask(const Place& at) const { return Mask{at.len_q, at.len_k, p.mask}; }
+  STROBE_DEVICE static int warp_offset() {  // the warp's first row in the tile
+    return (kStateInSmem ? thread_idx_again() : thread_idx()) / 32 * kWarpRows;
+  }
+  STROBE_DEVICE Mask mask(const Place& at) const { return mask_of<Mask, Config>(p, at.len_q, at.len_k, at.positions); }
 
   // ---- copies -------------------------------------------------------------------------------------------------------
   // Only the last block of a sequence can be ragged, and it comes first.
   template <bool kRagged> STROBE_DEVICE void load_keys(int n) {
-    copy_tile_async<kBlockN, kDim, kThreads, !kRagged, Config::kWholeDims>(
+    copy_tile_async<kBlockN, kDim, kThreads, !kRagged, Config::kExactDims>(
         k_tile(n), place().keys + i64(n) * kBlockN * p.k_row, p.k_row, kRagged ? place().len_k - n * kBlockN : kBlockN,
         p.dim);
   }
   template <bool kRagged> STROBE_DEVICE void load_values(int n) {
-    copy_tile_async<kBlockN, kDimV, kThreads, !kRagged, Config::kWholeDims>(
+    copy_tile_async<kBlockN, kDimV, kThreads, !kRagged, Config::kExactDims>(
         v_tile(n), place().values + i64(n) * kBlockN * p.v_row, p.v_row,
         kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim_v);
   }
@@ -133,15 +143,15 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     u32 weights[kTiles][kBlockN / 4];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if (Config::kSoftcap) tanh_fragment(s[t], p.scale_before);
+      score_fragment(s[t], Score{p.score});
       if (kMasked) apply_mask(s[t], t, n);
-      if (kRest) softmax[t].load(statistics(t), p.scale_log2);
+      if (kStateInSmem) softmax[t].load(statistics(t), p.scale_log2);
       softmax[t].template maxima<kMasked>(s[t]);
-      if (Config::kSkip)
+      if (Config::kLazyRescale)
         softmax[t].template rescale<kMasked>(o[t]);  // a branch: alpha should not live across the exponentials
       softmax[t].template weights<0, kBlockN / 2>(s[t]);
-      if (!Config::kSkip) softmax[t].template rescale<kMasked>(o[t]);
-      if (kRest) softmax[t].save(statistics(t));
+      if (!Config::kLazyRescale) softmax[t].template rescale<kMasked>(o[t]);
+      if (kStateInSmem) softmax[t].save(statistics(t));
       pack_fragment<T>(weights[t], s[t]);
     }
     gemm_pv<T, kTiles, kBlockN, kDimV>(o, weights, lane_address_a(v_tile(n), kBlockN));
@@ -149,8 +159,9 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
 
   STROBE_DEVICE bool warp_sees(int n) const {
     const Place at = place();
+    const Mask m = mask(at);
     const int first = at.row0 + warp_offset(), last = min(first + kWarpRows, at.len_q) - 1;
-    return first <= last && mask(at).hi(last) > n * kBlockN && mask(at).lo(first) < (n + 1) * kBlockN;
+    return (first <= last) & (m.hi(last) > n * kBlockN) & (m.lo(first) < (n + 1) * kBlockN);
   }
 
   STROBE_DEVICE void apply_mask(float (&s)[kBlockN / 2], int t, int n) const {
@@ -163,38 +174,46 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
     mask_fragment<Mask::kHasLo>(s, lo, hi);
   }
 
-  // ---- the end: normalise, round, and write through shared memory (each warp over its own rows of Q), so that rows
-  // leave in 16-byte pieces ---
+  // ---- epilogue: normalise, round, and write through shared memory, each warp over its own rows of Q, so that rows
+  // leave in 16-byte pieces; a partial output leaves as fp32 straight from the registers ---------------------------
   STROBE_DEVICE void store() {
     const Tile tile = decode_tile<Config>(block_idx(), p);
+    const OutputRows<Config, Params> out{p, tile};
     const int lane = thread_idx() % 32, local_row = warp_offset(), warp_row = tile.row0 + local_row;
-    const float sink = Config::kSinks ? ld_global(p.sinks + tile.head) : 0.f;
+    const float sink = out.sink(0);
     float* lse = p.lse + tile.slice * p.lse_batch + tile.head * p.lse_head + tile.first_row;
-    u16* out = p.o + tile.slice * p.o_batch + tile.head * p.o_head + i64(tile.first_row) * p.o_row;
     sync_warp();  // all lanes are done with this warp's rows of Q
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if (kRest) softmax[t].load(statistics(t), p.scale_log2);
+      if (kStateInSmem) softmax[t].load(statistics(t), p.scale_log2);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = 16 * t + lane / 4 + 8 * r;
         float row_lse;
         const float inverse = softmax[t].template finish<Config::kSinks>(r, sink, row_lse);
-        if (p.lse && lane % 4 == 0 && warp_row + row < tile.len_q) st_global(lse + warp_row + row, row_lse);
+        const bool exists = warp_row + row < tile.len_q;
+        if (p.lse && lane % 4 == 0 && exists) st_global(lse + warp_row + row, row_lse);
+        float* partial = Config::kPartialOut ? out.o(warp_row + row) + 2 * (lane % 4) : nullptr;
 #pragma unroll
-        for (int i = 0; i < kDimV / 8; ++i)
-          st_shared(q_tile() + chunk_offset(kBlockM, local_row + row, i) + 4 * (lane % 4),
-                    pack2<T>(o[t][4 * i + 2 * r] * inverse, o[t][4 * i + 2 * r + 1] * inverse));
+        for (int i = 0; i < kDimV / 8; ++i) {
+          const float x = o[t][4 * i + 2 * r] * inverse, y = o[t][4 * i + 2 * r + 1] * inverse;
+          if (!Config::kPartialOut)
+            st_shared(q_tile() + chunk_offset(kBlockM, local_row + row, i) + 4 * (lane % 4), pack2<T>(x, y));
+          else if (exists && (Config::kExactDims || 8 * i < p.dim_v)) st_global_x2(partial + 8 * i, x, y);
+        }
       }
     }
-    sync_warp();
-    constexpr int kChunks = kDimV / 8;
+    if constexpr (!Config::kPartialOut) {
+      sync_warp();
+      constexpr int kChunks = kDimV / 8;
+      u16* to = p.o + tile.slice * p.o_batch + tile.head * p.o_head + i64(tile.first_row) * p.o_row;
 #pragma unroll
-    for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
-      const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
-      if (warp_row + row < tile.len_q && (Config::kWholeDims || chunk * 8 < p.dim_v))
-        st_global(out + i64(warp_row + row) * p.o_row + chunk * 8,
-                  ld_shared_x4(q_tile() + chunk_offset(kBlockM, local_row + row, chunk)));
+      for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
+        const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+        if (warp_row + row < tile.len_q && (Config::kExactDims || chunk * 8 < p.dim_v))
+          st_global(to + i64(warp_row + row) * p.o_row + chunk * 8,
+                    ld_shared_x4(q_tile() + chunk_offset(kBlockM, local_row + row, chunk)));
+      }
     }
   }
 
@@ -202,19 +221,20 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       softmax[t].reset(p.scale_log2);
-      if (kRest) softmax[t].save(statistics(t));
+      if (kStateInSmem) softmax[t].save(statistics(t));
 #pragma unroll
       for (int i = 0; i < kDimV / 2; ++i) o[t][i] = 0.f;
     }
-    const Mask m{tile.len_q, tile.len_k, p.mask};
+    const Mask m = mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions);
     const KeyBlocks blocks = visible_blocks<kBlockN>(m, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
     if (blocks.first < blocks.end) {
       const int head_k = tile.head / p.group;
-      remember(Place{tile.row0, tile.len_q, tile.len_k, blocks.first, blocks.first_full, blocks.end_full,
-                     p.k + tile.slice * p.k_batch + head_k * p.k_head + i64(tile.first_key) * p.k_row,
-                     p.v + tile.slice * p.v_batch + head_k * p.v_head + i64(tile.first_key) * p.v_row});
+      set_place(Place{tile.row0, tile.len_q, tile.len_k, blocks.first, blocks.first_full, blocks.end_full,
+                      p.k + tile.slice * p.k_batch + head_k * p.k_head + i64(tile.first_key) * p.k_row,
+                      p.v + tile.slice * p.v_batch + head_k * p.v_head + i64(tile.first_key) * p.v_row,
+                      tile.positions});
       const u16* q = p.q + tile.slice * p.q_batch + tile.head * p.q_head + i64(tile.first_row + tile.row0) * p.q_row;
-      copy_tile_async<kBlockM, kDim, kThreads, false, Config::kWholeDims>(q_tile(), q, p.q_row, tile.len_q - tile.row0,
+      copy_tile_async<kBlockM, kDim, kThreads, false, Config::kExactDims>(q_tile(), q, p.q_row, tile.len_q - tile.row0,
                                                                           p.dim);
       int n = blocks.end - 1;
       load_keys<true>(n);
@@ -224,7 +244,7 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
       for (bool more = true; more; --n) {
         if (needs_mask(n)) step<true>(n);
         else step<false>(n);
-        more = n > first_block();
+        more = more_blocks(n);
       }
       cp_async_wait<0>();
     }
@@ -232,10 +252,10 @@ template <class Config, class Mask, class Params> struct ForwardSm80 {
   }
 };
 
-template <class Config, class Mask, class Params> STROBE_DEVICE void forward_sm80(const Params& p) {
+template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void forward_sm80(const Params& p) {
   const Tile tile = decode_tile<Config>(block_idx(), p);
-  if (tile.row0 >= tile.len_q) return;  // packed sequences shorter than the longest one
-  ForwardSm80<Config, Mask, Params> work{p};
+  if (tile.row0 >= tile.len_q) return;  // varlen: a sequence shorter than the longest one
+  ForwardSm80<Config, Mask, Score, Params> work{p};
   work.run(tile);
 }
 

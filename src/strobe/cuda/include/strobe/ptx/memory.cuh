@@ -48,6 +48,11 @@ STROBE_DEVICE void ld_global_l2(float (&to)[4], const float* p, bool valid) {
                : "l"(p), "r"(int(valid))
                : "memory");
 }
+STROBE_DEVICE u32x4 ld_global_x4(const void* p) {  // 16 bytes, 16-byte aligned
+  u32x4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
 STROBE_DEVICE void st_global(float* p, float x) { asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
 STROBE_DEVICE void st_global(u16* p, u16 x) { asm volatile("st.global.b16 [%0], %1;" ::"l"(p), "h"(x) : "memory"); }
 STROBE_DEVICE void st_global(u32* p, u32 x) { asm volatile("st.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
@@ -67,6 +72,9 @@ STROBE_DEVICE float ld_shared_f32(u32 addr) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(addr) : "memory");
   return x;
+}
+STROBE_DEVICE void ld_shared_x2(u32 addr, float& x, float& y) {  // 8-byte aligned
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(addr) : "memory");
 }
 STROBE_DEVICE u32x4 ld_shared_x4(u32 addr) {  // 16 bytes, 16-byte aligned
   u32x4 v;
@@ -104,7 +112,9 @@ STROBE_DEVICE void ldmatrix_x4_trans(u32 addr, u32& a, u32& b, u32& c, u32& d) {
                : "r"(addr)
                : "memory");
 }
-STROBE_DEVICE void stmatrix_x4(u32 addr, u32 a, u32 b, u32 c, u32 d) {  // sm_90
+
+// The inverse of ldmatrix: lane l gives the address of row l%8 of matrix l/8.
+STROBE_DEVICE void stmatrix_x4(u32 addr, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");

@@ -20,6 +20,16 @@ STROBE_DEVICE void bar_arrive(u32 id, u32 threads) {
 
 // One atomic increment that wraps to 0 after `last`; returns the old value.
 STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last) { return atomicInc(counter, last); }
+// A counter by which blocks take turns: what was written before `release_turn` can be seen behind an `acquire_turn`
+// that returns its value.
+STROBE_DEVICE u32 acquire_turn(const u32* counter) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
+  return x;
+}
+STROBE_DEVICE void release_turn(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
 // What this thread wrote before can be seen by all blocks before what it writes afterwards.
 STROBE_DEVICE void fence_device() { __threadfence(); }
 

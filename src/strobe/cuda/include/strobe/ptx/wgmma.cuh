@@ -2,10 +2,11 @@
 // The instructions themselves carry N/2 accumulator operands each; `strobe/cuda/wgmma.py` prints `Wgmma<T, N>` for the
 // shapes a kernel uses into its source:
 //   ss_zero, ss   A and B from shared memory, both K-major               (S  = Q K^T)
+//   ss_tt_zero    A and B from shared memory, both MN-major              (dQ = dS K)
 //   rs_zero, rs   A from registers, B K-major
 //   rs_t_zero, rs_t  A from registers, B MN-major                        (O += P V)
-// `_zero` ignores the old D. Chains, ss_zero<kSteps, A, B> and rs_t<kSteps, B>, add up several products: A::step(i) and
-// B::step(i) say how far from the first operand in shared memory the i-th lies.
+// `_zero` ignores the old D. Chains, ss_zero<kSteps, A, B>, ss_tt_zero<kSteps, A, B> and rs_t<kSteps, B>, add up
+// several products: A::step(i) and B::step(i) say how far from the first operand in shared memory the i-th lies.
 #pragma once
 #include <strobe/ptx/base.cuh>
 
@@ -13,12 +14,11 @@ namespace strobe {
 
 template <class T, int N> struct Wgmma;
 
-// D of O += P V, N/2 registers of this thread as a wgmma leaves them, printed likewise. A kernel has one, and declares
-// it first.
-//   zero(), scale(by)      by[0] for the thread's first row, by[1] for its second
-//   rs_t<kSteps, B>(a, b)  the chain
-//   stage<J>(address, by)  columns 16 J and on, scaled and rounded, by stmatrix
-//   store_row(r, to)       row r from this thread's first column on: two columns of every eight
+// D of O += P V, N/2 registers of this thread as a wgmma leaves them, printed likewise. A kernel declares it first.
+//   zero(), scale(by)          by[0] for the thread's first row, by[1] for its second
+//   rs_t<kSteps, B>(a, b)      the chain
+//   stage<J>(address, by)      columns 16 J and on, scaled and rounded, by stmatrix
+//   store_row(r, to, columns)  row r as fp32, up to `columns` (a multiple of 8); of every eight, this thread has two
 template <class T, int N> struct Accumulators;
 
 STROBE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -48,7 +48,7 @@ template <int Regs> STROBE_DEVICE void regs_inc() { asm volatile("setmaxnreg.inc
 
 // ptxas sinks exponentials below a following wgmma wait. A side effect that depends on them keeps them above it: a
 // store that never happens, because row sums are not negative, which ptxas cannot know of a loop-carried value.
-STROBE_DEVICE void hold(u32 addr, float never_negative) {
+STROBE_DEVICE void keep_above(u32 addr, float never_negative) {
   asm volatile("{ .reg .pred never; setp.lt.f32 never, %1, 0f00000000; @never st.shared.f32 [%0], %1; }" ::"r"(addr),
                "f"(never_negative)
                : "memory");

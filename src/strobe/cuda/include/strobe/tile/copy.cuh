@@ -7,14 +7,13 @@
 namespace strobe {
 
 // Rows [0, rows_there) of `src` exist and have `columns_there` columns; the rest of the tile becomes zero, and memory
-// behind the tensor is never read. kWholeRows, kWholeColumns: known to exist all, so that nothing has to be compared.
+// behind the tensor is never read. kWholeRows, kWholeColumns: all of them exist, and nothing is compared.
 template <int kRows, int kColumns, int kThreads, bool kWholeRows, bool kWholeColumns>
 STROBE_DEVICE void copy_tile_async(u32 dst, const u16* src, i64 row_stride, int rows_there, int columns_there) {
   constexpr int kRowsPerPass = kThreads / 8;
   static_assert(kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0,
                 "a pass covers whole rows and keeps row % 8, so that it keeps the swizzle");
-  // Opaque: else what follows from the thread and the stride stays in registers from block to block, and those are
-  // scarce.
+  // Opaque: else ptxas keeps what follows from the thread and the stride in registers from block to block.
   const u32 thread = thread_idx_again();
   const i64 stride = opaque(row_stride);
   const int first_row = thread / 8, chunk = thread % 8;

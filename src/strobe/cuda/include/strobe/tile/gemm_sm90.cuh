@@ -25,6 +25,17 @@ template <class T, int kKeys, int kDim, int kRowsK> STROBE_DEVICE void gemm_qk(f
   Wgmma<T, kKeys>::template ss_zero<kDim / 16, AlongK<64>, AlongK<kRowsK>>(s, q, k);
 }
 
+// S^T = K Q^T: k 64 rows of a tile of kRowsK, q a tile of kQueries rows, both in shared memory.
+template <class T, int kQueries, int kDim, int kRowsK>
+STROBE_DEVICE void gemm_kq(float (&s)[kQueries / 2], u64 k, u64 q) {
+  Wgmma<T, kQueries>::template ss_zero<kDim / 16, AlongK<kRowsK>, AlongK<kQueries>>(s, k, q);
+}
+
+// dQ = dS K, 64 x 64: ds a panel of dS^T, k a panel of K, both of kKeys rows and MN-major.
+template <class T, int kKeys> STROBE_DEVICE void gemm_dsk(float (&dq)[32], u64 ds, u64 k) {
+  Wgmma<T, 64>::template ss_tt_zero<kKeys / 16, DownRows, DownRows>(dq, ds, k);
+}
+
 // O += P V: P in registers, v a tile of kKeys rows.
 template <class T, int kKeys, int kDimV> STROBE_DEVICE void gemm_pv(float (&o)[kDimV / 2], u32 (&p)[kKeys / 4], u64 v) {
   Wgmma<T, kDimV>::template rs_t<kKeys / 16, DownRows>(o, p, v);

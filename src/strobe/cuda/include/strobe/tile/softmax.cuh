@@ -41,33 +41,41 @@ STROBE_DEVICE float tanh_fast(float x) {
   const float x2 = x * x, series = fma(x * x2, fma(x2, fma(x2, -17.f / 315, 2.f / 15), -1.f / 3), x);
   return x2 < 1.f / 16 ? series : fma(-2.f, rcp_approx(1.f + exp2_approx(x * (2.f * kLog2e))), 1.f);
 }
-template <int N> STROBE_DEVICE void tanh_fragment(float (&s)[N], float before) {
+// What happens to scores before the mask and the softmax; `Score` is printed into the kernel's source.
+template <class Score, int N> STROBE_DEVICE void score_fragment(float (&s)[N], const Score& score) {
+  if constexpr (!Score::kIdentity) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) s[i] = tanh_fast(s[i] * before);
+    for (int i = 0; i < N; ++i) s[i] = score(s[i]);
+  }
 }
 
 // The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum,
-// `top`, in log2 units. A sink is one more logit in the sum; rows that saw nothing give 0 and -inf.
+// `top`, in log2 units. A sink is one more logit in the sum. Rows that saw nothing give 0 and -inf; NaN gives NaN.
 template <bool kHasSink> STROBE_DEVICE float normaliser(float sum, float top, float sink, float& lse) {
   float keep = 1.f;
   if (kHasSink) {
+    // The higher of the two has weight 1: an infinite one must not be subtracted from itself.
     const float t = sink * kLog2e, higher = fmax(top, t);
-    keep = exp2_approx(top - higher);  // 0 if the row saw nothing
-    sum = sum * keep + exp2_approx(t - higher);
+    keep = top == higher ? 1.f : exp2_approx(top - higher);  // 0 if the row saw nothing
+    sum = sum * keep + (t == higher ? 1.f : exp2_approx(t - higher));
     top = higher;
   }
-  lse = sum > 0.f ? (top + log2_approx(sum)) * kLn2 : neg_inf();
-  return sum > 0.f ? keep / sum : 0.f;
+  lse = sum == 0.f ? neg_inf() : (top + log2_approx(sum)) * kLn2;
+  return sum == 0.f ? 0.f : keep / sum;
 }
+
+// A weight, exp2(s * scale - m * scale), costs one FMA and one EX2, and has the error of rounding m * scale. Up to this
+// size that is less than the rounding of a weight to 16 bits. Beyond it, m is subtracted from the scores first.
+constexpr float kLargestShift = 16384.f;
 
 // Row statistics of the thread's two rows: m, the largest score so far, and l, the thread's share of sum(exp(s - m)).
 //
-// kSkip: m is left behind until it would grow by more than 8 in log2 units, and with it the rescaling of O. p then
+// kLazyRescale: m stays where it is until it would grow by more than 8 in log2 units, and O is rescaled only then. p
 // stays below 2^8, which fp32 sums and 16-bit weights bear, but the largest weight is no longer exactly 1.
-template <bool kSkip = false> struct Softmax {
+template <bool kLazyRescale = false> struct Softmax {
   float m[2], l[2];
-  float alpha[2];  // what the last `maxima` multiplied the past by
-  float shift[2];  // -m * scale
+  float alpha[2];  // the factor by which the last `maxima` rescaled l; O needs it, too
+  float shift[2];  // -m * scale, or 0 if m has been subtracted from the scores
   float scale;     // scores are in units of 1 / (scale * ln 2), so that exp(s) is exp2(s * scale): one FMA and one EX2
   bool grew;       // some row of this thread has to rescale O
 
@@ -88,8 +96,8 @@ template <bool kSkip = false> struct Softmax {
   }
 
   // The new maxima; what was summed before is rescaled to them. kMaybeEmpty: rows may not have seen any key yet, and
-  // exp(-inf - -inf) must not become NaN.
-  template <bool kMaybeEmpty, int N> STROBE_DEVICE void maxima(const float (&s)[N]) {
+  // exp(-inf - -inf) must not become NaN. Large maxima are subtracted from `s`.
+  template <bool kMaybeEmpty, int N> STROBE_DEVICE void maxima(float (&s)[N]) {
     grew = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -102,7 +110,7 @@ template <bool kSkip = false> struct Softmax {
           chain[j] = i == 0 ? x : fmax(chain[j], x);
         }
       float now = fmax(m[row], quad_max(fmax(fmax(chain[0], chain[1]), fmax(chain[2], chain[3]))));
-      if (kSkip && !kMaybeEmpty) {
+      if (kLazyRescale && !kMaybeEmpty) {
         const bool far = (now - m[row]) * scale > 8.f;
         now = far ? now : m[row];
         grew |= far;
@@ -112,17 +120,24 @@ template <bool kSkip = false> struct Softmax {
       m[row] = now;
       shift[row] = -safe * scale;
       l[row] *= alpha[row];
+      if (any(fabs(safe * scale) > kLargestShift)) subtract(s, row, safe);
     }
+  }
+  template <int N> STROBE_DEVICE void subtract(float (&s)[N], int row, float from_scores) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (fragment_row(i) == row) s[i] -= from_scores;
+    shift[row] = 0.f;
   }
 
   // Scores From to To of the fragment become weights, p = exp(s - m), and are added to the sums.
   template <int From, int To, int N> STROBE_DEVICE void weights(float (&s)[N]) {
-    float sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+    float sum[2][2];
 #pragma unroll
     for (int i = From; i < To; ++i) {
       const int row = fragment_row(i);
       s[i] = exp2_approx(fma(s[i], scale, shift[row]));
-      sum[row][i & 1] += s[i];
+      sum[row][i & 1] = i < From + 4 ? s[i] : sum[row][i & 1] + s[i];
     }
     l[0] += sum[0][0] + sum[0][1];
     l[1] += sum[1][0] + sum[1][1];
@@ -130,7 +145,7 @@ template <bool kSkip = false> struct Softmax {
 
   // With the same kMaybeEmpty as `maxima`, which then always moves the maximum.
   template <bool kMaybeEmpty = false, int N> STROBE_DEVICE void rescale(float (&o)[N]) const {
-    if (kSkip && !kMaybeEmpty && !any(grew)) return;
+    if (kLazyRescale && !kMaybeEmpty && !any(grew)) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) o[i] *= alpha[fragment_row(i)];
   }
@@ -141,34 +156,42 @@ template <bool kSkip = false> struct Softmax {
   }
 };
 
-// The weights of a block under the maximum of the blocks before it: right unless some score is far above that, and
-// nobody has to look for a new one first. A sum tells: none, hence no weight, may exceed 2^8. The scores stay as they
-// are, for those who guessed wrong.
-template <class T, int N> struct Guess {
-  float scale, shift[2],
-      sum[2] = {0.f, 0.f};  // shift: inf for a row that has seen nothing yet, so that its sum will not do
+// The softmax of a block under a speculative row maximum, that of the blocks before it: the exponentials need not wait
+// for a new one. It is right unless some score is far above it, which the sums tell: none, hence no weight, may exceed
+// 2^8. The scores stay as they are, for the fallback to `Softmax`.
+template <class T, int N> struct SpeculativeSoftmax {
+  float scale, top[2];  // m * scale: -inf for a row that has seen nothing yet, so that its sum is rejected
+  float sum[2];
   u32 packed[N / 2];
 
-  STROBE_DEVICE Guess(const Softmax<>& past)
-      : scale(past.scale), shift{-past.m[0] * past.scale, -past.m[1] * past.scale} {}
+  STROBE_DEVICE SpeculativeSoftmax(const Softmax<>& past)
+      : scale(past.scale), top{past.m[0] * past.scale, past.m[1] * past.scale} {}
 
   template <int From, int To> STROBE_DEVICE void weights(const float (&s)[N]) {
-    float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
+    if constexpr (From < To) {
+      float even[2], odd[2];
 #pragma unroll
-    for (int i = From; i < To; i += 2) {
-      const int row = fragment_row(i);
-      const float a = exp2_approx(fma(s[i], scale, shift[row])), b = exp2_approx(fma(s[i + 1], scale, shift[row]));
-      even[row] += a;
-      odd[row] += b;
-      packed[i / 2] = pack2<T>(a, b);
+      for (int i = From; i < To; i += 2) {
+        const int row = fragment_row(i);
+        const float a = exp2_approx(fma(s[i], scale, -top[row])), b = exp2_approx(fma(s[i + 1], scale, -top[row]));
+        even[row] = i < From + 4 ? a : even[row] + a;
+        odd[row] = i < From + 4 ? b : odd[row] + b;
+        packed[i / 2] = pack2<T>(a, b);
+      }
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float x = even[row] + odd[row];
+        sum[row] = From == 0 ? x : sum[row] + x;
+      }
     }
-    sum[0] += even[0] + odd[0];
-    sum[1] += even[1] + odd[1];
   }
 
-  // If it is right for every row of the warp, the sums and weights count; else nothing has changed.
-  STROBE_DEVICE bool accepted(Softmax<>& past, u32 (&weights)[N / 2]) const {
-    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;  // NaN is not right either
+  // If it is right for every row of the warp, takes over the sums and weights; else nothing has changed. Neither NaN
+  // nor a large maximum passes.
+  STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2]) const {
+    const float largest = fmax(fabs(top[0]), fabs(top[1]));
+    const bool right = (sum[0] <= 256.f) & (sum[1] <= 256.f) & (largest <= kLargestShift);  // without branches
+    if (any(!right)) return false;
     past.l[0] += sum[0];
     past.l[1] += sum[1];
 #pragma unroll

@@ -1,0 +1,167 @@
+"""What the plans of the backward kernels share: what is wanted, the statistics of rows, and the launch that prepares them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from strobe import dropout
+from strobe.cuda.features import Features
+from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.params import Field, Struct
+from strobe.cuda.plan import PROBLEM_FIELDS, Launch, problem_values, rows_of_lse, stride_fields, stride_values
+from strobe.problem import Problem, Strides
+
+# What whoever runs a backward plan passes. `dsink` is the gradient of the sinks, row by row.
+TENSORS = (
+    *("q", "k", "v", "o", "d_o", "lse", "dlse", "sinks", "cu_q", "cu_k", "positions", "dq", "dk", "dv", "dsink"),
+    "seed",
+)
+
+# Statistics of rows, in whole blocks of each sequence, and where they lie; see first_stat in query_blocks.cuh.
+STATISTICS = [
+    *(Field(t, "float*") for t in ("lse2", "delta")),
+    Field("dropout_rows", "u32*"),
+    Field("stat_rows", "i64"),  # of a head
+    Field("stat_blocks", "int"),  # of a sequence, unless varlen
+]
+BACKWARD_FIELDS = [
+    Field("scale_grad", "float"),  # of dQ and dK
+    Field("dropout_scale", "float"),  # of the weights that are kept, and of dV
+    Field("dropout_threshold", "u32"),
+    Field("heads_k", "int"),
+    *PROBLEM_FIELDS,
+]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be computed, and how."""
+
+    dq: bool = True
+    dkv: bool = True
+    sinks: bool = False
+    deterministic: bool = False
+
+    @staticmethod
+    def of(problem: Problem) -> Wanted:
+        names = problem.gradients
+        return Wanted("q" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Room for the statistics of rows."""
+
+    block: int  # rows come in whole blocks of so many
+    rows: int  # of a head
+    blocks: int  # of the longest sequence
+    workspace: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, block: int) -> Statistics:
+        blocks = -(-problem.len_q // block)
+        rows = problem.batch * blocks * block
+        if problem.varlen:
+            rows = -(-(problem.q.total + problem.batch * block) // block) * block
+        size = 4 * problem.heads * rows
+        workspace = {"lse2": size, "delta": size, **({"dropout_rows": size} if problem.dropout else {})}
+        return Statistics(block, rows, blocks, workspace)
+
+    def values(self) -> dict[str, Any]:
+        return {"stat_rows": self.rows, "stat_blocks": self.blocks}
+
+
+def backward_values(problem: Problem) -> dict[str, Any]:
+    """The values of BACKWARD_FIELDS."""
+    return {
+        **problem_values(problem),
+        "heads_k": problem.heads_k,
+        "scale_grad": grad_scale(problem),
+        "dropout_scale": 1 / (1 - problem.dropout),
+        "dropout_threshold": dropout.threshold(problem.dropout) << 16,
+    }
+
+
+def grad_scale(problem: Problem) -> float:
+    """Of the derivative of a score by q.k, which the kernels leave out."""
+    form = problem.score.kernel_form(problem.scale)
+    return form.before * form.after
+
+
+# ---- delta -----------------------------------------------------------------------------------------------------------
+
+_DELTA = Struct(
+    "Params",
+    [
+        *(Field(t, "const u16*") for t in ("o", "d_o")),
+        *(Field(t, "const float*") for t in ("lse", "dlse", "sinks")),
+        Field("cu_q", "const int*"),
+        Field("dsink", "float*"),
+        Field("dq_sum", "float*"),
+        Field("turns", "u32*"),
+        *STATISTICS,
+        Field("seed", "u64"),
+        *stride_fields("o", "do"),
+        Field("lse_batch", "i64"),
+        Field("lse_head", "i64"),
+        *(Field(n, "int") for n in ("heads", "len_q", "dim_v")),
+    ],
+)
+
+
+def side_kernel(
+    template: str,
+    header: str,
+    features: Features,
+    arch: str,
+    params: Struct,
+    config: dict[str, int | bool],
+    smem: int = 0,
+) -> TemplateKernel:
+    """A small kernel of 256 threads a block, one block for each block of the statistics."""
+    flags = "".join(f" {name[1:]}" for name, value in config.items() if value is True)
+    numbers = "/".join(str(value) for value in config.values() if not isinstance(value, bool))
+    return TemplateKernel(
+        name=f"{template}[{features.element} {numbers}{flags}]",
+        arch=arch,
+        params=params,
+        threads=256,
+        smem=smem,
+        header=header,
+        template=template,
+        element=features.element,
+        config=tuple(config.items()),
+        types=(),
+        blocks_per_sm=4,
+    )
+
+
+def delta_kernel(features: Features, wanted: Wanted, arch: str, block: int, dq_floats: int) -> TemplateKernel:
+    """`dq_floats`: of a block of the sums of dQ, which it sets to zero; 0: there are none."""
+    config: dict[str, int | bool] = {
+        "kStatBlock": block,
+        "kDimV": features.dim_v,
+        "kDqFloats": dq_floats,
+        "kVarlen": features.varlen,
+        "kSinks": wanted.sinks,
+        "kDropout": features.dropout,
+        "kDeterministic": wanted.deterministic and dq_floats > 0,
+    }
+    return side_kernel("backward_delta", "delta", features, arch, _DELTA, config)
+
+
+def delta_launch(
+    problem: Problem, kernel: TemplateKernel, statistics: Statistics, strides: dict[str, Strides]
+) -> Launch:
+    rows = rows_of_lse(problem)
+    values = {
+        **stride_values({"o": strides["o"], "do": strides["d_o"]}),
+        **statistics.values(),
+        "lse_batch": problem.heads * rows,
+        "lse_head": rows,
+        "heads": problem.heads,
+        "len_q": problem.len_q,
+        "dim_v": problem.dim_v,
+    }
+    return Launch(kernel, statistics.blocks * problem.batch * problem.heads, values)

@@ -1,0 +1,235 @@
+"""The backward kernels for Hopper, head dims up to 128: tiles, limits, plan, variants.
+
+Three launches: `delta` prepares the statistics of rows and zeros for the sums of dQ, `backward_sm90` computes, and
+`convert_dq` rounds the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from strobe.cuda.backward_plan import (
+    BACKWARD_FIELDS,
+    STATISTICS,
+    TENSORS,
+    Statistics,
+    Wanted,
+    backward_values,
+    delta_kernel,
+    delta_launch,
+    grad_scale,
+    side_kernel,
+)
+from strobe.cuda.features import Features, common_features
+from strobe.cuda.forward_sm90 import ARCH, tma_limits
+from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.params import Field, Struct
+from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, section, stride_fields, stride_values, tile_bytes
+from strobe.cuda.tensor_maps import tile_map
+from strobe.mask import full
+from strobe.problem import Problem, Strides
+
+__all__ = ["DIMS", "TENSORS", "TILES", "Tile", "kernels", "limits", "plan", "variants"]
+
+DIMS: list[Dims] = [(d, d) for d in (64, 96, 128)]
+BLOCK_N = 128  # keys of a block, 64 a consumer
+
+_SUMS = [Field("dq_sum", "float*")]
+_MAIN = Struct(
+    "Params",
+    [
+        Field("dq_sum", "float*"),
+        Field("turns", "u32*"),  # for deterministic sums
+        *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
+        *STATISTICS,
+        *(Field(n, "int") for n in ("key_blocks", "section")),
+        *BACKWARD_FIELDS,
+        *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv")),
+    ],
+)
+_CONVERT = Struct(
+    "Params",
+    [
+        Field("dq", "u16*"),
+        Field("cu_q", "const int*"),
+        Field("dq_sum", "const float*"),
+        *stride_fields("dq"),
+        Field("stat_rows", "i64"),
+        *(Field(n, "int") for n in ("stat_blocks", "heads", "len_q", "dim")),
+        Field("scale_grad", "float"),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_m: int  # queries at a time: 128 or 64, so that a consumer has 64 x 64 numbers of dQ
+    stagger: bool = False  # the second consumer starts half a block late
+    put_between: bool = False  # dQ goes to shared memory between the steps of dV, not beside dK
+    registers: tuple[int, int] = (32, 240)  # of a thread of the producer and of a consumer
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{BLOCK_N}{' stagger' if self.stagger else ''}{' between' if self.put_between else ''}"
+
+    @property
+    def dim_q(self) -> int:
+        """Columns of the sums of dQ."""
+        return 64 if self.block_m == 128 else 128
+
+    def smem(self, dim: int, dim_v: int, dropout: bool) -> int:
+        keys = tile_bytes(BLOCK_N, dim) + tile_bytes(BLOCK_N, dim_v)
+        queries = 2 * (tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v))
+        ds, dq = 2 * tile_bytes(BLOCK_N, self.block_m), 2 * 64 * 64 * 4
+        statistics, barriers = 2 * 4 * self.block_m * (3 if dropout else 2) + 2 * 64 * 8, 16 + 3 * 32
+        return keys + queries + ds + dq + statistics + barriers
+
+
+TILES = {(64, 64): Tile(128), (96, 96): Tile(64), (128, 128): Tile(64)}
+
+
+def limits(problem: Problem) -> str | None:
+    if not problem.gradients:
+        return "no forward kernel"
+    if problem.partial:
+        return "gradients in fp32"
+    if max(problem.dim, problem.dim_v) > DIMS[-1][0]:
+        return f"head dim {max(problem.dim, problem.dim_v)}; it takes head dims up to {DIMS[-1][0]}"
+    return tma_limits(problem)
+
+
+def rotates(problem: Problem, sms: int) -> bool:
+    """Deterministic sums without a mask: blocks of keys begin with different queries and wait for one another, so all of
+    a head must be on the GPU together."""
+    together = problem.mask == full and not problem.varlen and -(-problem.len_k // BLOCK_N) <= sms
+    return problem.deterministic and "q" in problem.gradients and together
+
+
+def kernels(
+    features: Features, tile: Tile, wanted: Wanted, one_box: bool, rotate: bool = False
+) -> tuple[TemplateKernel, TemplateKernel, TemplateKernel]:
+    """(delta, main, convert). The sinks are in the LSE: only `delta` knows them, if they have a gradient."""
+    features = replace(features, sinks=False)
+    smem = tile.smem(features.dim, features.dim_v, features.dropout)
+    ordered = wanted.deterministic and wanted.dq
+    config = {
+        **features.config(),
+        "kStatBlock": tile.block_m,
+        "kBlockM": tile.block_m,
+        "kBlockN": BLOCK_N,
+        "kThreads": 384,
+        "kSmem": smem,
+        "kRegsProducer": tile.registers[0],
+        "kRegsConsumer": tile.registers[1],
+        "kPackGqa": 1,
+        "kOneBoxPerTile": one_box,
+        "kStagger": tile.stagger,
+        "kPutBetween": tile.put_between,
+        "kDeterministic": ordered,
+        "kRotate": rotate,
+        "kLastFirst": ordered and not rotate,
+        "kWantQ": wanted.dq,
+        "kWantKV": wanted.dkv,
+    }
+    dim, dim_v, m = features.dim, features.dim_v, tile.block_m
+    products = {(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16), (64, "ss_tt_zero", BLOCK_N // 16)}
+    products |= {(dim, "rs_t", m // 16), (dim_v, "rs_t", m // 16)}
+    if tile.put_between:
+        products.add((dim_v, "rs_t", 0))
+    only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
+    order = f"{' deterministic' if ordered else ''}{' rotate' if rotate else ''}"
+    main = TemplateKernel(
+        name=f"backward_sm90[{features.name} {tile}{only}{order}{'' if one_box else ' panels'}]",
+        arch=ARCH,
+        params=_MAIN,
+        threads=384,
+        smem=smem,
+        header="backward_sm90",
+        template="backward_sm90",
+        element=features.element,
+        config=tuple(config.items()),
+        types=features.types(),
+        products=tuple(sorted(products)),
+        facts={**features.facts(), **vars(wanted), "tile": str(tile), "one_box": one_box, "rotate": rotate},
+    )
+    delta = delta_kernel(features, wanted, ARCH, m, m * tile.dim_q if wanted.dq else 0)
+    smem = m * (2 * tile.dim_q + 16)
+    shared: dict[str, int | bool] = {"kStatBlock": m, "kVarlen": features.varlen, "kSmem": smem}
+    return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, _CONVERT, shared, smem)
+
+
+def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
+    """`strides`: of o, d_o and the gradients."""
+    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    tile, wanted, rotate = tile or TILES[dims], Wanted.of(problem), rotates(problem, machine.sms)
+    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen
+    delta, main, convert = kernels(Features.of(problem, dims), tile, wanted, one_box, rotate)
+    statistics = Statistics.of(problem, tile.block_m)
+    key_blocks = -(-problem.len_k // BLOCK_N)
+    ordered = wanted.deterministic and wanted.dq
+    values = {
+        **backward_values(problem),
+        **statistics.values(),
+        "key_blocks": key_blocks,
+        "section": 1 if ordered else section_of_keys(problem, machine.l2_bytes),
+    }
+    maps = backward_maps(problem, strides, dims, one_box, tile.block_m, BLOCK_N, wanted.dkv)
+    grid = key_blocks * problem.batch * problem.heads_k
+    together = key_blocks if rotate else 1
+    launches = [
+        delta_launch(problem, delta, statistics, strides),
+        Launch(main, grid, values, maps, overlaps=True, together=together),
+    ]
+    workspace = dict(statistics.workspace)
+    if wanted.dq:
+        rest = {"heads": problem.heads, "len_q": problem.len_q, "dim": problem.dim, "scale_grad": grad_scale(problem)}
+        rounding = {**stride_values({"dq": strides["dq"]}), **statistics.values(), **rest}
+        launches.append(Launch(convert, launches[0].grid, rounding, overlaps=True))
+        workspace["dq_sum"] = statistics.workspace["delta"] * tile.dim_q
+    if ordered:
+        workspace["turns"] = 2 * statistics.workspace["delta"] // tile.block_m
+    details = {"backward kernel": main.name, "backward tile": f"{tile.block_m} queries x {BLOCK_N} keys"}
+    return Plan(tuple(launches), TENSORS, workspace, {**details, "backward blocks": grid})
+
+
+def backward_maps(
+    problem: Problem, strides: dict[str, Strides], dims: Dims, one_box: bool, rows: int, keys: int, dkv: bool
+) -> dict[str, object]:
+    """Tiles of `rows` queries and `keys` keys are loaded, 64 rows of a gradient are stored."""
+    of_q = (problem.heads, problem.len_q, problem.q.total)
+    of_k = (problem.heads_k, problem.len_k, problem.k.total)
+    q, k, v = problem.strides
+    maps = {
+        "q": tile_map(problem, one_box, *of_q, problem.dim, q, rows, dims[0]),
+        "d_o": tile_map(problem, one_box, *of_q, problem.dim_v, strides["d_o"], rows, dims[1]),
+        "k": tile_map(problem, one_box, *of_k, problem.dim, k, keys, dims[0]),
+        "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, keys, dims[1]),
+    }
+    if dkv:
+        maps["dk"] = tile_map(problem, one_box, *of_k, problem.dim, strides["dk"], 64, dims[0])
+        maps["dv"] = tile_map(problem, one_box, *of_k, problem.dim_v, strides["dv"], 64, dims[1])
+    return maps  # type: ignore[return-value]
+
+
+def section_of_keys(problem: Problem, l2_bytes: int) -> int:
+    """Key heads that run together. One at a time where all blocks of keys cost the same: see `section`."""
+    return max(1, section(problem, l2_bytes) // problem.group)
+
+
+def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
+    """The kernels that calls ask for."""
+    seen: set[TemplateKernel] = set()
+    every = [(Wanted(), False), (Wanted(deterministic=True), False), (Wanted(deterministic=True), True)]
+    if exhaustive:
+        every += [(Wanted(dkv=False), False), (Wanted(dq=False), False), (Wanted(sinks=True), False)]
+    for features in common_features(DIMS, exhaustive, backward=True):
+        dims = features.dim, features.dim_v
+        able = dims[0] % 64 == 0 and not features.varlen
+        for wanted, rotate in every:
+            if rotate and (features.mask != full or features.varlen):
+                continue
+            for one_box in (True, False) if able and exhaustive else (able,):
+                for kernel in kernels(features, TILES[dims], wanted, one_box, rotate):
+                    if kernel not in seen:
+                        seen.add(kernel)
+                        yield kernel

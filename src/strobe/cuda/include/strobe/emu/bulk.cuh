@@ -1,0 +1,68 @@
+// Hopper: bulk copies of contiguous bytes. A load lands as a TMA load does; a sum is taken as late as a TMA store is
+// read.
+#pragma once
+#include <mutex>
+#include <strobe/emu/tma.cuh>
+
+namespace strobe {
+
+namespace emu {
+inline void check_bulk(const void* global, u32 shared, u32 bytes, bool write, const char* op, Site site) {
+  if (bytes == 0 || bytes % 16) block().fail(format("%s: %u bytes; must be a multiple of 16", op, bytes), site);
+  check_shared(shared, bytes, 16, op, site);
+  for (u32 at = 0; at < bytes; at += 16) check_global(static_cast<const char*>(global) + at, 16, 16, write, op, site);
+}
+inline std::mutex& sums() {  // blocks run on several threads of the host
+  static std::mutex mutex;
+  return mutex;
+}
+}  // namespace emu
+
+STROBE_DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, Site site = Site::here()) {
+  emu::Block& b = emu::block();
+  emu::check_bulk(src, dst, bytes, false, "bulk_load", site);
+  const u32 at = emu::find_mbarrier(bar, "bulk_load", site);
+  if (b.async && !b.mbarriers[at].fenced)
+    b.fail("bulk_load: its mbarrier was initialised, but mbar_init_fence() was not executed", site);
+  b.counters.shared_bytes_written += bytes;
+  const u32 slot = b.thread_count + at;
+  if (b.async) {
+    emu::check_overwrite(b.running, dst, bytes, nullptr, "bulk_load", site);
+    emu::note_write(slot, b.mbarriers[at].phase + 1, dst, bytes, true, false, site);
+    emu::poison(dst, bytes);
+  }
+  auto land = [=, &b] {
+    memcpy(emu::shared_at(dst), src, bytes);
+    if (b.async) emu::note_write(slot, b.mbarriers[at].phase + 1, dst, bytes, false, false, site);
+    b.mbarriers[at].bytes -= bytes;
+    emu::complete_phase(at);
+  };
+  if (b.async) b.landings.push_back(land);
+  else land();
+}
+
+STROBE_DEVICE void bulk_add(float* dst, u32 src, u32 bytes, Site site = Site::here()) {
+  emu::Block& b = emu::block();
+  emu::check_bulk(dst, src, bytes, true, "bulk_add", site);
+  b.counters.shared_bytes_read += bytes;
+  if (b.async) {
+    emu::note_read(b.running, src, bytes, emu::Proxy::async, "bulk_add", site);
+    emu::note_reader_in_flight(src, bytes, 1);
+  }
+  auto read = [=, &b] {
+    {
+      std::lock_guard<std::mutex> one_at_a_time(emu::sums());
+      for (u32 i = 0; i < bytes / 4; ++i) {
+        float x;
+        memcpy(&x, emu::shared_at(src + 4 * i), 4);
+        dst[i] += x;
+      }
+    }
+    if (b.async) emu::note_reader_in_flight(src, bytes, -1);
+  };
+  if (b.async) b.self().stores.push_back(emu::StoreInFlight{read, b.self().store_groups + 1, site});
+  else read();
+}
+STROBE_DEVICE void bulk_wait_written() { tma_store_wait_read<0>(); }
+
+}  // namespace strobe

@@ -1,0 +1,413 @@
+// FlashAttention backward for Hopper, head dims up to 128: TMA, mbarriers, wgmma, warp specialisation.
+//
+// A block owns kBlockN = 128 keys of one key head, 64 for each of two consumer warpgroups. It loops over the blocks of
+// queries that see them, of all query heads of the group, and recomputes P from the LSE. Scores are transposed (rows
+// are keys), because then P^T and dS^T are in registers as the A operand of dV and dK:
+//     S^T = K Q^T, dP^T = V dO^T      in flight together
+//     P^T = exp(S^T - LSE)            overlapped with dP^T
+//     dS^T = P^T (dP^T - delta)
+//     dV += P^T dO, dK += dS^T Q
+//     dQ = dS K                       dS meets in shared memory: this product sums over the keys of both warpgroups
+// dQ is one block late: nothing in a block waits for the other warpgroup, so the two drift apart, and one's
+// exponentials overlap with the other's products. The adding warps (dq_sum.cuh) sum it up in fp32 in global memory,
+// where all blocks of keys meet. delta.cuh has computed LSE, delta and zeros before; convert_dq.cuh rounds dQ
+// afterwards.
+#pragma once
+#include <strobe/pipeline/dq_sum.cuh>
+#include <strobe/pipeline/query_blocks.cuh>
+#include <strobe/pipeline/ring.cuh>
+#include <strobe/pipeline/staging.cuh>
+#include <strobe/tile/gemm_sm90.cuh>
+#include <strobe/pipeline/key_rows.cuh>
+
+namespace strobe {
+
+template <class Config, class Mask, class Score, class Params> struct BackwardSm90 {
+  using T = typename Config::Element;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
+  static constexpr int kScores = kBlockM / 2;              // of one thread
+  static constexpr bool kOneBox = Config::kOneBoxPerTile;  // one TMA box holds a tile
+  // A warpgroup computes 64 x 64 numbers of dQ: half of its rows, or half of its columns.
+  static constexpr int kDimQ = kBlockM == 128 ? 64 : 128;
+  static_assert(kBlockN == 128 && kBlockM * kDimQ == 2 * kDqFloats && kDim <= kDimQ, "two warpgroups cover dQ");
+
+  // ---- shared memory: K | V | Q x 2 | dO x 2 | dS x 2 | dQ x 2 | statistics of rows x 2 | of keys | barriers
+  // ----------
+  using Pair = Ring<2>;
+  static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV),
+                       kBytesQ = tile_bytes(kBlockM, kDim), kBytesDo = tile_bytes(kBlockM, kDimV),
+                       kBytesDs = tile_bytes(kBlockN, kBlockM), kBytesRow = kBlockM * 4;
+  static constexpr u32 kOffsetV = kBytesK, kOffsetQ = kOffsetV + kBytesV, kOffsetDo = kOffsetQ + 2 * kBytesQ,
+                       kOffsetDs = kOffsetDo + 2 * kBytesDo, kOffsetDq = kOffsetDs + 2 * kBytesDs,
+                       kOffsetLse = kOffsetDq + 2 * kDqBytes, kOffsetDelta = kOffsetLse + 2 * kBytesRow,
+                       kOffsetDropout = kOffsetDelta + 2 * kBytesRow,
+                       kOffsetKeys = kOffsetDropout + (Config::kDropout ? 2 * kBytesRow : 0),
+                       kOffsetKV = kOffsetKeys + 2 * kKeyRowsBytes, kOffsetRingQ = kOffsetKV + 16,
+                       kOffsetRingDo = kOffsetRingQ + Pair::kBytes, kOffsetRingDs = kOffsetRingDo + Pair::kBytes;
+  static_assert(kOffsetRingDs + Pair::kBytes == Config::kSmem, "the shared memory that Python asks for");
+
+  const Params& p;
+  const KeyTile tile;
+  const QueryBlocks blocks;
+  u32 smem;
+  Pair q, d_o;         // buffers of Q and dO
+  Pair ds_in, ds_out;  // of dS: the consumers write a block, and read it one block later
+
+  STROBE_DEVICE BackwardSm90(const Params& params, const KeyTile& tile, bool producer)
+      : p(params), tile(tile),
+        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.len_q, tile.len_k)), smem(smem_base()),
+        q(smem + kOffsetRingQ, producer), d_o(smem + kOffsetRingDo, producer), ds_in(smem + kOffsetRingDs, true),
+        ds_out(smem + kOffsetRingDs, false) {}
+
+  STROBE_DEVICE static void init_barriers() {
+    mbar_init(smem_base() + kOffsetKV, 1);
+    mbar_init(smem_base() + kOffsetKV + 8, 1);
+    Pair::init(smem_base() + kOffsetRingQ, 8);  // one arrival a warp of the consumers
+    Pair::init(smem_base() + kOffsetRingDo, 8);
+    Pair::init(smem_base() + kOffsetRingDs, 8, 8);
+    mbar_init_fence();
+  }
+
+  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions); }
+  STROBE_DEVICE i64 stat(int head, int m) const {  // the first of a block of queries
+    return first_stat<Config>(p, head, tile.batch, tile.first_row) + m * kBlockM;
+  }
+  STROBE_DEVICE Box key_box(int key) const {
+    return box_of_rows<Config::kVarlen, 64>(tile.first_key + key, tile.len_k - key, tile.head_k, tile.slice);
+  }
+  STROBE_DEVICE Box query_box(int head, int m) const {
+    const int row = m * kBlockM;
+    return box_of_rows<Config::kVarlen, kBlockM>(tile.first_row + row, tile.len_q - row, head, tile.slice);
+  }
+  // Calls visit(head, m) for each block of queries of each head of the group, beginning with `start`.
+  template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
+    int m = start();
+#pragma unroll 1
+    for (int head = tile.head_k * p.group; head < (tile.head_k + 1) * p.group; ++head)
+#pragma unroll 1
+      for (int i = blocks.first; i < blocks.end; ++i, m = next(m)) visit(head, m);
+  }
+  STROBE_DEVICE int start() const {
+    return blocks.first + (Config::kRotate ? quotient(tile.key0 / kBlockN * blocks.end, p.key_blocks) : 0);
+  }
+  STROBE_DEVICE int next(int m) const { return m + 1 == blocks.end ? blocks.first : m + 1; }
+
+  // ---- producer: one thread -----------------------------------------------------------------------------------------
+  STROBE_DEVICE void load_rows(u32 offset, const void* stats, int head, int m, u32 bytes, u32 stage, u32 full) {
+    bulk_load(smem + offset + stage * kBytesRow, static_cast<const char*>(stats) + stat(head, m) * 4, bytes, full);
+  }
+  STROBE_DEVICE void load_q(int head, int m) {
+    const u32 full = q.begin_load(kBytesQ + kBytesRow + (Config::kDropout ? kBytesRow : 0));
+    tma_load_tile<kOneBox, kBlockM, kDim>(smem + kOffsetQ + q.stage * kBytesQ, &p.map_q, full, query_box(head, m));
+    load_rows(kOffsetLse, p.lse2, head, m, kBytesRow, q.stage, full);
+    if (Config::kDropout) load_rows(kOffsetDropout, p.dropout_rows, head, m, kBytesRow, q.stage, full);
+    q.next();
+  }
+  STROBE_DEVICE void load_do(int head, int m) {
+    const u32 full = d_o.begin_load(kBytesDo + kBytesRow);
+    tma_load_tile<kOneBox, kBlockM, kDimV>(smem + kOffsetDo + d_o.stage * kBytesDo, &p.map_d_o, full,
+                                           query_box(head, m));
+    load_rows(kOffsetDelta, p.delta, head, m, kBytesRow, d_o.stage, full);
+    d_o.next();
+  }
+  template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full) {
+    mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
+    const Box box = box_of_rows<Config::kVarlen, kBlockN>(tile.first_key + tile.key0, tile.len_k - tile.key0,
+                                                          tile.head_k, tile.slice);
+    tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, box);
+  }
+  STROBE_DEVICE void produce() {
+    if (blocks.first == blocks.end) return;
+    load_kv<kDim>(0, &p.map_k, smem + kOffsetKV);
+    load_kv<kDimV>(kOffsetV, &p.map_v, smem + kOffsetKV + 8);
+    wait_for_previous_grid();  // the statistics are delta.cuh's
+    for_each_block([&](int head, int m) {
+      load_q(head, m);
+      load_do(head, m);
+    });
+  }
+
+  // ---- adding warps: one for each consumer --------------------------------------------------------------------------
+  STROBE_DEVICE void add_dq(int consumer) const {
+    const DqSum sum{smem + kOffsetDq + consumer * kDqBytes, consumer};
+    wait_for_previous_grid();  // the sums are zero now
+    for_each_block([&](int head, int m) {
+      const i64 block = stat(head, m) / kBlockM;
+      float* to = p.dq_sum + (block * 2 + consumer) * kDqFloats;
+      const u32 number = Config::kDeterministic ? turn(m) : 0;
+      sum.template add<Config::kDeterministic>(to, p.turns + block * 2 + consumer, number);
+    });
+  }
+  // Deterministic sums: blocks of keys add to a block of queries in the order in which they come by if all start
+  // together. Under a right bound each starts at its diagonal, so the last comes first; blocks are launched in that
+  // order, and none waits for a block that was launched after it. Without a bound the blocks of keys start at different
+  // queries (kRotate), those of one head are on the GPU together, and the order is cyclic.
+  STROBE_DEVICE u32 turn(int m) const {
+    const int n = tile.key0 / kBlockN;
+    if (Config::kRotate) {
+      const int started = min(quotient((m + 1) * p.key_blocks - 1, blocks.end) + 1, p.key_blocks);  // at m or before
+      return n < started ? started - 1 - n : started + p.key_blocks - 1 - n;
+    }
+    const int last_query = min((m + 1) * kBlockM, tile.len_q) - 1;
+    return (mask().hi(last_query) + kBlockN - 1) / kBlockN - 1 - n;
+  }
+
+  // ---- consumers: the products --------------------------------------------------------------------------------------
+  struct Fragments {
+    float dk[kDim / 2], dv[kDimV / 2];
+  };
+  STROBE_DEVICE u64 own_keys(u32 offset, int consumer) const {
+    return k_major(smem + offset + consumer * 64 * kPanelRowBytes);
+  }
+  // S^T = K Q^T and dP^T = V dO^T of this consumer's 64 keys.
+  STROBE_DEVICE void issue_s(float (&s)[kScores], int consumer) const {
+    q.wait_full();
+    wgmma_fence();
+    gemm_kq<T, kBlockM, kDim, kBlockN>(s, own_keys(0, consumer), k_major(smem + kOffsetQ + q.stage * kBytesQ));
+    wgmma_commit();
+  }
+  STROBE_DEVICE void issue_dp(float (&dp)[kScores], int consumer) const {
+    d_o.wait_full();
+    wgmma_fence();
+    const u64 rows = k_major(smem + kOffsetDo + d_o.stage * kBytesDo);
+    gemm_kq<T, kBlockM, kDimV, kBlockN>(dp, own_keys(kOffsetV, consumer), rows);
+    wgmma_commit();
+  }
+  // dV += P^T dO and dK += dS^T Q.
+  STROBE_DEVICE void issue_dv(float (&dv)[kDimV / 2], u32 (&weights)[kScores / 2]) const {
+    wgmma_fence();
+    gemm_pv<T, kBlockM, kDimV>(dv, weights, mn_major(smem + kOffsetDo + d_o.stage * kBytesDo, kBlockM));
+    wgmma_commit();
+  }
+  STROBE_DEVICE void issue_dk(float (&dk)[kDim / 2], u32 (&slopes)[kScores / 2]) const {
+    wgmma_fence();
+    gemm_pv<T, kBlockM, kDim>(dk, slopes, mn_major(smem + kOffsetQ + q.stage * kBytesQ, kBlockM));
+    wgmma_commit();
+  }
+  // dQ = dS K of the block before: 64 of its rows (a panel of dS^T) or 64 of its columns (a panel of K).
+  STROBE_DEVICE void issue_dq(float (&dq)[32], int consumer) const {
+    constexpr bool kRows = kBlockM == 128;
+    const u32 panel = consumer * kBlockN * kPanelRowBytes;
+    ds_out.wait_full();
+    wgmma_fence();
+    gemm_dsk<T, kBlockN>(dq, mn_major(smem + kOffsetDs + ds_out.stage * kBytesDs + (kRows ? panel : 0), kBlockN),
+                         mn_major(smem + (kRows ? 0 : panel), kBlockN));
+    wgmma_commit();
+  }
+
+  // ---- consumers: the work between them -----------------------------------------------------------------------------
+  using Keys = KeyRows<Mask, kBlockM>;
+
+  // S^T -> P^T. Statistics are loaded next to their use: all of them at once would take kBlockM / 4 registers.
+  STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int m, bool masked) const {
+    const u32 lse = smem + kOffsetLse + q.stage * kBytesRow + 4 * keys.column;
+    if (masked) {
+      const typename Keys::Bounds bounds = keys.bounds(m);
+#pragma unroll
+      for (int i = 0; i < kScores; ++i)
+        if (bounds.hides(i)) s[i] = neg_inf();
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      float l[2];
+      ld_shared_x2(lse + 8 * i, l[0], l[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[i + j] = exp2_approx(fma(s[i + j], p.scale_log2, -l[j & 1]));
+    }
+  }
+  // P^T and dS^T, rounded, from P^T and dP^T. A score that is a function is applied here, and P^T computed: `s` is S^T.
+  STROBE_DEVICE void gradients(u32 (&weights)[kScores / 2], u32 (&slopes)[kScores / 2], float (&s)[kScores],
+                               float (&dp)[kScores], const Keys& keys, int m, bool masked) const {
+    const u32 rows = smem + 4 * keys.column, lse = rows + kOffsetLse + q.stage * kBytesRow,
+              delta = rows + kOffsetDelta + d_o.stage * kBytesRow,
+              dropout = rows + kOffsetDropout + q.stage * kBytesRow;
+    const Score score{p.score};
+    typename Keys::Bounds bounds;
+    if (!Score::kIdentity && masked) bounds = keys.bounds(m);
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      float d[2], l[2], slope[4] = {1.f, 1.f, 1.f, 1.f}, kept[4];
+      ld_shared_x2(delta + 8 * i, d[0], d[1]);
+      if (!Score::kIdentity) ld_shared_x2(lse + 8 * i, l[0], l[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (!Score::kIdentity) {
+          const float x = s[i + j], y = score(x);
+          slope[j] = score.derivative(x, y);
+          s[i + j] = masked && bounds.hides(i + j) ? 0.f : exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
+        }
+        kept[j] = s[i + j];
+      }
+      if (Config::kDropout) {
+        bool keep[4];
+        keys.kept(keep, dropout + 8 * i, p.dropout_threshold);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          kept[j] = keep[j] ? kept[j] : 0.f;
+          dp[i + j] = keep[j] ? dp[i + j] * p.dropout_scale : 0.f;
+        }
+      }
+      weights[i / 2] = pack2<T>(kept[0], kept[1]);
+      weights[i / 2 + 1] = pack2<T>(kept[2], kept[3]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        dp[i + j] = s[i + j] * (dp[i + j] - d[j & 1]);
+        if (!Score::kIdentity) dp[i + j] *= slope[j];
+      }
+      slopes[i / 2] = pack2<T>(dp[i], dp[i + 1]);
+      slopes[i / 2 + 1] = pack2<T>(dp[i + 2], dp[i + 3]);
+    }
+  }
+  // dS^T to shared memory, [key][query], for the products of both warpgroups.
+  STROBE_DEVICE void store_ds(const u32 (&slopes)[kScores / 2], int consumer) {
+    const u32 tid = thread_idx() % 128, lane = tid % 32, row = 64 * consumer + 16 * (tid / 32) + (lane & 15);
+    const u32 to = smem + kOffsetDs + ds_in.stage * kBytesDs;
+    ds_in.wait_empty();
+#pragma unroll
+    for (int j = 0; j < kBlockM / 16; ++j)
+      stmatrix_x4(to + chunk_offset(kBlockN, row, 2 * j + (lane >> 4)), slopes[4 * j], slopes[4 * j + 1],
+                  slopes[4 * j + 2], slopes[4 * j + 3]);
+    fence_proxy_async();
+    sync_warp();
+    if (elected()) mbar_arrive(ds_in.full_barrier());
+    ds_in.next();
+  }
+  STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + kOffsetDq + consumer * kDqBytes, consumer}; }
+  STROBE_DEVICE void put_dq(const float (&dq)[32], int consumer) {
+    ds_out.release_and_advance();
+    dq_sum(consumer).begin_put();
+    dq_sum(consumer).put(dq, 0, 8);
+    dq_sum(consumer).end_put();
+  }
+  // dV += P^T dO with dQ on its way out between the steps of the product: shared memory has little to do for it.
+  STROBE_DEVICE void issue_dv_put_dq(float (&dv)[kDimV / 2], u32 (&weights)[kScores / 2], float (&dq)[32],
+                                     int consumer) {
+    constexpr int kSteps = kBlockM / 16;
+    const u64 rows = mn_major(smem + kOffsetDo + d_o.stage * kBytesDo, kBlockM);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      u32* a = weights + 4 * i;
+      wgmma_fence();
+      Wgmma<T, kDimV>::rs_t(dv, a[0], a[1], a[2], a[3], rows + DownRows::step(i));
+      wgmma_commit();
+      if (i == 0) {
+        wgmma_wait<1>();  // dQ is done
+        pin(dq);
+        ds_out.release_and_advance();
+        dq_sum(consumer).begin_put();
+      }
+      dq_sum(consumer).put(dq, 8 * i / kSteps, 8 * (i + 1) / kSteps);
+    }
+    dq_sum(consumer).end_put();
+  }
+
+  // ---- consumers: the loop ------------------------------------------------------------------------------------------
+  // One block of queries. kFirst: there is no block before it whose dQ is due.
+  template <bool kFirst> STROBE_DEVICE void attend(Fragments& f, const Keys& keys, int consumer, int m) {
+    const bool masked = m < blocks.first_full || m >= blocks.end_full;
+    float s[kScores], dp[kScores], dq[32];
+    u32 weights[kScores / 2], slopes[kScores / 2];
+    constexpr bool kHasDq = Config::kWantQ && !kFirst, kPutBetween = Config::kPutBetween && Config::kWantKV && kHasDq;
+    issue_s(s, consumer);
+    issue_dp(dp, consumer);
+    wgmma_wait<1>();
+    pin(s);
+    if (Score::kIdentity) exponentials(s, keys, m, masked);
+    wgmma_wait<0>();
+    pin(dp);
+    if (kFirst && Config::kStagger && consumer == 0) bar_arrive(kBarrierStagger, 256);
+    gradients(weights, slopes, s, dp, keys, m, masked);
+    if (Config::kWantQ) store_ds(slopes, consumer);
+    if (kHasDq) issue_dq(dq, consumer);
+    if (Config::kWantKV) {
+      if constexpr (kPutBetween) issue_dv_put_dq(f.dv, weights, dq, consumer);
+      else issue_dv(f.dv, weights);
+      issue_dk(f.dk, slopes);
+      wgmma_wait<1>();  // dQ and dV are done
+      pin(f.dv);
+    } else {
+      wgmma_wait<0>();
+    }
+    d_o.release_and_advance();
+    if (kHasDq && !kPutBetween) {
+      pin(dq);
+      put_dq(dq, consumer);
+    }
+    wgmma_wait<0>();
+    pin(f.dk);
+    q.release_and_advance();
+  }
+
+  STROBE_DEVICE void consume(int consumer) {
+    const Keys keys(mask(), tile.key0 + 64 * consumer, tile.len_q, tile.len_k,
+                    smem + kOffsetKeys + consumer * kKeyRowsBytes);
+    Fragments f;
+#pragma unroll
+    for (float& x : f.dk) x = 0.f;
+#pragma unroll
+    for (float& x : f.dv) x = 0.f;
+    if (blocks.first < blocks.end) {
+      mbar_wait(smem + kOffsetKV, 0);
+      mbar_wait(smem + kOffsetKV + 8, 0);
+      // Half a block late, the second consumer has its exponentials when the first has its products.
+      if (Config::kStagger && consumer == 1) bar_sync(kBarrierStagger, 256);
+      int block = start();
+      attend<true>(f, keys, consumer, block);
+#pragma unroll 1
+      for (int i = (blocks.end - blocks.first) * p.group; i > 1; --i) {
+        block = next(block);
+        attend<false>(f, keys, consumer, block);
+      }
+      if (Config::kWantQ) {
+        float dq[32];
+        issue_dq(dq, consumer);
+        wgmma_wait<0>();
+        pin(dq);
+        put_dq(dq, consumer);
+      }
+    }
+    if (Config::kWantKV) store(f, consumer);
+  }
+
+  // dV and dK: staged over V and K, which nobody reads any more.
+  STROBE_DEVICE void store(const Fragments& f, int consumer) const {
+    const int first = tile.key0 + 64 * consumer;
+    bar_sync(kBarrierConsumers, 256);
+    store_rows<kDimV>(f.dv, p.dropout_scale, kOffsetV, &p.map_dv, first, consumer);
+    store_rows<kDim>(f.dk, p.scale_grad, 0, &p.map_dk, first, consumer);
+    if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copies
+  }
+  template <int kColumns> STROBE_DEVICE void store_rows(const float (&d)[kColumns / 2], float scale, u32 offset,
+                                                        const TensorMap* map, int first, int consumer) const {
+    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{
+        smem + offset + consumer * tile_bytes(64, kColumns), consumer};
+    const float both[2] = {scale, scale};
+    staging.store(Rounded<T, kColumns>{d}, both, map, key_box(first), first < tile.len_k);
+  }
+};
+
+template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void backward_sm90(const Params& p) {
+  using Backward = BackwardSm90<Config, Mask, Score, Params>;
+  const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
+  if (tile.key0 >= tile.len_k) return;  // varlen sequences shorter than the longest one
+  if (thread_idx() == 0) {
+    tma_prefetch_map(&p.map_q);
+    tma_prefetch_map(&p.map_d_o);
+    tma_prefetch_map(&p.map_k);
+    tma_prefetch_map(&p.map_v);
+    Backward::init_barriers();
+  }
+  sync_block();
+  launch_dependents();
+  const u32 warpgroup = warp_uniform(thread_idx() / 128), warp = warp_uniform(thread_idx() / 32);
+  if (warpgroup == 0) {
+    regs_dec<Config::kRegsProducer>();
+    if (thread_idx() == 0) Backward(p, tile, true).produce();
+    else if (Config::kWantQ && (warp == 1 || warp == 2)) Backward(p, tile, false).add_dq(warp - 1);
+  } else {
+    regs_inc<Config::kRegsConsumer>();
+    Backward(p, tile, false).consume(warpgroup - 1);
+  }
+}
+
+}  // namespace strobe

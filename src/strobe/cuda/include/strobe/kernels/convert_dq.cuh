@@ -1,0 +1,55 @@
+// dQ from the sums of the backward: out of the order of registers, scaled and rounded. See dq_sum.cuh.
+//
+// A block of 256 threads takes one block of kBlockM queries: 128 threads for what each consumer has added.
+#pragma once
+#include <strobe/pipeline/dq_sum.cuh>
+#include <strobe/pipeline/query_blocks.cuh>
+#include <strobe/ptx/math.cuh>
+
+namespace strobe {
+
+template <class Config, class Params> struct ConvertDq {
+  using T = typename Config::Element;
+  static constexpr int kBlockM = Config::kStatBlock, kColumns = kBlockM == 128 ? 64 : 128;
+  static constexpr u32 kRowBytes =
+      kColumns * 2 + 16;  // of the tile in shared memory: 16 more, so that rows meet no banks
+  static_assert(kBlockM * kRowBytes == Config::kSmem, "the shared memory that Python asks for");
+
+  STROBE_DEVICE static void run(const Params& p) {
+    const int bh = quotient(block_idx(), p.stat_blocks), m = block_idx() - bh * p.stat_blocks;
+    const int batch = quotient(bh, p.heads), head = bh - batch * p.heads;
+    const int first_row = Config::kVarlen ? ld_global(p.cu_q + batch) : 0;
+    const int len_q = Config::kVarlen ? ld_global(p.cu_q + batch + 1) - first_row : p.len_q;
+    if (m * kBlockM >= len_q) return;
+    wait_for_previous_grid();
+    const i64 block = first_stat<Config>(p, head, batch, first_row) / kBlockM + m;
+    const int consumer = thread_idx() / 128, t = thread_idx() % 128;
+    const int row = 16 * (t / 32) + t % 32 / 4 + (kBlockM == 128 ? 64 * consumer : 0),
+              column = 2 * (t % 4) + (kBlockM == 128 ? 0 : 64 * consumer);
+    const float* sums = p.dq_sum + (block * 2 + consumer) * kDqFloats + 4 * t;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float x[4];
+      ld_global_l2(x, sums + i * 512, true);
+      const u32 to = smem_base() + row * kRowBytes + (column + 8 * i) * 2;
+      st_shared(to, pack2<T>(x[0] * p.scale_grad, x[1] * p.scale_grad));
+      st_shared(to + 8 * kRowBytes, pack2<T>(x[2] * p.scale_grad, x[3] * p.scale_grad));
+    }
+    sync_block();
+    u16* dq =
+        p.dq + (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
+    constexpr int kChunks = kColumns / 8;
+#pragma unroll
+    for (int i = thread_idx(); i < kBlockM * kChunks; i += 256) {
+      const int r = i / kChunks, chunk = i % kChunks;
+      if (m * kBlockM + r < len_q && chunk * 8 < p.dim)
+        st_global(dq + i64(r) * p.dq_row + chunk * 8, ld_shared_x4(smem_base() + r * kRowBytes + chunk * 16));
+    }
+  }
+};
+
+template <class Config, class Params> STROBE_DEVICE void convert_dq(const Params& p) {
+  ConvertDq<Config, Params>::run(p);
+}
+
+}  // namespace strobe

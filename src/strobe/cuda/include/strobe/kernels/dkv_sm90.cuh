@@ -1,0 +1,289 @@
+// dK and dV on Hopper for head dims above 128. dq_sm90.cuh has dQ.
+//
+// A block owns 64 keys of one key head and loops over the blocks of 64 queries that see them, of all query heads of the
+// group. The accumulators of dK and dV do not fit into the registers of one warpgroup, so two of them share the work:
+//     the one for dV:  S^T = K Q^T,    P^T = exp(S^T - LSE),        dV += P^T dO
+//     the one for dK:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),   dK += dS^T Q
+// P^T goes from the first to the second through shared memory, in fp32 and thread by thread. In both, the second
+// product of a block is in flight with the first product of the next one.
+#pragma once
+#include <strobe/pipeline/key_rows.cuh>
+#include <strobe/pipeline/ring.cuh>
+#include <strobe/pipeline/staging.cuh>
+#include <strobe/ptx/bulk.cuh>
+#include <strobe/tile/gemm_sm90.cuh>
+
+namespace strobe {
+
+template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
+  using T = typename Config::Element;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
+  static constexpr int kScores = kBlockM / 2;  // of one thread
+  static constexpr bool kOneBox = Config::kOneBoxPerTile;
+  static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup has a row for each key");
+
+  // ---- shared memory: K | V | Q x 2 | dO x 2 | P | statistics of rows x 2 | of keys | barriers
+  // -------------------------
+  using Pair = Ring<2>;
+  using Single = Ring<1>;
+  static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV),
+                       kBytesQ = tile_bytes(kBlockM, kDim), kBytesDo = tile_bytes(kBlockM, kDimV),
+                       kBytesP = kBlockN * kBlockM * 4, kBytesRow = kBlockM * 4;
+  static constexpr u32 kOffsetV = kBytesK, kOffsetQ = kOffsetV + kBytesV, kOffsetDo = kOffsetQ + 2 * kBytesQ,
+                       kOffsetP = kOffsetDo + 2 * kBytesDo, kOffsetLse = kOffsetP + kBytesP,
+                       kOffsetDelta = kOffsetLse + 2 * kBytesRow, kOffsetDropout = kOffsetDelta + 2 * kBytesRow,
+                       kOffsetKeys = kOffsetDropout + (Config::kDropout ? 4 * kBytesRow : 0),
+                       kOffsetKV = kOffsetKeys + kKeyRowsBytes, kOffsetRingQ = kOffsetKV + 16,
+                       kOffsetRingDo = kOffsetRingQ + Pair::kBytes, kOffsetRingP = kOffsetRingDo + Pair::kBytes;
+  static_assert(kOffsetRingP + Single::kBytes == Config::kSmem, "the shared memory that Python asks for");
+
+  const Params& p;
+  const KeyTile tile;
+  const QueryBlocks blocks;
+  u32 smem;
+  Pair q, d_o;     // where the first product of a block finds its operand
+  Pair q_before;   // dK: Q of the block before
+  Pair do_before;  // dV: dO of the block before
+  Single weights_ring;
+
+  STROBE_DEVICE DkvSm90(const Params& params, const KeyTile& tile, bool producer, bool gives_weights)
+      : p(params), tile(tile),
+        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.len_q, tile.len_k)), smem(smem_base()),
+        q(smem + kOffsetRingQ, producer), d_o(smem + kOffsetRingDo, producer), q_before(q), do_before(d_o),
+        weights_ring(smem + kOffsetRingP, gives_weights) {}
+
+  STROBE_DEVICE static void init_barriers() {
+    mbar_init(smem_base() + kOffsetKV, 1);
+    mbar_init(smem_base() + kOffsetKV + 8, 1);
+    Pair::init(smem_base() + kOffsetRingQ, 8);  // one arrival a warp of the consumers
+    Pair::init(smem_base() + kOffsetRingDo, 8);
+    Single::init(smem_base() + kOffsetRingP, 4, 4);  // from the warps of one consumer to those of the other
+    mbar_init_fence();
+  }
+
+  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions); }
+  STROBE_DEVICE const void* stat(const void* stats, int head, int m) const {
+    const i64 first = first_stat<Config>(p, head, tile.batch, tile.first_row);
+    return static_cast<const char*>(stats) + (first + m * kBlockM) * 4;
+  }
+  STROBE_DEVICE Box key_box() const {
+    return box_of_rows<Config::kVarlen, 64>(tile.first_key + tile.key0, tile.len_k - tile.key0, tile.head_k,
+                                            tile.slice);
+  }
+  STROBE_DEVICE Box query_box(int head, int m) const {
+    const int row = m * kBlockM;
+    return box_of_rows<Config::kVarlen, 64>(tile.first_row + row, tile.len_q - row, head, tile.slice);
+  }
+
+  // ---- producer: one thread -----------------------------------------------------------------------------------------
+  // A tile of Q or dO, and the statistics of its rows.
+  template <int kColumns> STROBE_DEVICE void load(Pair& ring, u32 offset, const TensorMap* map, u32 offset_row,
+                                                  const void* stats, u32 offset_dropout, int head, int m) {
+    constexpr u32 kBytes = tile_bytes(kBlockM, kColumns);
+    const u32 full = ring.begin_load(kBytes + kBytesRow + (Config::kDropout ? kBytesRow : 0)),
+              row = ring.stage * kBytesRow;
+    tma_load_tile<kOneBox, kBlockM, kColumns>(smem + offset + ring.stage * kBytes, map, full, query_box(head, m));
+    bulk_load(smem + offset_row + row, stat(stats, head, m), kBytesRow, full);
+    if (Config::kDropout) bulk_load(smem + offset_dropout + row, stat(p.dropout_rows, head, m), kBytesRow, full);
+    ring.next();
+  }
+  template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full) {
+    mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
+    tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, key_box());
+  }
+  STROBE_DEVICE void produce() {
+    if (blocks.first == blocks.end) return;
+    load_kv<kDim>(0, &p.map_k, smem + kOffsetKV);
+    load_kv<kDimV>(kOffsetV, &p.map_v, smem + kOffsetKV + 8);
+    wait_for_previous_grid();  // the statistics are delta.cuh's
+#pragma unroll 1
+    for (int head = tile.head_k * p.group; head < (tile.head_k + 1) * p.group; ++head)
+#pragma unroll 1
+      for (int m = blocks.first; m < blocks.end; ++m) {
+        load<kDim>(q, kOffsetQ, &p.map_q, kOffsetLse, p.lse2, kOffsetDropout, head, m);
+        load<kDimV>(d_o, kOffsetDo, &p.map_d_o, kOffsetDelta, p.delta, kOffsetDropout + 2 * kBytesRow, head, m);
+      }
+  }
+
+  // ---- the consumer for dV ------------------------------------------------------------------------------------------
+  using Keys = KeyRows<Mask, kBlockM>;
+  STROBE_DEVICE u32 exchange(int i) const { return smem + kOffsetP + i * 512 + thread_idx() % 128 * 16; }
+
+  // S^T -> P^T. What dK needs of it, P^T times the slope of the score, goes to the other consumer.
+  STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int m, bool masked) {
+    const u32 rows = smem + 4 * keys.column, lse = rows + kOffsetLse + q.stage * kBytesRow;
+    const Score score{p.score};
+    typename Keys::Bounds bounds;
+    if (masked) bounds = keys.bounds(m);
+    weights_ring.wait_empty();
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      float l[2], x[4];
+      ld_shared_x2(lse + 8 * i, l[0], l[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float y = score(s[i + j]), weight = exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
+        const bool hidden = masked && bounds.hides(i + j);
+        x[j] = hidden ? 0.f : Score::kIdentity ? weight : weight * score.derivative(s[i + j], y);
+        s[i + j] = hidden ? 0.f : weight;
+      }
+      st_shared(exchange(i), u32x4{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});
+    }
+    sync_warp();
+    if (elected()) mbar_arrive(weights_ring.full_barrier());
+    weights_ring.next();
+    if (Config::kDropout) {
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) {
+        bool keep[4];
+        keys.kept(keep, rows + kOffsetDropout + q.stage * kBytesRow + 8 * i, p.dropout_threshold);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s[i + j] = keep[j] ? s[i + j] : 0.f;
+      }
+    }
+  }
+  STROBE_DEVICE void issue_dv(Accumulators<T, kDimV>& dv, u32 (&weights)[kScores / 2]) const {
+    do_before.wait_full();
+    wgmma_fence();
+    gemm_pv<T, kBlockM, kDimV>(dv, weights, mn_major(smem + kOffsetDo + do_before.stage * kBytesDo, kBlockM));
+    wgmma_commit();
+  }
+  template <bool kFirst>
+  STROBE_DEVICE void step_dv(Accumulators<T, kDimV>& dv, u32 (&weights)[kScores / 2], const Keys& keys, int m) {
+    float s[kScores];
+    q.wait_full();
+    wgmma_fence();
+    gemm_kq<T, kBlockM, kDim, kBlockN>(s, k_major(smem), k_major(smem + kOffsetQ + q.stage * kBytesQ));
+    wgmma_commit();
+    if (!kFirst) issue_dv(dv, weights);
+    wgmma_wait<kFirst ? 0 : 1>();
+    pin(s);
+    exponentials(s, keys, m, m < blocks.first_full || m >= blocks.end_full);
+    q.release_and_advance();
+    wgmma_wait<0>();
+    pin(weights);
+    if (!kFirst) do_before.release_and_advance();
+    pack_fragment<T>(weights, s);
+  }
+
+  // ---- the consumer for dK ------------------------------------------------------------------------------------------
+  // dP^T -> dS^T.
+  STROBE_DEVICE void gradients(float (&dp)[kScores], const Keys& keys) {
+    const u32 rows = smem + 4 * keys.column, delta = rows + kOffsetDelta + d_o.stage * kBytesRow,
+              dropout = rows + kOffsetDropout + (2 + d_o.stage) * kBytesRow;
+    weights_ring.wait_full();
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      float d[2];
+      bool keep[4] = {true, true, true, true};
+      ld_shared_x2(delta + 8 * i, d[0], d[1]);
+      const u32x4 x = ld_shared_x4(exchange(i));
+      const float weight[4] = {as_float(x.x), as_float(x.y), as_float(x.z), as_float(x.w)};
+      if (Config::kDropout) keys.kept(keep, dropout + 8 * i, p.dropout_threshold);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (Config::kDropout) dp[i + j] = keep[j] ? dp[i + j] * p.dropout_scale : 0.f;
+        dp[i + j] = weight[j] * (dp[i + j] - d[j & 1]);
+      }
+    }
+    sync_warp();
+    weights_ring.release_and_advance();
+  }
+  STROBE_DEVICE void issue_dk(Accumulators<T, kDim>& dk, u32 (&slopes)[kScores / 2]) const {
+    q_before.wait_full();
+    wgmma_fence();
+    gemm_pv<T, kBlockM, kDim>(dk, slopes, mn_major(smem + kOffsetQ + q_before.stage * kBytesQ, kBlockM));
+    wgmma_commit();
+  }
+  template <bool kFirst>
+  STROBE_DEVICE void step_dk(Accumulators<T, kDim>& dk, u32 (&slopes)[kScores / 2], const Keys& keys) {
+    float dp[kScores];
+    d_o.wait_full();
+    wgmma_fence();
+    gemm_kq<T, kBlockM, kDimV, kBlockN>(dp, k_major(smem + kOffsetV), k_major(smem + kOffsetDo + d_o.stage * kBytesDo));
+    wgmma_commit();
+    if (!kFirst) issue_dk(dk, slopes);
+    wgmma_wait<kFirst ? 0 : 1>();
+    pin(dp);
+    gradients(dp, keys);
+    d_o.release_and_advance();
+    wgmma_wait<0>();
+    pin(slopes);
+    if (!kFirst) q_before.release_and_advance();
+    pack_fragment<T>(slopes, dp);
+  }
+
+  // ---- both ---------------------------------------------------------------------------------------------------------
+  // Calls first(m) once and then(m) for the other blocks; whether there are any.
+  template <class First, class Then> STROBE_DEVICE bool for_each_block(First first, Then then) const {
+    if (blocks.first == blocks.end) return false;
+    int m = blocks.first;
+    first(m);
+#pragma unroll 1
+    for (int i = (blocks.end - blocks.first) * p.group; i > 1; --i) {
+      m = m + 1 == blocks.end ? blocks.first : m + 1;  // of the group's next head
+      then(m);
+    }
+    return true;
+  }
+  template <int kColumns> STROBE_DEVICE void store(const Accumulators<T, kColumns>& d, float scale, u32 offset,
+                                                   const TensorMap* map, int consumer) const {
+    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{smem + offset, consumer};
+    const float both[2] = {scale, scale};
+    bar_sync(kBarrierConsumers, 256);  // nobody reads K or V any more
+    staging.store(d, both, map, key_box(), true);
+    if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copy
+  }
+  STROBE_DEVICE void consume_dv() {
+    const Keys keys(mask(), tile.key0, tile.len_q, tile.len_k, smem + kOffsetKeys);
+    Accumulators<T, kDimV> dv;
+    u32 weights[kScores / 2];
+    dv.zero();
+    if (blocks.first < blocks.end) mbar_wait(smem + kOffsetKV, 0);
+    if (for_each_block([&](int m) { step_dv<true>(dv, weights, keys, m); },
+                       [&](int m) { step_dv<false>(dv, weights, keys, m); })) {
+      issue_dv(dv, weights);
+      wgmma_wait<0>();
+    }
+    store(dv, p.dropout_scale, kOffsetV, &p.map_dv, 0);
+  }
+  STROBE_DEVICE void consume_dk() {
+    const Keys keys(tile.key0);
+    Accumulators<T, kDim> dk;
+    u32 slopes[kScores / 2];
+    dk.zero();
+    if (blocks.first < blocks.end) mbar_wait(smem + kOffsetKV + 8, 0);
+    if (for_each_block([&](int) { step_dk<true>(dk, slopes, keys); }, [&](int) { step_dk<false>(dk, slopes, keys); })) {
+      issue_dk(dk, slopes);
+      wgmma_wait<0>();
+    }
+    store(dk, p.scale_grad, 0, &p.map_dk, 1);
+  }
+};
+
+template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void dkv_sm90(const Params& p) {
+  using Dkv = DkvSm90<Config, Mask, Score, Params>;
+  const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
+  if (tile.key0 >= tile.len_k) return;  // varlen sequences shorter than the longest one
+  if (thread_idx() == 0) {
+    tma_prefetch_map(&p.map_q);
+    tma_prefetch_map(&p.map_d_o);
+    tma_prefetch_map(&p.map_k);
+    tma_prefetch_map(&p.map_v);
+    Dkv::init_barriers();
+  }
+  sync_block();
+  launch_dependents();
+  const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  if (warpgroup == 0) {
+    regs_dec<Config::kRegsProducer>();
+    if (thread_idx() == 0) Dkv(p, tile, true, false).produce();
+  } else {
+    regs_inc<Config::kRegsConsumer>();
+    Accumulators<typename Config::Element, Config::kDim>::declare();  // kDim >= kDimV: the warpgroups share the names
+    if (warpgroup == 1) Dkv(p, tile, false, true).consume_dv();
+    else Dkv(p, tile, false, false).consume_dk();
+  }
+}
+
+}  // namespace strobe

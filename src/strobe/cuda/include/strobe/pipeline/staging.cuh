@@ -1,0 +1,80 @@
+// The epilogue's way out: a warpgroup stages its 64 rows of a result in shared memory, kPanels panels of 64 columns at
+// a time, and one thread issues the TMA store, which clips what lies beyond the sequence.
+#pragma once
+#include <strobe/pipeline/barriers.cuh>
+#include <strobe/ptx/math.cuh>
+#include <strobe/ptx/memory.cuh>
+#include <strobe/tile/tma_tile.cuh>
+
+namespace strobe {
+
+// An accumulator in ordinary registers, as a wgmma leaves it, to be staged like `Accumulators`.
+template <class T, int N> struct Rounded {
+  const float (&d)[N / 2];
+  template <int J> STROBE_DEVICE void stage(u32 address, const float (&by)[2]) const {
+    const float* x = d + 8 * J;
+    stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]),
+                pack2<T>(x[4] * by[0], x[5] * by[0]), pack2<T>(x[6] * by[1], x[7] * by[1]));
+  }
+};
+
+// kPrivate: the buffer serves nothing else, so an earlier store may still be reading it. Else it is a buffer that the
+// warps of this warpgroup have read until now.
+template <bool kOneBox, int kColumns, int kPanels, bool kPrivate> struct Staging {
+  u32 buffer;
+  int consumer;
+  static constexpr int kPanelsAtOnce = kPanels;
+
+  STROBE_DEVICE void acquire() const {
+    if (kPrivate && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
+    sync_warpgroup(consumer);                                           // or: every warp is done with what lies here
+  }
+  // Panels from `panel` on have been staged; without `any_rows` nothing is stored.
+  STROBE_DEVICE void send(const TensorMap* map, const Box& box, int panel, bool any_rows) const {
+    fence_proxy_async();
+    sync_warpgroup(consumer);
+    if (thread_idx() % 128 == 0 && any_rows) {
+      tma_store_panels<kOneBox, 64>(map, buffer, box, panel, min(kPanels, panels(kColumns) - panel));
+      tma_store_commit();
+    }
+  }
+  // All columns of an accumulator, the thread's two rows multiplied by scale[0] and scale[1], and rounded.
+  template <int kFrom = 0, class D> STROBE_DEVICE void store(const D& d, const float (&scale)[2], const TensorMap* map,
+                                                             const Box& box, bool any_rows) const {
+    if constexpr (kFrom < panels(kColumns)) {
+      acquire();
+      stage<kFrom * 4, 0>(d, scale);
+      send(map, box, kFrom, any_rows);
+      store<kFrom + kPanels>(d, scale, map, box, any_rows);
+    }
+  }
+
+ private:
+  // `Accumulators` takes constants: a loop that the language unrolls, 16 columns at a time.
+  template <int kFrom, int J, class D> STROBE_DEVICE void stage(const D& d, const float (&scale)[2]) const {
+    if constexpr (J < kPanels * 4 && kFrom + J < kColumns / 16) {
+      const u32 tid = thread_idx() % 128, lane = tid % 32;
+      d.template stage<kFrom + J>(buffer + chunk_offset(64, 16 * (tid / 32) + (lane & 15), 2 * J + (lane >> 4)), scale);
+      stage<kFrom, J + 1>(d, scale);
+    }
+  }
+};
+
+// A slot of a ring over which a result was staged. It is free once the TMA store has read it, and is released well
+// after the store was issued, so that nobody waits.
+template <bool kEnabled, class Ring> struct StagedSlot {
+  Ring ring;  // where the store was issued
+  bool pending = false;
+
+  STROBE_DEVICE void release() {
+    if (!kEnabled || !pending) return;
+    pending = false;
+    if (thread_idx() % 128 == 0) {
+      tma_store_wait_read<0>();
+      ring.release();
+    }
+    ring.next();
+  }
+};
+
+}  // namespace strobe
