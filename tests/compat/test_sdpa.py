@@ -76,7 +76,10 @@ def test_causal_ends_at_the_last_query_and_the_last_key() -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_outputs_and_gradients_lie_in_memory_as_tracers_expect() -> None:
     whole = torch.randn(2, 17, 3, 4, 16, dtype=torch.float64, requires_grad=True)  # a fused projection
-    for q, k, v in (whole.unbind(2), [t.contiguous() for t in whole.unbind(2)]):
+    length_first = [
+        t.transpose(0, 1).contiguous().transpose(0, 1) for t in whole.unbind(2)
+    ]  # as in (length, batch, dim)
+    for q, k, v in (whole.unbind(2), [t.contiguous() for t in whole.unbind(2)], length_first):
         x = [t.transpose(1, 2) for t in (q, k, v)]
         out, lse, *_ = aten._scaled_dot_product_flash_attention(*x)
         assert out.stride() == torch.empty_like(x[0]).stride()
