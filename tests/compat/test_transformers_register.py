@@ -29,3 +29,10 @@ def test_register_and_unregister() -> None:
     assert state() == before and ours.status() is None
     ours.unregister()
     assert state() == before
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(strobe.Unsupported, match=r"transformers 4\.57\.1 is too old"):
+        ours.register()
+    assert ours.status() is None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from strobe.problem import Unsupported
+
 NAME = "strobe"
 _gate: Any = None  # of continuous batching, while registered
 
@@ -18,6 +20,12 @@ def register() -> None:
     global _gate
     if _gate is not None:
         return
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise Unsupported(
+            f"transformers {transformers.__version__} is too old: version 5 is needed, 5.17 or later is tested"
+        )
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from strobe.compat.transformers import attention, masks, paged
