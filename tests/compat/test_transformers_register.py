@@ -32,7 +32,7 @@ def test_register_and_unregister() -> None:
 
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    monkeypatch.setattr("transformers.__version__", "4.57.1")  # by name: transformers may replace its own module
     with pytest.raises(strobe.Unsupported, match=r"transformers 4\.57\.1 is too old"):
         ours.register()
     assert ours.status() is None
