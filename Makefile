@@ -5,7 +5,7 @@ WORKERS ?= 2
 
 VENV  := .venv
 READY := $(VENV)/.ready
-TIERS := $(wildcard tests/unit tests/distributed tests/compile tests/emulator tests/docs tests/package tests/browser)
+TIERS := $(wildcard tests/unit tests/compat tests/distributed tests/compile tests/emulator tests/docs tests/package tests/browser)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint gpu-test bench bench-gpu learn notebooks site docs package clean

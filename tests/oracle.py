@@ -13,7 +13,8 @@ from strobe.arguments import Arguments, Inputs, layout_of
 from strobe.backends import dispatch, reference
 from strobe.backends.backend import Gradients
 from strobe.bound import bind
-from strobe.problem import Problem, with_longest
+from strobe.checks import with_longest
+from strobe.problem import Problem
 
 LEAVES = ("q", "k", "v", "bias", "sinks")
 

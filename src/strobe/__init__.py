@@ -19,6 +19,9 @@ def _is_command() -> bool:
     return program in ("strobe", "strobe.exe")
 
 
+if TYPE_CHECKING:
+    from strobe import compat as compat, nn as nn  # loaded when they are asked for
+
 if TYPE_CHECKING or not _is_command():
     from strobe.api import attention, attention_varlen, backends, flash_attention
     from strobe.drop_in import sdpa
@@ -51,14 +54,14 @@ _HOMES = ("api", "drop_in", "explain", "mask", "problem", "score")  # of the pub
 
 
 def __getattr__(name: str) -> object:
-    """`strobe.trace`, for lessons, and `strobe.distributed` are loaded when they are asked for: `import strobe` stays
-    light. In the command, so are all other names."""
+    """`strobe.compat`, `strobe.nn`, `strobe.distributed` and, for lessons, `strobe.trace` are loaded when they are asked for:
+    `import strobe` stays light. In the command, so are all other names."""
+    if name in ("compat", "distributed", "nn"):
+        return import_module(f"strobe.{name}")
     if name == "trace":
         from strobe.learn.trace import trace
 
         return trace
-    if name == "distributed":
-        return import_module("strobe.distributed")
     if name in __all__:
         homes = [import_module(f"strobe.{home}") for home in _HOMES]
         globals().update({n: next(getattr(home, n) for home in homes if hasattr(home, n)) for n in __all__})

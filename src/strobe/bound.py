@@ -15,7 +15,8 @@ import torch
 from strobe.arguments import Arguments, without_tensors
 from strobe.backends import dispatch
 from strobe.backends.backend import Backward, Forward, Gradients
-from strobe.problem import GRADIENTS, Problem, any_requires_grad, same_storage
+from strobe.memory import same_storage
+from strobe.problem import GRADIENTS, Problem, any_requires_grad
 from strobe.score import Score
 
 _MOST = 1024  # bound calls that a thread remembers

@@ -19,17 +19,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from strobe import autograd, call
 from strobe.arguments import Arguments, Layout, layout_of
 from strobe.bound import bind
+from strobe.checks import check_shapes, lse_dtype, with_longest
 from strobe.mask import Mask, full, parse_mask
-from strobe.problem import Unsupported, check_shapes, lse_dtype, with_longest
+from strobe.problem import Unsupported
 from strobe.score import Score, identity, parse_score, softcap
 
 _Maybe = torch.Tensor | None
 # Name -> type in the schema of the operations. The first five can have gradients.
 _FIELDS = {
     "q": "Tensor", "k": "Tensor", "v": "Tensor", "bias": "Tensor?", "sinks": "Tensor?", "mask": "Tensor?",
-    "cu_q": "Tensor?", "cu_k": "Tensor?", "score_tensors": "Tensor[]", "max_q": "SymInt?", "max_k": "SymInt?",
-    "interval": "str", "score": "str", "scale": "float?", "dropout": "float", "seed": "int", "layout": "str",
-    "deterministic": "bool", "backend": "str?",
+    "cu_q": "Tensor?", "cu_k": "Tensor?", "positions": "Tensor?", "score_tensors": "Tensor[]", "max_q": "SymInt?",
+    "max_k": "SymInt?", "interval": "str", "score": "str", "scale": "float?", "dropout": "float", "seed": "int",
+    "layout": "str", "deterministic": "bool", "backend": "str?",
 }  # fmt: skip
 _NAMES = tuple(_FIELDS)
 _GRADIENTS = _NAMES[:5]
@@ -55,12 +56,15 @@ def attention(a: Arguments) -> Any:
     known = known and (a.score is None or isinstance(a.score, Score))
     if (
         a.out is not None
+        or a.partial
         or (a.dropout and a.seed is None)
         or not known
         or (a.score is not None and a.softcap is not None)
     ):
         if not torch.compiler.is_dynamo_compiling():
-            raise Unsupported("only masks and scores of ours, no `out`, and dropout with a `seed` can be traced")
+            raise Unsupported(
+                "only masks and scores of ours, no `out`, dropout with a `seed` and no partial output in fp32 can be traced"
+            )
         return _uncompiled(a)
     interval = full if a.mask is None or is_tensor else a.mask
     score = a.score if a.score is not None else identity if a.softcap is None else softcap(float(a.softcap))
@@ -69,8 +73,8 @@ def attention(a: Arguments) -> Any:
     )
     seed = 0 if a.seed is None else (a.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, as an operation takes them
     out, lse = torch.ops.strobe.attention(
-        a.q, a.k, a.v, a.bias, a.sinks, a.mask if is_tensor else None, a.cu_q, a.cu_k, score.tensors, a.max_q, a.max_k,
-        interval.text(), score.text(), a.scale, a.dropout, seed, a.layout, a.deterministic, a.backend,
+        a.q, a.k, a.v, a.bias, a.sinks, a.mask if is_tensor else None, a.cu_q, a.cu_k, a.positions, score.tensors,
+        a.max_q, a.max_k, interval.text(), score.text(), a.scale, a.dropout, seed, a.layout, a.deterministic, a.backend,
         a.return_lse or needs_grad,
     )  # fmt: skip
     return (out, lse) if a.return_lse else out
@@ -87,7 +91,7 @@ def _arguments(values: Sequence[Any], with_lse: bool = True) -> Arguments:
     mask = parse_mask(x["interval"]) if x["mask"] is None else x["mask"]
     score = parse_score(x["score"]).with_tensors(x["score_tensors"])
     names = ("q", "k", "v", "cu_q", "cu_k", "max_q", "max_k", "bias", "sinks", "scale", "dropout", "layout")
-    passed = {name: x[name] for name in (*names, "deterministic", "backend")}
+    passed = {name: x[name] for name in (*names, "positions", "deterministic", "backend")}
     seed = x["seed"] if x["dropout"] else None
     return Arguments(**passed, mask=mask, score=None if score == identity else score, seed=seed, return_lse=with_lse)
 

@@ -9,7 +9,8 @@ import torch
 
 from strobe.arguments import Arguments
 from strobe.backends import dispatch
-from strobe.problem import Problem, any_requires_grad, with_longest
+from strobe.checks import with_longest
+from strobe.problem import Problem, any_requires_grad
 
 
 @dataclass(frozen=True)

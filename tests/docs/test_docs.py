@@ -28,6 +28,7 @@ EXPECTED = {
     "index",
     "install",
     "use",
+    "plug-in",
     "choosing-a-backend",
     "learn",
     "how-it-works",
@@ -70,7 +71,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_pages_with_claims_have_code_that_checks_them() -> None:
-    for name in ("index", "use", "choosing-a-backend", "how-it-works", "learn"):
+    for name in ("index", "use", "plug-in", "choosing-a-backend", "how-it-works", "learn"):
         assert "assert" in "".join(blocks(DOCS / f"{name}.md", "python")), name
 
 

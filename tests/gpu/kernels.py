@@ -12,9 +12,10 @@ from cases import Case, make
 from oracle import prepare
 
 import strobe
+from strobe.arguments import Inputs
 from strobe.backends import dispatch, reference
 from strobe.cuda import backend, jit
-from strobe.problem import Inputs, Problem
+from strobe.problem import Problem
 
 DTYPES = (torch.bfloat16, torch.float16)
 KERNELS = ("sm80", "sm90")

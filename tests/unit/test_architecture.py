@@ -18,9 +18,10 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
-    ["expression", "dropout"],
+    ["expression", "dropout", "memory"],
     ["mask", "score"],
     ["arguments"],
+    ["checks"],
     ["problem"],
     ["backends.backend"],
     ["backends", "cuda", "emulator"],
@@ -31,7 +32,9 @@ LAYERS = [
     ["compiled"],
     ["api", "explain", "tiled"],
     ["drop_in"],
+    ["nn"],
     ["distributed"],
+    ["compat"],
     ["measure"],
     ["learn"],
     ["bench"],

@@ -170,7 +170,7 @@ def test_the_operation_keeps_its_promises(dtype: torch.dtype, with_lse: bool) ->
     """Schema, shapes and strides promised to the tracer, derivatives: PyTorch's own checks."""
     q, k, v = (torch.randn(SHAPE, dtype=dtype).requires_grad_(with_lse) for _ in range(3))
     options = (strobe.causal.text(), identity.text(), None, 0.0, 0, "bshd", False, None, with_lse)
-    tensors = (q, k, v, None, None, None, None, None, [], None, None)
+    tensors = (q, k, v, None, None, None, None, None, None, [], None, None)
     torch.library.opcheck(torch.ops.strobe.attention, (*tensors, *options))
 
 

@@ -9,6 +9,7 @@ import torch
 
 import strobe
 from strobe import call
+from strobe.api import attend
 from strobe.arguments import Arguments
 from strobe.bound import bind, lookup
 from strobe.mask import Positions
@@ -122,3 +123,15 @@ def test_some_heads_drop_what_they_drop_among_all(backend: str) -> None:
         torch.testing.assert_close(a, b)
     without = call.run(Arguments(*mine, **options))
     assert not torch.allclose(without, whole[:, :, -group:])
+
+
+def test_traced_calls_keep_positions_and_refuse_partial_outputs() -> None:
+    q, k, v = (torch.randn(2, n, 2, 8) for n in (3, LENGTH, LENGTH))
+    at = torch.tensor([Positions(4, 20, 0, 20), Positions(17, 20, 0, 20)], dtype=torch.int32)
+    a = Arguments(q, k, v, mask=strobe.causal, positions=at)
+    compiled = torch.compile(lambda q: attend(a._replace(q=q)), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), call.run(a))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode, pytest.raises(strobe.Unsupported, match="fp32"):
+        attend(Arguments(*map(mode.from_tensor, (q, k, v)), partial=True))

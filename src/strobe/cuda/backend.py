@@ -103,10 +103,11 @@ def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Pr
         o = aligned(a.out)
     shape = layout.rows_shape(tuple(q.shape))
     lse = torch.empty(shape, dtype=torch.float32, device=q.device) if problem.lse else None
-    ints = [None if t is None else t.contiguous() for t in (a.cu_q, a.cu_k, a.positions)]
+    cu_q, cu_k, positions = (None if t is None else t.contiguous() for t in (a.cu_q, a.cu_k, a.positions))
     strides = [inside_strides(t, layout) for t in (q, k, v)]
     rows, keys = replace(problem.q, strides=(strides[0],)), replace(problem.k, strides=tuple(strides[1:]))
-    return Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), *ints, seed_of(a)), replace(problem, q=rows, k=keys)
+    tensors = Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), cu_q, cu_k, positions, seed_of(a))
+    return tensors, replace(problem, q=rows, k=keys)
 
 
 def prepare_backward(

@@ -21,6 +21,7 @@ from strobe.cuda.backward_plan import (
     grad_scale,
     side_kernel,
 )
+from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, tma_limits
 from strobe.cuda.kernel import TemplateKernel
@@ -188,7 +189,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
 
 def backward_maps(
     problem: Problem, strides: dict[str, Strides], dims: Dims, one_box: bool, rows: int, keys: int, dkv: bool
-) -> dict[str, object]:
+) -> dict[str, TensorMapSpec]:
     """Tiles of `rows` queries and `keys` keys are loaded, 64 rows of a gradient are stored."""
     of_q = (problem.heads, problem.len_q, problem.q.total)
     of_k = (problem.heads_k, problem.len_k, problem.k.total)
@@ -202,7 +203,7 @@ def backward_maps(
     if dkv:
         maps["dk"] = tile_map(problem, one_box, *of_k, problem.dim, strides["dk"], 64, dims[0])
         maps["dv"] = tile_map(problem, one_box, *of_k, problem.dim_v, strides["dv"], 64, dims[1])
-    return maps  # type: ignore[return-value]
+    return maps
 
 
 def section_of_keys(problem: Problem, l2_bytes: int) -> int:

@@ -142,8 +142,8 @@ def common_limits(problem: Problem) -> str | None:
         return "a mask tensor; the kernels take interval masks (strobe.causal, strobe.window, …)"
     if problem.has_bias:
         return "a bias; the kernels have none"
-    if problem.dropout and problem.positions:
-        return "dropout of a part of a sequence; the kernels count from its beginning"
+    if problem.dropout and (problem.positions or problem.first_head):
+        return "dropout of a part of a sequence or of its heads; the kernels count from the first"
     if not problem.score.pointwise:
         return f"{problem.score!r}; the kernels take scores that do not depend on positions"
     if problem.score.kernel_form(problem.scale).after <= 0:

@@ -16,6 +16,7 @@ import torch
 from strobe import api
 from strobe.arguments import Arguments
 from strobe.autograd import without_autocast
+from strobe.checks import lse_dtype
 from strobe.compiled import is_traced
 from strobe.distributed.agree import agree
 from strobe.distributed.method import Method, Task
@@ -24,7 +25,7 @@ from strobe.distributed.plan import ShardPlan, parse_plan
 from strobe.distributed.step import Rest
 from strobe.distributed.transport import Transport, resolve
 from strobe.mask import parse_mask
-from strobe.problem import Problem, lse_dtype
+from strobe.problem import Problem
 from strobe.score import identity, parse_score
 
 _Maybe = torch.Tensor | None

@@ -16,10 +16,10 @@ import torch
 from strobe import call
 from strobe.arguments import Arguments
 from strobe.bound import lookup
+from strobe.checks import lse_dtype, with_longest
 from strobe.distributed.merging import merge_
 from strobe.distributed.pieces import Piece, Range, rounds
 from strobe.mask import Mask, Positions
-from strobe.problem import lse_dtype, with_longest
 
 
 class Keys(NamedTuple):

@@ -16,11 +16,11 @@ import torch
 from strobe import call
 from strobe.arguments import Arguments
 from strobe.bound import lookup
+from strobe.checks import lse_dtype, with_longest
 from strobe.distributed import spans as sets
 from strobe.distributed.method import Gradients, Method, Result, Task, like, taken
 from strobe.distributed.step import Rest
 from strobe.distributed.transport import Message, Transport
-from strobe.problem import lse_dtype, with_longest
 
 Heads = tuple[int, int]
 

@@ -1,0 +1,39 @@
+"""strobe under the code that people have. Nothing is active by import.
+
+`install()` makes `import flash_attn` find strobe, `sdpa.activate()` makes it PyTorch's flash backend,
+`transformers.register()` makes it an attention implementation of transformers. Each has an inverse.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from strobe.compat.installation import install, installed, uninstall
+
+if TYPE_CHECKING:
+    from strobe.compat import flash_attn, flash_attn_interface, sdpa, transformers
+
+__all__ = ["flash_attn", "flash_attn_interface", "install", "sdpa", "status", "transformers", "uninstall"]
+_MODULES = ("flash_attn", "flash_attn_interface", "sdpa", "transformers")
+
+
+def __getattr__(name: str) -> Any:
+    """The modules are loaded when they are asked for."""
+    if name in _MODULES:
+        return import_module(f"strobe.compat.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def status() -> dict[str, str]:
+    """Import name of a library -> how strobe takes part in it in this process. Libraries without us are missing."""
+    found: dict[str, str] = {}
+    if installed():
+        found |= {name: "strobe stands in for it" for name in ("flash_attn", "flash_attn_interface")}
+    for name, host in (("sdpa", "torch"), ("transformers", "transformers")):
+        module = sys.modules.get(f"strobe.compat.{name}")  # one that was never loaded is not active
+        text = None if module is None else module.status()
+        if text is not None:
+            found[host] = text
+    return found

@@ -1,0 +1,217 @@
+"""What stands below flash-attn 2's public functions: a forward and a backward that autograd does not see.
+
+Ring attention, Transformer Engine and others import these to run attention piece by piece: the backward takes the output
+and the LSE of the whole, whatever keys it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strobe import call
+from strobe.arguments import Arguments
+from strobe.bound import lookup
+from strobe.checks import with_longest
+from strobe.compat import terms
+from strobe.compat.flash_attn.probabilities import signed_probabilities
+
+_ALL = (True, True, True, False, False)  # gradients of q, k and v
+_Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def maybe_contiguous(x: Any) -> Any:
+    return terms.last_axis_contiguous(x)
+
+
+def round_multiple(x: int, m: int) -> int:
+    return -(-x // m) * m
+
+
+def new_seed() -> int:
+    """Follows torch.manual_seed."""
+    return int(torch.randint(1 << 62, (), device="cpu").item())
+
+
+def empty_rows_as_inf(lse: torch.Tensor) -> torch.Tensor:
+    """flash-attn 2 gives the LSE +inf, not -inf, to a row that sees no key."""
+    return torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Keys of a tile. Only S_dmask, which depends on tiles in flash-attn and does not here, is ever unpacked with it."""
+    if head_dim > 256:
+        raise ValueError(f"head_dim must be at most 256, got {head_dim}")
+    return 128 if head_dim <= 64 else 64
+
+
+def _arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool = False,
+) -> Arguments:
+    q, k, v = (terms.last_axis_contiguous(t).detach() for t in (q, k, v))
+    mask, score = terms.mask_of(bool(causal), left, right), terms.score_of(softcap, alibi_slopes)
+    return Arguments(
+        q, k, v, mask=mask, scale=softmax_scale, score=score, dropout=dropout_p, return_lse=True,
+        deterministic=deterministic,
+    )  # fmt: skip
+
+
+def _forward(a: Arguments, return_softmax: bool) -> _Four:
+    """(out, LSE, S_dmask, rng_state); the state is the seed."""
+    seed = new_seed() if a.dropout else 0
+    a = a._replace(seed=seed if a.dropout else None)
+    with torch.no_grad():
+        out, lse = call.run(a)
+        s_dmask = signed_probabilities(a) if return_softmax else a.q.new_empty(0)
+    return out, empty_rows_as_inf(lse), s_dmask, torch.tensor([seed, 0])  # on the CPU: reading it waits for nothing
+
+
+def _backward(
+    a: Arguments,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """Writes the gradients of q, k and v; returns rowsum(dout * out), (batch, heads, len_q) or (heads, total_q)."""
+    if a.dropout:
+        if rng_state is None:
+            raise ValueError("rng_state must be given with dropout: the forward returned it")
+        a = a._replace(seed=int(rng_state[0]))
+    dout, out = (terms.last_axis_contiguous(t).detach() for t in (dout, out))
+    lse = torch.where(lse == torch.inf, -torch.inf, lse.detach())
+    with torch.no_grad():
+        a = with_longest(a) if a.cu_q is not None else a
+        found = lookup(a).backward(_ALL, a, out, lse, dout, None)
+        for into, gradient in zip(gradients, found[:3], strict=True):
+            if into is not None and gradient is not None:
+                into.copy_(gradient)
+        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> _Four:
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    return _forward(_arguments(q, k, v, *options), return_softmax)
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    a = _arguments(q, k, v, *options, deterministic)
+    delta = _backward(a, dout, out, softmax_lse, (dq, dk, dv), rng_state)
+    return torch.nn.functional.pad(delta, (0, round_multiple(delta.shape[-1], 128) - delta.shape[-1]))
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> _Four:
+    """`leftpad_k` and `seqused_k`, (sequences,): the keys in use start there, and so many rows are filled."""
+    terms.refuse(block_table=(block_table, terms.NO_PAGES))
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    a = _arguments(q, k, v, *options)
+    a = a._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k)
+    if leftpad_k is not None or seqused_k is not None:
+        first = 0 if leftpad_k is None else leftpad_k
+        filled = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        positions = terms.positions_of(filled.shape[0], cu_seqlens_q.diff(), filled - first, first, q.device)
+        a = a._replace(mask=a.mask & terms.USED, positions=positions)
+    return _forward(a, return_softmax)
+
+
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> torch.Tensor:
+    options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    a = _arguments(q, k, v, *options, deterministic)
+    a = a._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k)
+    delta = _backward(a, dout, out, softmax_lse, (dq, dk, dv), rng_state)
+    return torch.nn.functional.pad(delta, (0, 128 * (cu_seqlens_q.numel() - 1)))
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward

@@ -1,0 +1,50 @@
+"""S_dmask: the matrix of attention probabilities, with the sign of what dropout did. It is as large as attention's memory
+was before FlashAttention: for tests and small pictures."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from strobe import call, dropout
+from strobe.arguments import Arguments
+
+
+def signed_probabilities(a: Arguments) -> torch.Tensor:
+    """(batch, heads, len_q, len_k), the lengths of the longest sequences rounded up to 128: p where an entry is kept, -p
+    where dropout dropped it, 0 outside. Not normalised for dropout: a row sums to 1."""
+    q, k, v = (t.detach() for t in (a.q, a.k, a.v))
+    heads, len_q, len_k = q.shape[-2], _longest(a.cu_q, q), _longest(a.cu_k, k)
+    batch = q.shape[0] if a.cu_q is None else a.cu_q.numel() - 1
+    found = q.new_zeros((batch, heads, _round(len_q), _round(len_k)))
+    ends_q, ends_k = (None if cu is None else cu.tolist() for cu in (a.cu_q, a.cu_k))
+    # Attention to rows of the identity matrix returns the probabilities themselves.
+    if ends_q is None or ends_k is None:
+        one_hot = torch.eye(len_k, dtype=v.dtype, device=v.device)
+        values = one_hot[:, None].expand(batch, len_k, v.shape[-2], len_k)
+    else:
+        keys = torch.cat([torch.arange(n - m, device=v.device) for m, n in itertools.pairwise(ends_k)])
+        one_hot = torch.nn.functional.one_hot(keys, len_k).to(v.dtype)
+        values = one_hot[:, None].expand(-1, v.shape[-2], len_k)
+    with torch.no_grad():
+        p = call.run(a._replace(q=q, k=k, v=values, dropout=0.0, seed=None, return_lse=False, out=None))
+    if ends_q is None:
+        found[:, :, :len_q, :len_k] = p.transpose(1, 2)
+    else:
+        for i, (start, stop) in enumerate(itertools.pairwise(ends_q)):
+            found[i, :, : stop - start, :len_k] = p[start:stop].transpose(0, 1)
+    kept = dropout.keep(
+        a.seed, range(batch), range(heads), range(found.shape[2]), range(found.shape[3]), a.dropout, q.device
+    )
+    return torch.where(kept, found, -found)
+
+
+def _longest(cu: torch.Tensor | None, t: torch.Tensor) -> int:
+    if cu is None:
+        return t.shape[1]
+    return int(cu.diff().max()) if cu.numel() > 1 else 0
+
+
+def _round(n: int) -> int:
+    return -(-n // 128) * 128

@@ -1,0 +1,362 @@
+"""FlashAttention 3's functions, run by strobe, on any device: `from strobe.compat.flash_attn_interface import …`.
+
+`strobe.compat.install()` makes `import flash_attn_interface` find this module. Arguments that only advise the kernels
+(`num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`) are taken and left to our kernels, which choose for
+themselves. `attention_chunk` and `qv` have gradients here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strobe import call
+from strobe.api import attend
+from strobe.arguments import Arguments
+from strobe.bound import lookup
+from strobe.checks import with_longest
+from strobe.compat import kvcache, terms
+
+_Maybe = torch.Tensor | None
+Window = tuple[int, int]
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: _Maybe = None,
+    q_descale: _Maybe = None,
+    k_descale: _Maybe = None,
+    v_descale: _Maybe = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """q is (batch, len_q, heads, dim), k and v are (batch, len_k, heads_k, dim or dim_v). `qv` (batch, len_q, heads,
+    dim_v) adds qv vᵀ to the scores; the scale is then 1/sqrt(dim + dim_v). Returns the output; with `return_attn_probs`
+    (output, LSE (batch, heads, len_q))."""
+    _refuse_fp8(q_descale, k_descale, v_descale)
+    a = _arguments(q, k, v, qv, softmax_scale, causal, window_size, attention_chunk, softcap)
+    return _run(a._replace(deterministic=deterministic, return_lse=return_attn_probs), v.shape[-1])
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: _Maybe = None,
+    k_descale: _Maybe = None,
+    v_descale: _Maybe = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of one tensor: (batch, length, 3, heads, dim), or (batch, length, heads of q, k and v, dim) with
+    `num_heads_q`."""
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=2)
+    else:
+        allowed = "(batch, length, 3, heads, dim), or (batch, length, num_heads_q + 2 heads_k, dim) with num_heads_q"
+        raise ValueError(f"qkv must have shape {allowed}; got {tuple(qkv.shape)}, num_heads_q = {num_heads_q}")
+    _refuse_fp8(q_descale, k_descale, v_descale)
+    a = _arguments(q, k, v, None, softmax_scale, causal, window_size, attention_chunk, softcap)
+    return _run(a._replace(deterministic=deterministic, return_lse=return_attn_probs), v.shape[-1])
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: _Maybe = None,
+    seqused_k: _Maybe = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: _Maybe = None,
+    q_descale: _Maybe = None,
+    k_descale: _Maybe = None,
+    v_descale: _Maybe = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Sequences one after the other: q is (total_q, heads, dim), k and v (total_k, heads_k, dim). With `seqused_q` and
+    `seqused_k` (sequences,) only the first rows of each are in use; other rows of the output mean nothing. The LSE is
+    (heads, total_q)."""
+    _refuse_fp8(q_descale, k_descale, v_descale)
+    a = _arguments(q, k, v, qv, softmax_scale, causal, window_size, attention_chunk, softcap)
+    a = a._replace(
+        cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k, deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )  # fmt: skip
+    return _run(_with_used(a, seqused_q, seqused_k), v.shape[-1])
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: _Maybe = None,
+    v: _Maybe = None,
+    qv: _Maybe = None,
+    rotary_cos: _Maybe = None,
+    rotary_sin: _Maybe = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: _Maybe = None,
+    cache_leftpad: _Maybe = None,
+    page_table: _Maybe = None,
+    cu_seqlens_q: _Maybe = None,
+    cu_seqlens_k_new: _Maybe = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: _Maybe = None,
+    q_descale: _Maybe = None,
+    k_descale: _Maybe = None,
+    v_descale: _Maybe = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: _Maybe = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Queries against the first `cache_seqlens` rows of a cache (batch_cache, capacity, heads_k, dim), to which k and v
+    are appended in place. Queries are (batch, len_q, heads, dim), or (total_q, heads, dim) with `cu_seqlens_q`. Returns
+    the output; with `return_softmax_lse` (output, LSE, None, None): there are no partial results to show."""
+    terms.refuse(
+        page_table=(page_table, terms.NO_PAGES),
+        qv=(qv, "the cached form of absorbed attention is not built; flash_attn_func takes qv"),
+    )
+    _refuse_fp8(q_descale, k_descale, v_descale)
+    found = kvcache.attend(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        softmax_scale, terms.mask_of(bool(causal), *window_size, attention_chunk), terms.score_of(softcap, None),
+        rotary_interleaved, return_softmax_lse, cu_q=cu_seqlens_q, max_q=max_seqlen_q, cu_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
+    return (*found, None, None) if return_softmax_lse else found
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor, lse_partial: torch.Tensor, out: _Maybe = None, out_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges attention over parts of the keys: outputs (parts, batch, length, heads, dim) and LSE (parts, batch, length,
+    heads), both in fp32. Returns (output, LSE)."""
+    if out_partial.shape[:-1] != lse_partial.shape:
+        raise ValueError(
+            f"lse_partial must have the shape of out_partial without its last axis, {tuple(out_partial.shape[:-1])}; "
+            f"got {tuple(lse_partial.shape)}"
+        )
+    lse = lse_partial.logsumexp(0)
+    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp()  # 0 for a part that saw no key
+    merged = (out_partial * weights[..., None]).sum(0)
+    if out is not None:
+        return out.copy_(merged), lse
+    return merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: _Maybe = None,
+    cu_seqlens_k_new: _Maybe = None,
+    cache_leftpad: _Maybe = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """What to pass as `scheduler_metadata`. It is empty: our kernels need no plan made beforehand."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+# ---- names that other libraries import -------------------------------------------------------------------------------
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_new: _Maybe = None,
+    v_new: _Maybe = None,
+    qv: _Maybe = None,
+    out_: _Maybe = None,
+    cu_seqlens_q: _Maybe = None,
+    cu_seqlens_k: _Maybe = None,
+    cu_seqlens_k_new: _Maybe = None,
+    seqused_q: _Maybe = None,
+    seqused_k: _Maybe = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: _Maybe = None,
+    kv_batch_idx: _Maybe = None,
+    leftpad_k: _Maybe = None,
+    rotary_cos: _Maybe = None,
+    rotary_sin: _Maybe = None,
+    seqlens_rotary: _Maybe = None,
+    q_descale: _Maybe = None,
+    k_descale: _Maybe = None,
+    v_descale: _Maybe = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: _Maybe = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, LSE, empty, empty), which autograd does not see. Caches go through `flash_attn_with_kvcache`."""
+    why = "flash_attn_with_kvcache is the function for caches"
+    terms.refuse(
+        page_table=(page_table, terms.NO_PAGES), k_new=(k_new, why), v_new=(v_new, why), rotary_cos=(rotary_cos, why),
+        cu_seqlens_k_new=(cu_seqlens_k_new, why), kv_batch_idx=(kv_batch_idx, why), leftpad_k=(leftpad_k, why),
+    )  # fmt: skip
+    _refuse_fp8(q_descale, k_descale, v_descale)
+    window = (window_size_left, window_size_right)
+    with torch.no_grad():
+        a = _arguments(q, k, v, qv, softmax_scale, causal, window, attention_chunk, softcap)
+        a = a._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k, return_lse=True)
+        out, lse = call.run(_with_used(a, seqused_q, seqused_k))
+    nothing = out.new_empty(0)
+    return out if out_ is None else out_.copy_(out), lse, nothing, nothing
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    cu_seqlens_q: _Maybe = None,
+    cu_seqlens_k: _Maybe = None,
+    sequed_q: _Maybe = None,
+    sequed_k: _Maybe = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: _Maybe = None,
+    dk: _Maybe = None,
+    dv: _Maybe = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """Writes the gradients into dq, dk and dv; returns rowsum(dout * out), (batch, heads, len_q) or (heads, total_q)."""
+    with torch.no_grad():
+        window = (window_size_left, window_size_right)
+        a = _arguments(q, k, v, None, softmax_scale, is_causal, window, 0, softcap)
+        a = a._replace(
+            q=a.q.detach(), k=a.k.detach(), v=a.v.detach(), cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q,
+            max_k=max_seqlen_k, return_lse=True, deterministic=deterministic,
+        )  # fmt: skip
+        a = _with_used(a, sequed_q, sequed_k)
+        a = with_longest(a) if a.cu_q is not None else a
+        dout, out = (terms.last_axis_contiguous(t).detach() for t in (dout, out))
+        found = lookup(a).backward((True, True, True, False, False), a, out, softmax_lse, dout, None)
+        for into, gradient in zip((dq, dk, dv), found[:3], strict=True):
+            if into is not None and gradient is not None:
+                into.copy_(gradient)
+        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+
+
+def maybe_contiguous(x: Any) -> Any:
+    return terms.last_axis_contiguous(x)
+
+
+def _refuse_fp8(q: _Maybe, k: _Maybe, v: _Maybe) -> None:
+    terms.refuse(q_descale=(q, terms.NO_FP8), k_descale=(k, terms.NO_FP8), v_descale=(v, terms.NO_FP8))
+
+
+def _arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: _Maybe,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    attention_chunk: int,
+    softcap: float,
+) -> Arguments:
+    if qv is not None:  # (q, qv) · (k, v)
+        q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    q, k, v = map(terms.last_axis_contiguous, (q, k, v))
+    mask = terms.mask_of(bool(causal), *window_size, attention_chunk)
+    return Arguments(q, k, v, mask=mask, scale=scale, score=terms.score_of(softcap, None))
+
+
+def _with_used(a: Arguments, used_q: _Maybe, used_k: _Maybe) -> Arguments:
+    """Only the first rows of each sequence are in use."""
+    if used_q is None and used_k is None:
+        return a
+    batch = a.q.shape[0] if a.cu_q is None else a.cu_q.numel() - 1
+    len_q: Any = used_q if used_q is not None else a.q.shape[1] if a.cu_q is None else a.cu_q.diff()
+    len_k: Any = used_k if used_k is not None else a.k.shape[1] if a.cu_k is None else a.cu_k.diff()
+    positions = terms.positions_of(batch, len_q, len_k, 0, a.q.device)
+    return a._replace(mask=a.mask & terms.USED, positions=positions)
+
+
+def _run(a: Arguments, dim_v: int) -> Any:
+    q, k, v = terms.padded(a.q, a.k, a.v)
+    found = attend(a._replace(q=q, k=k, v=v))
+    out, *lse = found if a.return_lse else (found,)
+    out = out if out.shape[-1] == dim_v else out[..., :dim_v]
+    return (out, *lse) if lse else out

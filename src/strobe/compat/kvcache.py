@@ -1,0 +1,158 @@
+"""Attention to a contiguous cache of keys and values that is longer than what is in use, one length per sequence.
+
+New keys are written into the cache, in place. What is in use is said by `positions`, on the device: nothing is copied
+and nothing waits. Where the length is one int for all, the cache is simply cut off there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strobe.api import attend as attend_to
+from strobe.arguments import Arguments
+from strobe.compat import terms
+from strobe.mask import Mask
+from strobe.nn.rotary import rotate
+from strobe.score import Score
+
+_Maybe = torch.Tensor | None
+
+
+@torch.no_grad()
+def attend(
+    q: torch.Tensor,  # (batch, len_q, heads, dim), or (total_q, heads, dim) with cu_q
+    k_cache: torch.Tensor,  # (batch_cache, capacity, heads_k, dim)
+    v_cache: torch.Tensor,
+    k: _Maybe,  # (batch, len_new, heads_k, dim), or (total_new, heads_k, dim) with cu_new
+    v: _Maybe,
+    rotary_cos: _Maybe,  # (positions, rotary_dim / 2)
+    rotary_sin: _Maybe,
+    cache_seqlens: int | torch.Tensor | None,  # (batch,): rows in use before k and v are written
+    cache_batch_idx: _Maybe,  # (batch,): where in the cache the sequences are
+    cache_leftpad: _Maybe,  # (batch,): rows at the beginning that are not in use
+    softmax_scale: float | None,
+    mask: Mask,
+    score: Score | None,
+    rotary_interleaved: bool,
+    return_lse: bool,
+    *,
+    cu_q: _Maybe = None,
+    max_q: int | None = None,
+    cu_new: _Maybe = None,
+    rotary_seqlens: _Maybe = None,  # (batch,): where rotary positions start, if not at cache_seqlens
+) -> Any:
+    q, k, v = map(terms.last_axis_contiguous, (q, k, v))
+    batch = q.shape[0] if cu_q is None else cu_q.numel() - 1
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be given together")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k and v: it says where they are written")
+    if rotary_cos is not None and k is None:
+        raise ValueError("rotary_cos and rotary_sin turn queries and new keys: k and v must be given")
+    if k_cache.shape[0] != batch and cache_batch_idx is None:
+        raise ValueError(
+            f"k_cache has batch size {k_cache.shape[0]}, q has {batch}; cache_batch_idx must map one to the other"
+        )
+    used: Any = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    if isinstance(used, torch.Tensor) and used.shape != (batch,):
+        raise ValueError(f"cache_seqlens must be an int or have shape (batch,) = ({batch},), got {tuple(used.shape)}")
+    if rotary_cos is not None and rotary_sin is not None:
+        assert k is not None
+        start = used if rotary_seqlens is None else rotary_seqlens
+        moves = mask.lo is not None or mask.hi is not None  # else every query stands behind the cache
+        q = _turned(q, rotary_cos, rotary_sin, start, cu_q, rotary_interleaved, moves)
+        k = _turned(k, rotary_cos, rotary_sin, start, cu_new, rotary_interleaved)
+    if k is not None:
+        new = k.shape[1] if cu_new is None else cu_new.diff()
+        _write(k_cache, v_cache, k, v, used, new, cache_batch_idx, cu_new)  # type: ignore[arg-type]
+        used = used + new
+    a = Arguments(
+        q, k_cache, v_cache, mask=mask, scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        score=score, return_lse=return_lse,
+    )  # fmt: skip
+    return attend_to(_looked_up(a, batch, used, cache_batch_idx, cache_leftpad, cu_q, max_q))
+
+
+def _looked_up(
+    a: Arguments, batch: int, used: Any, batch_idx: _Maybe, leftpad: _Maybe, cu_q: _Maybe, max_q: int | None
+) -> Arguments:
+    """The call on the part of the cache that is in use."""
+    k, v = a.k, a.v
+    if isinstance(used, int) and used < k.shape[1]:
+        k, v = k[:, :used], v[:, :used]
+    if batch_idx is not None:
+        k, v = k[batch_idx.long()], v[batch_idx.long()]
+    a = a._replace(k=k, v=v)
+    if cu_q is not None:
+        capacity = k.shape[1]
+        cu_k = torch.arange(0, (batch + 1) * capacity, max(1, capacity), dtype=torch.int32, device=k.device)[
+            : batch + 1
+        ]
+        a = a._replace(
+            k=k.flatten(0, 1), v=v.flatten(0, 1), cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=capacity
+        )  # every sequence's buffer is one of the packed ones
+    if isinstance(used, int) and leftpad is None:
+        return a
+    first = 0 if leftpad is None else leftpad
+    len_q = a.q.shape[1] if cu_q is None else cu_q.diff()
+    positions = terms.positions_of(batch, len_q, used - first, first, a.q.device)
+    return a._replace(mask=a.mask & terms.USED, positions=positions)
+
+
+def _write(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    used: Any,
+    new: Any,
+    batch_idx: _Maybe,
+    cu_new: _Maybe,
+) -> None:
+    capacity = k_cache.shape[1]
+    most = used + new
+    if isinstance(most, torch.Tensor):
+        most = int(most.max()) if most.is_cpu and most.numel() else 0  # reading it elsewhere would wait
+    if most > capacity:
+        raise ValueError(f"the cache holds {capacity} rows; cache_seqlens and the new keys come to {most}")
+    if isinstance(used, int) and cu_new is None and batch_idx is None:
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache[:, used : used + new] = rows
+        return
+    at, sequence = _places(k, used, cu_new)
+    if batch_idx is not None:
+        sequence = batch_idx.long()[sequence]
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        cache[sequence, at] = rows.to(cache.dtype)
+
+
+def _places(t: torch.Tensor, start: Any, cu: _Maybe) -> tuple[torch.Tensor, torch.Tensor]:
+    """The position and the sequence of each row of t, (batch, length) or (total,): positions count on from `start`."""
+    if cu is None:
+        sequence = torch.arange(t.shape[0], device=t.device)[:, None]
+        row = torch.arange(t.shape[1], device=t.device)
+    else:
+        row = torch.arange(t.shape[0], device=t.device)
+        sequence = torch.bucketize(row, cu[1:], right=True, out_int32=False)
+        row = row - cu[sequence]
+    first = start[sequence] if isinstance(start, torch.Tensor) else start
+    return first + row, sequence
+
+
+def _turned(
+    t: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: Any,
+    cu: _Maybe,
+    interleaved: bool,
+    moves: bool = True,
+) -> torch.Tensor:
+    """Rows at the positions from `start` on; all at `start` if it does not move."""
+    at, sequence = _places(t, start, cu)
+    if not moves:
+        first = start[sequence] if isinstance(start, torch.Tensor) else torch.full_like(at, start)
+        at = first.expand_as(at)
+    return rotate(t, cos[at], sin[at], interleaved)

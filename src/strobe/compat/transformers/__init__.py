@@ -1,0 +1,61 @@
+"""strobe as an attention implementation of transformers 5:
+
+strobe.compat.transformers.register()
+model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="strobe")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strobe.problem import Unsupported
+
+NAME = "strobe"
+_gate: Any = None  # of continuous batching, while registered
+
+
+def register(mesh: Any = None) -> None:
+    """Makes "strobe", and "paged|strobe" for continuous batching, an attention implementation, with its mask function.
+    Twice is like once. With a `mesh`, "strobe_context_parallel" is one, too: each rank of the mesh has a shard of the
+    sequence, see `strobe.distributed.transformers`."""
+    global _gate
+    if mesh is not None:
+        from strobe.distributed import transformers as context_parallel
+
+        context_parallel.register(mesh)
+    if _gate is not None:
+        return
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise Unsupported(
+            f"transformers {transformers.__version__} is too old: version 5 is needed, 5.17 or later is tested"
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from strobe.compat.transformers import attention, masks, paged
+
+    AttentionInterface.register(NAME, attention.attention)
+    AttentionInterface.register(f"paged|{NAME}", attention.attention)
+    AttentionMaskInterface.register(NAME, masks.mask)
+    _gate = paged.open_gate(NAME)
+
+
+def unregister() -> None:
+    """transformers as it was. Models that use the implementation must be given another."""
+    global _gate
+    if _gate is None:
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from strobe.compat.transformers import paged
+
+    for name in (NAME, f"paged|{NAME}"):
+        AttentionInterface._global_mapping.pop(name, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)
+    paged.close_gate(_gate)
+    _gate = None
+
+
+def status() -> str | None:
+    return None if _gate is None else f'attn_implementation="{NAME}" is registered'

@@ -1,0 +1,223 @@
+"""The mask function of the implementation "strobe": from transformers' description of a mask to a `LayerMask`.
+
+transformers describes a mask by a function of (batch, head, query, key). The usual ones are put together from a few
+functions of `transformers.masking_utils`, which are recognised; whatever else comes is evaluated into booleans, by
+transformers itself. A padding mask is looked at once per forward pass, as transformers' own mask functions do it; where
+nobody may look, under a tracer or while a CUDA graph is captured, booleans are the answer, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import masking_utils
+from transformers.utils.import_utils import is_tracing
+
+from strobe.compat import terms
+from strobe.compat.transformers.layer_mask import LayerMask
+from strobe.mask import Mask, causal, chunked, full, window
+
+
+class Rule(NamedTuple):
+    """Which keys a query sees, as far as positions decide it."""
+
+    causal: bool
+    left: int = -1  # keys before the query; negative: any number
+    right: int = -1
+    chunk: int = 0
+    first_token: torch.Tensor | None = None  # (batch,): where chunks start
+    document_of: torch.Tensor | None = None  # (batch, length)
+
+    def interval(self, used: bool = False) -> Mask:
+        made = _interval.__wrapped__ if torch.compiler.is_dynamo_compiling() else _interval
+        return made(self.causal, self.left, self.right, self.chunk, used)
+
+
+@functools.lru_cache(maxsize=256)
+def _interval(is_causal: bool, left: int, right: int, chunk: int, used: bool) -> Mask:
+    """One object for equal masks: a call is found faster by it."""
+    mask = causal if is_causal else full
+    if left >= 0 or right >= 0:
+        mask = mask & window(None if left < 0 else left, None if right < 0 else right)
+    if chunk:
+        mask = mask & chunked(chunk)
+    return mask & terms.USED if used else mask
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
+    **kwargs: Any,
+) -> LayerMask | torch.Tensor:
+    """transformers' interface for mask functions: queries stand at q_offset, keys at kv_offset; `attention_mask` (batch,
+    tokens so far) is True where a token is."""
+    traced = is_tracing(attention_mask)
+    if traced:
+        rule = _promised(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
+    else:
+        rule = _recognised(mask_function)
+    shape = (batch_size, q_length, kv_length)
+    found = None
+    if rule is not None and rule.document_of is not None:
+        if not rule.chunk and attention_mask is None and q_length == kv_length:
+            found = LayerMask(rule.interval(), shape, device, document_of=rule.document_of)
+    elif rule is not None and attention_mask is None:
+        found = _without_padding(rule, shape, q_offset, kv_offset, device)
+    elif rule is not None and attention_mask is not None and not traced:
+        found = _with_padding(rule, shape, q_offset, kv_offset, attention_mask, device, dtype)
+    if found is not None:
+        return found
+    return masking_utils.sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
+
+
+# ---- recognising a mask ----------------------------------------------------------------------------------------------
+
+
+def _promised(
+    function: Callable[..., Any], local_size: int | None, causal_skip: bool, bidirectional_skip: bool, config: Any
+) -> Rule | None:
+    """What transformers' own flags say of the function, where a tracer cannot look into it: as long as a mask may be
+    skipped, it is nothing but causal, or nothing but bidirectional, within `local_size`."""
+    if causal_skip:
+        if local_size is None:
+            return Rule(causal=True)
+        slides = local_size == getattr(config, "sliding_window", None) != getattr(config, "attention_chunk_size", None)
+        return Rule(causal=True, left=local_size - 1) if slides else None
+    if bidirectional_skip:
+        return Rule(False) if local_size is None else Rule(False, local_size, local_size)
+    return Rule(causal=True) if function is masking_utils.causal_mask_function else None
+
+
+def _recognised(function: Callable[..., Any]) -> Rule | None:
+    found = Rule(causal=False)
+    for leaf, captured in _leaves(function):
+        if leaf == "causal_mask_function":
+            found = found._replace(causal=True)
+        elif leaf == "bidirectional_mask_function":
+            pass
+        elif leaf == "sliding_window_overlay":
+            if not _is_size(captured["sliding_window"]) or found.left >= 0:
+                return None
+            found = found._replace(left=captured["sliding_window"] - 1)
+        elif leaf == "sliding_window_bidirectional_overlay":
+            if not _is_size(captured["sliding_window"]) or found.left >= 0:
+                return None
+            found = found._replace(left=captured["sliding_window"], right=captured["sliding_window"])
+        elif leaf == "chunked_overlay":
+            if not _is_size(captured["chunk_size"]) or found.chunk:
+                return None
+            found = found._replace(chunk=captured["chunk_size"], first_token=captured["left_padding"])
+        elif leaf == "packed_sequence_mask_function":
+            if found.document_of is not None:
+                return None
+            found = found._replace(document_of=captured["packed_sequence_mask"])
+        else:
+            return None
+    return found
+
+
+def _is_size(x: Any) -> bool:
+    return type(x) is int and x >= 1
+
+
+def _leaves(function: Callable[..., Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """The functions of transformers whose conjunction this is, by name, with what they captured; None for others."""
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        yield None, {}
+        return
+    name = function.__qualname__.split(".")[0]
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    captured = dict(zip(code.co_freevars, (c.cell_contents for c in cells), strict=True)) if code is not None else {}
+    if name != "and_masks":
+        yield name, captured
+        return
+    for part in captured.get("mask_functions", (None,)):
+        yield from _leaves(part)
+
+
+# ---- placing it in the buffers of keys -------------------------------------------------------------------------------
+
+
+def _without_padding(rule: Rule, shape: tuple[int, int, int], q_offset: Any, kv_offset: Any, device: Any) -> LayerMask:
+    batch, len_q, len_k = shape
+    q_offset, kv_offset = (_as_int(n) for n in (q_offset, kv_offset))
+    if isinstance(q_offset, int) and isinstance(kv_offset, int):
+        end = q_offset + len_q - kv_offset  # the key behind the one that is opposite the last query
+        if rule.causal and end < len_k and not rule.chunk:
+            return LayerMask(rule.interval(), shape, device, keys=end)  # of a cache that is not yet full
+        anywhere = not rule.causal and rule.left < 0 and not rule.chunk
+        if anywhere or (end == len_k and not (rule.chunk and kv_offset)):
+            return LayerMask(rule.interval(), shape, device)
+    positions = terms.positions_of(batch, len_k, len_k, -kv_offset, torch.device(device), q_offset)
+    return LayerMask(rule.interval(), shape, device, positions=positions)
+
+
+def _as_int(n: Any) -> Any:
+    """A number that lies on the CPU can be read without waiting."""
+    if isinstance(n, torch.Tensor) and n.is_cpu and not is_tracing(n):
+        return int(n)
+    return n
+
+
+def _with_padding(
+    rule: Rule,
+    shape: tuple[int, int, int],
+    q_offset: Any,
+    kv_offset: Any,
+    attention_mask: torch.Tensor,
+    device: Any,
+    dtype: torch.dtype,
+) -> LayerMask | None:
+    """Tokens that lie next to each other, whatever is before and after them, are a matter of positions. None: booleans
+    are better."""
+    batch, len_q, len_k = shape
+    kv_offset = int(kv_offset)
+    padding = attention_mask[:, kv_offset : kv_offset + len_k].to(torch.bool)
+    padding = torch.nn.functional.pad(padding, (0, len_k - padding.shape[1]))
+    count, first = padding.sum(-1), padding.int().argmax(-1)
+    end = len_k - padding.flip(-1).int().argmax(-1)
+    together = ((end - first == count) | (count == 0)).all()
+    everything, together = torch.stack((padding.all(), together)).tolist()  # the one look
+    if everything and not rule.chunk:  # chunks start at the first token, which may lie before the keys of this call
+        return _without_padding(rule, shape, q_offset, kv_offset, device)
+    q_offset = _as_int(q_offset)
+    if len_q == 1 and padding.is_cpu:
+        return None  # a row of booleans per sequence: PyTorch's fused kernel takes them
+    if together:
+        origin = kv_offset + first if rule.first_token is None else rule.first_token  # positions count from here
+        end = torch.where(count == 0, kv_offset + first, kv_offset + end)
+        positions = terms.positions_of(
+            batch, end - origin, end - origin, origin - kv_offset, padding.device, q_offset - origin
+        )
+        return LayerMask(rule.interval(used=True), shape, device, positions=positions)
+    if rule.chunk:
+        return None
+    positions = terms.positions_of(batch, len_k, len_k, -kv_offset, padding.device, q_offset)
+    return LayerMask(rule.interval(), shape, device, positions=positions, padding=padding, dtype=dtype)
