@@ -14,8 +14,7 @@ from bench_results import synthetic
 
 from strobe.bench import claims, studies
 from strobe.bench.results import save
-from strobe.cuda import catalogue, jit
-from strobe.cuda.forward_sm90 import choose_tile
+from strobe.cuda import forward_sm90, jit
 from strobe.measure.stopwatch import Settings, Stopwatch
 
 
@@ -78,7 +77,7 @@ def test_tables(tmp_path: Path) -> None:
 def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     rows = list(studies.variants(torch.device("cpu"), most=2))
     assert len(rows) == 2 and all(0 < row["seconds"] < 60 and row["spills"] == 0 for row in rows)
-    assert [row["tile"] for row in rows] == [str(choose_tile(64, 64))] * 2
+    assert [row["tile"] for row in rows] == [str(forward_sm90.choose_tile(64, 64))] * 2
     assert studies.variants_tables(tmp_path) == []
     folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
     folder.mkdir(parents=True)
@@ -96,7 +95,7 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     (another / "variants.json").write_text(json.dumps(found | {"rows": rows[:1], "complete": True}))
     first, second = studies.variants_tables(tmp_path)
     assert "cores). Of all 1, 0 take" in first[0] and second == table
-    for variant in catalogue.variants("sm_90a", exhaustive=True):  # each belongs to one line of the table
+    for variant in forward_sm90.variants(exhaustive=True):  # each belongs to one line of the table
         assert studies._feature(variant.facts) in studies._FEATURES
     assert studies._feature({"packed": True, "softcap": False, "split": False}) == "varlen"  # of an older file
 
@@ -104,7 +103,7 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
 def test_a_variant_that_took_too_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([1.4, 1.7, 1.2, 1.3, 1.8, 1.6, 1.5])
     monkeypatch.setattr(jit, "compile", lambda *_: jit.Compiled(b"", "", next(took), (13, 0)))
-    variant = next(catalogue.variants("sm_90a"))
+    variant = next(forward_sm90.variants())
     found = [studies._variant(variant, "sm_90a") for _ in range(3)]
     assert [row["tries"] for row in found] == [[1.4], [1.7, 1.2, 1.3], [1.8, 1.6, 1.5]]
     assert [row["seconds"] for row in found] == [1.4, 1.3, 1.6]

@@ -211,7 +211,9 @@ def test_diff_command() -> None:
     assert "What changed:" in result.output and "the loops are swapped" in result.output
     assert "--- 04_bigger_tiles.cu" in result.output and "+++ 05_queries_outside.cu" in result.output
     against_library = CliRunner().invoke(app, ["ladder", "diff", "12", "13"])
-    assert "+template <class Config, class Mask, class Params> struct ForwardSm90" in against_library.output
+    assert (
+        "+template <class Config, class Mask, class Score, class Params> struct ForwardSm90" in against_library.output
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from strobe.bench.inputs import make_tensors
 from strobe.bench.provider import to_layout
 from strobe.bench.providers import select
 from strobe.bench.suites import cases
-from strobe.cuda import catalogue, cubin, jit
+from strobe.cuda import cubin, forward_sm90, jit
 from strobe.cuda.kernel import TemplateKernel
 from strobe.measure import provenance
 from strobe.measure.statistics import percentile, summarise_turns
@@ -169,8 +169,8 @@ _AT_MOST_S = 1.5
 
 
 def variants(device: torch.device, arch: str = "sm_90a", most: int | None = None) -> Rows:
-    """Every combination of features in bf16, two at a time. Needs no GPU."""
-    every = [variant for variant in catalogue.variants(arch, exhaustive=True) if variant.element == "bf16"]
+    """The forward kernels with every combination of features in bf16, two at a time. Needs no GPU."""
+    every = [variant for variant in forward_sm90.variants(arch, exhaustive=True) if variant.element == "bf16"]
     pool = ThreadPoolExecutor(2)
     try:
         yield from pool.map(lambda variant: _variant(variant, arch), every[:most])
@@ -220,13 +220,15 @@ def _variants_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-_FEATURES = ("none", "varlen", "softcap", "split-KV", "softcap and split-KV", "positions and partial output")
+_FEATURES = ("none", "varlen", "softcap", "split-KV", "softcap and split-KV", "positions and partial output", "dropout")
 
 
 def _feature(row: Mapping[str, Any]) -> str:
     """The line of the table that counts a variant. Older files say "packed" for varlen."""
     if row.get("positions"):
         return "positions and partial output"
+    if row.get("dropout"):
+        return "dropout"
     if row["split"]:
         return "softcap and split-KV" if row["softcap"] else "split-KV"
     return "softcap" if row["softcap"] else "varlen" if row.get("varlen", row.get("packed")) else "none"

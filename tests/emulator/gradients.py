@@ -1,0 +1,124 @@
+"""Gradients by the backward kernels on the emulator, with gradients full of NaN before; optionally with a damaged
+source."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
+
+import oracle
+import tolerance
+import torch
+from cases import Case
+from oracle import prepare
+
+from strobe.arguments import Inputs, layout_of
+from strobe.backends.backend import Gradients
+from strobe.backends.tiled import forward as tiled
+from strobe.cuda import backend as cuda_backend, jit
+from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.kernel import TextKernel
+from strobe.cuda.plan import Launch, Machine, Plan
+from strobe.emulator import EmulatorError, backend
+from strobe.emulator.program import Mode
+from strobe.problem import Problem
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One thing wrong with a kernel: a replacement in its flattened source."""
+
+    name: str
+    old: str
+    new: str
+    case: Case
+    tile: Any = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def applied(self, plan: Plan) -> Plan:
+        """To the kernels of a plan that have what is replaced."""
+        texts = [jit.flatten(launch.kernel.source, "emu") for launch in plan.launches]
+        assert any(self.old in text for text in texts), f"no kernel has {self.old!r}"
+
+        def damaged(launch: Launch, text: str) -> Launch:
+            if self.old not in text:
+                return launch
+            assert text.count(self.old) == 1, f"{self.old!r} occurs {text.count(self.old)} times"
+            spec = launch.kernel
+            edited = text.replace(self.old, self.new)
+            kernel = TextKernel(spec.name, spec.arch, spec.params, spec.threads, spec.smem, edited)
+            return dataclasses.replace(launch, kernel=kernel)
+
+        return dataclasses.replace(plan, launches=tuple(map(damaged, plan.launches, texts)))
+
+
+def gradients(
+    family: str,
+    p: Problem,
+    inputs: Inputs,
+    tile: Any = None,
+    mode: Mode = "async",
+    *,
+    seed: int = 0,
+    machine: Machine | None = None,
+    mutation: Mutation | None = None,
+    wanted: tuple[str, ...] | None = None,
+) -> Gradients:
+    found = wanted or tuple(n for n in ("q", "k", "v", "sinks") if getattr(inputs, n) is not None)
+    out, lse = tiled.forward(p, inputs)
+    dout, dlse = oracle.cotangents(p, inputs)
+    a = oracle.arguments(p, inputs, positions=inputs.positions)
+    layout = layout_of(a)
+    results = (layout.outside(out), layout.rows_outside(lse), layout.outside(dout), layout.rows_outside(dlse))
+    asked = p.backward(found)
+    assert FAMILIES[family].limits(asked) is None
+    tensors, actual, strides = cuda_backend.prepare_backward(asked, layout, a, *results)
+    for name in ("dq", "dk", "dv", "dsink"):
+        if tensors[name] is not None:
+            tensors[name].fill_(torch.nan)
+    planner = FAMILIES[family].module(asked).plan
+    plan = planner(actual, strides, machine or backend.MACHINES[family], *([tile] if tile else []))
+    backend.launch(mutation.applied(plan) if mutation else plan, tensors, mode=mode, seed=seed)
+    g = cuda_backend.gradients_of(asked, layout, tensors, a)
+    return Gradients(*(None if t is None else layout.inside(t) for t in g[:3]), *g[3:])
+
+
+def check(p: Problem, inputs: Inputs, found: Gradients, exact: list[torch.Tensor], same: list[torch.Tensor]) -> None:
+    _, lse = tiled.forward(p, inputs)
+    dout, _ = oracle.cotangents(p, inputs)
+    names = [n for n in oracle.LEAVES if getattr(inputs, n) is not None]
+    for name, e, s in zip(names, exact, same, strict=True):
+        g = getattr(found, name)
+        if g is not None:
+            floor = tolerance.gradient_floor(name, p, inputs, lse, dout, e)
+            tolerance.check(f"d{name}", g, e, s, tolerance.GRADIENTS, floor)
+
+
+def check_case(family: str, case: Case, tile: Any = None, dtype: torch.dtype = torch.bfloat16, **how: Any) -> None:
+    p, inputs = prepare(case, dtype)
+    check(p, inputs, gradients(family, p, inputs, tile, **how), *oracle.expected_gradients(case, dtype))
+
+
+def check_deterministic(family: str, case: Case, tile: Any = None, seeds: tuple[int, ...] = (1, 2, 3)) -> None:
+    """The same bits, whatever the order of threads and blocks."""
+    p, inputs = prepare(case, torch.bfloat16)
+    p = replace(p, deterministic=True)
+    first = gradients(family, p, inputs, tile)
+    check(p, inputs, first, *oracle.expected_gradients(case, torch.bfloat16))
+    for seed in seeds:
+        again = gradients(family, p, inputs, tile, seed=seed)
+        assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+
+
+def finding(family: str, mutation: Mutation, seed: int) -> str | None:
+    """What the emulator or the numbers say of a damaged kernel; None if nothing."""
+    p, inputs = prepare(mutation.case, torch.bfloat16)
+    try:
+        found = gradients(family, p, inputs, mutation.tile, seed=seed, mutation=mutation)
+        check(p, inputs, found, *oracle.expected_gradients(mutation.case, torch.bfloat16))
+    except (EmulatorError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,117 @@
+"""The backward kernels for Hopper on the emulator, against float64; and kernels with one thing wrong, which the emulator
+has to notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+from cases import Case
+from emulator.gradients import Mutation, check, check_case, check_deterministic, finding, gradients
+from oracle import prepare
+
+from strobe.cuda.catalogue import FAMILIES
+from strobe.emulator import compiler
+from strobe.mask import Positions, causal, window
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+VARLEN = ((130, 200), (0, 40), (65, 0), (140, 141), (1, 128))
+CAUSAL = Case("causal_group", 200, 300, batch=1, heads=4, heads_k=2, dim=64, mask=causal)
+WIDE = Case("d256", 70, 140, batch=1, heads=2, heads_k=1, dim=256, mask=causal)
+CASES = [
+    CAUSAL,
+    Case("full", 140, 200, batch=2, heads=1, heads_k=1, dim=64),
+    Case("sinks", 140, 200, batch=1, heads=2, heads_k=1, dim=64, mask=causal, sinks=True),
+    Case("varlen", 0, 0, heads=2, heads_k=1, dim=64, mask=causal, lengths=VARLEN),
+    Case("dropout", 140, 200, batch=2, heads=2, heads_k=1, dim=64, dropout=0.3),
+    Case("padded_dims", 70, 140, batch=1, heads=2, heads_k=1, dim=72, dim_v=40, memory="sliced", mask=causal),
+    Case("d128_rows_without_keys", 200, 90, batch=1, heads=2, heads_k=1, dim=128, mask=causal),
+    Case("d128_everything", 0, 0, heads=2, heads_k=1, dim=128, mask=window(60, 20), softcap=2.0, sinks=True,
+         dropout=0.2, lengths=VARLEN),
+    Case("d192_128", 140, 140, batch=1, heads=2, heads_k=1, dim=192, dim_v=128, mask=causal),
+    WIDE,
+    Case("d256_everything", 0, 0, heads=2, heads_k=1, dim=256, mask=window(60, 20), softcap=2.0, dropout=0.2,
+         lengths=VARLEN[1:]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: Case) -> None:
+    for mode in ("sync", "async"):
+        check_case("sm90", case, mode=mode)
+
+
+def test_gradients_in_fp16() -> None:
+    check_case("sm90", CAUSAL, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CAUSAL, WIDE], ids=str)
+def test_deterministic(case: Case) -> None:
+    check_deterministic("sm90", case, seeds=(1, 2))
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k", "v"), ("v",)], ids=str)
+@pytest.mark.parametrize("case", [CAUSAL, WIDE], ids=str)
+def test_only_what_is_asked_for(case: Case, wanted: tuple[str, ...]) -> None:
+    p, inputs = prepare(case, torch.bfloat16)
+    found = gradients("sm90", p, inputs, wanted=wanted)
+    assert [n for n in ("q", "k", "v") if getattr(found, n) is not None] == list(wanted)
+    check(p, inputs, found, *oracle.expected_gradients(case, torch.bfloat16))
+
+
+def test_parts_of_a_sequence() -> None:
+    """Masks count positions in the whole; the last of these rows see no key."""
+    for q0, q1, k0, k1 in ((0, 140, 0, 150), (130, 290, 120, 290), (0, 130, 60, 290)):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, n, 1, 64).bfloat16() for n in (q1 - q0, k1 - k0, k1 - k0))
+        at = torch.tensor([Positions(q0, 290, k0, 290)], dtype=torch.int32)
+        p, inputs = oracle.check(q, k, v, mask=causal, positions=at)
+        expected = [oracle.gradients(p, inputs, dtype, True) for dtype in (torch.float64, torch.bfloat16)]
+        check(p, inputs, gradients("sm90", p, inputs), *expected)
+
+
+def test_what_it_does_not_take() -> None:
+    p, _ = prepare(CASES[1], torch.bfloat16)
+    asked = p.backward(("q", "k", "v"))
+    for other, reason in (
+        (replace(asked, partial=True), "fp32"),
+        (replace(asked, dtype=torch.float32), "float32"),
+        (replace(asked, has_bias=True), "bias"),
+        (replace(asked, has_mask_tensor=True), "mask tensor"),
+    ):
+        assert reason in str(FAMILIES["sm90"].limits(other))
+
+
+# ---- mutations -------------------------------------------------------------------------------------------------------
+
+MUTATIONS = [
+    Mutation("keys_not_awaited", "mbar_wait(smem + kOffsetKV, 0);", "", CAUSAL),
+    Mutation("values_not_awaited", "mbar_wait(smem + kOffsetKV + 8, 0);", "", CAUSAL),
+    Mutation("queries_not_awaited", "q.wait_full();\n    wgmma_fence();", "wgmma_fence();", CAUSAL),
+    Mutation("d_o_not_awaited", "d_o.wait_full();\n    wgmma_fence();", "wgmma_fence();", CAUSAL),
+    Mutation("dp_not_awaited", "wgmma_wait<0>();\n    pin(dp);", "pin(dp);", CAUSAL),
+    Mutation("ds_not_awaited", "ds_out.wait_full();\n    wgmma_fence();", "wgmma_fence();", CAUSAL),
+    Mutation("ds_overwritten", "ds_in.wait_empty();", "", CAUSAL),
+    Mutation("ds_without_a_fence", "fence_proxy_async();\n    sync_warp();\n    if (elected()) mbar_arrive(ds_in",
+             "sync_warp();\n    if (elected()) mbar_arrive(ds_in", CAUSAL),
+    Mutation("dq_put_over_what_leaves", "bar_sync(kBarrierDqEmpty + consumer, kDqThreads);", "", CAUSAL),
+    Mutation("dq_added_before_it_is_there", "bar_sync(kBarrierDqFull + consumer, kDqThreads);", "", CAUSAL),
+    Mutation("dq_without_a_fence", "fence_proxy_async();\n    bar_arrive(kBarrierDqFull", "bar_arrive(kBarrierDqFull",
+             CAUSAL),
+    Mutation("dq_not_read_yet", "} else {\n        tma_store_wait_read<0>();\n      }", "}", CAUSAL),
+    Mutation("mask_left_out", "const bool masked = m < blocks.first_full || m >= blocks.end_full;",
+             "const bool masked = false;", CAUSAL),
+    Mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)",
+             CAUSAL),
+    Mutation("gradients_staged_over_keys_in_use", "bar_sync(kBarrierConsumers, 256);", "", CAUSAL),
+    Mutation("lse_without_gradient", "if (there && p.dlse) delta -=", "if (false) delta -=", CAUSAL),
+    Mutation("dropped_for_another_query", "row % 2 ? keys.b : keys.a", "row % 2 ? keys.a : keys.b", CASES[4]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_mutation_is_caught(mutation: Mutation) -> None:
+    assert any(finding("sm90", mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"
