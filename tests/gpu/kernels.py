@@ -14,8 +14,11 @@ from oracle import prepare
 import strobe
 from strobe.arguments import Inputs
 from strobe.backends import dispatch, reference
-from strobe.cuda import backend, jit
-from strobe.problem import Problem
+from strobe.cuda import jit
+from strobe.cuda.backend import machine_of
+from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.plan import Plan
+from strobe.problem import Problem, Rows
 
 DTYPES = (torch.bfloat16, torch.float16)
 KERNELS = ("sm80", "sm90")
@@ -35,15 +38,29 @@ def fastest() -> str:
 
 def compile_together(problems: Iterable[tuple[str, Problem]]) -> None:
     """Variants one by one would take minutes; NVRTC runs in as many threads as there are."""
-    planners = {"sm80": backend._plan_sm80, "sm90": backend._plan_sm90}
-    variants = set()
+    specs = set()
     for kernel, problem in problems:
         if not problem.empty and dispatch.get(kernel).supports(problem) is None:
-            rows = problem.total_q if problem.packed else problem.len_q
-            strides = (rows * problem.heads * problem.dim_v, problem.dim_v, problem.heads * problem.dim_v)
-            variants.add(planners[kernel](problem, strides).variant)
+            specs |= {launch.kernel for launch in plan_of(kernel, problem).launches}
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda v: jit.get(v.source, v.arch, name=v.name), variants))
+        list(pool.map(lambda spec: jit.get(spec.source, spec.arch, name=spec.name), specs))
+
+
+def plan_of(kernel: str, problem: Problem) -> Plan:
+    """With outputs, or gradients, that are contiguous."""
+
+    def contiguous(rows: Rows, dim: int) -> tuple[int, int, int]:
+        length = rows.total if problem.varlen else rows.length
+        return length * rows.heads * dim, dim, rows.heads * dim
+
+    planner, machine = FAMILIES[kernel].module(problem).plan, machine_of(problem.device)
+    out = contiguous(problem.q, problem.dim_v)
+    if not problem.gradients:
+        return planner(problem, out, machine)
+    dims = {"dk": problem.dim, "dv": problem.dim_v}
+    strides = {"o": out, "d_o": out, "dq": contiguous(problem.q, problem.dim)}
+    strides |= {name: contiguous(problem.k, dim) for name, dim in dims.items()}
+    return planner(problem, strides, machine)
 
 
 def attend(case: Case, dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,7 +44,6 @@ def test_explain_names_the_kernel() -> None:
         ({"dim": 20}, "head dim 20"),
         ({"dim": 264}, "head dim 264"),
         ({"bias": (1, 1, 1, 64)}, "bias"),
-        ({"dropout": 0.1}, "dropout"),
         ({"mask": "tensor"}, "mask tensor"),
         ({"scale": -1.0}, "scale -1.0"),
     ],

@@ -1,55 +1,63 @@
-"""Gradients of CUDA tensors: forward by a kernel, backward by `tiled`, against float64."""
+"""Gradients of CUDA tensors by the kernels, both ways, against float64."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import tolerance
 import torch
 from cases import Case
-from gpu.kernels import KERNELS, kernels_here
+from gpu.kernels import DTYPES, KERNELS, compile_together, kernels_here, problem_of
 from kernel_cases import SUPPORTED
-from oracle import cotangents, finite_part, gradients, prepare, with_leaves
+from oracle import LEAVES, attend, cotangents, finite_part, gradients, prepare, with_leaves
 
 import strobe
-from strobe import autograd
 from strobe.backends import dispatch
-from strobe.mask import causal
+from strobe.mask import causal, window
+from strobe.problem import Problem
 
-NAMES = (
-    "plain",
-    "ragged_causal",
-    "empty_rows",
-    "group_3",
-    "dim_v_smaller",
-    "sliced",
-    "softcap",
-    "sinks",
-    "packed_causal",
-    "k_128_causal",
-    "k_96_window_packed",
-    "k_192_128",
-    "k_64_softcap_sinks",
-    "k_chunked",
-)
-CASES = [case for case in SUPPORTED if case.name in NAMES]
-assert len(CASES) == len(NAMES)
+# Many blocks of queries and keys, several rounds of each head's keys.
+LARGE = [
+    Case("b_64", 1024, 1024, batch=2, heads=8, heads_k=8, dim=64),
+    Case("b_64_causal", 1500, 1500, batch=1, heads=12, heads_k=4, dim=64, mask=causal),
+    Case("b_96_causal", 700, 900, heads=4, heads_k=4, dim=96, mask=causal),
+    Case("b_128_causal", 1500, 1500, batch=1, heads=16, heads_k=2, dim=128, mask=causal),
+    Case("b_128_window", 2000, 2500, batch=1, heads=4, heads_k=4, dim=128, mask=window(300, 200)),
+    Case("b_128_dropout", 500, 700, batch=2, heads=4, heads_k=2, dim=128, mask=causal, dropout=0.25),
+    Case("b_64_dropout_packed", 0, 0, heads=4, heads_k=2, dim=64, dropout=0.1, lengths=((500, 300), (0, 5), (333, 700))),
+    Case("b_192_128", 700, 700, batch=1, heads=8, heads_k=8, dim=192, dim_v=128, mask=causal),
+    Case("b_256", 500, 600, batch=2, heads=4, heads_k=2, dim=256),
+    Case("b_256_dropout", 300, 400, batch=1, heads=4, heads_k=4, dim=256, mask=causal, dropout=0.5),
+    Case("b_packed", 0, 0, heads=8, heads_k=2, dim=128, mask=causal, softcap=15.0, sinks=True,
+         lengths=((1000, 1000), (1, 1), (0, 0), (513, 700), (0, 5), (700, 128), (77, 77))),
+]  # fmt: skip
+CASES = [*SUPPORTED, *LARGE]
+
+
+def backward_problem(case: Case, dtype: torch.dtype) -> Problem:
+    problem, inputs = prepare(case, dtype, "cuda")
+    return problem.backward(tuple(n for n in LEAVES if getattr(inputs, n) is not None))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    for which in (problem_of, backward_problem):
+        compile_together((k, which(case, d)) for case in CASES for d in DTYPES for k in kernels_here())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_gradients(kernel: str, case: Case) -> None:
+def test_gradients(kernel: str, dtype: torch.dtype, case: Case) -> None:
     if kernel not in kernels_here():
         pytest.skip("no Hopper GPU")
-    problem, inputs = prepare(case, torch.bfloat16, "cuda")
-    problem = dataclasses.replace(problem, needs_grad=True)
+    problem, inputs = prepare(case, dtype, "cuda")
+    assert dispatch.get(kernel).limits(backward_problem(case, dtype)) is None
     held, leaves = with_leaves(inputs)
-    out, lse = autograd.attention(dispatch.choose(problem, kernel), problem, held)
+    out, lse = attend(problem, held, kernel)
     dout, dlse = cotangents(problem, inputs)
     found = torch.autograd.grad((out * dout).sum() + (finite_part(lse) * dlse).sum(), leaves)
-    exact, same = (gradients(problem, inputs, dtype, True) for dtype in (torch.float64, torch.bfloat16))
-    names = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(held, name) is not None]
+    exact, same = (gradients(problem, inputs, kind, True) for kind in (torch.float64, dtype))
+    names = [name for name in LEAVES if getattr(held, name) is not None]
     for name, gradient, e, s in zip(names, found, exact, same, strict=True):
         floor = tolerance.gradient_floor(name, problem, inputs, lse.detach(), dout, e)
         tolerance.check(f"d{name}", gradient, e, s, tolerance.GRADIENTS, floor)

@@ -40,3 +40,25 @@ def test_runs_are_equal_bit_for_bit(kernel: str, case: Case) -> None:
             assert torch.isfinite(out).all()
         assert torch.equal(out, first[0]) and torch.equal(lse, first[1]), f"run {run} differs"
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name != "split_keys"], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_are_equal_bit_for_bit(kernel: str, case: Case) -> None:
+    if kernel not in kernels_here():
+        pytest.skip("no Hopper GPU")
+    q, k, v, kwargs = make(case, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    call = strobe.attention if case.lengths is None else strobe.attention_varlen
+    noise, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    out = call(*leaves, **kwargs, deterministic=True, backend=kernel)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert all(torch.isfinite(t).all() for t in first)
+    for run in range(RUNS):
+        if run % 2:
+            with torch.cuda.stream(beside):
+                noise = (noise @ noise).clamp(-1, 1)
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), f"run {run} differs"
+    torch.cuda.synchronize()

@@ -9,7 +9,7 @@ import exact_inputs
 import pytest
 import torch
 from cases import Case, make
-from emulator.emulate import plan_of
+from emulator.emulate import only, plan_of
 from gpu.kernels import DTYPES, KERNELS, compile_together, kernels_here, problem_of
 from oracle import prepare
 
@@ -29,11 +29,9 @@ def compiled() -> None:
     problems = [problem_of(case, dtype) for case in exact_inputs.CASES for dtype in DTYPES]
     compile_together((kernel, problem) for problem in problems for kernel in kernels_here())
     on_cpu = [prepare(case, dtype)[0] for case in exact_inputs.CASES for dtype in DTYPES]
-    variants = {
-        plan_of(kernel, p, (0, p.dim_v, p.heads * p.dim_v)).variant for p in on_cpu for kernel in kernels_here()
-    }
+    plans = [plan_of(kernel, p, (0, p.dim_v, p.heads * p.dim_v)) for p in on_cpu for kernel in kernels_here()]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda variant: build(variant.source, name=variant.name), variants))
+        list(pool.map(lambda spec: build(spec.source, name=spec.name), {only(plan).kernel for plan in plans}))
 
 
 def both(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, Any]:

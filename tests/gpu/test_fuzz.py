@@ -1,4 +1,5 @@
-"""Random problems against float64 on the GPU. STROBE_FUZZ: how many (2000); STROBE_FUZZ_SEED: which.
+"""Random problems against float64 on the GPU. STROBE_FUZZ: how many (2000, half as many with gradients);
+STROBE_FUZZ_SEED: which.
 
 Every problem is a function of its number. What changes the code of a kernel comes from a limited set of shapes, so that
 compiling takes seconds; lengths, heads, strides, constants of masks are free.
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tolerance
 import torch
 from gpu.kernels import check, compile_together, kernels_here, references
-from oracle import checked
+from oracle import checked, cotangents, finite_part, gradients
 
 import strobe
 from strobe.backends import dispatch
@@ -191,5 +193,53 @@ def test_random_problems(part: int, compiled: None) -> None:
     wrong: list[str] = []
     for number in range(part, COUNT, PARTS):
         wrong += failures(draw(number), kernels_here())
+        assert len(wrong) < 10, "\n".join(wrong)
+    assert not wrong, "\n".join(wrong)
+
+
+def gradients_of(drawn: Drawn, backend: str) -> list[str]:
+    """What is wrong with the gradients of one problem."""
+    problem, inputs = checked(drawn.q, drawn.k, drawn.v, drawn.kwargs)
+    names = [name for name in ("q", "k", "v", "sinks") if getattr(inputs, name) is not None]
+    assert dispatch.get(backend).supports(problem.backward(tuple(names))) is None
+    leaves = {"q": drawn.q, "k": drawn.k, "v": drawn.v} | ({"sinks": drawn.kwargs["sinks"]} if "sinks" in names else {})
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    call = strobe.attention_varlen if drawn.packed else strobe.attention
+    out, lse = call(**drawn.kwargs | leaves, return_lse=True, backend=backend)
+    dout, dlse = cotangents(problem, inputs)
+    inside = (dout[0] if drawn.packed else dout).transpose(-3, -2), dlse[0] if drawn.packed else dlse
+    found = torch.autograd.grad((out * inside[0]).sum() + (finite_part(lse) * inside[1]).sum(), list(leaves.values()))
+    exact, same = (gradients(problem, inputs, dtype, True) for dtype in (torch.float64, problem.dtype))
+    rows, wrong = lse.detach()[None] if drawn.packed else lse.detach(), []
+    for name, gradient, e, s in zip(names, found, exact, same, strict=True):
+        if name != "sinks":
+            gradient = (gradient[None] if drawn.packed else gradient).transpose(1, 2)
+        floor = tolerance.gradient_floor(name, problem, inputs, rows, dout, e)
+        try:
+            tolerance.check(f"d{name}", gradient, e, s, tolerance.GRADIENTS, floor)
+        except AssertionError as error:
+            wrong.append(f"{backend}, {drawn.described}:\n    {error}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def compiled_backward() -> None:
+    problems = []
+    for number in range(COUNT // 2):
+        one = draw(number)
+        problem, inputs = checked(one.q, one.k, one.v, one.kwargs)
+        problems.append(problem.backward(("q", "k", "v", *(["sinks"] if inputs.sinks is not None else []))))
+    compile_together((kernel, problem) for problem in problems for kernel in kernels_here())
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_gradients(part: int, compiled: None, compiled_backward: None) -> None:
+    wrong: list[str] = []
+    for number in range(part, COUNT // 2, PARTS):
+        drawn = draw(number)
+        if 0 in (drawn.q.numel(), drawn.k.numel()):
+            continue
+        for kernel in kernels_here():
+            wrong += gradients_of(drawn, kernel)
         assert len(wrong) < 10, "\n".join(wrong)
     assert not wrong, "\n".join(wrong)
