@@ -238,12 +238,12 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
   STROBE_DEVICE void step(const QueryBlock& b, bool last) {
+    cp_async_commit();
     cp_async_wait<0>();
     sync_block();  // Q and dO have landed, P and dS may be overwritten
     const QueryBlock after = next(b);
     if (kStagesQ == 2 && !last) load_q(after);
     if (kStagesDo == 2 && !last) load_do(after);
-    cp_async_commit();
     Scores s, dp;
     gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.i), warp() % kWarpsS),
                              right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
