@@ -99,6 +99,7 @@ class Tile:
 # Head dim (up to) -> tiles by generation, the chosen one first; the others are worth a measurement. Generations differ in
 # shared memory.
 _LARGE = {
+    32: [Tile(128, 128, 8, 4, 4, 4)],
     64: [Tile(128, 128, 8, 4, 4, 4), Tile(64, 128, 8, 2, 4, 2), Tile(64, 64, 4, 2, 2, 2, blocks_per_sm=2)],
     96: [Tile(64, 128, 8, 2, 4, 4)],
     128: [Tile(64, 128, 8, 2, 4, 2), Tile(64, 128, 8, 4, 4, 2), Tile(64, 64, 4, 2, 2, 2, 1, 1, blocks_per_sm=2)],
@@ -114,6 +115,7 @@ _TILES: dict[str, dict[int, list[Tile]]] = {
         256: [Tile(64, 64, 8, 4, 2, 2, 1, 1)],
     },
     "sm_86": {
+        32: [Tile(64, 128, 8, 2, 4, 4)],
         64: [Tile(64, 128, 8, 2, 4, 2)],
         96: [Tile(64, 64, 8, 4, 4, 4, 2, 1)],
         128: [Tile(64, 64, 8, 4, 2, 2, 2, 1)],

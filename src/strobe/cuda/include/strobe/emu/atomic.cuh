@@ -8,8 +8,8 @@ namespace emu {
 inline void add_to_global(float* p, float x) {  // blocks run on several threads of the host
   u32* bits = reinterpret_cast<u32*>(p);
   u32 old = __atomic_load_n(bits, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(bits, &old, as_bits(as_float(old) + x), false, __ATOMIC_RELAXED,
-                                      __ATOMIC_RELAXED)) {
+  while (
+      !__atomic_compare_exchange_n(bits, &old, as_bits(as_float(old) + x), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
 }  // namespace emu

@@ -65,8 +65,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   float dk[kTilesKV][kDim / (16 * kWarpsDim)][8], dv[kTilesKV][kDimV / (16 * kWarpsDim)][8];
 
   STROBE_DEVICE BackwardSm80(const Params& p, const KeyTile& tile)
-      : p(p), tile(tile),
-        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.len_q, tile.len_k)) {}
+      : p(p), tile(tile), blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.len_q, tile.len_k)) {}
 
   STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions); }
 
@@ -163,7 +162,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       const float delta[2] = {ld_shared_f32(at), ld_shared_f32(at + 32)};
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
-        float(&weight)[8] = s[t][n], (&ds)[8] = dp[t][n], slope[8];
+        float (&weight)[8] = s[t][n], (&ds)[8] = dp[t][n], slope[8];
         if (!Score::kIdentity) apply_score(weight, slope, b, r, n);
         float kept[8];
 #pragma unroll
@@ -209,9 +208,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // ---- dQ -----------------------------------------------------------------------------------------------------------
   STROBE_DEVICE void add_dq(const QueryBlock& b) const {
     float dq[DqSums::kTilesM][DqSums::kTilesDim][8];
-    gemm<T, kBlockN / 16, true>(
-        dq, left_operand<false, kBlockM, DqSums::kWarpsQ>(ds_tile(), warp() % DqSums::kWarpsQ),
-        right_operand<true, kBlockN, DqSums::kWarpsDim>(k_tile(), warp() / DqSums::kWarpsQ));
+    gemm<T, kBlockN / 16, true>(dq, left_operand<false, kBlockM, DqSums::kWarpsQ>(ds_tile(), warp() % DqSums::kWarpsQ),
+                                right_operand<true, kBlockN, DqSums::kWarpsDim>(k_tile(), warp() / DqSums::kWarpsQ));
     const i64 block = stat(b) / kBlockM;
     if (Config::kDeterministic) {
       if (thread_idx() == 0)
@@ -242,14 +240,15 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     cp_async_wait<0>();
     sync_block();  // Q and dO have landed, P and dS may be overwritten
     const QueryBlock after = next(b);
-    if (kStagesQ == 2 && !last) load_q(after);
-    if (kStagesDo == 2 && !last) load_do(after);
     Scores s, dp;
     gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.i), warp() % kWarpsS),
                              right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
+    // Behind a product: warps have drifted apart, and addresses are computed while others multiply.
+    if (kStagesQ == 2 && !last) load_q(after);
     if (Score::kIdentity) weights(s, b);
     gemm<T, kDimV / 16, true>(dp, left_operand<false, kBlockM, kWarpsS>(do_tile(b.i), warp() % kWarpsS),
                               right_operand<false, kBlockN, kWarpsKeys>(v_tile(), warp() / kWarpsS));
+    if (kStagesDo == 2 && !last) load_do(after);
     gradients(s, dp, b);
     sync_block();  // P and dS are written
     if (Config::kWantKV)
@@ -303,8 +302,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     store_rows<kDim>(k_tile(), p.dk, p.dk_batch, p.dk_head, p.dk_row, p.dim);
     store_rows<kDimV>(v_tile(), p.dv, p.dv_batch, p.dv_head, p.dv_row, p.dim_v);
   }
-  template <int kTiles>
-  STROBE_DEVICE static void round_over(u32 to, float (&d)[kTilesKV][kTiles][8], float scale) {
+  template <int kTiles> STROBE_DEVICE static void round_over(u32 to, float (&d)[kTilesKV][kTiles][8], float scale) {
     const Target<kBlockN, kWarpsKV, kWarpsDim> target(to, warp() % kWarpsKV, warp() / kWarpsKV);
 #pragma unroll
     for (int t = 0; t < kTilesKV; ++t)

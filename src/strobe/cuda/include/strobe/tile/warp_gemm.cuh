@@ -21,8 +21,7 @@ template <bool kDown, int kRows, int kStride> struct Operand {
   STROBE_DEVICE void load(u32 (&x)[4], int tile, int step) const {
     if (kDown)
       ldmatrix_x4_trans(step_columns(address, kRows, kStride * tile) + step * kTileRowsBytes, x[0], x[1], x[2], x[3]);
-    else
-      ldmatrix_x4(step_columns(address, kRows, step) + kStride * tile * kTileRowsBytes, x[0], x[1], x[2], x[3]);
+    else ldmatrix_x4(step_columns(address, kRows, step) + kStride * tile * kTileRowsBytes, x[0], x[1], x[2], x[3]);
   }
 };
 template <bool kDown, int kRows, int kStride>
