@@ -240,7 +240,7 @@ MUTATIONS = [
     Mutation("no_barrier_before_do", "sync_block();  // dO may be overwritten", "//", tile=ONE_BUFFER),
     Mutation("no_barrier_before_q", "sync_block();  // Q may be overwritten", "//", tile=ONE_BUFFER),
     Mutation("no_barrier_before_the_epilogue", "sync_block();  // nobody reads K and V any more", "//"),
-    Mutation("one_buffer_of_q_for_two", "kStagesQ == 1 ? 0 : i & 1", "0"),
+    Mutation("one_buffer_of_q_for_two", "kStagesQ == 1 ? 0 : left & 1", "0"),
     Mutation("mask_left_out", "if (masked(b)) {", "if (false) {"),
     Mutation("mask_only_above", "b.m < blocks.first_full || b.m >= blocks.end_full", "b.m < blocks.first_full", WINDOW),
     Mutation("head_of_another_group", "tile.head_k * p.group, blocks.first}", "tile.head_k, blocks.first}"),

@@ -100,19 +100,27 @@ class Tile:
 # shared memory.
 _LARGE = {
     32: [Tile(128, 128, 8, 4, 4, 4)],
-    64: [Tile(128, 128, 8, 4, 4, 4), Tile(64, 128, 8, 2, 4, 2), Tile(64, 64, 4, 2, 2, 2, blocks_per_sm=2)],
+    64: [
+        Tile(128, 128, 8, 4, 4, 4),
+        Tile(64, 128, 8, 2, 4, 2),
+        Tile(64, 64, 4, 2, 2, 2, blocks_per_sm=2),
+        Tile(128, 64, 4, 4, 2, 4, 2, 1, blocks_per_sm=2),
+    ],
     96: [Tile(64, 128, 8, 2, 4, 4)],
-    128: [Tile(64, 128, 8, 2, 4, 2), Tile(64, 128, 8, 4, 4, 2), Tile(64, 64, 4, 2, 2, 2, 1, 1, blocks_per_sm=2)],
+    128: [Tile(64, 128, 8, 2, 4, 2), Tile(64, 128, 8, 4, 4, 2), Tile(64, 64, 4, 2, 2, 2, 2, 1, blocks_per_sm=2)],
     160: [Tile(64, 64, 8, 4, 4, 4)],
-    192: [Tile(64, 64, 8, 4, 2, 2)],
+    192: [Tile(64, 64, 8, 4, 2, 2), Tile(64, 96, 8, 4, 2, 2)],
     224: [Tile(64, 64, 8, 4, 4, 4)],
-    256: [Tile(64, 64, 8, 4, 2, 2), Tile(64, 64, 8, 2, 2, 2)],
+    256: [Tile(64, 64, 8, 4, 2, 2), Tile(64, 64, 8, 2, 2, 2), Tile(32, 64, 8, 2, 2, 2)],
 }
 _TILES: dict[str, dict[int, list[Tile]]] = {
     "sm_80": {
         **_LARGE,
+        64: _LARGE[64][:3],
+        128: [*_LARGE[128][:2], Tile(64, 64, 4, 2, 2, 2, 1, 1, blocks_per_sm=2)],
+        192: _LARGE[192][:1],
         224: [Tile(64, 64, 8, 4, 4, 4, 1, 1)],
-        256: [Tile(64, 64, 8, 4, 2, 2, 1, 1)],
+        256: [Tile(64, 64, 8, 4, 2, 2, 1, 1), Tile(32, 64, 8, 2, 2, 2)],
     },
     "sm_86": {
         32: [Tile(64, 128, 8, 2, 4, 4)],
@@ -128,14 +136,25 @@ _TILES: dict[str, dict[int, list[Tile]]] = {
 }
 
 
+# Scores that are a function take a few registers more than the largest tiles leave; for data center Blackwell, ptxas has
+# none to spare for varlen and dropout either.
+_SMALLER: dict[str, dict[int, Tile]] = {
+    "sm_90": {128: Tile(32, 128, 8, 2, 4, 2), 256: Tile(32, 64, 8, 2, 2, 2)},
+    "sm_100": {64: Tile(64, 128, 8, 2, 4, 2), 128: Tile(32, 128, 8, 2, 4, 2), 256: Tile(32, 64, 8, 2, 2, 2)},
+}
+
+
 def candidates(dim: int, dim_v: int, arch: str) -> list[Tile]:
     """Tiles for head dims that have a kernel; the first is the one that is used."""
     table = _TILES[generation(arch)]
     return table[min(limit for limit in table if limit >= max(dim, dim_v))]
 
 
-def choose_tile(dim: int, dim_v: int, arch: str) -> Tile:
-    return candidates(dim, dim_v, arch)[0]
+def choose_tile(features: Features, arch: str) -> Tile:
+    name = generation(arch)
+    needs_room = not features.score.is_identity or (name == "sm_100" and (features.varlen or features.dropout))
+    smaller = _SMALLER.get(name, {}).get(max(features.dim, features.dim_v)) if needs_room else None
+    return smaller or candidates(features.dim, features.dim_v, arch)[0]
 
 
 def limits(problem: Problem) -> str | None:
@@ -206,10 +225,9 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     """`strides`: of o, d_o and the gradients."""
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     arch = machine.arch.rstrip("af")
-    tile, wanted = tile or choose_tile(*dims, arch), Wanted.of(problem)
-    delta, main, convert = kernels(
-        Features.of(problem, dims), tile, wanted, arch, exact_dims=dims == (problem.dim, problem.dim_v)
-    )
+    features, wanted = Features.of(problem, dims), Wanted.of(problem)
+    tile = tile or choose_tile(features, arch)
+    delta, main, convert = kernels(features, tile, wanted, arch, exact_dims=dims == (problem.dim, problem.dim_v))
     statistics = Statistics.of(problem, tile.block_m)
     key_blocks = -(-problem.len_k // tile.block_n)
     ordered = wanted.deterministic and wanted.dq
@@ -243,7 +261,7 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
     if exhaustive:
         every += [Wanted(dkv=False), Wanted(dq=False), Wanted(sinks=True)]
     for features in common_features(DIMS, exhaustive, backward=True):
-        tile = choose_tile(features.dim, features.dim_v, arch)
+        tile = choose_tile(features, arch)
         for wanted in every:
             for exact in (True, False) if exhaustive or not features.varlen else (True,):
                 for kernel in kernels(features, tile, wanted, arch, exact):

@@ -49,15 +49,17 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
                        kOffsetDropout = kOffsetDelta + kStagesDo * kBytesRow;
   static_assert(kOffsetDropout + (Config::kDropout ? kStagesQ * kBytesRow : 0) == Config::kSmem,
                 "the shared memory that Python asks for");
-  STROBE_DEVICE static u32 buffer_q(int i) { return kStagesQ == 1 ? 0 : i & 1; }
-  STROBE_DEVICE static u32 buffer_do(int i) { return kStagesDo == 1 ? 0 : i & 1; }
+  STROBE_DEVICE static u32 buffer_q(int left) { return kStagesQ == 1 ? 0 : left & 1; }
+  STROBE_DEVICE static u32 buffer_do(int left) { return kStagesDo == 1 ? 0 : left & 1; }
   STROBE_DEVICE static u32 k_tile() { return smem_base(); }
   STROBE_DEVICE static u32 v_tile() { return smem_base() + kOffsetV; }
-  STROBE_DEVICE static u32 q_tile(int i) { return smem_base() + kOffsetQ + buffer_q(i) * kBytesQ; }
-  STROBE_DEVICE static u32 do_tile(int i) { return smem_base() + kOffsetDo + buffer_do(i) * kBytesDo; }
+  STROBE_DEVICE static u32 q_tile(int left) { return smem_base() + kOffsetQ + buffer_q(left) * kBytesQ; }
+  STROBE_DEVICE static u32 do_tile(int left) { return smem_base() + kOffsetDo + buffer_do(left) * kBytesDo; }
   STROBE_DEVICE static u32 p_tile() { return smem_base() + kOffsetP; }
   STROBE_DEVICE static u32 ds_tile() { return smem_base() + kOffsetDs; }
-  STROBE_DEVICE static u32 warp() { return thread_idx() / 32; }
+  // Computed anew wherever they are used: cheaper than registers.
+  STROBE_DEVICE static u32 warp() { return thread_idx_again() / 32; }
+  STROBE_DEVICE static u32 lane() { return thread_idx_again() % 32; }
 
   const Params& p;
   const KeyTile tile;
@@ -69,13 +71,14 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions); }
 
-  // The i-th block of queries, of all heads of the group. Blocks of a head follow one another.
+  // A block of queries. Those of one head of the group follow one another.
   struct QueryBlock {
-    int i, head, m;
+    int left;  // so many to come, with this one; even and odd ones have buffers of their own
+    int head, m;
   };
   STROBE_DEVICE QueryBlock next(const QueryBlock& b) const {
     const bool same = b.m + 1 < blocks.end;
-    return QueryBlock{b.i + 1, same ? b.head : b.head + 1, same ? b.m + 1 : blocks.first};
+    return QueryBlock{b.left - 1, same ? b.head : b.head + 1, same ? b.m + 1 : blocks.first};
   }
   STROBE_DEVICE i64 stat(const QueryBlock& b) const {
     return first_stat<Config>(p, b.head, tile.batch, tile.first_row) + b.m * kBlockM;
@@ -100,13 +103,13 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       cp_async_16(smem_base() + offset + 16 * thread, static_cast<const char*>(stats) + stat(b) * 4 + 16 * thread);
   }
   STROBE_DEVICE void load_q(const QueryBlock& b) const {
-    load_queries<kDim>(b, q_tile(b.i), p.q, p.q_batch, p.q_head, p.q_row, p.dim);
-    load_rows(b, kOffsetLse + buffer_q(b.i) * kBytesRow, p.lse2, 0);
-    if (Config::kDropout) load_rows(b, kOffsetDropout + buffer_q(b.i) * kBytesRow, p.dropout_rows, 64);
+    load_queries<kDim>(b, q_tile(b.left), p.q, p.q_batch, p.q_head, p.q_row, p.dim);
+    load_rows(b, kOffsetLse + buffer_q(b.left) * kBytesRow, p.lse2, 0);
+    if (Config::kDropout) load_rows(b, kOffsetDropout + buffer_q(b.left) * kBytesRow, p.dropout_rows, 64);
   }
   STROBE_DEVICE void load_do(const QueryBlock& b) const {
-    load_queries<kDimV>(b, do_tile(b.i), p.d_o, p.do_batch, p.do_head, p.do_row, p.dim_v);
-    load_rows(b, kOffsetDelta + buffer_do(b.i) * kBytesRow, p.delta, 32);
+    load_queries<kDimV>(b, do_tile(b.left), p.d_o, p.do_batch, p.do_head, p.do_row, p.dim_v);
+    load_rows(b, kOffsetDelta + buffer_do(b.left) * kBytesRow, p.delta, 32);
   }
 
   // ---- P and dS -----------------------------------------------------------------------------------------------------
@@ -116,12 +119,12 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     float lse[2];
   };
   STROBE_DEVICE Rows rows(const QueryBlock& b, int t) const {
-    const int row = 16 * (warp() % kWarpsS + kWarpsS * t) + thread_idx() % 32 / 4;
-    const u32 lse = smem_base() + kOffsetLse + buffer_q(b.i) * kBytesRow + 4 * row;
+    const int row = 16 * (warp() % kWarpsS + kWarpsS * t) + lane() / 4;
+    const u32 lse = smem_base() + kOffsetLse + buffer_q(b.left) * kBytesRow + 4 * row;
     return Rows{row, {ld_shared_f32(lse), ld_shared_f32(lse + 32)}};
   }
   STROBE_DEVICE static int column(int n) {  // the thread's first of a tile, in the block of keys
-    return 16 * (warp() / kWarpsS + kWarpsKeys * n) + 2 * (thread_idx() % 4);
+    return 16 * (warp() / kWarpsS + kWarpsKeys * n) + 2 * (lane() % 4);
   }
   // Keys that a query does not see: -inf.
   STROBE_DEVICE void hide(float (&s)[8], const QueryBlock& b, const Rows& r, int n) const {
@@ -158,7 +161,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll
     for (int t = 0; t < kTilesM; ++t) {
       const Rows r = rows(b, t);
-      const u32 at = smem_base() + kOffsetDelta + buffer_do(b.i) * kBytesRow + 4 * r.first;
+      const u32 at = smem_base() + kOffsetDelta + buffer_do(b.left) * kBytesRow + 4 * r.first;
       const float delta[2] = {ld_shared_f32(at), ld_shared_f32(at + 32)};
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
@@ -195,7 +198,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // a pair of queries has its two keys where each of them has one
       float x, y;
-      ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.i) * kBytesRow + 4 * (r.first / 2 * 2 + 8 * i), x, y);
+      ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.left) * kBytesRow + 4 * (r.first / 2 * 2 + 8 * i), x, y);
       keys[i] = DropoutRow{as_bits(x), as_bits(y)};
     }
     const u32 by = r.first % 2 ? kFoldOdd : kFoldEven;
@@ -218,9 +221,10 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       sync_block();  // it is this block's turn
     }
     float* sums = p.dq_sum + block * DqSums::kFloats;
+    const int thread = thread_idx_again();
 #pragma unroll
     for (int i = 0; i < DqSums::kFours; ++i)
-      DqSums::add(sums, thread_idx(), i, &dq[i / 2 / DqSums::kTilesDim][i / 2 % DqSums::kTilesDim][i % 2 * 4]);
+      DqSums::add(sums, thread, i, &dq[i / 2 / DqSums::kTilesDim][i / 2 % DqSums::kTilesDim][i % 2 * 4]);
     if (Config::kDeterministic) {
       fence_device();
       sync_block();  // all have added
@@ -235,32 +239,33 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
-  STROBE_DEVICE void step(const QueryBlock& b, bool last) {
+  STROBE_DEVICE void step(const QueryBlock& b) {
     cp_async_commit();
     cp_async_wait<0>();
     sync_block();  // Q and dO have landed, P and dS may be overwritten
     const QueryBlock after = next(b);
+    const bool last = b.left == 1;
     Scores s, dp;
-    gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.i), warp() % kWarpsS),
+    gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.left), warp() % kWarpsS),
                              right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
     // Behind a product: warps have drifted apart, and addresses are computed while others multiply.
     if (kStagesQ == 2 && !last) load_q(after);
     if (Score::kIdentity) weights(s, b);
-    gemm<T, kDimV / 16, true>(dp, left_operand<false, kBlockM, kWarpsS>(do_tile(b.i), warp() % kWarpsS),
+    gemm<T, kDimV / 16, true>(dp, left_operand<false, kBlockM, kWarpsS>(do_tile(b.left), warp() % kWarpsS),
                               right_operand<false, kBlockN, kWarpsKeys>(v_tile(), warp() / kWarpsS));
     if (kStagesDo == 2 && !last) load_do(after);
     gradients(s, dp, b);
     sync_block();  // P and dS are written
     if (Config::kWantKV)
       gemm<T, kBlockM / 16, false>(dv, left_operand<true, kBlockM, kWarpsKV>(p_tile(), warp() % kWarpsKV),
-                                   right_operand<true, kBlockM, kWarpsDim>(do_tile(b.i), warp() / kWarpsKV));
+                                   right_operand<true, kBlockM, kWarpsDim>(do_tile(b.left), warp() / kWarpsKV));
     if (kStagesDo == 1) {
       sync_block();  // dO may be overwritten
       if (!last) load_do(after);
     }
     if (Config::kWantKV)
       gemm<T, kBlockM / 16, false>(dk, left_operand<true, kBlockM, kWarpsKV>(ds_tile(), warp() % kWarpsKV),
-                                   right_operand<true, kBlockM, kWarpsDim>(q_tile(b.i), warp() / kWarpsKV));
+                                   right_operand<true, kBlockM, kWarpsDim>(q_tile(b.left), warp() / kWarpsKV));
     if (kStagesQ == 1) {
       sync_block();  // Q may be overwritten
       if (!last) load_q(after);
@@ -271,16 +276,15 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE void run() {
     clear(dk);
     clear(dv);
-    const int count = (blocks.end - blocks.first) * p.group;
-    if (count > 0) {
+    QueryBlock b{(blocks.end - blocks.first) * p.group, tile.head_k * p.group, blocks.first};
+    if (b.left > 0) {
       load_keys<kDim>(k_tile(), p.k, p.k_batch, p.k_head, p.k_row, p.dim);
       load_keys<kDimV>(v_tile(), p.v, p.v_batch, p.v_head, p.v_row, p.dim_v);
       wait_for_previous_grid();  // the statistics and zeros are delta.cuh's
-      QueryBlock b{0, tile.head_k * p.group, blocks.first};
       load_q(b);
       load_do(b);
 #pragma unroll 1
-      for (; b.i < count; b = next(b)) step(b, b.i + 1 == count);
+      for (; b.left > 0; b = next(b)) step(b);
     }
     if (Config::kWantKV) store();
   }

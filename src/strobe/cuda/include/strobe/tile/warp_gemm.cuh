@@ -65,7 +65,7 @@ template <int kRows, int kStrideM, int kStrideN> struct Target {
   u32 address;
 
   STROBE_DEVICE Target(u32 matrix, int first_m, int first_n) {
-    const u32 lane = thread_idx() % 32;
+    const u32 lane = thread_idx_again() % 32;
     address = matrix + chunk_offset(kRows, 16 * first_m + lane / 4, 2 * first_n) + 4 * (lane % 4);
   }
   template <class T> STROBE_DEVICE void store(const float (&x)[8], int m, int n) const {
