@@ -70,10 +70,11 @@ class Tile:
     stages_q: int = 2  # buffers of Q
     stages_do: int = 2  # of dO
     blocks_per_sm: int = 1  # what the register allocation aims at
+    early: bool = False  # P of the next block is computed beside the products of this one
 
     def __str__(self) -> str:
         grids = f"w{self.warps} {self.warps_s}/{self.warps_kv}/{self.warps_q}"
-        return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}"
+        return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}{' early' if self.early else ''}"
 
     def smem(self, dim: int, dim_v: int, dropout: bool) -> int:
         keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
@@ -93,6 +94,7 @@ class Tile:
             "kWarpsQ": self.warps_q,
             "kStagesQ": self.stages_q,
             "kStagesDo": self.stages_do,
+            "kEarly": self.early,
         }
 
 
@@ -263,7 +265,8 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
     for features in common_features(DIMS, exhaustive, backward=True):
         tile = choose_tile(features, arch)
         for wanted in every:
-            for exact in (True, False) if exhaustive or not features.varlen else (True,):
+            special = features.varlen or features.dropout or wanted.deterministic
+            for exact in (True, False) if exhaustive or not special else (True,):
                 for kernel in kernels(features, tile, wanted, arch, exact):
                     if kernel not in seen:
                         seen.add(kernel)

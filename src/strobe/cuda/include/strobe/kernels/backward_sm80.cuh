@@ -26,6 +26,10 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   using T = typename Config::Element;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kThreads = Config::kThreads, kStagesQ = Config::kStagesQ, kStagesDo = Config::kStagesDo;
+  static constexpr bool kEarly = Config::kEarly;
+  static_assert(kStagesQ == 2 || !kEarly, "two blocks of Q are in use");
+  // Products that share no number overlap, unless that takes too many registers: a warp then meets between them.
+  static constexpr bool kWide = kDim > 128;
   // The grids of warps: of S and dP (queries x keys), of dK and dV (keys x dims), of dQ (queries x dims).
   static constexpr int kWarpsS = Config::kWarpsS, kWarpsKeys = Config::kWarps / kWarpsS;
   static constexpr int kWarpsKV = Config::kWarpsKV, kWarpsDim = Config::kWarps / kWarpsKV;
@@ -113,45 +117,50 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- P and dS -----------------------------------------------------------------------------------------------------
-  // What a thread knows of its rows r and r + 8 of a tile of scores.
-  struct Rows {
-    int first;  // in the block of queries
-    float lse[2];
+  // In a tile of scores a thread has rows r and r + 8.
+  STROBE_DEVICE static int row(int t) { return 16 * (warp() % kWarpsS + kWarpsS * t) + lane() / 4; }
+  struct Pair {
+    float x[2];
   };
-  STROBE_DEVICE Rows rows(const QueryBlock& b, int t) const {
-    const int row = 16 * (warp() % kWarpsS + kWarpsS * t) + lane() / 4;
-    const u32 lse = smem_base() + kOffsetLse + buffer_q(b.left) * kBytesRow + 4 * row;
-    return Rows{row, {ld_shared_f32(lse), ld_shared_f32(lse + 32)}};
+  STROBE_DEVICE static Pair of_rows(u32 offset, int row) {
+    const u32 at = smem_base() + offset + 4 * row;
+    return Pair{{ld_shared_f32(at), ld_shared_f32(at + 32)}};
   }
   STROBE_DEVICE static int column(int n) {  // the thread's first of a tile, in the block of keys
     return 16 * (warp() / kWarpsS + kWarpsKeys * n) + 2 * (lane() % 4);
   }
   // Keys that a query does not see: -inf.
-  STROBE_DEVICE void hide(float (&s)[8], const QueryBlock& b, const Rows& r, int n) const {
+  STROBE_DEVICE void hide(float (&s)[8], const QueryBlock& b, int row, int n) const {
     const Mask m = mask();
-    const int query = b.m * kBlockM + r.first, key = tile.key0 + column(n);
+    const int query = b.m * kBlockM + row, key = tile.key0 + column(n);
     const int lo[2] = {m.lo(query) - key, m.lo(query + 8) - key}, hi[2] = {m.hi(query) - key, m.hi(query + 8) - key};
     mask_fragment<Mask::kHasLo>(s, lo, hi);
   }
-  STROBE_DEVICE void exponentials(float (&s)[8], const Rows& r) const {
+  STROBE_DEVICE void exponentials(float (&s)[8], const Pair& lse) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) s[i] = exp2_approx(fma(s[i], p.scale_log2, -r.lse[fragment_row(i)]));
+    for (int i = 0; i < 8; ++i) s[i] = exp2_approx(fma(s[i], p.scale_log2, -lse.x[fragment_row(i)]));
   }
   STROBE_DEVICE bool masked(const QueryBlock& b) const { return b.m < blocks.first_full || b.m >= blocks.end_full; }
 
-  // S -> P, where the score is no function.
+  STROBE_DEVICE void scores(Scores& s, const QueryBlock& b) const {
+    gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.left), warp() % kWarpsS),
+                             right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
+  }
+  // S -> P. Not yet, if the score is a function: see `gradients`.
   STROBE_DEVICE void weights(Scores& s, const QueryBlock& b) const {
-    if (masked(b)) {
+    if constexpr (Score::kIdentity) {
+      if (masked(b)) {
 #pragma unroll
-      for (int t = 0; t < kTilesM; ++t)
+        for (int t = 0; t < kTilesM; ++t)
 #pragma unroll
-        for (int n = 0; n < kTilesN; ++n) hide(s[t][n], b, rows(b, t), n);
-    }
+          for (int n = 0; n < kTilesN; ++n) hide(s[t][n], b, row(t), n);
+      }
 #pragma unroll
-    for (int t = 0; t < kTilesM; ++t) {
-      const Rows r = rows(b, t);
+      for (int t = 0; t < kTilesM; ++t) {
+        const Pair lse = of_rows(kOffsetLse + buffer_q(b.left) * kBytesRow, row(t));
 #pragma unroll
-      for (int n = 0; n < kTilesN; ++n) exponentials(s[t][n], r);
+        for (int n = 0; n < kTilesN; ++n) exponentials(s[t][n], lse);
+      }
     }
   }
   // P and dS, rounded, to shared memory. A score that is a function is applied here, and P computed: `s` is S.
@@ -160,28 +169,30 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         to_ds(ds_tile(), warp() % kWarpsS, warp() / kWarpsS);
 #pragma unroll
     for (int t = 0; t < kTilesM; ++t) {
-      const Rows r = rows(b, t);
-      const u32 at = smem_base() + kOffsetDelta + buffer_do(b.left) * kBytesRow + 4 * r.first;
-      const float delta[2] = {ld_shared_f32(at), ld_shared_f32(at + 32)};
+      const int first = row(t);
+      const Pair delta = of_rows(kOffsetDelta + buffer_do(b.left) * kBytesRow, first);
+      Pair lse;
+      if (!Score::kIdentity) lse = of_rows(kOffsetLse + buffer_q(b.left) * kBytesRow, first);
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
         float (&weight)[8] = s[t][n], (&ds)[8] = dp[t][n], slope[8];
-        if (!Score::kIdentity) apply_score(weight, slope, b, r, n);
+        if (!Score::kIdentity) apply_score(weight, slope, lse, b, first, n);
         float kept[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) kept[i] = weight[i];
-        if (Config::kDropout) drop(kept, ds, b, r, n);
+        if (Config::kDropout) drop(kept, ds, b, first, n);
         if (Config::kWantKV) to_p.template store<T>(kept, t, n);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          ds[i] = weight[i] * (ds[i] - delta[fragment_row(i)]);
+          ds[i] = weight[i] * (ds[i] - delta.x[fragment_row(i)]);
           if (!Score::kIdentity) ds[i] *= slope[i];
         }
         to_ds.template store<T>(ds, t, n);
       }
     }
   }
-  STROBE_DEVICE void apply_score(float (&s)[8], float (&slope)[8], const QueryBlock& b, const Rows& r, int n) const {
+  STROBE_DEVICE void apply_score(float (&s)[8], float (&slope)[8], const Pair& lse, const QueryBlock& b, int row,
+                                 int n) const {
     const Score score{p.score};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -189,19 +200,19 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       slope[i] = score.derivative(s[i], y);
       s[i] = y;
     }
-    if (masked(b)) hide(s, b, r, n);
-    exponentials(s, r);
+    if (masked(b)) hide(s, b, row, n);
+    exponentials(s, lse);
   }
   // Weights that are dropped have neither a weight nor a gradient. The scale of those that are kept is dV's as a whole.
-  STROBE_DEVICE void drop(float (&kept)[8], float (&dp)[8], const QueryBlock& b, const Rows& r, int n) const {
+  STROBE_DEVICE void drop(float (&kept)[8], float (&dp)[8], const QueryBlock& b, int row, int n) const {
     DropoutRow keys[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // a pair of queries has its two keys where each of them has one
       float x, y;
-      ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.left) * kBytesRow + 4 * (r.first / 2 * 2 + 8 * i), x, y);
+      ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.left) * kBytesRow + 4 * (row / 2 * 2 + 8 * i), x, y);
       keys[i] = DropoutRow{as_bits(x), as_bits(y)};
     }
-    const u32 by = r.first % 2 ? kFoldOdd : kFoldEven;
+    const u32 by = row % 2 ? kFoldOdd : kFoldEven;
 #pragma unroll
     for (int i = 0; i < 8; ++i) dp[i] *= p.dropout_scale;
     drop_fragment(kept, keys, by, tile.key0 + column(n), p.dropout_threshold);
@@ -239,23 +250,33 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
-  STROBE_DEVICE void step(const QueryBlock& b) {
+  // kEarly: `s` is P of this block already, since P needs nothing but Q. That of the next block is computed beside the
+  // products of this one, and its exponentials hide behind them.
+  STROBE_DEVICE void step(Scores& s, const QueryBlock& b) {
     cp_async_commit();
     cp_async_wait<0>();
     sync_block();  // Q and dO have landed, P and dS may be overwritten
     const QueryBlock after = next(b);
     const bool last = b.left == 1;
-    Scores s, dp;
-    gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.left), warp() % kWarpsS),
-                             right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
+    if (!kEarly) scores(s, b);
     // Behind a product: warps have drifted apart, and addresses are computed while others multiply.
     if (kStagesQ == 2 && !last) load_q(after);
-    if (Score::kIdentity) weights(s, b);
+    if (kEarly) cp_async_commit();
+    else weights(s, b);
+    Scores dp;
     gemm<T, kDimV / 16, true>(dp, left_operand<false, kBlockM, kWarpsS>(do_tile(b.left), warp() % kWarpsS),
                               right_operand<false, kBlockN, kWarpsKeys>(v_tile(), warp() / kWarpsS));
     if (kStagesDo == 2 && !last) load_do(after);
     gradients(s, dp, b);
+    if (kEarly) {
+      cp_async_commit();
+      cp_async_wait<1>();  // all but the next dO
+    }
     sync_block();  // P and dS are written
+    if (kEarly) {
+      if (!last) scores(s, after);
+      weights(s, after);
+    }
     if (Config::kWantKV)
       gemm<T, kBlockM / 16, false>(dv, left_operand<true, kBlockM, kWarpsKV>(p_tile(), warp() % kWarpsKV),
                                    right_operand<true, kBlockM, kWarpsDim>(do_tile(b.left), warp() / kWarpsKV));
@@ -263,6 +284,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       sync_block();  // dO may be overwritten
       if (!last) load_do(after);
     }
+    if (kWide) sync_warp();
     if (Config::kWantKV)
       gemm<T, kBlockM / 16, false>(dk, left_operand<true, kBlockM, kWarpsKV>(ds_tile(), warp() % kWarpsKV),
                                    right_operand<true, kBlockM, kWarpsDim>(q_tile(b.left), warp() / kWarpsKV));
@@ -270,6 +292,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       sync_block();  // Q may be overwritten
       if (!last) load_q(after);
     }
+    if (kWide) sync_warp();
     if (Config::kWantQ) add_dq(b);
   }
 
@@ -283,8 +306,16 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       wait_for_previous_grid();  // the statistics and zeros are delta.cuh's
       load_q(b);
       load_do(b);
+      Scores s;
+      if (kEarly) {
+        cp_async_commit();
+        cp_async_wait<0>();
+        sync_block();  // the first Q has landed
+        scores(s, b);
+        weights(s, b);
+      }
 #pragma unroll 1
-      for (; b.left > 0; b = next(b)) step(b);
+      for (; b.left > 0; b = next(b)) step(s, b);
     }
     if (Config::kWantKV) store();
   }
