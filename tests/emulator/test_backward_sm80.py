@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 SMALL = Tile(32, 32, 4, 2, 2, 2)  # many blocks of queries and keys in small problems
 ONE_BUFFER = replace(SMALL, stages_q=1, stages_do=1)
+EARLY = replace(SMALL, early=True)
 Edit = Callable[[str], str]
 
 
@@ -124,9 +125,13 @@ def test_gradients_in_fp16() -> None:
     run(CASES[1], dtype=torch.float16)
 
 
-@pytest.mark.parametrize("tile", [ONE_BUFFER, replace(SMALL, stages_do=1), replace(SMALL, stages_q=1)], ids=str)
-def test_with_one_buffer(tile: Tile) -> None:
+@pytest.mark.parametrize("tile", [ONE_BUFFER, replace(SMALL, stages_do=1), EARLY], ids=str)
+def test_other_orders_of_copies_and_products(tile: Tile) -> None:
     run(CASES[1], tile)
+
+
+def test_scores_that_are_a_function_computed_early() -> None:
+    run(replace(CASES[1], name="early", softcap=1.5), EARLY)
 
 
 TABLES = [
@@ -134,7 +139,6 @@ TABLES = [
     ("sm_80", Case("d128", 70, 140, batch=1, heads=1, heads_k=1, dim=128, mask=window(60, 3))),
     ("sm_80", Case("d256", 70, 70, batch=1, heads=1, heads_k=1, dim=256, mask=causal)),
     ("sm_90", Case("d192_128", 70, 70, batch=1, heads=1, heads_k=1, dim=192, dim_v=128, mask=causal)),
-    ("sm_90", Case("d96", 70, 70, batch=1, heads=2, heads_k=1, dim=96)),
     ("sm_86", Case("d160", 40, 40, batch=1, heads=1, heads_k=1, dim=160, mask=causal)),
     ("sm_86", Case("d192", 40, 70, batch=1, heads=1, heads_k=1, dim=192)),
 ]
@@ -240,6 +244,7 @@ MUTATIONS = [
     Mutation("no_barrier_before_do", "sync_block();  // dO may be overwritten", "//", tile=ONE_BUFFER),
     Mutation("no_barrier_before_q", "sync_block();  // Q may be overwritten", "//", tile=ONE_BUFFER),
     Mutation("no_barrier_before_the_epilogue", "sync_block();  // nobody reads K and V any more", "//"),
+    Mutation("next_q_not_awaited", "cp_async_wait<1>();", "", tile=EARLY),
     Mutation("one_buffer_of_q_for_two", "kStagesQ == 1 ? 0 : left & 1", "0"),
     Mutation("mask_left_out", "if (masked(b)) {", "if (false) {"),
     Mutation("mask_only_above", "b.m < blocks.first_full || b.m >= blocks.end_full", "b.m < blocks.first_full", WINDOW),

@@ -141,7 +141,7 @@ _TILES: dict[str, dict[int, list[Tile]]] = {
 # Scores that are a function take a few registers more than the largest tiles leave; for data center Blackwell, ptxas has
 # none to spare for varlen and dropout either.
 _SMALLER: dict[str, dict[int, Tile]] = {
-    "sm_90": {128: Tile(32, 128, 8, 2, 4, 2), 256: Tile(32, 64, 8, 2, 2, 2)},
+    "sm_90": {64: Tile(64, 128, 8, 2, 4, 2), 128: Tile(32, 128, 8, 2, 4, 2), 256: Tile(32, 64, 8, 2, 2, 2)},
     "sm_100": {64: Tile(64, 128, 8, 2, 4, 2), 128: Tile(32, 128, 8, 2, 4, 2), 256: Tile(32, 64, 8, 2, 2, 2)},
 }
 

@@ -29,7 +29,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   static constexpr bool kEarly = Config::kEarly;
   static_assert(kStagesQ == 2 || !kEarly, "two blocks of Q are in use");
   // Products that share no number overlap, unless that takes too many registers: a warp then meets between them.
-  static constexpr bool kWide = kDim > 128;
+  static constexpr bool kWide = kDim > 192;
   // The grids of warps: of S and dP (queries x keys), of dK and dV (keys x dims), of dQ (queries x dims).
   static constexpr int kWarpsS = Config::kWarpsS, kWarpsKeys = Config::kWarps / kWarpsS;
   static constexpr int kWarpsKV = Config::kWarpsKV, kWarpsDim = Config::kWarps / kWarpsKV;
