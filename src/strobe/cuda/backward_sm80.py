@@ -71,10 +71,12 @@ class Tile:
     stages_do: int = 2  # of dO
     blocks_per_sm: int = 1  # what the register allocation aims at
     early: bool = False  # P of the next block is computed beside the products of this one
+    apart: bool = False  # products do not overlap, and dQ is computed in halves: fewer registers
 
     def __str__(self) -> str:
         grids = f"w{self.warps} {self.warps_s}/{self.warps_kv}/{self.warps_q}"
-        return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}{' early' if self.early else ''}"
+        flags = f"{' early' if self.early else ''}{' apart' if self.apart else ''}"
+        return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}{flags}"
 
     def smem(self, dim: int, dim_v: int, dropout: bool) -> int:
         keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
@@ -95,6 +97,7 @@ class Tile:
             "kStagesQ": self.stages_q,
             "kStagesDo": self.stages_do,
             "kEarly": self.early,
+            "kApart": self.apart,
         }
 
 
@@ -113,7 +116,12 @@ _LARGE = {
     160: [Tile(64, 64, 8, 4, 4, 4)],
     192: [Tile(64, 64, 8, 4, 2, 2), Tile(64, 96, 8, 4, 2, 2)],
     224: [Tile(64, 64, 8, 4, 4, 4)],
-    256: [Tile(64, 64, 8, 4, 2, 2), Tile(64, 64, 8, 2, 2, 2), Tile(32, 64, 8, 2, 2, 2)],
+    256: [
+        Tile(64, 64, 8, 4, 2, 2, apart=True),
+        Tile(64, 64, 8, 4, 2, 2),
+        Tile(64, 64, 8, 2, 2, 2, apart=True),
+        Tile(32, 64, 8, 2, 2, 2),
+    ],
 }
 _TILES: dict[str, dict[int, list[Tile]]] = {
     "sm_80": {
@@ -122,7 +130,7 @@ _TILES: dict[str, dict[int, list[Tile]]] = {
         128: [*_LARGE[128][:2], Tile(64, 64, 4, 2, 2, 2, 1, 1, blocks_per_sm=2)],
         192: _LARGE[192][:1],
         224: [Tile(64, 64, 8, 4, 4, 4, 1, 1)],
-        256: [Tile(64, 64, 8, 4, 2, 2, 1, 1), Tile(32, 64, 8, 2, 2, 2)],
+        256: [Tile(64, 64, 8, 4, 2, 2, 1, 1, apart=True), Tile(32, 64, 8, 2, 2, 2)],
     },
     "sm_86": {
         32: [Tile(64, 128, 8, 2, 4, 4)],

@@ -28,8 +28,6 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   static constexpr int kThreads = Config::kThreads, kStagesQ = Config::kStagesQ, kStagesDo = Config::kStagesDo;
   static constexpr bool kEarly = Config::kEarly;
   static_assert(kStagesQ == 2 || !kEarly, "two blocks of Q are in use");
-  // Products that share no number overlap, unless that takes too many registers: a warp then meets between them.
-  static constexpr bool kWide = kDim > 192;
   // The grids of warps: of S and dP (queries x keys), of dK and dV (keys x dims), of dQ (queries x dims).
   static constexpr int kWarpsS = Config::kWarpsS, kWarpsKeys = Config::kWarps / kWarpsS;
   static constexpr int kWarpsKV = Config::kWarpsKV, kWarpsDim = Config::kWarps / kWarpsKV;
@@ -220,22 +218,32 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- dQ -----------------------------------------------------------------------------------------------------------
+  // kApart: half of the columns at a time.
   STROBE_DEVICE void add_dq(const QueryBlock& b) const {
-    float dq[DqSums::kTilesM][DqSums::kTilesDim][8];
-    gemm<T, kBlockN / 16, true>(dq, left_operand<false, kBlockM, DqSums::kWarpsQ>(ds_tile(), warp() % DqSums::kWarpsQ),
-                                right_operand<true, kBlockN, DqSums::kWarpsDim>(k_tile(), warp() / DqSums::kWarpsQ));
+    constexpr int kParts = Config::kApart ? 2 : 1, kTiles = DqSums::kTilesDim / kParts;
+    static_assert(kTiles * kParts == DqSums::kTilesDim, "parts are of one size");
     const i64 block = stat(b) / kBlockM;
-    if (Config::kDeterministic) {
-      if (thread_idx() == 0)
-        while (acquire_turn(p.turns + 2 * block) != turn(b.m)) {
-        }
-      sync_block();  // it is this block's turn
-    }
-    float* sums = p.dq_sum + block * DqSums::kFloats;
-    const int thread = thread_idx_again();
 #pragma unroll
-    for (int i = 0; i < DqSums::kFours; ++i)
-      DqSums::add(sums, thread, i, &dq[i / 2 / DqSums::kTilesDim][i / 2 % DqSums::kTilesDim][i % 2 * 4]);
+    for (int part = 0; part < kParts; ++part) {
+      if (Config::kApart) sync_warp();
+      float dq[DqSums::kTilesM][kTiles][8];
+      const auto ds = left_operand<false, kBlockM, DqSums::kWarpsQ>(ds_tile(), warp() % DqSums::kWarpsQ);
+      const auto keys = right_operand<true, kBlockN, DqSums::kWarpsDim>(k_tile(), warp() / DqSums::kWarpsQ);
+      gemm<T, kBlockN / 16, true>(dq, ds, keys.behind(part * kTiles));
+      if (Config::kDeterministic && part == 0) {
+        if (thread_idx() == 0)
+          while (acquire_turn(p.turns + 2 * block) != turn(b.m)) {
+          }
+        sync_block();  // it is this block's turn
+      }
+      float* sums = p.dq_sum + block * DqSums::kFloats;
+      const int thread = thread_idx_again();
+#pragma unroll
+      for (int t = 0; t < DqSums::kTilesM; ++t)
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i)
+          DqSums::add(sums, thread, 2 * (t * DqSums::kTilesDim + part * kTiles) + i, &dq[t][i / 2][i % 2 * 4]);
+    }
     if (Config::kDeterministic) {
       fence_device();
       sync_block();  // all have added
@@ -250,6 +258,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
+  // kApart: products that share no number could overlap, but ptxas may need too many registers for that.
   // kEarly: `s` is P of this block already, since P needs nothing but Q. That of the next block is computed beside the
   // products of this one, and its exponentials hide behind them.
   STROBE_DEVICE void step(Scores& s, const QueryBlock& b) {
@@ -284,7 +293,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       sync_block();  // dO may be overwritten
       if (!last) load_do(after);
     }
-    if (kWide) sync_warp();
+    if (Config::kApart) sync_warp();
     if (Config::kWantKV)
       gemm<T, kBlockM / 16, false>(dk, left_operand<true, kBlockM, kWarpsKV>(ds_tile(), warp() % kWarpsKV),
                                    right_operand<true, kBlockM, kWarpsDim>(q_tile(b.left), warp() / kWarpsKV));
@@ -292,7 +301,6 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       sync_block();  // Q may be overwritten
       if (!last) load_q(after);
     }
-    if (kWide) sync_warp();
     if (Config::kWantQ) add_dq(b);
   }
 

@@ -18,6 +18,12 @@ template <bool kDown, int kRows, int kStride> struct Operand {
   STROBE_DEVICE Operand(u32 lane_address, int first)
       : address(kDown ? step_columns(lane_address, kRows, first) : lane_address + first * kTileRowsBytes) {}
 
+  // The operand without its first `tiles` tiles, which fill whole panels.
+  STROBE_DEVICE Operand behind(int tiles) const {
+    Operand rest = *this;
+    rest.address += kStride * tiles / 4 * (kRows * kPanelRowBytes);
+    return rest;
+  }
   STROBE_DEVICE void load(u32 (&x)[4], int tile, int step) const {
     if (kDown)
       ldmatrix_x4_trans(step_columns(address, kRows, kStride * tile) + step * kTileRowsBytes, x[0], x[1], x[2], x[3]);
