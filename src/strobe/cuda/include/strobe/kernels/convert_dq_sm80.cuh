@@ -22,7 +22,7 @@ template <class Config, class Params> STROBE_DEVICE void convert_dq_sm80(const P
   if (m * kBlockM >= len_q) return;
   wait_for_previous_grid();
   const float* sums = p.dq_sum + (first_stat<Config>(p, head, batch, first_row) / kBlockM + m) * Sums::kFloats;
-#pragma unroll 4
+#pragma unroll 2
   for (int i = thread_idx(); i < Sums::kFloats / 4; i += 256) {
     const int thread = i % Sums::kThreads, four = i / Sums::kThreads;
     float x[4];
