@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 PTX = Path(jit.__file__).parent / "include" / "strobe" / "ptx"
 
 AMPERE = """
+#include <strobe/ptx/atomic.cuh>
 #include <strobe/ptx/base.cuh>
 #include <strobe/ptx/math.cuh>
 #include <strobe/ptx/memory.cuh>
@@ -58,6 +59,10 @@ STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
   ld_global_l2(two, p.out + 2 * tid, tid < 7);
   ld_global_l2(four, p.out + 4 * tid, tid < 9);
   st_global_x2(p.out + 2 * tid, two[0] + four[3], two[1]);
+  atomic_add(p.out, x);
+#if __CUDA_ARCH__ >= 900
+  atomic_add_x4(p.out + 4 * tid, x, two[0], four[1], four[2]);
+#endif
 }
 }  // namespace strobe
 """

@@ -8,7 +8,15 @@ from typing import Any
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import PROBLEM_FIELDS, Launch, problem_values, rows_of_lse, stride_fields, stride_values
+from strobe.cuda.plan import (
+    PROBLEM_FIELDS,
+    Launch,
+    problem_values,
+    rows_of_lse,
+    section,
+    stride_fields,
+    stride_values,
+)
 from strobe.problem import Problem, Strides
 
 # What whoever runs a backward plan passes. `dsink` is the gradient of the sinks, row by row.
@@ -82,6 +90,11 @@ def grad_scale(problem: Problem) -> float:
     """Of the derivative of a score by q.k, which the kernels leave out."""
     form = problem.score.kernel_form(problem.scale)
     return form.before * form.after
+
+
+def section_of_keys(problem: Problem, l2_bytes: int) -> int:
+    """Key heads that run together. One at a time where all blocks of keys cost the same: see `section`."""
+    return max(1, section(problem, l2_bytes) // problem.group)
 
 
 # ---- delta -----------------------------------------------------------------------------------------------------------
@@ -160,3 +173,31 @@ def delta_launch(
         "dim_v": problem.dim_v,
     }
     return Launch(kernel, statistics.blocks * problem.batch * problem.heads, values)
+
+
+# ---- dQ from its sums ------------------------------------------------------------------------------------------------
+
+CONVERT_DQ = Struct(
+    "Params",
+    [
+        Field("dq", "u16*"),
+        Field("cu_q", "const int*"),
+        Field("dq_sum", "const float*"),
+        *stride_fields("dq"),
+        Field("stat_rows", "i64"),
+        *(Field(n, "int") for n in ("stat_blocks", "heads", "len_q", "dim")),
+        Field("scale_grad", "float"),
+    ],
+)
+
+
+def convert_values(problem: Problem, statistics: Statistics, strides: dict[str, Strides]) -> dict[str, Any]:
+    """The values of CONVERT_DQ."""
+    return {
+        **stride_values({"dq": strides["dq"]}),
+        **statistics.values(),
+        "heads": problem.heads,
+        "len_q": problem.len_q,
+        "dim": problem.dim,
+        "scale_grad": grad_scale(problem),
+    }

@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
+    CONVERT_DQ,
     STATISTICS,
     TENSORS,
     Statistics,
     Wanted,
     backward_values,
+    convert_values,
     delta_kernel,
     delta_launch,
-    grad_scale,
+    section_of_keys,
     side_kernel,
 )
 from strobe.cuda.driver import TensorMapSpec
@@ -26,7 +28,7 @@ from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, tma_limits
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, section, stride_fields, stride_values, tile_bytes
+from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
 from strobe.mask import full
 from strobe.problem import Problem, Strides
@@ -47,18 +49,6 @@ _MAIN = Struct(
         *(Field(n, "int") for n in ("key_blocks", "section")),
         *BACKWARD_FIELDS,
         *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv")),
-    ],
-)
-_CONVERT = Struct(
-    "Params",
-    [
-        Field("dq", "u16*"),
-        Field("cu_q", "const int*"),
-        Field("dq_sum", "const float*"),
-        *stride_fields("dq"),
-        Field("stat_rows", "i64"),
-        *(Field(n, "int") for n in ("stat_blocks", "heads", "len_q", "dim")),
-        Field("scale_grad", "float"),
     ],
 )
 
@@ -150,7 +140,7 @@ def kernels(
     delta = delta_kernel(features, wanted, ARCH, m, m * tile.dim_q if wanted.dq else 0)
     smem = m * (2 * tile.dim_q + 16)
     shared: dict[str, int | bool] = {"kStatBlock": m, "kVarlen": features.varlen, "kSmem": smem}
-    return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, _CONVERT, shared, smem)
+    return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, CONVERT_DQ, shared, smem)
 
 
 def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
@@ -177,8 +167,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     ]
     workspace = dict(statistics.workspace)
     if wanted.dq:
-        rest = {"heads": problem.heads, "len_q": problem.len_q, "dim": problem.dim, "scale_grad": grad_scale(problem)}
-        rounding = {**stride_values({"dq": strides["dq"]}), **statistics.values(), **rest}
+        rounding = convert_values(problem, statistics, strides)
         launches.append(Launch(convert, launches[0].grid, rounding, overlaps=True))
         workspace["dq_sum"] = statistics.workspace["delta"] * tile.dim_q
     if ordered:
@@ -204,11 +193,6 @@ def backward_maps(
         maps["dk"] = tile_map(problem, one_box, *of_k, problem.dim, strides["dk"], 64, dims[0])
         maps["dv"] = tile_map(problem, one_box, *of_k, problem.dim_v, strides["dv"], 64, dims[1])
     return maps
-
-
-def section_of_keys(problem: Problem, l2_bytes: int) -> int:
-    """Key heads that run together. One at a time where all blocks of keys cost the same: see `section`."""
-    return max(1, section(problem, l2_bytes) // problem.group)
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:

@@ -19,8 +19,9 @@ from strobe.cuda.backward_plan import (
     backward_values,
     delta_kernel,
     delta_launch,
+    section_of_keys,
 )
-from strobe.cuda.backward_sm90 import backward_maps, section_of_keys
+from strobe.cuda.backward_sm90 import backward_maps
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, tma_limits
 from strobe.cuda.kernel import TemplateKernel

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from strobe.cuda import backward_sm90, backward_wide_sm90, forward_sm80, forward_sm90
+from strobe.cuda import backward_sm80, backward_sm90, backward_wide_sm90, forward_sm80, forward_sm90
 from strobe.cuda.kernel import TemplateKernel
 from strobe.problem import Problem
 
@@ -29,7 +29,10 @@ class Family:
         return "no backward kernel" if module is None else module.limits(problem)
 
 
-FAMILIES = {"sm90": Family(forward_sm90, (backward_sm90, backward_wide_sm90)), "sm80": Family(forward_sm80, ())}
+FAMILIES = {
+    "sm90": Family(forward_sm90, (backward_sm90, backward_wide_sm90)),
+    "sm80": Family(forward_sm80, (backward_sm80,)),
+}
 
 
 def modules(arch: str) -> list[ModuleType]:

@@ -16,7 +16,8 @@ constexpr STROBE_DEVICE int lanes_of(int chunks) { return chunks <= 1 ? 1 : 2 * 
 
 template <class Config, class Params> struct Delta {
   using T = typename Config::Element;
-  static constexpr int kRows = Config::kStatBlock, kLanes = lanes_of(Config::kDimV / 8), kRowsAtOnce = 256 / kLanes;
+  static constexpr int kRows = Config::kStatBlock, kLanes = max(lanes_of(Config::kDimV / 8), 256 / kRows),
+                       kRowsAtOnce = 256 / kLanes;
   const Params& p;
   int m, head, batch, slice, len_q, first_row;
 

@@ -58,8 +58,13 @@ template <int Pending> STROBE_DEVICE void tma_store_wait_read() {
 // Makes this thread's ordinary shared-memory writes visible to the copy engine and the tensor cores (then a barrier).
 STROBE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- programmatic dependent launch ----------------------------------------------------------------------------------
+// ---- programmatic dependent launch; before Hopper a launch begins when the one in front of it has ended -------------
+#if __CUDA_ARCH__ >= 900
 STROBE_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 STROBE_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+STROBE_DEVICE void launch_dependents() {}
+STROBE_DEVICE void wait_for_previous_grid() {}
+#endif
 
 }  // namespace strobe

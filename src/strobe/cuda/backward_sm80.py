@@ -1,0 +1,282 @@
+"""The backward kernels for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, limits, plan, variants.
+
+Three launches: `delta` prepares the statistics of rows and zeros for the sums of dQ, `backward_sm80` computes, and
+`convert_dq_sm80` rounds the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from strobe.cuda.backward_plan import (
+    BACKWARD_FIELDS,
+    CONVERT_DQ,
+    STATISTICS,
+    TENSORS,
+    Statistics,
+    Wanted,
+    backward_values,
+    convert_values,
+    delta_kernel,
+    delta_launch,
+    section_of_keys,
+    side_kernel,
+)
+from strobe.cuda.features import Features, common_features
+from strobe.cuda.forward_sm80 import DIMS, generation
+from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.params import Field, Struct
+from strobe.cuda.plan import (
+    Launch,
+    Machine,
+    Plan,
+    common_limits,
+    padded_dims,
+    stride_fields,
+    stride_values,
+    tile_bytes,
+)
+from strobe.problem import Problem, Strides
+
+__all__ = ["DIMS", "TENSORS", "Tile", "candidates", "choose_tile", "kernels", "limits", "plan", "variants"]
+
+_MAIN = Struct(
+    "Params",
+    [
+        *(Field(t, "const u16*") for t in ("q", "k", "v", "d_o")),
+        *(Field(t, "u16*") for t in ("dk", "dv")),
+        Field("dq_sum", "float*"),
+        Field("turns", "u32*"),  # for deterministic sums
+        *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
+        *stride_fields("q", "k", "v", "do", "dk", "dv"),
+        *STATISTICS,
+        *(Field(n, "int") for n in ("key_blocks", "section")),
+        *BACKWARD_FIELDS,
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The warps stand in a grid for each product; what is not said to be along its rows is along its columns."""
+
+    block_m: int  # queries at a time
+    block_n: int  # keys of a block
+    warps: int
+    warps_s: int  # along the queries of S and dP
+    warps_kv: int  # along the keys of dK and dV
+    warps_q: int  # along the queries of dQ
+    stages_q: int = 2  # buffers of Q
+    stages_do: int = 2  # of dO
+    blocks_per_sm: int = 1  # what the register allocation aims at
+    early: bool = False  # P of the next block is computed beside the products of this one
+    apart: bool = False  # products do not overlap, and dQ is computed in halves: fewer registers
+
+    def __str__(self) -> str:
+        grids = f"w{self.warps} {self.warps_s}/{self.warps_kv}/{self.warps_q}"
+        flags = f"{' early' if self.early else ''}{' apart' if self.apart else ''}"
+        return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}{flags}"
+
+    def smem(self, dim: int, dim_v: int, dropout: bool) -> int:
+        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
+        q, do, p = (tile_bytes(self.block_m, columns) for columns in (dim, dim_v, self.block_n))
+        statistics = 4 * self.block_m * (self.stages_q * (2 if dropout else 1) + self.stages_do)
+        return keys + self.stages_q * q + self.stages_do * do + 2 * p + statistics
+
+    def config(self) -> dict[str, int | bool]:
+        return {
+            "kStatBlock": self.block_m,
+            "kBlockM": self.block_m,
+            "kBlockN": self.block_n,
+            "kWarps": self.warps,
+            "kThreads": 32 * self.warps,
+            "kWarpsS": self.warps_s,
+            "kWarpsKV": self.warps_kv,
+            "kWarpsQ": self.warps_q,
+            "kStagesQ": self.stages_q,
+            "kStagesDo": self.stages_do,
+            "kEarly": self.early,
+            "kApart": self.apart,
+        }
+
+
+# Head dim (up to) -> tiles by generation, the chosen one first; the others are worth a measurement. Generations differ in
+# shared memory.
+_LARGE = {
+    32: [Tile(128, 128, 8, 4, 4, 4)],
+    64: [
+        Tile(128, 128, 8, 4, 4, 4),
+        Tile(128, 128, 8, 4, 4, 4, early=True),
+        Tile(64, 128, 8, 2, 4, 2),
+        Tile(64, 64, 4, 2, 2, 2, blocks_per_sm=2),
+        Tile(128, 64, 4, 4, 2, 4, 2, 1, blocks_per_sm=2),
+    ],
+    96: [Tile(64, 128, 8, 2, 4, 4)],
+    128: [
+        Tile(64, 128, 8, 2, 4, 2),
+        Tile(64, 128, 8, 2, 4, 2, early=True),
+        Tile(64, 64, 4, 2, 2, 2, 2, 1, blocks_per_sm=2),
+        Tile(64, 64, 4, 2, 2, 2, blocks_per_sm=2),
+    ],
+    160: [Tile(64, 64, 8, 4, 4, 4)],
+    192: [Tile(64, 64, 8, 4, 2, 2), Tile(64, 96, 8, 4, 2, 2)],
+    224: [Tile(64, 64, 8, 4, 4, 4)],
+    256: [Tile(64, 64, 8, 4, 2, 2, apart=True), Tile(64, 64, 8, 4, 2, 2), Tile(32, 64, 8, 2, 2, 2)],
+}
+_TILES: dict[str, dict[int, list[Tile]]] = {
+    "sm_80": {
+        **_LARGE,
+        64: _LARGE[64][:4],
+        128: [*_LARGE[128][:2], Tile(64, 64, 4, 2, 2, 2, 1, 1, blocks_per_sm=2)],
+        192: _LARGE[192][:1],
+        224: [Tile(64, 64, 8, 4, 4, 4, 1, 1)],
+        256: [Tile(64, 64, 8, 4, 2, 2, 1, 1, apart=True), Tile(32, 64, 8, 2, 2, 2)],
+    },
+    "sm_86": {
+        32: [Tile(64, 128, 8, 2, 4, 4)],
+        64: [Tile(64, 128, 8, 2, 4, 2)],
+        96: [Tile(64, 64, 8, 4, 4, 4, 2, 1)],
+        128: [Tile(64, 64, 8, 4, 2, 2, 2, 1)],
+        160: [Tile(32, 32, 4, 2, 2, 2)],
+        192: [Tile(32, 64, 8, 2, 2, 2, 2, 1)],
+        256: [Tile(32, 32, 4, 2, 2, 2, 2, 1)],
+    },
+    "sm_90": {**_LARGE, 256: [Tile(64, 64, 8, 4, 2, 2, 2, 1), Tile(64, 64, 8, 2, 2, 2, 2, 1), *_LARGE[256]]},
+    "sm_100": _LARGE,
+}
+
+
+# Scores that are a function take a few registers more than the largest tiles leave; for data center Blackwell, ptxas has
+# none to spare for varlen and dropout either.
+_SMALLER: dict[str, dict[int, Tile]] = {
+    "sm_90": {64: Tile(64, 128, 8, 2, 4, 2), 128: Tile(32, 128, 8, 2, 4, 2), 256: Tile(32, 64, 8, 2, 2, 2)},
+    "sm_100": {64: Tile(64, 128, 8, 2, 4, 2), 128: Tile(32, 128, 8, 2, 4, 2), 256: Tile(32, 64, 8, 2, 2, 2)},
+}
+
+
+def candidates(dim: int, dim_v: int, arch: str) -> list[Tile]:
+    """Tiles for head dims that have a kernel; the first is the one that is used."""
+    table = _TILES[generation(arch)]
+    return table[min(limit for limit in table if limit >= max(dim, dim_v))]
+
+
+def choose_tile(features: Features, arch: str) -> Tile:
+    name = generation(arch)
+    needs_room = not features.score.is_identity or (name == "sm_100" and (features.varlen or features.dropout))
+    smaller = _SMALLER.get(name, {}).get(max(features.dim, features.dim_v)) if needs_room else None
+    return smaller or candidates(features.dim, features.dim_v, arch)[0]
+
+
+def limits(problem: Problem) -> str | None:
+    if not problem.gradients:
+        return "no forward kernel"
+    if problem.partial:
+        return "gradients in fp32"
+    return common_limits(problem)
+
+
+def has_dependent_launch(arch: str) -> bool:
+    """Hopper and later also add four numbers at once."""
+    return int(arch.removeprefix("sm_")) >= 90
+
+
+def kernels(
+    features: Features, tile: Tile, wanted: Wanted, arch: str, exact_dims: bool
+) -> tuple[TemplateKernel, TemplateKernel, TemplateKernel]:
+    """(delta, main, convert). The sinks are in the LSE: only `delta` knows them, if they have a gradient. `exact_dims`:
+    the head dims are not rounded up."""
+    features = replace(features, sinks=False)
+    smem = tile.smem(features.dim, features.dim_v, features.dropout)
+    ordered = wanted.deterministic and wanted.dq
+    vector = has_dependent_launch(arch)
+    config = {
+        **features.config(),
+        **tile.config(),
+        "kSmem": smem,
+        "kPackGqa": 1,
+        "kExactDims": exact_dims,
+        "kVector": vector,
+        "kDeterministic": ordered,
+        "kLastFirst": ordered,
+        "kWantQ": wanted.dq,
+        "kWantKV": wanted.dkv,
+    }
+    only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
+    flags = f"{only}{' deterministic' if ordered else ''}{'' if exact_dims else ' padded'}"
+    main = TemplateKernel(
+        name=f"backward_sm80[{features.name} {tile}{flags}]",
+        arch=arch,
+        params=_MAIN,
+        threads=32 * tile.warps,
+        smem=smem,
+        header="backward_sm80",
+        template="backward_sm80",
+        element=features.element,
+        config=tuple(config.items()),
+        types=features.types(),
+        blocks_per_sm=tile.blocks_per_sm,
+        facts={**features.facts(), **vars(wanted), "tile": str(tile), "exact_dims": exact_dims},
+    )
+    delta = delta_kernel(features, wanted, arch, tile.block_m, tile.block_m * features.dim if wanted.dq else 0)
+    smem = tile.block_m * (2 * features.dim + 16)
+    of_sums: dict[str, int | bool] = {
+        "kStatBlock": tile.block_m,
+        "kDim": features.dim,
+        "kWarps": tile.warps,
+        "kWarpsQ": tile.warps_q,
+        "kSmem": smem,
+        "kVarlen": features.varlen,
+        "kVector": vector,
+    }
+    return delta, main, side_kernel("convert_dq_sm80", "convert_dq_sm80", features, arch, CONVERT_DQ, of_sums, smem)
+
+
+def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
+    """`strides`: of o, d_o and the gradients."""
+    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    arch = machine.arch.rstrip("af")
+    features, wanted = Features.of(problem, dims), Wanted.of(problem)
+    tile = tile or choose_tile(features, arch)
+    delta, main, convert = kernels(features, tile, wanted, arch, exact_dims=dims == (problem.dim, problem.dim_v))
+    statistics = Statistics.of(problem, tile.block_m)
+    key_blocks = -(-problem.len_k // tile.block_n)
+    ordered = wanted.deterministic and wanted.dq
+    q, k, v = problem.strides
+    none = (0, 0, 0)
+    values = {
+        **backward_values(problem),
+        **statistics.values(),
+        **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
+        **stride_values({t: strides.get(t, none) for t in ("dk", "dv")}),
+        "key_blocks": key_blocks,
+        "section": 1 if ordered else section_of_keys(problem, machine.l2_bytes),
+    }
+    grid, overlaps = key_blocks * problem.batch * problem.heads_k, has_dependent_launch(arch)
+    launches = [delta_launch(problem, delta, statistics, strides), Launch(main, grid, values, overlaps=overlaps)]
+    workspace = dict(statistics.workspace)
+    if wanted.dq:
+        rounding = convert_values(problem, statistics, strides)
+        launches.append(Launch(convert, launches[0].grid, rounding, overlaps=overlaps))
+        workspace["dq_sum"] = statistics.workspace["delta"] * dims[0]
+    if ordered:
+        workspace["turns"] = 2 * statistics.workspace["delta"] // tile.block_m
+    details = {"backward kernel": main.name, "backward tile": f"{tile.block_m} queries x {tile.block_n} keys"}
+    return Plan(tuple(launches), TENSORS, workspace, {**details, "backward blocks": grid})
+
+
+def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
+    """The kernels that calls ask for; head dims that are rounded up have kernels of their own."""
+    seen: set[TemplateKernel] = set()
+    every = [Wanted(), Wanted(deterministic=True)]
+    if exhaustive:
+        every += [Wanted(dkv=False), Wanted(dq=False), Wanted(sinks=True)]
+    for features in common_features(DIMS, exhaustive, backward=True):
+        tile = choose_tile(features, arch)
+        for wanted in every:
+            special = features.varlen or features.dropout or wanted.deterministic
+            for exact in (True, False) if exhaustive or not special else (True,):
+                for kernel in kernels(features, tile, wanted, arch, exact):
+                    if kernel not in seen:
+                        seen.add(kernel)
+                        yield kernel
