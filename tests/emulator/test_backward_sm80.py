@@ -3,96 +3,32 @@ emulator has to notice."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import oracle
 import pytest
-import tolerance
 import torch
 from cases import Case
+from emulator.gradients import Mutation, check, check_case, check_deterministic, finding, gradients
 from oracle import prepare
 
-from strobe.arguments import Inputs, layout_of
-from strobe.backends.backend import Gradients
-from strobe.backends.tiled import forward as tiled
-from strobe.cuda import backend as cuda_backend, backward_sm80, jit
+from strobe.cuda import backward_sm80
 from strobe.cuda.backward_sm80 import Tile
 from strobe.cuda.catalogue import FAMILIES
 from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
-from strobe.cuda.plan import Machine, Plan
-from strobe.emulator import EmulatorError, backend, compiler
-from strobe.emulator.program import Mode
+from strobe.cuda.plan import Machine
+from strobe.emulator import compiler
 from strobe.mask import Positions, causal, chunked, window
-from strobe.problem import Problem
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 SMALL = Tile(32, 32, 4, 2, 2, 2)  # many blocks of queries and keys in small problems
 ONE_BUFFER = replace(SMALL, stages_q=1, stages_do=1)
 EARLY = replace(SMALL, early=True)
-Edit = Callable[[str], str]
 
 
 def machine(arch: str = "sm_80") -> Machine:
     return Machine(arch, sms=3, l2_bytes=64 << 20, smem_bytes=SMEM_BYTES[generation(arch)])
-
-
-def with_source(plan: Plan, edit: Edit) -> Plan:
-    """The same launches, with the flattened source of the main kernel changed by `edit`."""
-    delta, main, *rest = plan.launches
-    kernel = dataclasses.replace(main.kernel)
-    kernel.__dict__["source"] = edit(jit.flatten(main.kernel.source, "emu"))  # in place of the cached property
-    return dataclasses.replace(plan, launches=(delta, dataclasses.replace(main, kernel=kernel), *rest))
-
-
-def gradients(
-    p: Problem,
-    inputs: Inputs,
-    tile: Tile | None,
-    mode: Mode = "sync",
-    *,
-    seed: int = 0,
-    arch: str = "sm_80",
-    edit: Edit | None = None,
-    wanted: tuple[str, ...] | None = None,
-) -> Gradients:
-    """By the kernels, with gradients full of NaN before."""
-    found = wanted or tuple(n for n in ("q", "k", "v", "sinks") if getattr(inputs, n) is not None)
-    out, lse = tiled.forward(p, inputs)
-    dout, dlse = oracle.cotangents(p, inputs)
-    a = oracle.arguments(p, inputs, positions=inputs.positions)
-    layout = layout_of(a)
-    results = (layout.outside(out), layout.rows_outside(lse), layout.outside(dout), layout.rows_outside(dlse))
-    asked = p.backward(found)
-    assert FAMILIES["sm80"].limits(asked) is None
-    tensors, actual, strides = cuda_backend.prepare_backward(asked, layout, a, *results)
-    for name in ("dq", "dk", "dv", "dsink"):
-        if tensors[name] is not None:
-            tensors[name].fill_(torch.nan)
-    plan = backward_sm80.plan(actual, strides, machine(arch), tile)
-    backend.launch(plan if edit is None else with_source(plan, edit), tensors, mode=mode, seed=seed)
-    g = cuda_backend.gradients_of(asked, layout, tensors, a)
-    return Gradients(*(None if t is None else layout.inside(t) for t in g[:3]), *g[3:])
-
-
-def check(p: Problem, inputs: Inputs, found: Gradients, exact: list[torch.Tensor], same: list[torch.Tensor]) -> None:
-    _, lse = tiled.forward(p, inputs)
-    dout, _ = oracle.cotangents(p, inputs)
-    names = [n for n in oracle.LEAVES if getattr(inputs, n) is not None]
-    for name, e, s in zip(names, exact, same, strict=True):
-        g = getattr(found, name)
-        if g is not None:
-            floor = tolerance.gradient_floor(name, p, inputs, lse, dout, e)
-            tolerance.check(f"d{name}", g, e, s, tolerance.GRADIENTS, floor)
-
-
-def run(
-    case: Case, tile: Tile | None = SMALL, mode: Mode = "async", dtype: torch.dtype = torch.bfloat16, **how
-) -> None:
-    p, inputs = prepare(case, dtype)
-    check(p, inputs, gradients(p, inputs, tile, mode, **how), *oracle.expected_gradients(case, dtype))
 
 
 CASES = [
@@ -117,21 +53,21 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case: Case) -> None:
-    run(case, mode="sync")
-    run(case)
+    for mode in ("sync", "async"):
+        check_case("sm80", case, SMALL, mode=mode)
 
 
 def test_gradients_in_fp16() -> None:
-    run(CASES[1], dtype=torch.float16)
+    check_case("sm80", CASES[1], SMALL, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("tile", [ONE_BUFFER, replace(SMALL, stages_do=1), EARLY], ids=str)
 def test_other_orders_of_copies_and_products(tile: Tile) -> None:
-    run(CASES[1], tile)
+    check_case("sm80", CASES[1], tile)
 
 
 def test_scores_that_are_a_function_computed_early() -> None:
-    run(replace(CASES[1], name="early", softcap=1.5), EARLY)
+    check_case("sm80", replace(CASES[1], name="early", softcap=1.5), EARLY)
 
 
 TABLES = [
@@ -146,7 +82,7 @@ TABLES = [
 
 @pytest.mark.parametrize(("arch", "case"), TABLES, ids=str)
 def test_tiles_of_the_tables(arch: str, case: Case) -> None:
-    run(case, None, arch=arch)
+    check_case("sm80", case, machine=machine(arch))
 
 
 def test_all_tiles_fit() -> None:
@@ -170,21 +106,14 @@ def test_all_tiles_fit() -> None:
 def test_only_what_is_asked_for(wanted: tuple[str, ...]) -> None:
     case = CASES[1]
     p, inputs = prepare(case, torch.bfloat16)
-    found = gradients(p, inputs, SMALL, "async", wanted=wanted)
+    found = gradients("sm80", p, inputs, SMALL, wanted=wanted)
     assert [n for n in ("q", "k", "v") if getattr(found, n) is not None] == list(wanted)
     check(p, inputs, found, *oracle.expected_gradients(case, torch.bfloat16))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_deterministic(case: Case) -> None:
-    """Sums of dQ in one order, whatever the order of threads and blocks."""
-    p, inputs = prepare(case, torch.bfloat16)
-    p = replace(p, deterministic=True)
-    first = gradients(p, inputs, SMALL, "async")
-    check(p, inputs, first, *oracle.expected_gradients(case, torch.bfloat16))
-    for seed in (1, 2, 3):
-        again = gradients(p, inputs, SMALL, "async", seed=seed)
-        assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+    check_deterministic("sm80", case, SMALL)
 
 
 @pytest.mark.parametrize("span", [(0, 40, 0, 50), (30, 90, 20, 90), (0, 30, 60, 90)], ids=str)
@@ -196,7 +125,7 @@ def test_parts_of_a_sequence(span: tuple[int, int, int, int]) -> None:
     at = torch.tensor([Positions(q0, 90, k0, 90)], dtype=torch.int32)
     p, inputs = oracle.check(q, k, v, mask=causal, positions=at)
     expected = [oracle.gradients(p, inputs, dtype, True) for dtype in (torch.float64, torch.bfloat16)]
-    check(p, inputs, gradients(p, inputs, SMALL), *expected)
+    check(p, inputs, gradients("sm80", p, inputs, SMALL), *expected)
 
 
 def test_what_it_does_not_take() -> None:
@@ -218,52 +147,30 @@ by_name = {case.name: case for case in CASES}
 CAUSAL, WINDOW, DROPOUT, VARLEN = (by_name[n] for n in ("causal_group", "window", "dropout", "varlen"))
 
 
-@dataclass(frozen=True)
-class Mutation:
-    name: str
-    old: str
-    new: str = ""
-    case: Case = CAUSAL
-    tile: Tile = SMALL
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __call__(self, source: str) -> str:
-        assert source.count(self.old) == 1, f"{self.old!r} occurs {source.count(self.old)} times"
-        return source.replace(self.old, self.new)
+def mutation(name: str, old: str, new: str = "", case: Case = CAUSAL, tile: Tile = SMALL) -> Mutation:
+    return Mutation(name, old, new, case, tile)
 
 
 MUTATIONS = [
-    Mutation("copies_not_awaited", "cp_async_wait<0>();\n    sync_block();  // Q", "sync_block();  // Q"),
-    Mutation("copies_not_committed", "cp_async_commit();\n    cp_async_wait<0>();", "cp_async_wait<0>();"),
-    Mutation("no_barrier_at_the_top", "sync_block();  // Q and dO have landed", "//"),
-    Mutation("no_barrier_behind_ds", "sync_block();  // P and dS are written", "//"),
-    Mutation("no_barrier_before_do", "sync_block();  // dO may be overwritten", "//", tile=ONE_BUFFER),
-    Mutation("no_barrier_before_q", "sync_block();  // Q may be overwritten", "//", tile=ONE_BUFFER),
-    Mutation("no_barrier_before_the_epilogue", "sync_block();  // nobody reads K and V any more", "//"),
-    Mutation("next_q_not_awaited", "cp_async_wait<1>();", "", tile=EARLY),
-    Mutation("one_buffer_of_q_for_two", "kStagesQ == 1 ? 0 : left & 1", "0"),
-    Mutation("mask_left_out", "if (masked(b)) {", "if (false) {"),
-    Mutation("mask_only_above", "b.m < blocks.first_full || b.m >= blocks.end_full", "b.m < blocks.first_full", WINDOW),
-    Mutation("head_of_another_group", "tile.head_k * p.group, blocks.first}", "tile.head_k, blocks.first}"),
-    Mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)"),
-    Mutation("weights_not_dropped", "drop_fragment(kept, keys, by", "if (false) drop_fragment(kept, keys, by", DROPOUT),
-    Mutation("dropped_for_another_query", "r.first % 2 ? kFoldOdd", "r.first % 2 == 0 ? kFoldOdd", DROPOUT),
-    Mutation("keys_beyond_the_sequence_written", "if (tile.key0 + row < tile.len_k &&", "if (", VARLEN),
+    mutation("copies_not_awaited", "cp_async_wait<0>();\n    sync_block();  // Q", "sync_block();  // Q"),
+    mutation("copies_not_committed", "cp_async_commit();\n    cp_async_wait<0>();", "cp_async_wait<0>();"),
+    mutation("no_barrier_at_the_top", "sync_block();  // Q and dO have landed", "//"),
+    mutation("no_barrier_behind_ds", "sync_block();  // P and dS are written", "//"),
+    mutation("no_barrier_before_do", "sync_block();  // dO may be overwritten", "//", tile=ONE_BUFFER),
+    mutation("no_barrier_before_q", "sync_block();  // Q may be overwritten", "//", tile=ONE_BUFFER),
+    mutation("no_barrier_before_the_epilogue", "sync_block();  // nobody reads K and V any more", "//"),
+    mutation("next_q_not_awaited", "cp_async_wait<1>();", "", tile=EARLY),
+    mutation("one_buffer_of_q_for_two", "kStagesQ == 1 ? 0 : left & 1", "0"),
+    mutation("mask_left_out", "if (masked(b)) {", "if (false) {"),
+    mutation("mask_only_above", "b.m < blocks.first_full || b.m >= blocks.end_full", "b.m < blocks.first_full", WINDOW),
+    mutation("head_of_another_group", "tile.head_k * p.group, blocks.first}", "tile.head_k, blocks.first}"),
+    mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)"),
+    mutation("weights_not_dropped", "drop_fragment(kept, keys, by", "if (false) drop_fragment(kept, keys, by", DROPOUT),
+    mutation("dropped_for_another_query", "r.first % 2 ? kFoldOdd", "r.first % 2 == 0 ? kFoldOdd", DROPOUT),
+    mutation("keys_beyond_the_sequence_written", "if (tile.key0 + row < tile.len_k &&", "if (", VARLEN),
 ]  # fmt: skip
-
-
-def finding(mutation: Mutation, seed: int) -> str | None:
-    p, inputs = prepare(mutation.case, torch.bfloat16)
-    try:
-        found = gradients(p, inputs, mutation.tile, "async", seed=seed, edit=mutation)
-        check(p, inputs, found, *oracle.expected_gradients(mutation.case, torch.bfloat16))
-    except (EmulatorError, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_mutation_is_caught(mutation: Mutation) -> None:
-    assert any(finding(mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"
+    assert any(finding("sm80", mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"

@@ -191,7 +191,7 @@ def test_values_are_all_the_arguments_but_pointers_and_maps(case: Case) -> None:
     for found in plans(problem_of(case)):
         launch = only(found)
         fields = {field.name for field in launch.kernel.params.fields if not field.ctype.endswith("*")}
-        assert set(launch.values) | {f"map_{t}" for t in launch.maps} == fields
+        assert set(launch.values) | {f"map_{t}" for t in launch.maps} | {"seed"} == fields
 
 
 def test_sections_put_heads_together_only_where_rows_differ() -> None:
@@ -332,7 +332,7 @@ def test_keys_are_split_where_tiles_are_few(len_q: int, len_k: int, batch: int, 
 @pytest.mark.parametrize("dims", forward_sm90.DIMS)
 def test_whatever_is_planned_is_among_the_variants(dims: tuple[int, int]) -> None:
     """Only those are known to compile without spills; 8 stands for any number of heads that are rows of a tile."""
-    known = {v for v in catalogue.variants("sm_90a", exhaustive=True) if (v.facts["dim"], v.facts["dim_v"]) == dims}
+    known = {v for v in forward_sm90.variants(exhaustive=True) if (v.facts["dim"], v.facts["dim_v"]) == dims}
     heads_and_groups = ((1, 1), (4, 4), (60, 1), (120, 1))
     for (heads, group), len_q, len_k in itertools.product(
         heads_and_groups, (1, 100, 192, 500), (64, 700, 768, 1400, 8192)

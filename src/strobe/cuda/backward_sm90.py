@@ -38,7 +38,6 @@ __all__ = ["DIMS", "TENSORS", "TILES", "Tile", "kernels", "limits", "plan", "var
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128)]
 BLOCK_N = 128  # keys of a block, 64 a consumer
 
-_SUMS = [Field("dq_sum", "float*")]
 _MAIN = Struct(
     "Params",
     [

@@ -41,6 +41,15 @@ STROBE_DEVICE bool any(bool x, Site site = Site::here()) {
   });
   return lane.value;
 }
+STROBE_DEVICE int lanes_where(bool x, Site site = Site::here()) {
+  int lane = x;
+  emu::block().converge(emu::Scope::warp, "lanes_where", false, site, &lane, [](void** lanes) {
+    int count = 0;
+    for (int i = 0; i < 32; ++i) count += *static_cast<int*>(lanes[i]);
+    for (int i = 0; i < 32; ++i) *static_cast<int*>(lanes[i]) = count;
+  });
+  return lane;
+}
 STROBE_DEVICE void sync_warp(Site site = Site::here()) {
   emu::Block& b = emu::block();
   b.converge(emu::Scope::warp, "sync_warp", false, site, nullptr, [&b](void**) {

@@ -375,8 +375,9 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   const u32 warpgroup = warp_uniform(thread_idx() / 128), warp = warp_uniform(thread_idx() / 32);
   if (warpgroup == 0) {
     regs_dec<Config::kRegsProducer>();
-    if (thread_idx() == 0) Backward(p, tile, true).produce();
-    else if (Config::kWantQ && (warp == 1 || warp == 2)) Backward(p, tile, false).add_dq(warp - 1);
+    Backward work(p, tile, true);
+    if (thread_idx() == 0) work.produce();
+    else if (Config::kWantQ && (warp == 1 || warp == 2)) work.add_dq(warp - 1);
   } else {
     regs_inc<Config::kRegsConsumer>();
     Backward(p, tile, false).consume(warpgroup - 1);

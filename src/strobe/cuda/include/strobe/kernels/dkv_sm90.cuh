@@ -277,7 +277,8 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
   if (warpgroup == 0) {
     regs_dec<Config::kRegsProducer>();
-    if (thread_idx() == 0) Dkv(p, tile, true, false).produce();
+    Dkv work(p, tile, true, false);
+    if (thread_idx() == 0) work.produce();
   } else {
     regs_inc<Config::kRegsConsumer>();
     Accumulators<typename Config::Element, Config::kDim>::declare();  // kDim >= kDimV: the warpgroups share the names

@@ -52,14 +52,20 @@ STROBE_DEVICE i64 first_stat(const Params& p, int head, int batch, int first_row
 }
 
 // The first of `count` queries whose keys end behind `key`, or begin behind it; `count` if there is none. The ends of a
-// mask's intervals never move left, so a bisection finds it.
-template <bool kBegin, class Mask> STROBE_DEVICE int first_query_behind(const Mask& mask, int key, int count) {
+// mask's intervals never move left, so it can be searched for: by halves, or, where all lanes of a warp ask for the
+// same, 32 queries at a time.
+template <bool kBegin, bool kWarp, class Mask>
+STROBE_DEVICE int first_query_behind(const Mask& mask, int key, int count) {
   int from = 0, to = count;
 #pragma unroll 1
   while (from < to) {
-    const int middle = (from + to) / 2;
-    if ((kBegin ? mask.lo(middle) : mask.hi(middle)) > key) to = middle;
-    else from = middle + 1;
+    const int step = kWarp ? (to - from + 31) / 32 : 1, lane = thread_idx() % 32;
+    const int probe = kWarp ? from + lane * step : (from + to) / 2;
+    const bool behind = probe >= to || (kBegin ? mask.lo(probe) : mask.hi(probe)) > key;
+    const int before = kWarp ? 32 - lanes_where(behind) : !behind;  // probes that are not
+    if (kWarp) to = min(to, from + before * step);
+    else if (behind) to = probe;
+    if (before) from = kWarp ? from + (before - 1) * step + 1 : probe + 1;
   }
   return from;
 }
@@ -68,20 +74,21 @@ template <bool kBegin, class Mask> STROBE_DEVICE int first_query_behind(const Ma
 struct QueryRange {
   int first, end;
 };
-template <class Mask> STROBE_DEVICE QueryRange queries_that_see(const Mask& mask, int key, int len_q, int len_k) {
+template <bool kWarp = false, class Mask>
+STROBE_DEVICE QueryRange queries_that_see(const Mask& mask, int key, int len_q, int len_k) {
   if (key >= len_k) return QueryRange{1 << 30, 0};  // either bound hides it
-  return QueryRange{Mask::kHasHi ? first_query_behind<false>(mask, key, len_q) : 0,
-                    Mask::kHasLo ? first_query_behind<true>(mask, key, len_q) : len_q};
+  return QueryRange{Mask::kHasHi ? first_query_behind<false, kWarp>(mask, key, len_q) : 0,
+                    Mask::kHasLo ? first_query_behind<true, kWarp>(mask, key, len_q) : len_q};
 }
 
 // Query blocks [first, end) see some of the keys; those in [first_full, end_full) see all of them, and need no mask.
 struct QueryBlocks {
   int first, end, first_full, end_full;
 };
-template <int kBlockM, int kBlockN, class Mask>
+template <int kBlockM, int kBlockN, class Mask>  // whole warps ask
 STROBE_DEVICE QueryBlocks visible_query_blocks(const Mask& mask, int key0, int len_q, int len_k) {
-  const QueryRange begin = queries_that_see(mask, key0, len_q, len_k),
-                   last = queries_that_see(mask, min(key0 + kBlockN, len_k) - 1, len_q, len_k);
+  const QueryRange begin = queries_that_see<true>(mask, key0, len_q, len_k),
+                   last = queries_that_see<true>(mask, min(key0 + kBlockN, len_k) - 1, len_q, len_k);
   QueryBlocks b;
   b.first = begin.first / kBlockM;
   b.end = begin.first < len_q ? max(b.first, (last.end + kBlockM - 1) / kBlockM) : b.first;
