@@ -294,6 +294,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     pin(dp);
     gradients(weights, slopes, s, dp, keys, m, masked);
     if (Config::kWantQ) store_ds(slopes, consumer);
+    else sync_warp();  // all lanes have read the statistics before one of them gives their buffers back
     if (kHasDq) issue_dq(dq, consumer);
     if (Config::kWantKV) {
       issue_dv(f.dv, weights);
