@@ -44,10 +44,10 @@ def poisoned_outputs(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, to
     return out, torch.full((batch, heads, rows), torch.nan, dtype=torch.float32, device=out.device)
 
 
-def tensors_of(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor | None]:
+def tensors_of(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
     names = ("q", "k", "v", "cu_q", "cu_k", "positions")
     sinks = None if inputs.sinks is None else inputs.sinks.float()
-    return {name: getattr(inputs, name) for name in names} | {"sinks": sinks, "o": out, "lse": lse}
+    return {name: getattr(inputs, name) for name in names} | {"sinks": sinks, "o": out, "lse": lse, "seed": inputs.seed}
 
 
 def with_source(plan: Plan, edit: Callable[[str], str]) -> Plan:

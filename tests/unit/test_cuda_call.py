@@ -12,9 +12,13 @@ from fake_driver import Kernel, Recorder
 from oracle import check
 
 import strobe
-from strobe.cuda import driver, forward_sm80, forward_sm90, launch as launching
+from strobe.arguments import Arguments
+from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
 from strobe.cuda.launch import Launcher
 from strobe.cuda.plan import COUNTERS, Machine, Plan
+from strobe.problem import Problem
+
+H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
 
 
 @pytest.fixture
@@ -27,8 +31,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def call_of(kernel: str) -> tuple[Launcher, Plan]:
     q, k = torch.empty(2, 150, 4, 64, dtype=torch.bfloat16), torch.empty(2, 130, 2, 64, dtype=torch.bfloat16)
     problem, _ = check(q, k, k, mask=strobe.causal, scale=0.5)
-    machine = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
-    plan = {"sm80": forward_sm80, "sm90": forward_sm90}[kernel].plan(problem, (150 * 4 * 64, 64, 4 * 64), machine)
+    plan = {"sm80": forward_sm80, "sm90": forward_sm90}[kernel].plan(problem, (150 * 4 * 64, 64, 4 * 64), H200)
     return Launcher(plan, 0), plan
 
 
@@ -93,3 +96,44 @@ def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest
     assert launching.zeros(0, 1)[1] is not None and allocated == [4 * size]
     capture = 0
     assert launching.zeros(0, 3)[0] >= 2 << 30 and launching.zeros(1, 1)[0] >= 3 << 30  # a new reserve; another GPU's
+
+
+class Addresses:
+    """In place of a Launcher: what it was called with."""
+
+    calls: list[dict[str, int]] = []
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        self.names = plan.tensors
+
+    def __call__(self, *addresses: int) -> None:
+        Addresses.calls.append(dict(zip(self.names, addresses, strict=True)))
+
+
+@pytest.mark.parametrize("wanted", [("q", "k", "v"), ("q",), ("v",), ("q", "k", "v", "sinks")], ids=str)
+def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...], monkeypatch) -> None:
+    """The first call prepares tensors one by one; the second, whose tensors are like its, launches at once; the third has
+    a gradient that must be copied."""
+    monkeypatch.setattr(cuda_backend, "Launcher", Addresses)
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    sinks = torch.zeros(4) if "sinks" in wanted else None
+    q, k, v = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2), (130, 2)))
+    a = Arguments(q, k, v, mask=strobe.causal, sinks=sinks)
+    problem, layout = Problem.of(a, needs_grad=True)
+    run = cuda_backend._bind_backward(backward_sm90, problem.backward(wanted), layout)
+    Addresses.calls.clear()
+    prepared = []
+    original = cuda_backend.prepare_backward
+    monkeypatch.setattr(cuda_backend, "prepare_backward", lambda *x: prepared.append(1) or original(*x))
+    out, lse = torch.empty_like(q), torch.empty(2, 4, 150)
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    for turn, dout in enumerate((torch.empty_like(q), torch.empty_like(q), odd)):
+        found, sent = run(a, out, lse, dout, None), Addresses.calls[-1]
+        assert [n for n in ("q", "k", "v", "sinks") if getattr(found, n) is not None] == list(wanted)
+        for name, t in (("q", q), ("k", k), ("v", v), ("o", out), ("lse", lse), ("sinks", sinks)):
+            assert sent[name] == (0 if t is None else t.data_ptr())
+        assert (sent["d_o"] == dout.data_ptr()) == (turn < 2)
+        for name in set(wanted) - {"sinks"}:
+            assert sent[f"d{name}"] == getattr(found, name).data_ptr()
+        assert (sent["dq"] == 0) == ("q" not in wanted) and (sent["dk"] == 0) == (not {"k", "v"} & set(wanted))
+        assert len(prepared) == (1, 1, 2)[turn]

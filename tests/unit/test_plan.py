@@ -202,7 +202,12 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
     assert only(plans(uneven)[1]).values["section"] == 16  # two sequences of eight heads: all of it fits
     many = problem_of(Case("causal", 128, 128, batch=8, heads=32, heads_k=16, dim=64, mask=causal))
     per_head = 128 * 128 * 2
-    for heads_in_l2, heads in ((128, 128), (80, 80), (2, 64), (0, 64)):  # query heads: two share one head's keys
+    for heads_in_l2, heads in (
+        (128, 128),
+        (80, 86),
+        (2, 64),
+        (0, 64),
+    ):  # query heads: two share one head's keys; three sections
         assert section(many, heads_in_l2 * per_head) == heads  # half of the L2 is for keys and values
     wide = problem_of(Case("causal", 64, 64, batch=8, heads=16, heads_k=16, dim=256, mask=causal))
     assert section(wide, 0) == 16

@@ -1,7 +1,8 @@
 """Load cubins, encode tensor maps, launch kernels: the few driver calls that strobe makes. Knows nothing of torch.
 
 Whoever calls `Kernel.function` or launches has the device's context current: torch makes the primary context current on
-the first use of a device, and `torch.cuda.device(...)` switches it.
+the first use of a device, and `torch.cuda.device(...)` switches it. A thread that has not used a device yet, such as one
+of autograd's, has none: `have_context` gives it one.
 """
 
 from __future__ import annotations
@@ -66,6 +67,16 @@ def _check(call: str, result: tuple, cuda: Any = None) -> Any:
         name, text = (get(error)[1] for get in (cuda.cuGetErrorName, cuda.cuGetErrorString))
         raise CudaError(call, name.decode() if name else f"error {int(error)}", text.decode() if text else "")
     return values[0] if values else None
+
+
+def have_context(device: int) -> None:
+    """If no context is current in this thread, make the device's primary context current, which is torch's."""
+    cuda = _cuda()
+    if int(_check("cuCtxGetCurrent", cuda.cuCtxGetCurrent())):
+        return
+    of_device = _check("cuDeviceGet", cuda.cuDeviceGet(device))
+    context = _check("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(of_device))
+    _check("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
 
 
 def allocate(size: int) -> int:

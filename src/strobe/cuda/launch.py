@@ -38,6 +38,7 @@ class Launcher:
         self._counts = COUNTER in used
         names = (*plan.tensors, *((COUNTER,) if self._counts else ()), *plan.workspace)
         with torch.cuda.device(device):
+            driver.have_context(device)
             self._launches = [_Prepared(launch, names, device) for launch in plan.launches]
 
     def __call__(self, *addresses: int) -> None:

@@ -193,11 +193,12 @@ def row_blocks(problem: Problem, block_m: int) -> int:
 
 def section(problem: Problem, l2_bytes: int) -> int:
     """Heads that run together (pipeline/schedule.cuh). Where all rows cost the same, one head at a time reuses its keys
-    best; else as many as half of the L2 holds, so that the longest rows of all of them can go first. A few in any case,
-    16 at head dim 128: some eight blocks of a large GPU then share the keys of a head at any time, and memory keeps up
-    without the L2."""
+    best; else about as many as half of the L2 holds, so that the longest rows of all of them can go first. A few in any
+    case, 16 at head dim 128: some eight blocks of a large GPU then share the keys of a head at any time, and memory keeps
+    up without the L2. Sections are alike: a small one at the end would leave multiprocessors idle."""
     if problem.mask.lo is not None or problem.mask.hi is None:
         return 1
     width = problem.dim + problem.dim_v
     per_head = max(1, problem.len_k * width * problem.dtype.itemsize)
-    return min(problem.batch * problem.heads, max(16, 4096 // width, l2_bytes // 2 // per_head) * problem.group)
+    heads, wanted = problem.batch * problem.heads_k, max(16, 4096 // width, l2_bytes // 2 // per_head)
+    return -(-heads // max(1, round(heads / wanted))) * problem.group
