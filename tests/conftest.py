@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -16,6 +17,9 @@ os.environ.setdefault("STROBE_CACHE_DIR", str(_ROOT / ".cache" / "strobe"))
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))  # else the workers' threads fight for the cores
+
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401  before anybody imports distutils, which it replaces and inductor then asks for
 
 try:
     import hypothesis

@@ -327,8 +327,10 @@ int main(int argc, char** argv) {
       flash_attention(d_q, d_k, d_v, d_o, seq_len, dim, options.block_q, options.block_k, options.causal, scale);
     });
 #else
-    flash_attention<<<blocks, threads, bytes> > >(d_q, d_k, d_v, d_o, seq_len, dim, options.block_q, options.block_k,
-                                                  options.causal, scale);
+    // clang-format off
+    flash_attention<<<blocks, threads, bytes>>>(d_q, d_k, d_v, d_o, seq_len, dim, options.block_q, options.block_k,
+                                                options.causal, scale);
+    // clang-format on
 #endif
     CHECK(cudaGetLastError());
   };

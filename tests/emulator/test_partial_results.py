@@ -27,8 +27,8 @@ Result = tuple[torch.Tensor, torch.Tensor]  # O in fp32, [batch, heads, rows, di
 
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEAST_SPLIT", "FEWEST_SPLITS"):
-        monkeypatch.setattr(forward_sm90, name, 1)
+    for name, value in (("LEAST_SPLIT", 1), ("FEWEST_SPLITS", 1), ("FEW_ROWS", 64)):
+        monkeypatch.setattr(forward_sm90, name, value)
 
 
 def partial_result(

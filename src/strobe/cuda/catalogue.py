@@ -9,6 +9,7 @@ from typing import Any
 
 from strobe.cuda import backward_sm80, backward_sm90, backward_wide_sm90, forward_sm80, forward_sm90
 from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.plan import MAX_DIM
 from strobe.problem import Problem
 
 
@@ -50,7 +51,7 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
 def serves(kernel: TemplateKernel, head_dim: int) -> bool:
     """Kernels are made for rounded-up head dims: 72 is served by the next larger one."""
     config = dict(kernel.config)
-    if "kDim" not in config:
-        return True
+    if "kDim" not in config:  # a small kernel beside the others
+        return head_dim <= MAX_DIM
     dims = sorted({d for module in modules(kernel.arch) for d, dv in module.DIMS if d == dv})
     return next((d for d in dims if d >= head_dim), None) == config["kDim"] and head_dim <= config["kDimV"]
