@@ -127,8 +127,9 @@ def test_an_old_figure_is_noticed(written: Path) -> None:
         assert docs.outdated(written) == []
         figure.write_text(before.replace("strobe figure ", "strobe figure 0"))
         assert docs.outdated(written) == [figure]
-        stray = figure.with_name("nobody.svg")
+        stray = figure.with_name("made-up-nobody.svg")
         stray.write_text("<svg/>")
+        figure.with_name("nobody.svg").write_text("<svg/>")  # of no machine: not drawn from results
         assert docs.outdated(written) == [figure, stray]
         assert docs.main(["--write"], written) == 0 and not stray.exists() and figure.read_text() == before
     finally:

@@ -44,7 +44,7 @@ def _speed(duels: dict[str, _Duels], direction: str, kind: str) -> list[str]:
     found = next(iter(duels.values()))
     ours, others = (_names([duel[i] for duel in found]) for i in (0, 1))
     title = PASS_TITLES[direction].capitalize()
-    sentence = f"{title}: against {_OTHERS[kind]}, {others}, {ours} is {' and '.join(said)}; {_cases(len(found))}."
+    sentence = f"{title}: against {_OTHERS[kind]}, {others}, {ours} is {' and '.join(said)}; {_cases(*map(len, duels.values()))}."
     return [" ".join([sentence, *_where_not(duels)])]
 
 
@@ -59,8 +59,11 @@ def _names(rows: Sequence[Row]) -> str:
     return count[0][0] if len(count) == 1 else f"mostly {count[0][0]}"
 
 
-def _cases(n: int) -> str:
-    return "one case" if n == 1 else f"geometric mean of {n} cases"
+def _cases(*counts: int) -> str:
+    """By method, where they differ."""
+    if len(set(counts)) > 1:
+        return f"geometric means of {' and '.join(map(str, counts))} cases"
+    return "one case" if counts[0] == 1 else f"geometric mean of {counts[0]} cases"
 
 
 def _range(ratios: Sequence[float]) -> str:
