@@ -44,7 +44,8 @@ def _speed(duels: dict[str, _Duels], direction: str, kind: str) -> list[str]:
     found = next(iter(duels.values()))
     ours, others = (_names([duel[i] for duel in found]) for i in (0, 1))
     title = PASS_TITLES[direction].capitalize()
-    sentence = f"{title}: against {_OTHERS[kind]}, {others}, {ours} is {' and '.join(said)}; {_cases(*map(len, duels.values()))}."
+    cases = _cases(*map(len, duels.values()))
+    sentence = f"{title}: against {_OTHERS[kind]}, {others}, {ours} is {' and '.join(said)}; {cases}."
     return [" ".join([sentence, *_where_not(duels)])]
 
 
