@@ -108,7 +108,7 @@ def check_deterministic(family: str, case: Case, tile: Any = None, seeds: tuple[
     """The same bits, whatever the order of threads and blocks."""
     p, inputs = prepare(case, torch.bfloat16)
     p = replace(p, deterministic=True)
-    forward = tiled.forward(p, inputs)  # once: PyTorch's products may differ from call to call
+    forward = tiled.forward(p, inputs)  # once, so that the kernels alone are compared
     first = gradients(family, p, inputs, tile, forward=forward)
     check(p, inputs, first, *oracle.expected_gradients(case, torch.bfloat16))
     for seed in seeds:

@@ -19,6 +19,8 @@ from strobe.cuda.plan import (
 )
 from strobe.problem import Problem, Strides
 
+REGISTERS = (24, 240)  # of a thread of the producer and of each of two consumers: they fill 384 times 168
+
 # What whoever runs a backward plan passes. `dsink` is the gradient of the sinks, row by row.
 TENSORS = (
     *("q", "k", "v", "o", "d_o", "lse", "dlse", "sinks", "cu_q", "cu_k", "positions", "dq", "dk", "dv", "dsink"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
     CONVERT_DQ,
+    REGISTERS,
     STATISTICS,
     TENSORS,
     Statistics,
@@ -55,7 +56,6 @@ _MAIN = Struct(
 @dataclass(frozen=True)
 class Tile:
     block_m: int  # queries at a time: 128 or 64, so that a consumer has 64 x 64 numbers of dQ
-    registers: tuple[int, int] = (24, 240)  # of a thread of the producer and of a consumer
 
     def __str__(self) -> str:
         return f"{self.block_m}x{BLOCK_N}"
@@ -107,8 +107,8 @@ def kernels(
         "kBlockN": BLOCK_N,
         "kThreads": 384,
         "kSmem": smem,
-        "kRegsProducer": tile.registers[0],
-        "kRegsConsumer": tile.registers[1],
+        "kRegsProducer": REGISTERS[0],
+        "kRegsConsumer": REGISTERS[1],
         "kPackGqa": 1,
         "kOneBoxPerTile": one_box,
         "kDeterministic": ordered,

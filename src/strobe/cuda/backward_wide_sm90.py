@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
+    REGISTERS,
     STATISTICS,
     TENSORS,
     Statistics,
@@ -65,7 +66,6 @@ class DqTile:
     block_n: int = 64  # keys at a time
     stages: int = 2  # buffers for K
     stages_v: int = 1
-    registers: tuple[int, int] = (24, 240)
 
     def smem(self, dim: int, dim_v: int) -> int:
         queries = 2 * (tile_bytes(64, dim) + tile_bytes(64, dim_v))
@@ -84,13 +84,13 @@ def limits(problem: Problem) -> str | None:
     return tma_limits(problem)
 
 
-def _common(features: Features, one_box: bool, registers: tuple[int, int]) -> dict[str, int | bool]:
+def _common(features: Features, one_box: bool) -> dict[str, int | bool]:
     return {
         **features.config(),
         "kStatBlock": STAT_BLOCK,
         "kThreads": 384,
-        "kRegsProducer": registers[0],
-        "kRegsConsumer": registers[1],
+        "kRegsProducer": REGISTERS[0],
+        "kRegsConsumer": REGISTERS[1],
         "kPackGqa": 1,
         "kSplit": False,
         "kLastFirst": False,
@@ -111,7 +111,7 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
         header="dq_sm90",
         template="dq_sm90",
         element=features.element,
-        config=tuple({**_common(features, one_box, tile.registers), **sizes}.items()),
+        config=tuple({**_common(features, one_box), **sizes}.items()),
         types=features.types(),
         products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
         accumulators=((dim, n // 16),),
@@ -133,7 +133,7 @@ def dkv_kernel(features: Features, one_box: bool) -> TemplateKernel:
         header="dkv_sm90",
         template="dkv_sm90",
         element=features.element,
-        config=tuple({**_common(features, one_box, (24, 240)), **sizes}.items()),
+        config=tuple({**_common(features, one_box), **sizes}.items()),
         types=features.types(),
         products=tuple(sorted({(64, "ss_zero", dim // 16), (64, "ss_zero", dim_v // 16)})),
         accumulators=tuple(sorted({(dim, 4), (dim_v, 4)}, reverse=True)),
