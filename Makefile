@@ -40,9 +40,9 @@ lint: $(READY) ## ruff, clang-format and mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files "*.cuh" "*.cu" "*.h")
 	$(VENV)/bin/python -m mypy
 
-# -rs: what was skipped, and why, in the last lines
+# -rfEs: what failed, and what was skipped and why, in the last lines
 test: lint ## lint, types and every test that needs no GPU
-	$(VENV)/bin/python -m pytest $(TIERS) -q -rs -n $(WORKERS) --durations=15
+	$(VENV)/bin/python -m pytest $(TIERS) -q -rfEs -n $(WORKERS) --durations=15
 
 gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -rs --durations=15

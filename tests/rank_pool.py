@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT = 120.0  # seconds for which a test may keep the ranks busy
+TIMEOUT = 300.0  # seconds for which a test may keep the ranks busy
 
 
 class RankFailed(AssertionError):
@@ -86,7 +86,7 @@ def _serve(address: str, size: int, rank: int) -> None:
     torch.set_num_threads(1)
     connection = Client(address, "AF_UNIX")
     connection.send(rank)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=240)
     dist.init_process_group("gloo", init_method=f"file://{address}.store", rank=rank, world_size=size, timeout=timeout)
     groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in range(1, size + 1)}
     while True:

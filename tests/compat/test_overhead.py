@@ -16,9 +16,10 @@ from strobe.compat.transformers import masks  # noqa: E402
 from strobe.compat.transformers.attention import attention  # noqa: E402
 
 MOST = 25e-6  # seconds a layer
+SHARE = 0.4  # of the call itself: the same 25 µs on a machine on which everything takes longer
 
 
-def timed(function: Callable[[], Any], calls: int = 200) -> float:
+def timed(function: Callable[[], Any], calls: int = 50) -> float:
     """CPU time, because other tests run beside this one."""
     start = time.thread_time()
     for _ in range(calls):
@@ -40,6 +41,6 @@ def test_a_layer_costs_little_more_than_the_call(with_mask: bool) -> None:
         strobe.attention(*(t.transpose(1, 2) for t in (q, k, v)), mask=strobe.causal, scale=0.35)
 
     with torch.no_grad():
-        found = [(timed(through_transformers), timed(called)) for _ in range(30)]
+        found = [(timed(through_transformers), timed(called)) for _ in range(100)]
     ours, plain = (min(times) for times in zip(*found, strict=True))
-    assert ours - plain <= MOST, f"{1e6 * ours:.1f} µs against {1e6 * plain:.1f} µs"
+    assert ours - plain <= max(MOST, SHARE * plain), f"{1e6 * ours:.1f} µs against {1e6 * plain:.1f} µs"

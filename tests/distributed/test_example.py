@@ -19,7 +19,7 @@ def train(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     script = str(ROOT / "examples" / "long_context.py")
     return subprocess.run(
-        [*command, script, *sizes, *arguments], env=environment, capture_output=True, text=True, timeout=240
+        [*command, script, *sizes, *arguments], env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -66,7 +66,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     script.write_text("\n\n".join(blocks(page, "python")), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}  # tests run beside this one
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -153,7 +153,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"needs the extra `docs`: {', '.join(missing)} not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return folder
 

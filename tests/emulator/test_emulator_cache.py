@@ -66,7 +66,7 @@ class Runs:
         """The kernel is right. Returns the library that was loaded."""
         environment = os.environ | {"STROBE_CACHE_DIR": str(self.cache), "CXX": str(self.compiler)}
         command = [sys.executable, "-c", SCRIPT, str(Path(jit.__file__).parents[1]), SOURCE]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"status {done.returncode}\n{done.stderr}"
         self.warned = done.stderr
         answer = json.loads(done.stdout)

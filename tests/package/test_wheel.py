@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def call(*command: str | Path, **options: object) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -190,5 +190,5 @@ def test_type_checkers_see_the_types(installed: Path, tmp_path: Path) -> None:
         "import strobe\nmask: strobe.Mask = strobe.causal\nwrong: int = strobe.causal\n"
     )
     command = [sys.executable, "-m", "mypy", "--python-executable", str(installed / "python"), "caller.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=elsewhere(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=elsewhere(), capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[0].startswith("caller.py:3: error: Incompatible types"), done.stdout + done.stderr

@@ -208,15 +208,22 @@ def torch_alone() -> list[str]:
     return python("-c", "import sys, torch; print(*sorted({m.split('.')[0] for m in sys.modules}))").stdout.split()
 
 
-_TIMED_IMPORT = "import time, torch; t = time.process_time(); import strobe; print(time.process_time() - t)"
+_TIMED_IMPORT = """
+from time import process_time
+a = process_time(); import torch
+b = process_time(); import strobe
+print(b - a, process_time() - b)
+"""
 
 
 def test_import_costs_at_most_50_ms_more_than_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU time, because other tests run beside this one; the best of three, with compiled bytecode as any second import
-    has."""
+    has. Or 4 % of what torch costs: the same on a machine on which everything takes longer."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     python("-c", "import strobe")
-    assert min(float(python("-c", _TIMED_IMPORT).stdout) for _ in range(3)) <= 0.050
+    tries = [map(float, python("-c", _TIMED_IMPORT).stdout.split()) for _ in range(3)]
+    torch_alone, ours = (min(times) for times in zip(*tries, strict=True))
+    assert ours <= max(0.050, 0.04 * torch_alone)
 
 
 # ---- text

@@ -121,7 +121,7 @@ except SystemExit as ended:
 def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str], code: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(strobe.__file__).parents[1])}
     command = [sys.executable, "-c", _LOADED, json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1] == f"loaded [] {code}", done.stdout + done.stderr
 
 
@@ -130,7 +130,7 @@ def test_the_command_has_every_public_name() -> None:
     script = "import sys; sys.argv[0] = 'strobe'; import strobe; a = 'torch' in sys.modules; print(a, *("
     script += "getattr(strobe, n).__class__.__name__ + n for n in strobe.__all__), strobe.explain is strobe.explain)"
     environment = os.environ | {"PYTHONPATH": str(Path(strobe.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     wanted = [getattr(strobe, n).__class__.__name__ + n for n in strobe.__all__]
     assert done.stdout.split() == ["False", *wanted, "True"], done.stderr
 
@@ -244,7 +244,7 @@ def test_the_demo_takes_under_15_s_on_two_cores() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONPATH": str(Path(strobe.__file__).parents[1])}
     command = [sys.executable, "-m", "strobe", "demo", "--device", "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0 and "8192" in done.stdout, done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 20.0

@@ -157,7 +157,7 @@ def with_stub(stub_directory, monkeypatch):
         monkeypatch.setenv("LD_LIBRARY_PATH", str(stub_directory), prepend=os.pathsep)
         monkeypatch.setenv("STUB_FAIL", fail)
         program = PRELUDE + textwrap.dedent(body) + "\nassert 'torch' not in sys.modules\nprint(json.dumps(result))\n"
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -66,7 +66,8 @@ class FakeNvml(types.ModuleType):
             assert handle == "card 0"
             if name not in self.answers:
                 raise self.NVMLError("Not Supported")
-            return self.answers[name]
+            answer = self.answers[name]
+            return answer() if callable(answer) else answer
 
         return ask
 
@@ -106,11 +107,11 @@ def test_older_cards_and_drivers(nvml: FakeNvml) -> None:
 
 def test_energy_between_jumps(nvml: FakeNvml) -> None:
     """In a thread, against the counter of the fake card."""
+    begun = time.perf_counter()
+    nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = lambda: int((time.perf_counter() - begun) / 0.02) * 14_000
     monitor = Monitor(CUDA, energy=True)
     begun = time.perf_counter()
-    while time.perf_counter() - begun < 0.4:
-        nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = 1_000 + int((time.perf_counter() - begun) / 0.02) * 14_000
-        time.sleep(0.001)
+    time.sleep(0.4)
     end = time.perf_counter()
     watts, seen = monitor.mean_watts(begun, end), monitor.during([(begun, end)])
     monitor.close()
