@@ -102,7 +102,7 @@ class Expr:
             constants.append(self.args[0])
             return f"c[{len(constants) - 1}]"
         if self.op == "literal":
-            return f"{self.args[0]}f"
+            return f"{self.args[0]}f" if isinstance(self.args[0], float) else f"{self.args[0]}"
         return OPERATIONS[self.op].cpp.format(*(arg.cpp(constants) for arg in self.args))
 
     def derivative(self, name: str) -> Expr:
@@ -177,9 +177,13 @@ def _parse(words: list[str]) -> tuple[Expr, list[str]]:
             raise ValueError(f"{' '.join(words)!r} has no end")
         return Expr(op, tuple(args)), rest[1:]
     if word[0] == "'":
-        return Expr("literal", (float(word[1:]),)), rest
+        return Expr("literal", (_number(word[1:]),)), rest
     if word[0] == "#":
         return Expr("tensor", (int(word[1:].rstrip("bh")), word.lstrip("#0123456789"))), rest
     if word[0].isalpha() and word not in ("inf", "nan"):
         return Expr("var", (word,)), rest
-    return Expr.of(int(word) if word.lstrip("-").isdigit() else float(word)), rest
+    return Expr.of(_number(word)), rest
+
+
+def _number(word: str) -> float:
+    return int(word) if word.lstrip("-").isdigit() else float(word)

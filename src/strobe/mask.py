@@ -183,6 +183,9 @@ full = Mask(None, None, "full")
 causal = Mask(None, _diag + 1, "causal")
 causal_top_left = Mask(None, _q + 1, "causal_top_left")
 
+# Only the keys that the whole sequence has: those from 0 to len_k, which positions say, not all that a buffer holds.
+used_keys = Mask(Expr("literal", (0,)), _len_k, "used")
+
 
 def window(left: int | None, right: int | None) -> Mask:
     """Keys from `left` before the diagonal to `right` after it, both included; `None` leaves that side open."""

@@ -15,6 +15,7 @@ from strobe.arguments import Arguments
 from strobe.bound import lookup
 from strobe.checks import with_longest
 from strobe.compat import terms
+from strobe.mask import used_keys
 from strobe.problem import Unsupported
 
 _QKV = (True, True, True, False, False)  # gradients of q, k and v, none of bias and sinks
@@ -101,7 +102,7 @@ def _flash_forward(
     if seqused_k is not None:
         len_q = query.shape[1] if cum_seq_q is None else cum_seq_q.diff()
         positions = terms.positions_of(seqused_k.shape[0], len_q, seqused_k, 0, query.device)
-        a = a._replace(mask=a.mask & terms.USED, positions=positions)
+        a = a._replace(mask=a.mask & used_keys, positions=positions)
     return _forward(a._replace(out=out), return_debug_mask)
 
 

@@ -17,6 +17,7 @@ from strobe.arguments import Arguments
 from strobe.bound import lookup
 from strobe.checks import with_longest
 from strobe.compat import kvcache, terms
+from strobe.mask import used_keys
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]
@@ -351,7 +352,7 @@ def _with_used(a: Arguments, used_q: _Maybe, used_k: _Maybe) -> Arguments:
     len_q: Any = used_q if used_q is not None else a.q.shape[1] if a.cu_q is None else a.cu_q.diff()
     len_k: Any = used_k if used_k is not None else a.k.shape[1] if a.cu_k is None else a.cu_k.diff()
     positions = terms.positions_of(batch, len_q, len_k, 0, a.q.device)
-    return a._replace(mask=a.mask & terms.USED, positions=positions)
+    return a._replace(mask=a.mask & used_keys, positions=positions)
 
 
 def _run(a: Arguments, dim_v: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 from strobe.api import attend as attend_to
 from strobe.arguments import Arguments
 from strobe.compat import terms
-from strobe.mask import Mask
+from strobe.mask import Mask, used_keys
 from strobe.nn.rotary import rotate
 from strobe.score import Score
 
@@ -98,7 +98,7 @@ def _looked_up(
     first = 0 if leftpad is None else leftpad
     len_q = a.q.shape[1] if cu_q is None else cu_q.diff()
     positions = terms.positions_of(batch, len_q, used - first, first, a.q.device)
-    return a._replace(mask=a.mask & terms.USED, positions=positions)
+    return a._replace(mask=a.mask & used_keys, positions=positions)
 
 
 def _write(

@@ -13,8 +13,6 @@ from strobe.problem import Unsupported
 from strobe.score import Score, alibi, softcap
 
 _S = Expr("var", ("s",))
-# Only the keys that the whole sequence has: those from 0 to len_k, which `positions` say, not all that a buffer holds.
-USED = Mask(Expr("literal", (0,)), Expr("var", ("len_k",)), "used")
 
 
 def mask_of(is_causal: bool, left: int, right: int, chunk: int = 0) -> Mask:

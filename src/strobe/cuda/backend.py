@@ -66,6 +66,13 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
 
 
+def in_step(t: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor itself, or a copy if whole rows do not lead from one sequence to the next (`tensor_maps.buffer_rows`)."""
+    batch, _, rows = inside_strides(t, layout)
+    regular = t.shape[0] == 1 or layout.inside(t).shape[2] <= 1 or (rows > 0 and batch % rows == 0)
+    return t if regular else t.clone(memory_format=torch.contiguous_format)
+
+
 def inside_strides(t: torch.Tensor, layout: Layout) -> Strides:
     return layout.inside(t).stride()[:3]  # type: ignore[return-value]
 
@@ -98,6 +105,8 @@ def seed_of(a: Arguments) -> int:
 def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Problem]:
     """Aligned tensors, outputs allocated; and the problem with the strides that they have."""
     q, k, v = aligned(a.q), aligned(a.k), aligned(a.v)
+    if problem.positions and not problem.varlen:
+        k, v = in_step(k, layout), in_step(v, layout)
     if a.out is None:
         o = torch.empty((*q.shape[:-1], problem.dim_v), dtype=problem.out_dtype, device=q.device)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strobe.cuda.plan import ELEMENTS, Dims
-from strobe.mask import Mask, causal, full, window
+from strobe.mask import Mask, causal, full, used_keys, window
 from strobe.problem import Problem
 from strobe.score import Score, identity, softcap
 
@@ -87,3 +87,5 @@ def common_features(dims: list[Dims], exhaustive: bool, backward: bool = False) 
         if not backward:
             for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, merged by their LSE
                 yield replace(plain, varlen=varlen, positions=True, partial_out=True)
+            if exhaustive or mask is causal:  # buffers of which sequences fill a part
+                yield replace(plain, mask=mask & used_keys, positions=True)

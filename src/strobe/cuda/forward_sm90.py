@@ -32,7 +32,7 @@ from strobe.cuda.plan import (
     stride_values,
     tile_bytes,
 )
-from strobe.cuda.tensor_maps import packed_gqa_map, tile_map
+from strobe.cuda.tensor_maps import buffer_rows, packed_gqa_map, tile_map
 from strobe.problem import Problem, Strides
 
 ARCH = "sm_90a"
@@ -57,7 +57,7 @@ def _params(output: str) -> Struct:
             *stride_fields("q", "k", "v", "o"),
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
-            *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles")),
+            *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows")),
             *PROBLEM_FIELDS,
             *(Field(f"map_{t}", "TensorMap") for t in "qkvo"),
         ],
@@ -272,7 +272,8 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         tile, splits = _tile_and_splits(problem, dims, machine.sms)
     else:
         splits = _splits(problem, tile, machine.sms, tile.block_n)
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen and pack == 1
+    clipped = problem.varlen or problem.positions
+    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not clipped and pack == 1
     spec = kernel(Features.of(problem, dims), tile, split=splits > 1, pack_gqa=pack, one_box=one_box)
     blocks = row_blocks(problem, tile.block_m)
     tiles = blocks * problem.batch * problem.heads * splits
@@ -287,14 +288,16 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         "section": section(problem, machine.l2_bytes),
         "splits": splits,
         "tiles": tiles,
+        "k_batch_rows": buffer_rows(problem.len_k, k) if problem.positions else 0,
+        "v_batch_rows": buffer_rows(problem.len_k, v) if problem.positions else 0,
     }
     of_q = (problem.heads, problem.len_q, problem.q.total)
     of_k = (problem.heads_k, problem.len_k, problem.k.total)
     store_columns = 64 * tile.store_panels or dims[1]
     maps = {
         "q": tile_map(problem, one_box, *of_q, problem.dim, q, 64, dims[0]),
-        "k": tile_map(problem, one_box, *of_k, problem.dim, k, tile.block_n, dims[0]),
-        "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, tile.block_n, dims[1]),
+        "k": tile_map(problem, one_box, *of_k, problem.dim, k, tile.block_n, dims[0], clipped),
+        "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, tile.block_n, dims[1], clipped),
         "o": tile_map(problem, one_box, *of_q, problem.dim_v, out_strides, 64, store_columns),
     }
     if pack > 1:
@@ -349,7 +352,7 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
     for features in common_features(DIMS, exhaustive):
         dims, scored = (features.dim, features.dim_v), not features.score.is_identity
         bounded = features.mask.hi is not None
-        one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not features.varlen
+        one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not features.varlen and not features.positions
         plain = not features.varlen and not scored and not features.sinks
         splits = (False,) if features.dropout else (False, True) if exhaustive else (not plain,)
         for split in splits:

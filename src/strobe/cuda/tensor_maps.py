@@ -19,6 +19,7 @@ def tile_map(
     strides: Strides,
     box_rows: int,
     columns: int,
+    clipped: bool | None = None,
 ) -> TensorMapSpec:
     """(columns, rows, panels, heads, batch): a box is a tile of `box_rows` x `columns`. If the head dim is not a multiple
     of 64 it is one panel of a tile (not `one_box`).
@@ -30,15 +31,18 @@ def tile_map(
     the tensor. Coordinates must not be negative, though, so it is raised by FAR, and the last coordinate, also FAR,
     takes that back: its stride of 2^34 bytes less a row, FAR = 2^30 times, is less than nothing by FAR rows, modulo the
     2^64 of an address. (The obvious way, to encode an address before the tensor, faults if no memory is mapped there.)
+    `clipped`: such a map for buffers of which sequences fill a part; rows count through all of them.
     """
+    clipped = problem.varlen if clipped is None else clipped
     batch_stride, head_stride, row_stride = (2 * s for s in strides)
     # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
-    row_stride = row_stride if (total if problem.varlen else length) > 1 else 128
+    alone = batch_stride if clipped and problem.batch > 1 else 128
+    row_stride = row_stride if (total if problem.varlen else length) > 1 else alone
     head_stride = head_stride if heads > 1 else row_stride
     batch_stride = batch_stride if problem.batch > 1 else row_stride
     steps: tuple[int, ...] = (row_stride, 128, head_stride, batch_stride)
     box: tuple[int, ...] = (64, box_rows, 1, 1, 1)
-    if problem.varlen:
+    if clipped:
         dims: tuple[int, ...] = (dim, box_rows, heads, 2 * FAR, FAR + 1)
         steps = (row_stride, head_stride, row_stride, (1 << 34) - row_stride)
     elif one_box:
@@ -47,6 +51,11 @@ def tile_map(
     else:
         dims = (dim, length, 1, heads, problem.batch)
     return TensorMapSpec(0, 2, dims, steps, box, 128, ELEMENTS[problem.dtype])  # type: ignore[arg-type]
+
+
+def buffer_rows(length: int, strides: Strides) -> int:
+    """Of a clipped map: how many rows lie between the buffers of two sequences."""
+    return strides[0] // strides[2] if length > 1 else 1
 
 
 def packed_gqa_map(problem: Problem, pack: int, len_q: int, dim: int, strides: Strides) -> TensorMapSpec:

@@ -16,6 +16,7 @@ from strobe.bound import lookup
 from strobe.checks import with_longest
 from strobe.compat import terms
 from strobe.compat.flash_attn.probabilities import signed_probabilities
+from strobe.mask import used_keys
 
 _ALL = (True, True, True, False, False)  # gradients of q, k and v
 _Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -175,7 +176,7 @@ def _flash_attn_varlen_forward(
         first = 0 if leftpad_k is None else leftpad_k
         filled = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         positions = terms.positions_of(filled.shape[0], cu_seqlens_q.diff(), filled - first, first, q.device)
-        a = a._replace(mask=a.mask & terms.USED, positions=positions)
+        a = a._replace(mask=a.mask & used_keys, positions=positions)
     return _forward(a, return_softmax)
 
 

@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_tracing
 
 from strobe.compat import terms
 from strobe.compat.transformers.layer_mask import LayerMask
-from strobe.mask import Mask, causal, chunked, full, window
+from strobe.mask import Mask, causal, chunked, full, used_keys, window
 
 
 class Rule(NamedTuple):
@@ -44,7 +44,7 @@ def _interval(is_causal: bool, left: int, right: int, chunk: int, used: bool) ->
         mask = mask & window(None if left < 0 else left, None if right < 0 else right)
     if chunk:
         mask = mask & chunked(chunk)
-    return mask & terms.USED if used else mask
+    return mask & used_keys if used else mask
 
 
 def mask(

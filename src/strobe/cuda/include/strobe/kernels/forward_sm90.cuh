@@ -93,13 +93,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
     const u32 full = k.begin_load(kBytesK);
     tma_load_tile<kOneBox, kBlockN, kDim>(smem + kOffsetK + k.stage * kBytesK, &p.map_k, full,
-                                          key_box<Config, kBlockN>(tile, head, n * kBlockN));
+                                          key_box<Config, kBlockN>(tile, head, n * kBlockN, p.k_batch_rows));
     k.next();
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
     const u32 full = v.begin_load(kBytesV);
     tma_load_tile<kOneBox, kBlockN, kDimV>(smem + kOffsetV + v.stage * kBytesV, &p.map_v, full,
-                                           key_box<Config, kBlockN>(tile, head, n * kBlockN));
+                                           key_box<Config, kBlockN>(tile, head, n * kBlockN, p.v_batch_rows));
     v.next();
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {

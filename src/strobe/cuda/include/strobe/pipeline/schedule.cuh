@@ -56,6 +56,7 @@ template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, c
   if (Config::kPositions) {
     const int* at = p.positions + 4 * batch;
     t.positions = Positions{ld_global(at), ld_global(at + 1), ld_global(at + 2), ld_global(at + 3)};
+    t.len_k = max(0, min(t.len_k, t.positions.whole_k - t.positions.offset_k));  // what lies behind may be anything
   }
   return t;
 }
