@@ -199,13 +199,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   template <int N>
   STROBE_DEVICE void score_and_mask(float (&s)[N], const Tile& tile, int row, int n, bool masked) const {
     score_fragment(s, Score{p.score});
-    if (masked) {
-      const Mask m = mask(tile);
-      const int column = n * kBlockN + 2 * (thread_idx() % 4), query[2] = {row / kPackGqa, (row + 8) / kPackGqa};
-      const int lo[2] = {opaque(m.lo(query[0]) - column), opaque(m.lo(query[1]) - column)};
-      const int hi[2] = {opaque(m.hi(query[0]) - column), opaque(m.hi(query[1]) - column)};
-      mask_fragment<Mask::kHasLo>(s, lo, hi);
-    }
+    if (masked) mask_queries(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, n * kBlockN + 2 * (thread_idx() % 4));
   }
 
   // S_n -> P_n, which replaces P_{n+1}: the first kExpsBeforeWait weights before the wait for P V (0: where ptxas puts
@@ -273,9 +267,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     }
     if constexpr (Config::kPartialOut) {
       f.o.scale(inverse);
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        if (row + 8 * r < tile.len_q) f.o.store_row(r, out.o(row + 8 * r) + 2 * (thread_idx() % 4), p.dim_v);
+      out.store_partial(f.o, row);
       sync_warpgroup(consumer);  // every warp is done with Q
     } else {
       const int first = tile.row0 + 64 * consumer;
@@ -388,9 +380,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void forward_sm90(const Params& p) {
   using Forward = ForwardSm90<Config, Mask, Score, Params>;
   if (thread_idx() == 0) {
-    tma_prefetch_map(&p.map_q);
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
+    for (const TensorMap* map : {&p.map_q, &p.map_k, &p.map_v}) tma_prefetch_map(map);
     if (!Config::kPartialOut) tma_prefetch_map(&p.map_o);
     Forward::init_barriers();
   }

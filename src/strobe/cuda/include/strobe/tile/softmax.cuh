@@ -36,6 +36,15 @@ template <bool kHasLo, int N> STROBE_DEVICE void mask_fragment(float (&s)[N], co
   }
 }
 
+// The same by a mask, for the queries of the thread's two rows; `column` is the key of its first column. The bounds are
+// computed once: without `opaque` the compiler does so again for every score.
+template <class Mask, int N>
+STROBE_DEVICE void mask_queries(float (&s)[N], const Mask& m, int query, int other, int column) {
+  const int lo[2] = {opaque(m.lo(query) - column), opaque(m.lo(other) - column)};
+  const int hi[2] = {opaque(m.hi(query) - column), opaque(m.hi(other) - column)};
+  mask_fragment<Mask::kHasLo>(s, lo, hi);
+}
+
 // tanh(x) = 1 - 2 / (1 + exp(2x)) is off by an ulp of 1, however small x is: near 0 its series takes over.
 STROBE_DEVICE float tanh_fast(float x) {
   const float x2 = x * x, series = fma(x * x2, fma(x2, fma(x2, -17.f / 315, 2.f / 15), -1.f / 3), x);
