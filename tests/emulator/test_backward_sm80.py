@@ -165,8 +165,8 @@ MUTATIONS = [
     mutation("mask_only_above", "b.m < blocks.first_full || b.m >= blocks.end_full", "b.m < blocks.first_full", WINDOW),
     mutation("head_of_another_group", "tile.head_k * p.group, blocks.first}", "tile.head_k, blocks.first}"),
     mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)"),
-    mutation("weights_not_dropped", "drop_fragment(kept, keys, by", "if (false) drop_fragment(kept, keys, by", DROPOUT),
-    mutation("dropped_for_another_query", "r.first % 2 ? kFoldOdd", "r.first % 2 == 0 ? kFoldOdd", DROPOUT),
+    mutation("weights_not_dropped", "dropout.drop(kept,", "if (false) dropout.drop(kept,", DROPOUT),
+    mutation("dropped_for_another_query", "keys[0], keys[1], row)", "keys[0], keys[1], row + 1)", DROPOUT),
     mutation("keys_beyond_the_sequence_written", "if (tile.key0 + row < tile.len_k &&", "if (", VARLEN),
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 
 from strobe import dropout
 
-GOLDEN = 47736, 7891, "x..x...xxxxx..x."
+GOLDEN = 47736, 47499, "..xx..xx.xx.x.xx"
 
 
 def mix(x: int) -> int:
@@ -32,9 +32,13 @@ def uniform(seed: int, batch: int, head: int, query: int, key: int) -> int:
     r = mix((mix(r ^ batch) + head) & 0xFFFFFFFF)
     a = mix(r ^ query >> 1)
     b = mix(a ^ 0x85EBCA6B)
-    y = fold(a + (key >> 1) & 0xFFFFFFFF, 0xD2511F53) ^ b
-    w = fold(y, 0xCD9E8D57 if query % 2 else 0x9E3779B1)
+    y = fold(a + (key & ~9) & 0xFFFFFFFF, 0xD2511F53) ^ b
+    w = fold(y, ((0x9E3779B1, 0xB5297A4D), (0xCD9E8D57, 0xC2B2AE3D))[query % 2][key >> 3 & 1])
     return w >> 16 if key % 2 else w & 0xFFFF
+
+
+def as_fp16(bits: int) -> float:
+    return torch.tensor(bits, dtype=torch.int32).to(torch.uint16).view(torch.float16).item()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 0xFFFFFFFF, 1234567890123456789, (1 << 64) - 1, -1])
@@ -45,8 +49,22 @@ def test_is_the_formula(seed: int) -> None:
         for h, head in enumerate(indices[1]):
             for q, query in enumerate(indices[2]):
                 for k, key in enumerate(indices[3]):
-                    expected = uniform(seed, batch, head, query, key) >= dropout.threshold(0.4)
+                    bits = uniform(seed, batch, head, query, key)
+                    expected = not as_fp16(bits) < as_fp16(dropout.threshold_bits(0.4))  # NaN is kept
                     assert found[b, h, q, k].item() == expected
+
+
+@pytest.mark.parametrize("n", [0, 1, 6554, 31743, 31744, 31745, 31746, 32768, 60000, 63488, 63489, 63490, 65000, 65535])
+def test_drops_as_many_patterns_as_asked_for(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 2^16 patterns, one each. Halves cannot tell 0 from -0."""
+    words = torch.arange(1 << 16)
+    monkeypatch.setattr(dropout, "_fold", lambda x, by: words.view(1, 1, 1, -1))
+    p = n / (1 << 16)
+    kept = dropout.keep(0, range(1), range(1), range(1), torch.zeros(1 << 16, dtype=torch.int64), p).flatten()
+    assert (~kept).sum() == (31746 if n == 31745 else n)
+    if p <= dropout.LARGEST:
+        halves = words.to(torch.uint16).view(torch.float16)
+        assert torch.equal(kept, ~(halves < as_fp16(dropout.threshold_bits(p))))
 
 
 def test_golden_values() -> None:
@@ -69,7 +87,7 @@ def bits(seed: int, p: float = 0.5, batch: int = 1, heads: int = 1, rows: int = 
     return dropout.keep(seed, range(batch), range(heads), range(rows), range(keys), p).double()
 
 
-@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9, 0.99])
 def test_keeps_the_right_share(p: float) -> None:
     kept = bits(3, p, batch=2, heads=2)
     deviation = (kept.mean().item() - (1 - p)) * math.sqrt(kept.numel() / max(p * (1 - p), 1e-9))
@@ -93,7 +111,7 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - 0.5) * (b - 0.5)).mean().item() * 4 * math.sqrt(a.numel())
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 8, 9, 16, 32, 64, 128, 256])
 def test_neighbours_are_independent(step: int) -> None:
     x = bits(5)[0, 0]
     assert abs(correlation(x[:, step:], x[:, :-step])) < 5, "keys"

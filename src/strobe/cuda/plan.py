@@ -103,7 +103,7 @@ def problem_values(problem: Problem) -> dict[str, Any]:
         "score": numbers + (0.0,) * (MAX_SCORE_CONSTANTS - len(numbers)),
         "scale_log2": problem.score.kernel_form(problem.scale).after * LOG2E,
         "dropout_scale": 1 / (1 - problem.dropout),
-        "dropout_threshold": dropout.threshold(problem.dropout) << 16,
+        "dropout_threshold": 0x10001 * dropout.threshold_bits(min(problem.dropout, dropout.LARGEST)),
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.group,
@@ -142,6 +142,8 @@ def common_limits(problem: Problem) -> str | None:
         return "a mask tensor; the kernels take interval masks (strobe.causal, strobe.window, …)"
     if problem.has_bias:
         return "a bias; the kernels have none"
+    if problem.dropout > dropout.LARGEST:
+        return f"dropout {problem.dropout}; the kernels drop up to {dropout.LARGEST:.3f}"
     if problem.dropout and (problem.positions or problem.first_head):
         return "dropout of a part of a sequence or of its heads; the kernels count from the first"
     if not problem.score.pointwise:

@@ -54,6 +54,25 @@ template <> STROBE_DEVICE u32 pack2<fp16>(float lo, float hi) {
   return emu::round_fp16(lo) | u32(emu::round_fp16(hi)) << 16;
 }
 
+STROBE_DEVICE u32 not_less_f16x2(u32 a, u32 b) {
+  u32 r = 0;
+  for (u32 half = 0; half < 32; half += 16)
+    if (!(emu::widen_fp16(u16(a >> half)) < emu::widen_fp16(u16(b >> half)))) r |= 0xffffu << half;
+  return r;
+}
+STROBE_DEVICE void not_less_f16x2(bool& lo, bool& hi, u32 a, u32 b) {
+  const u32 both = not_less_f16x2(a, b);
+  lo = both & 1, hi = both >> 31;
+}
+STROBE_DEVICE u32 bytes_of(u32 a, u32 b, u32 nibbles) {
+  u32 r = 0;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 from = nibbles >> 4 * i & 7;
+    r |= ((from < 4 ? a : b) >> 8 * (from & 3) & 0xff) << 8 * i;
+  }
+  return r;
+}
+
 template <class T> STROBE_DEVICE float to_float(u16 x);
 template <> STROBE_DEVICE float to_float<bf16>(u16 x) { return as_float(u32(x) << 16); }
 template <> STROBE_DEVICE float to_float<fp16>(u16 x) { return emu::widen_fp16(x); }

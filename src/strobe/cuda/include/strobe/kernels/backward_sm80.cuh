@@ -210,11 +210,11 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.left) * kBytesRow + 4 * (row / 2 * 2 + 8 * i), x, y);
       keys[i] = DropoutRow{as_bits(x), as_bits(y)};
     }
-    const u32 by = row % 2 ? kFoldOdd : kFoldEven;
+    const Dropout<true> dropout(p, keys[0], keys[1], row);
 #pragma unroll
     for (int i = 0; i < 8; ++i) dp[i] *= p.dropout_scale;
-    drop_fragment(kept, keys, by, tile.key0 + column(n), p.dropout_threshold);
-    drop_fragment(dp, keys, by, tile.key0 + column(n), p.dropout_threshold);
+    dropout.drop(kept, tile.key0 + column(n));
+    dropout.drop(dp, tile.key0 + column(n));
   }
 
   // ---- dQ -----------------------------------------------------------------------------------------------------------

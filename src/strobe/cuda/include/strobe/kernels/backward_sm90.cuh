@@ -245,14 +245,14 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           kept[j] = keep[j] ? kept[j] : 0.f;
-          dp[i + j] = keep[j] ? dp[i + j] * p.dropout_scale : 0.f;
+          dp[i + j] = keep[j] ? dp[i + j] : 0.f;
         }
       }
       weights[i / 2] = pack2<T>(kept[0], kept[1]);
       weights[i / 2 + 1] = pack2<T>(kept[2], kept[3]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        dp[i + j] = s[i + j] * (dp[i + j] - d[j & 1]);
+        dp[i + j] = s[i + j] * centred<Config::kDropout>(dp[i + j], p.dropout_scale, d[j & 1]);
         if (!Score::kIdentity) dp[i + j] *= slope[j];
       }
       slopes[i / 2] = pack2<T>(dp[i], dp[i + 1]);

@@ -182,8 +182,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       if (Config::kDropout) keys.kept(keep, dropout + 8 * i, p.dropout_threshold);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (Config::kDropout) dp[i + j] = keep[j] ? dp[i + j] * p.dropout_scale : 0.f;
-        dp[i + j] = weight[j] * (dp[i + j] - d[j & 1]);
+        if (Config::kDropout) dp[i + j] = keep[j] ? dp[i + j] : 0.f;
+        dp[i + j] = weight[j] * centred<Config::kDropout>(dp[i + j], p.dropout_scale, d[j & 1]);
       }
     }
     sync_warp();

@@ -133,15 +133,10 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   // dS, rounded, from P and dP.
   STROBE_DEVICE void gradients(u32 (&slopes)[kScores / 2], const float (&s)[kScores], float (&dp)[kScores],
                                const float (&slope)[kScores], const Rows& r, int n) const {
-    if (Config::kDropout) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) dp[i] *= p.dropout_scale;
-      drop_fragment(dp, r.dropout, r.row % 2 ? kFoldOdd : kFoldEven, n * kBlockN + 2 * int(thread_idx() % 4),
-                    p.dropout_threshold);
-    }
+    Dropout<Config::kDropout>(p, r.dropout[0], r.dropout[1], r.row).drop(dp, n * kBlockN + 2 * int(thread_idx() % 4));
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      dp[i] = s[i] * (dp[i] - r.delta[fragment_row(i)]);
+      dp[i] = s[i] * centred<Config::kDropout>(dp[i], p.dropout_scale, r.delta[fragment_row(i)]);
       if (!Score::kIdentity) dp[i] *= slope[i];
     }
     pack_fragment<T>(slopes, dp);

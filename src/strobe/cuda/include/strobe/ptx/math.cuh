@@ -40,6 +40,22 @@ template <> STROBE_DEVICE u32 pack2<fp16>(float lo, float hi) {
   return r;
 }
 
+// Of two pairs of fp16 numbers: 0xffff in the halves in which a >= b, or one is NaN.
+STROBE_DEVICE u32 not_less_f16x2(u32 a, u32 b) {
+  u32 r;
+  asm("set.geu.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+STROBE_DEVICE void not_less_f16x2(bool& lo, bool& hi, u32 a, u32 b) {
+  u32 x, y;
+  asm("{\n.reg .pred p, q;\nsetp.geu.f16x2 p|q, %2, %3;\nselp.u32 %0, 1, 0, p;\nselp.u32 %1, 1, 0, q;\n}"
+      : "=r"(x), "=r"(y)
+      : "r"(a), "r"(b));
+  lo = x, hi = y;
+}
+// Bytes of two words, `a` holding numbers 0 to 3 and `b` 4 to 7; the least nibble chooses the lowest.
+STROBE_DEVICE u32 bytes_of(u32 a, u32 b, u32 nibbles) { return __byte_perm(a, b, nibbles); }
+
 template <class T> STROBE_DEVICE float to_float(u16 x);
 template <> STROBE_DEVICE float to_float<bf16>(u16 x) { return as_float(u32(x) << 16); }
 template <> STROBE_DEVICE float to_float<fp16>(u16 x) {
