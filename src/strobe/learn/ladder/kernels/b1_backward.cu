@@ -46,7 +46,7 @@ STROBE_DEVICE void delta(const Params& p) {
 
 // P and dS of one tile, from Q, K, dO, V in shared memory, into shared memory. P = 0 where a query does not see a key.
 STROBE_DEVICE void recompute(const Params& p, const Block& b, int slice, int row0, int key0) {
-  float s[kPatch][kPatch] = {}, dp[kPatch][kPatch] = {};
+  float s[kPatch][kPatch] = {}, dp[kPatch][kPatch] = {};  // S = Q K^T, dP = dO V^T
   for (int i = 0; i < kDim; ++i) {
     float q[kPatch], d_o[kPatch], k[kPatch], v[kPatch];
     for (int a = 0; a < kPatch; ++a) q[a] = b.q.get(b.y + 16 * a, i), d_o[a] = b.d_o.get(b.y + 16 * a, i);
@@ -88,6 +88,7 @@ STROBE_DEVICE void keys_and_values(const Params& p) {
     sync_block();  // the four tiles have arrived
     recompute(p, b, slice, row0, key0);
     sync_block();  // P and dS are complete
+    // dV += P^T dO, dK += dS^T Q
     for (int i = 0; i < kRows; ++i) {
       float weight[kPatch], ds[kPatch];
       for (int a = 0; a < kPatch; ++a) weight[a] = b.p.get(i, b.y + 16 * a), ds[a] = b.ds.get(i, b.y + 16 * a);
@@ -116,6 +117,7 @@ STROBE_DEVICE void queries(const Params& p) {
     sync_block();  // the four tiles have arrived
     recompute(p, b, slice, row0, key0);
     sync_block();  // dS is complete
+    // dQ += dS K
     for (int i = 0; i < kKeys; ++i) {
       float ds[kPatch];
       for (int a = 0; a < kPatch; ++a) ds[a] = b.ds.get(b.y + 16 * a, i);
