@@ -90,8 +90,8 @@ def _backward_smem(dim: int) -> int:
 
 
 def _backward_mma_smem(dim: int) -> int:
-    """Tiles of K and V, of two Q and two dO, and of dS."""
-    return 6 * 64 * dim * 2 + 64 * 64 * 2
+    """Tiles of 64 keys and values, of two times 32 rows of Q and dO, and of dS."""
+    return (2 * 64 + 4 * 32) * dim * 2 + 64 * 64 * 2
 
 
 # ---- what is kept in memory besides the tensors, in floats; what is moved --------------------------------------------

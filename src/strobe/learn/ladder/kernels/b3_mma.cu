@@ -16,10 +16,14 @@
 
 namespace strobe {
 
-constexpr int kThreads = 128, kRows = 64, kKeys = 64;  // four warps: 16 keys each, or 16 rows of dQ
+constexpr int kThreads = 128, kRows = 32, kKeys = 64;  // four warps: 16 keys each; of dQ 16 rows, half of the columns
 // A thread has what mma gives it: two rows, 8 apart, and of every 8 columns two neighbours.
-STROBE_DEVICE int my_row(int a) { return thread_idx() / 32 * 16 + thread_idx() % 32 / 4 + 8 * a; }
+STROBE_DEVICE int my_row(int a) { return thread_idx() % 32 / 4 + 8 * a; }
 STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 + b % 2; }
+// Read anew wherever it is used: else the compiler keeps all addresses that follow from it in registers, and they do
+// not fit beside dK and dV.
+STROBE_DEVICE int lane() { return thread_idx_again() % 32; }
+// What a thread has of kColumns columns of the warp's result.
 template <int kColumns> struct Sums {
   float x[2][kColumns / 4] = {};
 };
@@ -33,15 +37,15 @@ template <int kColumns> struct HalfTile {
   }
   // Rows [first, first + rows) of a matrix of `length` rows; what lies beyond is zero.
   STROBE_DEVICE void load_async(const u16* matrix, int first, int rows, int length, int threads) const {
-    for (int i = thread_idx(); i < rows * kColumns / 8; i += threads) {
+    for (int i = thread_idx_again(); i < rows * kColumns / 8; i += threads) {
       const int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8;
       const bool there = first + row < length;
       cp_async_16(at(row, column), there ? matrix + i64(first + row) * kColumns + column : matrix, there);
     }
   }
 };
-typedef HalfTile<kDim> Tile;       // of K, V, Q or dO
-typedef HalfTile<kRows> Weights;  // dS^T
+typedef HalfTile<kDim> Tile;   // of K, V, Q or dO
+typedef HalfTile<64> Weights;  // dS^T in the left half: the swizzle wants rows of eight chunks
 constexpr int kStages = 2, kOffsetV = Tile::bytes(kKeys), kOffsetQ = kOffsetV + Tile::bytes(kKeys);
 constexpr int kOffsetDo = kOffsetQ + kStages * Tile::bytes(kRows), kOffsetDs = kOffsetDo + kStages * Tile::bytes(kRows);
 static_assert(kSmem == kOffsetDs + Weights::bytes(kKeys), "the shared memory that Python asks for");
@@ -49,20 +53,16 @@ static_assert(kSmem == kOffsetDs + Weights::bytes(kKeys), "the shared memory tha
 // 16 x 16 numbers of an operand, as mma wants them. left_rows and right_rows: the product sums along the rows of the
 // tile; left_columns and right_columns: along its columns, and ldmatrix transposes.
 template <class T> STROBE_DEVICE void left_rows(u32 (&x)[4], const T& tile, int row, int i) {
-  const int lane = thread_idx() % 32;
-  ldmatrix_x4(tile.at(row + lane % 16, i + lane / 16 * 8), x[0], x[1], x[2], x[3]);
+  ldmatrix_x4(tile.at(row + lane() % 16, i + lane() / 16 * 8), x[0], x[1], x[2], x[3]);
 }
 template <class T> STROBE_DEVICE void left_columns(u32 (&x)[4], const T& tile, int column, int i) {
-  const int lane = thread_idx() % 32;
-  ldmatrix_x4_trans(tile.at(i + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8), x[0], x[1], x[2], x[3]);
+  ldmatrix_x4_trans(tile.at(i + lane() % 8 + lane() / 16 * 8, column + lane() / 8 % 2 * 8), x[0], x[1], x[2], x[3]);
 }
 template <class T> STROBE_DEVICE void right_rows(u32 (&x)[4], const T& tile, int row, int i) {
-  const int lane = thread_idx() % 32;
-  ldmatrix_x4(tile.at(row + lane % 8 + lane / 16 * 8, i + lane / 8 % 2 * 8), x[0], x[1], x[2], x[3]);
+  ldmatrix_x4(tile.at(row + lane() % 8 + lane() / 16 * 8, i + lane() / 8 % 2 * 8), x[0], x[1], x[2], x[3]);
 }
 template <class T> STROBE_DEVICE void right_columns(u32 (&x)[4], const T& tile, int column, int i) {
-  const int lane = thread_idx() % 32;
-  ldmatrix_x4_trans(tile.at(i + lane % 16, column + lane / 16 * 8), x[0], x[1], x[2], x[3]);
+  ldmatrix_x4_trans(tile.at(i + lane() % 16, column + lane() / 16 * 8), x[0], x[1], x[2], x[3]);
 }
 
 // D += A B: the warp's 16 rows, kColumns columns, a sum over kDepth. left(a, i) and right(b, n, i) fetch the operands.
@@ -108,6 +108,7 @@ STROBE_DEVICE void delta(const Params& p) {
   if (thread_idx() % 32 == 0) st_global(Workspace(p).delta + row, sum);
 }
 
+// The warp's 16 rows, from `first` on.
 STROBE_DEVICE void store(u16* to, const Sums<kDim>& sum, float factor, int first, int length) {
 #pragma unroll
   for (int a = 0; a < 2; ++a)
@@ -121,7 +122,7 @@ STROBE_DEVICE void store(u16* to, const Sums<kDim>& sum, float factor, int first
 STROBE_DEVICE void gradients(const Params& p) {
   const int blocks = (p.len_k + kKeys - 1) / kKeys, slice = block_idx() / blocks, key0 = block_idx() % blocks * kKeys;
   const i64 rows = i64(slice) * p.len_q, queries = rows * kDim, keys = i64(slice) * p.len_k * kDim;
-  const int warp_row = thread_idx() / 32 * 16;
+  const int warp = thread_idx() / 32, my_keys = 16 * warp, my_queries = warp % 2 * 16, my_half = warp / 2 * kDim / 2;
   const Workspace workspace(p);
   const Tile k{smem_base()}, v{smem_base() + kOffsetV};
   const Weights ds_tile{smem_base() + kOffsetDs};
@@ -147,9 +148,9 @@ STROBE_DEVICE void gradients(const Params& p) {
 
     // S^T = K Q^T, dP^T = V dO^T: the warp's 16 keys, all queries
     Sums<kRows> s, dp;
-    multiply<kDim>(s, [&](u32 (&a)[4], int i) { left_rows(a, k, warp_row, i); },
+    multiply<kDim>(s, [&](u32 (&a)[4], int i) { left_rows(a, k, my_keys, i); },
                    [&](u32 (&b)[4], int n, int i) { right_rows(b, q, n, i); });
-    multiply<kDim>(dp, [&](u32 (&a)[4], int i) { left_rows(a, v, warp_row, i); },
+    multiply<kDim>(dp, [&](u32 (&a)[4], int i) { left_rows(a, v, my_keys, i); },
                    [&](u32 (&b)[4], int n, int i) { right_rows(b, d_o, n, i); });
 
     // P^T = exp(S^T - LSE), dS^T = P^T (dP^T - delta): a column is a query
@@ -161,7 +162,7 @@ STROBE_DEVICE void gradients(const Params& p) {
       const float delta = seen > 0 ? ld_global(workspace.delta + rows + query) : 0.f;
 #pragma unroll
       for (int a = 0; a < 2; ++a) {
-        s.x[a][b] = key0 + my_row(a) < seen ? exp2_approx(s.x[a][b] * p.scale_log2 - lse) : 0.f;
+        s.x[a][b] = key0 + my_keys + my_row(a) < seen ? exp2_approx(s.x[a][b] * p.scale_log2 - lse) : 0.f;
         dp.x[a][b] = s.x[a][b] * (dp.x[a][b] - delta);
       }
     }
@@ -169,7 +170,7 @@ STROBE_DEVICE void gradients(const Params& p) {
     for (int a = 0; a < 2; ++a)
 #pragma unroll
       for (int b = 0; b < kRows / 4; b += 2)
-        st_shared(ds_tile.at(my_row(a), my_column(b)), pack2<bf16>(dp.x[a][b], dp.x[a][b + 1]));
+        st_shared(ds_tile.at(my_keys + my_row(a), my_column(b)), pack2<bf16>(dp.x[a][b], dp.x[a][b + 1]));
 
     // dV += P^T dO, dK += dS^T Q: the warp's 16 keys
     multiply<kRows>(dv, [&](u32 (&a)[4], int i) { pack(a, s, i); },
@@ -178,20 +179,21 @@ STROBE_DEVICE void gradients(const Params& p) {
                     [&](u32 (&b)[4], int n, int i) { right_columns(b, q, n, i); });
     sync_block();  // dS is complete
 
-    // dQ += dS K: 16 queries, the keys of all warps
-    Sums<kDim> dq;
-    multiply<kKeys>(dq, [&](u32 (&a)[4], int i) { left_columns(a, ds_tile, warp_row, i); },
-                    [&](u32 (&b)[4], int n, int i) { right_columns(b, k, n, i); });
+    // dQ += dS K: 16 queries and half of the columns, the keys of all warps
+    Sums<kDim / 2> dq;
+    multiply<kKeys>(dq, [&](u32 (&a)[4], int i) { left_columns(a, ds_tile, my_queries, i); },
+                    [&](u32 (&b)[4], int n, int i) { right_columns(b, k, my_half + n, i); });
 #pragma unroll
-    for (int a = 0; a < 2; ++a)
+    for (int a = 0; a < 2; ++a) {
+      const int query = row0 + my_queries + my_row(a);
 #pragma unroll
-      for (int c = 0; c < kDim / 4; ++c)
-        if (row0 + my_row(a) < p.len_q)
-          atomic_add(workspace.dq + queries + i64(row0 + my_row(a)) * kDim + my_column(c), dq.x[a][c]);
+      for (int c = 0; c < kDim / 8; ++c)
+        if (query < p.len_q) atomic_add(workspace.dq + (rows + query) * kDim + my_half + my_column(c), dq.x[a][c]);
+    }
   }
   cp_async_wait<0>();
-  store(p.dk + keys, dk, p.scale, key0, p.len_k);
-  store(p.dv + keys, dv, 1.f, key0, p.len_k);
+  store(p.dk + keys, dk, p.scale, key0 + my_keys, p.len_k);
+  store(p.dv + keys, dv, 1.f, key0 + my_keys, p.len_k);
 }
 
 // One thread for two numbers of dQ.
