@@ -285,6 +285,11 @@ def get(number: str) -> Rung:
     return found
 
 
+def comparisons() -> str:
+    """The rungs that are not compared with the rung before them."""
+    return ", ".join(f"{rung.number}: over {rung.against}" for rung in RUNGS if rung.against) + "; for equal work"
+
+
 def before(rung: Rung) -> Rung | None:
     """The rung that its prediction compares it with."""
     if rung.against is not None:
