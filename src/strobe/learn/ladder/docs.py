@@ -42,9 +42,7 @@ def _unmeasured(rung: Rung) -> dict[str, Any]:
 
 def study(root: Path, machine: str, data: dict[str, Any]) -> dict[str, Any] | None:
     """What the study of the backward says of a rung that was not measured."""
-    found = measured.backward_study(root / "benchmarks" / "results" / machine, data["shape"])
-    rates = {row["number"]: row["tflops"] for row in data["rungs"]}
-    return None if found is None or rates.get(found["number"]) is not None else found
+    return measured.backward_study(root / "benchmarks" / "results" / machine, data)
 
 
 # ---- the headers of the kernels --------------------------------------------------------------------------------------
@@ -120,7 +118,7 @@ def _tables(machine: str, data: dict[str, Any], studied: dict[str, Any] | None) 
     note = f"Measured and predicted: the speed-up over the rung before ({rungs.comparisons()})."
     if studied:
         note += (
-            f" In brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the study "
+            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the study "
             f"of the library's backward on the same GPU (`{studied['file']}`, {studied['date']})."
         )
     return [*lines, note, ""]

@@ -60,11 +60,8 @@ _COUNTED_NOTE = (
 
 def _study(number: str) -> dict[str, Any] | None:
     """What stands for a rung that was not measured with the others."""
-    ladder = measured.load()["ladder"]
-    found = ladder["study"]
-    if found is None or found["number"] != number or any(row["number"] == number for row in ladder["rungs"]):
-        return None
-    return found
+    found = measured.load()["ladder"]["study"]
+    return found if found and found["number"] == number else None
 
 
 def _measured_note(rows: Sequence[Row]) -> str:
@@ -75,7 +72,7 @@ def _measured_note(rows: Sequence[Row]) -> str:
     brackets = ""
     if studied:
         brackets = (
-            f" In brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the study "
+            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the study "
             f"of the library's backward ({studied['date']}, {studied['file']})."
         )
     case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
