@@ -11,7 +11,7 @@
 // Predicted: x 0.5 the speed of 05 for equal work: seven products do the work of five, with smaller tiles (2 x 2
 //   scores a thread: a load for each multiplication, not a half), because six matrices share the shared memory.
 // Measured: x 0.52, 11.5 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: what limits 05, scalar units; and two of the seven products are computed twice.
+// What limits it now: what limits 05, scalar units; and two of the five products are computed twice.
 #include "ladder.cuh"
 
 namespace strobe {
