@@ -143,11 +143,13 @@ def test_a_wrong_result_is_noticed() -> None:
     assert not judge(rung, shape, x).passed
 
 
+WHOLE_TILES = Shape(slices=1, len_q=256, len_k=256, dim=64)  # for every rung but 13, whose model knows of that
+
+
 @pytest.fixture(scope="module")
 def counted() -> dict[str, measure.Row]:
     said: list[str] = []
-    shape = Shape(slices=1, len_q=192, len_k=192, dim=64)  # whole tiles for every rung
-    rows = measure.run(shape, rungs.RUNGS, torch.device("cpu"), said.append)
+    rows = measure.run(WHOLE_TILES, rungs.RUNGS, torch.device("cpu"), said.append)
     assert len(said) == 2 * len(rungs.RUNGS)
     assert all(row.passed for row in rows)
     return {row.number: row for row in rows}
@@ -186,15 +188,14 @@ def test_the_steps_of_the_gradient_do_what_they_promise(counted: dict[str, measu
         assert counters is not None
         return counters[what]
 
-    pairs, dim = 192 * 192, 64
+    rows, pairs, dim = WHOLE_TILES.len_q, WHOLE_TILES.pairs, WHOLE_TILES.dim
     assert count("b0", "global_bytes_written") > 4 * 3 * pairs  # P, dP and dS
-    assert count("b1", "global_bytes_written") < 4 * pairs  # no matrix at all
+    assert count("b1", "global_bytes_written") == 4 * (3 * dim + 1) * rows  # the gradients and delta, no matrix at all
     assert count("b1", "exp2") == 2 * count("b2", "exp2")  # P is recomputed once, not twice
     assert count("b2", "shared_bytes_read") < 0.8 * count("b1", "shared_bytes_read")  # five products, not seven
-    sums = {"b2": 32, "b3": 64}  # keys of a block: each block adds a part of dQ
-    for number, keys in sums.items():
-        once = {"b2": 3 * 4 + 4, "b3": 4 + 3 * 2}[number] * 192 * dim  # zeros and gradients
-        assert count(number, "global_bytes_written") == 4 * pairs // keys * dim + once + 4 * 192, number  # and delta
+    for number, keys, once in (("b2", 32, 4 + 2 * 4), ("b3", 64, 4 + 3 * 2)):  # bytes: zeros, gradients
+        sums = 4 * (rows // keys) * rows * dim  # each block of keys adds a part to each number of dQ
+        assert count(number, "global_bytes_written") == sums + (once * dim + 4) * rows, number  # 4: delta
     products = 5 * pairs * dim // (16 * 8 * 16)
     assert count("b2", "mma") == 0 and count("b3", "mma") == products and count("b3", "bank_conflicts") == 0
     assert count("b4", "mma") == 0 < count("b4", "wgmma")

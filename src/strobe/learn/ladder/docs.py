@@ -118,8 +118,8 @@ def _tables(machine: str, data: dict[str, Any], studied: dict[str, Any] | None) 
     note = f"Measured and predicted: the speed-up over the rung before ({rungs.comparisons()})."
     if studied:
         note += (
-            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the study "
-            f"of the library's backward on the same GPU (`{studied['file']}`, {studied['date']})."
+            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the "
+            f"study of the library's backward on the same GPU (`{studied['file']}`, {studied['date']})."
         )
     return [*lines, note, ""]
 

@@ -72,8 +72,8 @@ def _measured_note(rows: Sequence[Row]) -> str:
     brackets = ""
     if studied:
         brackets = (
-            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the study "
-            f"of the library's backward ({studied['date']}, {studied['file']})."
+            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the "
+            f"study of the library's backward ({studied['date']}, {studied['file']})."
         )
     case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
     return (

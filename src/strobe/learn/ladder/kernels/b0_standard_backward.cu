@@ -88,7 +88,7 @@ STROBE_DEVICE void score_gradients(const Params& p, const float* weights, float*
     st_global(dp + i, ld_global(weights + i) * (ld_global_fresh(dp + i) - sum));
 }
 
-// Products 3, 4 and 5, for each number of a gradient.
+// Products 3, 4 and 5, for each number of a gradient: dV = P^T dO, dQ = scale dS K, dK = scale dS^T Q.
 STROBE_DEVICE void gradient_v(const Params& p, const Matrix& weights) {
   const Corner at = corner(p.len_k, kDim);
   store(p.dv, p.len_k, kDim, at, product<true, false>(weights, {p.d_o, p.len_q, kDim}, at, p.len_q));
