@@ -1,9 +1,9 @@
 // b2  One pass: five products, dQ by atomic sums
 //
-// What changed: b1 recomputes P and dS twice, once for dK and dV and once for dQ. Here the block that owns keys also
-//   multiplies its tile of dS by K, and that is a part of dQ: the part that comes from these keys. Blocks with other
-//   keys have other parts of the same rows, so they meet in memory and add: dQ begins at zero, and every block adds to
-//   it atomically.
+// What changed: two passes become one. In b1 P and dS are recomputed twice, once for dK and dV and once for dQ. Here
+//   the block that owns keys also multiplies its tile of dS by K. That is a part of dQ: the part that comes from these
+//   keys. Blocks with other keys have other parts of the same rows, so they meet in memory and add: dQ begins at zero,
+//   and every block adds to it atomically.
 // Why it should help: five products instead of seven, and K, V, Q and dO are read by one pass instead of two.
 // Predicted: x 1.3 the speed of b1. Five products instead of seven would be x 1.4. The atomic sums take some of it
 //   back: each number of dQ is added N / 32 times.
