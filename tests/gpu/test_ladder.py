@@ -44,6 +44,38 @@ def test_scores_of_a_thousand(rung: Rung) -> None:
     check(rung, LARGE_SCORES, GAIN)
 
 
+def test_the_gradient_is_timed_as_a_flight() -> None:
+    """b4, the library's, is the fastest, and each row has what the documents need."""
+    rows = measure.run(Shape(slices=16, len_q=2048, len_k=2048, dim=128), rungs.BACKWARD, torch.device("cuda", 0))
+    timed = [row for row in rows if not row.skipped]
+    assert timed and all(row.passed and row.ms and row.tflops for row in timed), rows
+    assert not any(row.failed for row in rows)
+    if len(timed) == len(rungs.BACKWARD):
+        assert max(timed, key=lambda row: row.tflops or 0).number == "b4"
+        assert all(row.speed_up for row in timed[2:])
+
+
+def test_sums_by_atomics_differ_in_their_last_bits_only() -> None:
+    """b1 gives the same bits every time. b2 and b3 add dQ in any order, and stay within the rule."""
+    shape = Shape(slices=2, len_q=1024, len_k=1024, dim=64)
+    for number in ("b1", "b2", "b3"):
+        rung, device = rungs.get(number), torch.device("cuda", 0)
+        if execute.cannot_run(rung, device) is not None:
+            continue
+        x = execute.make(rung, shape, device)
+        launch = execute.prepare(rung, shape, x)
+        found = []
+        for _ in range(3):
+            launch()
+            torch.cuda.synchronize()
+            assert judge(rung, shape, x).passed
+            found.append([t.clone() for t in x.results(rung).values()])
+        first = found[0]
+        for again in found[1:]:
+            same = [torch.equal(a, b) for a, b in zip(first, again, strict=True)]
+            assert same[1:] == [True, True] and (same[0] or number != "b1"), number
+
+
 def test_rows_are_timed() -> None:
     shape = Shape(slices=4, len_q=512, len_k=512, dim=64)
     rows = measure.run(shape, [rungs.get("05"), rungs.get("09")], torch.device("cuda", 0))

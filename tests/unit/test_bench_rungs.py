@@ -12,6 +12,7 @@ import torch
 from bench_results import synthetic
 from fake_driver import Recorder
 
+import strobe
 from strobe import emulator
 from strobe.bench import compile_time, figures, providers, results as files, results_page, rungs as bench_rungs, runner
 from strobe.bench.case import BenchCase, case
@@ -19,6 +20,8 @@ from strobe.bench.inputs import make_tensors
 from strobe.bench.report import page
 from strobe.bench.request import Request
 from strobe.bench.suites import cases
+from strobe.cuda import launch as launching
+from strobe.emulator.backend import MACHINES
 from strobe.learn.ladder import execute, rungs
 from strobe.learn.ladder.rung import PARAMS, POINTERS, Shape
 from strobe.measure import palette, stopwatch as measure
@@ -54,7 +57,7 @@ def as_on_a_gpu(any_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rungs_run_only_when_asked_for() -> None:
-    assert NAMES[0] == "ladder-01-standard" and NAMES[-1] == "ladder-b1-backward"
+    assert NAMES[0] == "ladder-01-standard" and NAMES[-1] == "ladder-b4-hopper"
     assert not {p.name for p in providers.select([])} & set(NAMES)
     assert not {p.name for p in providers.select(["ours"])} & set(NAMES)
     assert [p.name for p in providers.select(["ladder"])] == NAMES
@@ -169,25 +172,26 @@ def test_rows_are_right_by_the_benchmarks_rule(
     as_on_a_gpu: None, no_ceilings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execute, "Call", EmulatedCall)
-    chosen = providers.select(["ladder-01", "ladder-05", "ladder-09", "ladder-b1"])
+    chosen = providers.select(["ladder-01", "ladder-05", "ladder-09", "ladder-b1", "ladder-b3"])
     monkeypatch.setattr(runner, "select", lambda names: [dataclasses.replace(p, device=None) for p in chosen])
     shape = {"batch": 2, "length": 33, "len_k": 70, "mask": "causal"}
-    small = {number: fitting(rungs.get(number), **shape) for number in ("05", "09", "b1")}
+    small = {number: fitting(rungs.get(number), **shape) for number in ("05", "09", "b1", "b3")}
     both = dataclasses.replace(small["b1"], direction="both")
     found = run(("ladder",), [*small.values(), both])
     row = {(r.provider[7:9], r.case.direction, r.case.dtype): r for r in found.rows}
-    assert len(row) == len(found.rows) == 16
+    assert len(row) == len(found.rows) == 25
     right = {(number, "forward", "float32") for number in ("01", "05")} | {("09", "forward", "bfloat16")}
-    right |= {("b1", direction, "float32") for direction in ("backward", "both")}
+    right |= {("b1", direction, "float32") for direction in ("backward", "both")} | {("b3", "backward", "bfloat16")}
     for key, found_row in row.items():
         wanted = "ok" if key in right else "unsupported"
         assert found_row.status == wanted and (found_row.reason is None) == (key in right), (key, found_row.reason)
         assert (found_row.error is not None and found_row.timing is not None) == (key in right)
     assert row["b1", "backward", "float32"].note == "the forward pass is that of ladder-05-queries-outside"
+    assert row["b3", "backward", "bfloat16"].note == "the forward pass is that of ladder-09-registers"
     assert row["05", "backward", "float32"].reason == "no gradients"
 
 
-@pytest.mark.parametrize("number", ["02", "05", "11", "b1"])
+@pytest.mark.parametrize("number", ["02", "05", "11", "b0", "b1", "b3"])
 def test_a_call_sends_the_addresses_of_its_tensors(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_driver.install(monkeypatch)
     monkeypatch.setattr(execute, "_loaded", lambda rung, dim, arch: fake_driver.Kernel())
@@ -210,6 +214,44 @@ def test_a_call_sends_the_addresses_of_its_tensors(number: str, monkeypatch: pyt
             if rung.hopper:
                 maps = [struct.unpack_from("<Q", sent, PARAMS.offsets[f"map_{t}"])[0] for t in "qkv"]
                 assert maps == [x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr()]
+
+
+def test_the_librarys_backward_is_launched_from_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """b4 on a GPU: three launches, with the addresses of the rung's own tensors."""
+    fake_driver.install(monkeypatch)
+    monkeypatch.setattr(launching, "kernel", lambda spec: fake_driver.Kernel())
+    monkeypatch.setattr(execute, "machine_of", lambda device: MACHINES["sm90"])
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
+    rung, shape = rungs.get("b4"), Shape(slices=3, len_q=70, len_k=150, dim=64, causal=True)
+    x = execute.make(rung, shape)
+    assert x.d_o is not None and x.dq is not None and x.dk is not None and x.dv is not None
+    launch = execute.prepare(rung, shape, x)
+    launch()
+    launch()
+    plan, _ = execute._library_plan(rung, shape, x, MACHINES["sm90"])
+    assert [part.kernel.template for part in plan.launches] == ["backward_delta", "backward_sm90", "convert_dq"]
+    delta, main, convert = Recorder.made
+    assert [len(made.sent) for made in Recorder.made] == [2, 2, 2]
+
+    def sent(made: Recorder, part: int, name: str) -> int:
+        return struct.unpack_from("<Q", made.sent[1][1], plan.launches[part].kernel.params.offsets[name])[0]
+
+    assert [sent(delta, 0, n) for n in ("o", "d_o", "lse")] == [t.data_ptr() for t in (x.o, x.d_o, x.lse)]
+    mapped = {"q": x.q, "k": x.k, "v": x.v, "d_o": x.d_o, "dk": x.dk, "dv": x.dv}
+    assert {n: sent(main, 1, f"map_{n}") for n in mapped} == {n: t.data_ptr() for n, t in mapped.items()}
+    assert sent(convert, 2, "dq") == x.dq.data_ptr()
+    assert sent(main, 1, "dq_sum") == sent(convert, 2, "dq_sum") != 0
+
+
+def test_the_librarys_backward_is_the_gradient_of_a_call(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(strobe, "attention", lambda q, k, v, **how: asked.append(how) or v)
+    what = fitting(rungs.get("b4"))
+    x = make_tensors(what, CPU, 0)
+    prepared = providers.select(["ladder-b4"])[0].prepare(what, x)
+    assert prepared.forward(x.q, x.k, x.v) is x.v and prepared.note == "the kernels of strobe-sm90"
+    assert asked == [{"mask": strobe.full, "layout": "bhsd", "backend": "sm90"}]
 
 
 def test_every_call_has_an_output_of_its_own(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,11 @@ from strobe.emulator import Counters
 from strobe.learn import measured
 from strobe.learn.ladder import chart, docs, measure, rungs, show
 from strobe.learn.ladder.measure import Row
-from strobe.learn.ladder.rung import KERNELS, LIBRARY_KERNEL, PARAMS, Rung, Shape
+from strobe.learn.ladder.rung import KERNELS, PARAMS, Rung, Shape
 from strobe.measure.tolerance import Verdict
 from strobe.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-FORWARD = [rung for rung in rungs.RUNGS if not rung.backward]
 every_rung = pytest.mark.parametrize("rung", rungs.RUNGS, ids=lambda rung: rung.number)
 
 
@@ -58,13 +57,37 @@ def test_a_rung_is_short(rung: Rung) -> None:
     assert all(len(line) <= 120 for line in rung.text.splitlines())
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.pairwise(FORWARD[:-1])), ids=lambda rung: rung.number)
+STEPS = [*itertools.pairwise(rungs.FORWARD[:-1]), (rungs.get("b1"), rungs.get("b2"))]
+
+
+@pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda rung: rung.number)
 def test_a_step_is_small(old: Rung, new: Rung) -> None:
-    """At most 60 lines, header and lone braces not counted. The last step is not one: rung 13 is the library's kernel."""
+    """At most 60 lines, header and lone braces not counted. The last step of a flight is not one: it is the library's
+    kernel. Nor is that to b3, which starts from 09 as much as from b2."""
     changed = difflib.unified_diff(code(old), code(new), n=0, lineterm="")
     added = [line for line in changed if line.startswith("+") and not line.startswith("+++")]
     said = [line for line in added if line.strip("+ ") not in ("", "}", "};")]
     assert 0 < len(said) <= 60, len(said)
+
+
+def test_flights() -> None:
+    assert (*rungs.FORWARD, *rungs.BACKWARD) == rungs.RUNGS
+    assert not any(rung.backward for rung in rungs.FORWARD) and all(rung.backward for rung in rungs.BACKWARD)
+    assert [flight[-1].library for flight in (rungs.FORWARD, rungs.BACKWARD)] == [
+        "forward_sm90.cuh",
+        "backward_sm90.cuh",
+    ]
+    for rung in rungs.BACKWARD:
+        forward = rungs.get(rung.forward)
+        assert not forward.backward and forward.dtype == rung.dtype and bool(forward.library) == bool(rung.library)
+
+
+@pytest.mark.parametrize("number", ["b0", "b1", "b2", "b3"])
+def test_the_five_products_are_named(number: str) -> None:
+    """A reader finds each formula where it is computed; b3 has the first two transposed."""
+    text = rungs.get(number).text.partition('#include "ladder.cuh"')[2]
+    scores = ("S^T = K Q^T", "dP^T = V dO^T") if number == "b3" else ("Q K^T", "dP = dO V^T")
+    assert all(f in text for f in (*scores, "P^T dO", "dS^T Q", "dS K"))
 
 
 def test_swizzle_is_one_line() -> None:
@@ -75,7 +98,7 @@ def test_swizzle_is_one_line() -> None:
 @every_rung
 def test_source_has_one_kernel_and_one_argument_struct(rung: Rung) -> None:
     if rung.library:
-        assert f"#include <strobe/kernels/{LIBRARY_KERNEL.name}>" in rung.text and LIBRARY_KERNEL.is_file()
+        assert f"#include <strobe/kernels/{rung.library}>" in rung.text and rung.library_kernel.is_file()
         return
     source = rung.source(64)
     assert source.count("STROBE_KERNEL(") == 1
@@ -117,6 +140,16 @@ def test_why_tiles_must_be_bigger_than_half_the_head_dim() -> None:
     three = rungs.get("03").predicted_bytes(shape)
     assert three is not None and three / 4 > 5 * standard  # B = 16
     assert rungs.get("05").predicted_bytes(dataclasses.replace(shape, causal=True)) is None
+
+
+def test_recomputation_moves_less_than_storing() -> None:
+    """At the shape that is timed: N x N matrices against tiles, then fewer sums of dQ with every rung."""
+    found = [rung.predicted_bytes(measure.GPU_SHAPE) for rung in rungs.BACKWARD]
+    assert all(b is not None for b in found)
+    assert all(after < 0.8 * before for before, after in itertools.pairwise(found))  # type: ignore[operator]
+    matrices = 4 * rungs.get("b0").workspace(measure.GPU_SHAPE)
+    assert matrices == 2 << 30  # as its header says
+    assert all(4 * rung.workspace(measure.GPU_SHAPE) < matrices / 50 for rung in rungs.BACKWARD[1:])
 
 
 def rows_of(times: dict[str, float]) -> list[Row]:
@@ -173,13 +206,28 @@ def test_times_stand_beside_predictions() -> None:
 
 
 def test_without_a_gpu_measurements_of_another_machine_stand_beside_the_counts() -> None:
-    (row,) = rows_of({"05": 1.0})
-    row.ms = row.tflops = None
-    row.counters = dict.fromkeys((f.name for f in dataclasses.fields(Counters)), 7)
-    text = " ".join(shown([row]).split())
+    text = " ".join(shown([counted("05")]).split())
     known = next(r for r in measured.load()["ladder"]["rungs"] if r["number"] == "05")
     assert f"x {known['speed_up']:.2f}" in text and f"{known['tflops']:.3g}" in text and "x 8" in text
     assert "not here, but on an NVIDIA H200" in text and "benchmarks/results/h200/ladder.json" in text
+
+
+def counted(number: str) -> Row:
+    (row,) = rows_of({number: 1.0})
+    row.ms = row.tflops = None
+    row.counters = dict.fromkeys((f.name for f in dataclasses.fields(Counters)), 7)
+    return row
+
+
+def test_flights_have_headings_and_what_was_not_measured_says_so() -> None:
+    text = " ".join(shown([counted(n) for n in ("05", "b2", "b4")]).split())
+    forward, gradient = text.index("The forward pass: O and the LSE"), text.index("The gradient: dQ, dK and dV")
+    assert forward < text.index("│ 05 │") < gradient < text.index("│ b2 │") < text.index("│ b4 │")
+    study = measured.load()["ladder"]["study"]
+    assert text.count("not yet") == 2 and f"({study['tflops']:.3g})" in text
+    assert f"b4 with {study['slices']} heads instead of 16" in text and study["file"] in text
+    alone = shown([counted("05")])
+    assert "The gradient" not in alone and "brackets: b4" not in alone
 
 
 def test_an_interrupted_run_shows_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +262,8 @@ def test_diff_command() -> None:
     assert (
         "+template <class Config, class Mask, class Score, class Params> struct ForwardSm90" in against_library.output
     )
+    backward = CliRunner().invoke(app, ["ladder", "diff", "b3", "b4"])
+    assert "+template <class Config, class Mask, class Score, class Params> struct BackwardSm90" in backward.output
 
 
 @pytest.mark.parametrize(
@@ -252,6 +302,7 @@ def test_a_page_has_the_header_the_diff_and_the_file(rung: Rung) -> None:
 
 def test_the_figure_has_every_measurement_and_prediction() -> None:
     found = docs.measurements(ROOT)["h200"]
+    study = docs.study(ROOT, "h200", found)
     drawn = (ROOT / docs.FIGURE).read_text(encoding="utf-8")
     for row in found["rungs"]:
         assert f"{row['number']}  {row['title']}".replace("'", "&apos;") in drawn.replace("'", "&apos;")
@@ -260,8 +311,64 @@ def test_the_figure_has_every_measurement_and_prediction() -> None:
     second = found["rungs"][1]
     assert chart.predicted_rate(second, found["rungs"]) == second["predicted"] * found["rungs"][0]["tflops"]
     assert chart.predicted_rate(found["rungs"][0], found["rungs"]) is None
-    again = chart.svg(found)
+    complete = docs.completed(found)
+    for row in complete["rungs"]:
+        assert f"{row['number']}  {row['title']}".replace("'", "&apos;") in drawn.replace("'", "&apos;")
+    assert drawn.count(">not measured yet<") == sum(row["tflops"] is None for row in complete["rungs"]) - bool(study)
+    assert ">Forward<" in drawn and ">Gradient<" in drawn
+    again = chart.svg(complete, study)
     assert set(re.findall(r">([\d.]+)<", again)) == set(re.findall(r">([\d.]+)<", drawn))
+
+
+def test_a_prediction_may_build_on_a_prediction() -> None:
+    rows = [
+        {"number": "b2", "against": None, "predicted": 1.3, "tflops": 10.0},
+        {"number": "b3", "against": "b2", "predicted": 7.0, "tflops": None},
+        {"number": "b4", "against": "b3", "predicted": 5.0, "tflops": None},
+    ]
+    assert chart.predicted_rate(rows[2], rows) == 5 * 7 * 10.0
+    rows[1]["tflops"] = 80.0
+    assert chart.predicted_rate(rows[2], rows) == 5 * 80.0
+
+
+def write_study(folder: Path, rows: list[dict], method: str = "16384 tokens, heads x dim = 2048") -> None:
+    (folder / "studies").mkdir(parents=True, exist_ok=True)
+    study = {"provenance": {"method": method, "date": "2026-01-02"}, "rows": rows}
+    (folder / "studies" / "backward.json").write_text(json.dumps(study), encoding="utf-8")
+
+
+def test_a_study_stands_for_the_last_rung_until_that_is_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "results" / "h200"
+    write_study(folder, [{"d": d, "mask": "full", "n": 4096, "base": [1.0, 100.0 + d]} for d in (64, 128)])
+    data = measure.as_json(Shape(16, 4096, 4096, 128), rows_of({"05": 2.0}), torch.device("cpu"))
+    (folder / "ladder.json").write_text(json.dumps(data), encoding="utf-8")
+    found = docs.study(tmp_path, "h200", data)
+    assert found is not None and rungs.get(found["number"]).library == "backward_sm90.cuh"
+    assert (found["tflops"], found["slices"], found["file"]) == (
+        228.0,
+        64,
+        "benchmarks/results/h200/studies/backward.json",
+    )
+    block = docs.block(tmp_path)
+    title = rungs.get("b4").title
+    assert f"| [b4](ladder/b4.md) | {title} | not measured yet | (228) |  | x 5 |" in block
+    assert "b4 with 64 heads instead of 16" in block
+    (row,) = rows_of({"b4": 0.5})
+    measured_now = data | {"rungs": [*data["rungs"], dataclasses.asdict(row)]}
+    assert docs.study(tmp_path, "h200", measured_now) is None
+    (folder / "ladder.json").write_text(json.dumps(measured_now), encoding="utf-8")
+    assert f"| [b4](ladder/b4.md) | {title} | 0.500 ms | 20 |  | x 5 |" in docs.block(tmp_path)
+    assert "instead of" not in docs.block(tmp_path)
+
+
+def test_a_study_of_another_shape_says_nothing(tmp_path: Path) -> None:
+    ladder = {"shape": dataclasses.asdict(Shape(16, 4096, 4096, 128, causal=True)), "rungs": []}
+    assert measured.backward_study(tmp_path, ladder) is None  # no study
+    write_study(tmp_path, [{"d": 128, "mask": "full", "n": 4096, "base": [1.0, 2.0]}])
+    assert measured.backward_study(tmp_path, ladder) is None
+    write_study(tmp_path, [], method="8192 tokens")
+    with pytest.raises(ValueError, match="its method no longer says 16384 tokens"):
+        measured.backward_study(tmp_path, ladder)
 
 
 def test_a_measurement_takes_the_place_of_the_last_one() -> None:
@@ -270,7 +377,11 @@ def test_a_measurement_takes_the_place_of_the_last_one() -> None:
     first = docs.with_measurement(text, row, "A GPU")
     assert "//   Because.\n// Measured: x 1.50, 5.11 TFLOP/s (A GPU; docs/ladder.md says how)\n// What limits" in first
     assert docs.with_measurement(first, row, "A GPU") == first
-    assert docs.with_measurement(first, row | {"ms": None}, "A GPU") == text
+    missing = docs.with_measurement(first, row | {"ms": None}, "A GPU")
+    assert "// Measured: not yet; `strobe ladder` measures it on a GPU\n// What limits" in missing
+    studied = docs.with_measurement(missing, row | {"ms": None}, "A GPU", 16, {"slices": 64, "tflops": 611.3})
+    assert "Measured: not yet with the others; 611 TFLOP/s with 64 heads instead of 16 (docs/ladder.md)" in studied
+    assert docs.with_measurement(studied, row, "A GPU") == first
     assert "Measured: 5.11" in docs.with_measurement(first, row | {"speed_up": None}, "A GPU")
 
 
@@ -285,4 +396,8 @@ def test_document_has_measurements_beside_predictions(tmp_path: Path) -> None:
     title = "FlashAttention-2: queries outside, one division at the end"
     assert f"| [05](ladder/05.md) | {title} | 2.000 ms | 5 | x 4.00 | x 8 |" in block
     assert "`benchmarks/results/h200/ladder.json`" in block and "No measurements" not in block
+    assert (
+        "| [b2](ladder/b2.md) | One pass: five products, dQ by atomic sums | not measured yet |  |  | x 1.3 |" in block
+    )
+    assert block.count("| rung |") == 2 and "not run" not in block
     assert "- [b1 The backward pass, by recomputation](ladder/b1.md)" in docs.block(tmp_path / "empty")

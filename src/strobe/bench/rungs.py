@@ -110,7 +110,7 @@ def _workspace(rung: Rung, shape: Shape, device: torch.device) -> torch.Tensor:
 
 
 class _Gradients(torch.autograd.Function):
-    """Forward by the rung that the backward rung builds on, backward by that rung."""
+    """Forward by the rung whose gradient a backward rung is, backward by that rung."""
 
     @staticmethod
     def forward(
@@ -127,8 +127,9 @@ class _Gradients(torch.autograd.Function):
 
 
 def _differentiable(rung: Rung, shape: Shape, device: torch.device) -> Prepared:
-    base = rungs.before(rung)
-    assert base is not None
+    base = rungs.get(rung.forward)
+    if rung.library:
+        return Prepared(_forward(base, shape, device), note="the kernels of strobe-sm90")
     forward_call, backward_call = execute.Call(base, shape, device), execute.Call(rung, shape, device)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> execute.Tensors:

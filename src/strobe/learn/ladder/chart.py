@@ -6,38 +6,59 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from strobe.learn.ladder import rungs
+
 _MEASURED, _PREDICTED, _SOFT = "#5433a0", "#a85200", "#63666d"
 _TICKS = (1, 10, 100, 1000)
 _COLUMN = 3000  # TFLOP/s: where the numbers stand, to the right of all bars
+_HEADING: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 10, "fontweight": "bold"}
 
 
 def predicted_rate(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
-    """TFLOP/s if the prediction came true: so many times the measured rate of the rung that it speaks of."""
+    """TFLOP/s if the prediction came true: so many times the measured rate of the rung that it speaks of, or, if that was
+    not measured, the rate that was predicted for it."""
     base = next((other for other in rows if other["number"] == row["against"]), None)
-    return None if base is None or base["tflops"] is None else row["predicted"] * base["tflops"]
+    rate = None if base is None else base["tflops"] or predicted_rate(base, rows)
+    return None if rate is None else row["predicted"] * rate
 
 
-def svg(measured: dict[str, Any]) -> str:
-    """`measured` is what `strobe ladder --json` wrote. Numbers are text in the file, so that they can be read and tested."""
+def svg(measured: dict[str, Any], study: dict[str, Any] | None = None) -> str:
+    """`measured`: what `strobe ladder --json` wrote, with a row for each rung. `study`: what is known of a rung that has
+    no measurement. Numbers are text in the file, so that they can be read and tested."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows = [row for row in measured["rungs"] if row["tflops"] is not None]
+    rows = measured["rungs"]
+    backward = {rung.number for rung in rungs.BACKWARD}
+    places = [i + 1.6 * (row["number"] in backward) for i, row in enumerate(rows)]  # a gap between the flights
     shape, device = measured["shape"], measured["provenance"]["device"]["name"]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "strobe"}):
-        canvas = Figure(figsize=(8.6, 0.34 * len(rows) + 1.2), layout="constrained")
+        canvas = Figure(figsize=(8.6, 0.34 * (len(rows) + 1.6) + 1.2), layout="constrained")
         axes = canvas.subplots()
         axes.set_xscale("log")
-        for y, row in enumerate(rows):
-            axes.barh(y, row["tflops"], height=0.62, color=_MEASURED, alpha=0.75)
-            axes.annotate(f"{row['tflops']:.3g}", (_COLUMN, y), ha="right", va="center", fontsize=9)
+        for y, row in zip(places, rows, strict=True):
+            studied = study if study and study["number"] == row["number"] else None
+            if row["tflops"] is not None:
+                axes.barh(y, row["tflops"], height=0.62, color=_MEASURED, alpha=0.75)
+            elif studied:
+                axes.barh(
+                    y, studied["tflops"], height=0.62, color="none", edgecolor=_MEASURED, hatch="////", linewidth=1
+                )
+            value, style = _label(row, studied)
+            axes.annotate(value, (_COLUMN, y), ha="right", va="center", **style)
             if (rate := predicted_rate(row, rows)) is not None:
                 axes.plot([rate], [y], marker="D", color=_PREDICTED, markersize=6, linestyle="none")
         axes.plot([], [], marker="D", color=_PREDICTED, linestyle="none", label="predicted in the rung's header")
         axes.barh([0], [0], color=_MEASURED, alpha=0.75, label="measured")
-        axes.legend(loc="lower right", bbox_to_anchor=(0.9, 0), frameon=False, fontsize=9)
-        axes.set_yticks(range(len(rows)), [f"{row['number']}  {row['title']}" for row in rows], fontsize=9)
-        axes.invert_yaxis()
+        if study:
+            text = f"measured with {study['slices']} heads"
+            axes.barh([0], [0], color="none", edgecolor=_MEASURED, hatch="////", linewidth=1, label=text)
+        for place, heading in ((-1, "Forward"), (places[-1] - len(rungs.BACKWARD), "Gradient")):
+            across = axes.get_yaxis_transform()
+            axes.annotate(heading, (0, place), xycoords=across, xytext=(-6, 0), textcoords="offset points", **_HEADING)
+        axes.legend(loc="upper right", bbox_to_anchor=(0.9, 1), frameon=False, fontsize=9)
+        axes.set_yticks(places, [f"{row['number']}  {row['title']}" for row in rows], fontsize=9)
+        axes.set_ylim(places[-1] + 0.6, -1.5)
         axes.set_xlim(right=_COLUMN)
         axes.set_xticks(_TICKS, [str(tick) for tick in _TICKS], fontsize=9)
         axes.minorticks_off()
@@ -48,3 +69,12 @@ def svg(measured: dict[str, Any]) -> str:
         file = io.StringIO()
         canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def _label(row: dict[str, Any], studied: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    """What stands in the column of numbers, and how."""
+    if row["tflops"] is not None:
+        return f"{row['tflops']:.3g}", {"fontsize": 9}
+    if studied:
+        return f"({studied['tflops']:.3g})", {"fontsize": 9}
+    return "not measured yet", {"fontsize": 8, "color": _SOFT}

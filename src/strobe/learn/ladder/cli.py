@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from strobe.learn.ladder.rung import Rung, Shape
 
 app = typer.Typer(
-    help="FlashAttention as a ladder of kernels: from three naive ones to the library's own, one idea a rung.",
+    help="FlashAttention as a ladder of kernels, one idea a rung, in two flights: the forward pass (01 to 13) and the "
+    "gradient (b0 to b4). Each goes from standard attention to the library's own kernel.",
     invoke_without_command=True,
     no_args_is_help=False,
     rich_markup_mode="markdown",
@@ -25,13 +26,16 @@ _WHAT, _SIZES, _WHERE = "Which rungs", "The problem", "Where it runs, and what i
 
 @app.callback(
     epilog="Examples: `strobe ladder` runs all rungs; `strobe ladder --rung 06 --rung 07` shows what a swizzle does; "
+    "`strobe ladder --rung b1 --rung b2` what atomic sums do; "
     "`strobe ladder diff 04 05` explains one step."
 )
 def ladder(
     context: typer.Context,
     rung: Annotated[
         list[str] | None,
-        typer.Option(help="A rung: 01, 02, … 13 or b1. May be given several times.", rich_help_panel=_WHAT),
+        typer.Option(
+            help="A rung: 01, 02, … 13, b0, … b4. May be given several times. Default: all.", rich_help_panel=_WHAT
+        ),
     ] = None,
     seq_len: Annotated[
         int | None,

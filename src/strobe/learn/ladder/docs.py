@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from strobe.learn import measured
 from strobe.learn.ladder import chart, rungs, show
 from strobe.learn.ladder.rung import Rung
 from strobe.learn.ladder.rungs import RUNGS
@@ -27,29 +28,57 @@ def measurements(root: Path) -> dict[str, dict[str, Any]]:
     return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
+def completed(data: dict[str, Any]) -> dict[str, Any]:
+    """With a row for each rung: those that were not measured have no time."""
+    known = {row["number"]: row for row in data["rungs"]}
+    return data | {"rungs": [known.get(rung.number) or _unmeasured(rung) for rung in RUNGS]}
+
+
+def _unmeasured(rung: Rung) -> dict[str, Any]:
+    before = rungs.before(rung)
+    facts = {"number": rung.number, "title": rung.title, "against": before and before.number}
+    return facts | {"predicted": rung.predicted, **dict.fromkeys(("ms", "tflops", "speed_up", "skipped"))}
+
+
+def study(root: Path, machine: str, data: dict[str, Any]) -> dict[str, Any] | None:
+    """What the study of the backward says of a rung that was not measured."""
+    return measured.backward_study(root / "benchmarks" / "results" / machine, data)
+
+
 # ---- the headers of the kernels --------------------------------------------------------------------------------------
 
 
 def headers(root: Path) -> dict[Path, str]:
     """Each rung's file with the line "Measured", from the first machine that has measurements."""
-    found = next(iter(measurements(root).values()), None)
-    if found is None:
+    machine, found = next(iter(measurements(root).items()), (None, None))
+    if machine is None or found is None:
         return {}
+    studied = study(root, machine, found)
     kernels = root / "src" / "strobe" / "learn" / "ladder" / "kernels"
     device = found["provenance"]["device"]["name"]
     texts = {}
-    for row in found["rungs"]:
+    for row in completed(found)["rungs"]:
         path = kernels / rungs.get(row["number"]).file
-        texts[path] = with_measurement(path.read_text(encoding="utf-8"), row, device)
+        elsewhere = studied if studied and studied["number"] == row["number"] else None
+        heads = found["shape"]["slices"]
+        texts[path] = with_measurement(path.read_text(encoding="utf-8"), row, device, heads, elsewhere)
     return texts
 
 
-def with_measurement(text: str, row: dict[str, Any], device: str) -> str:
+def with_measurement(
+    text: str, row: dict[str, Any], device: str, heads: int = 0, elsewhere: dict[str, Any] | None = None
+) -> str:
+    """`elsewhere`: what a study says of a rung that was not measured with the others."""
     without = re.sub(r"^// Measured: .*\n", "", text, flags=re.MULTILINE)
-    if row["ms"] is None:
-        return without
-    faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}, "
-    line = f"// Measured: {faster}{row['tflops']:.3g} TFLOP/s ({device}; docs/ladder.md says how)\n"
+    if row["ms"] is not None:
+        faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}, "
+        said = f"{faster}{row['tflops']:.3g} TFLOP/s ({device}; docs/ladder.md says how)"
+    elif elsewhere is not None:
+        more = f"with {elsewhere['slices']} heads instead of {heads}"
+        said = f"not yet with the others; {elsewhere['tflops']:.3g} TFLOP/s {more} (docs/ladder.md)"
+    else:
+        said = "not yet; `strobe ladder` measures it on a GPU"
+    line = f"// Measured: {said}\n"
     before, limits, after = without.partition("// What limits it now:")
     if not limits:
         raise ValueError(f"rung {row['number']}: its header does not say what limits it now")
@@ -61,14 +90,18 @@ def with_measurement(text: str, row: dict[str, Any], device: str) -> str:
 
 def block(root: Path) -> str:
     found = measurements(root)
-    lines = [line for machine, data in found.items() for line in _table(machine, data)]
+    lines = [
+        line
+        for machine, data in found.items()
+        for line in _tables(machine, completed(data), study(root, machine, data))
+    ]
     if not found:
         lines = ["No measurements are committed yet: `strobe ladder --json OUT` on a GPU makes them.", ""]
         lines += [f"- [{rung.number} {rung.title}](ladder/{rung.number}.md)" for rung in RUNGS]
     return "\n".join(lines) + "\n"
 
 
-def _table(machine: str, data: dict[str, Any]) -> list[str]:
+def _tables(machine: str, data: dict[str, Any], studied: dict[str, Any] | None) -> list[str]:
     shape, facts = data["shape"], data["provenance"]
     mask = ", causal" if shape["causal"] else ""
     lines = [
@@ -76,23 +109,31 @@ def _table(machine: str, data: dict[str, Any]) -> list[str]:
         f"head dim {shape['dim']}{mask}; {data['method']}; {facts['date'][:10]}, "
         f"`benchmarks/results/{machine}/ladder.json`:",
         "",
-        "| rung | | time | TFLOP/s | measured | predicted |",
-        "|---|---|---:|---:|---:|---:|",
     ]
-    for row in data["rungs"]:
-        number, title = f"[{row['number']}](ladder/{row['number']}.md)", row["title"]
-        if row["ms"] is None:
-            lines.append(f"| {number} | {title} | not run: {row['skipped']} | | | x {row['predicted']:g} |")
-            continue
+    for heading, flight in (("forward", rungs.FORWARD), ("gradient", rungs.BACKWARD)):
+        lines += [f"| rung | {heading} | time | TFLOP/s | measured | predicted |", "|---|---|---:|---:|---:|---:|"]
+        numbers = {rung.number for rung in flight}
+        lines += [_line(row, studied) for row in data["rungs"] if row["number"] in numbers]
+        lines.append("")
+    note = f"Measured and predicted: the speed-up over the rung before ({rungs.comparisons()})."
+    if studied:
+        note += (
+            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the "
+            f"study of the library's backward on the same GPU (`{studied['file']}`, {studied['date']})."
+        )
+    return [*lines, note, ""]
+
+
+def _line(row: dict[str, Any], studied: dict[str, Any] | None) -> str:
+    number, predicted = f"[{row['number']}](ladder/{row['number']}.md)", f"x {row['predicted']:g}"
+    if row["ms"] is not None:
         faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}"
-        cells = (number, title, f"{row['ms']:.3f} ms", f"{row['tflops']:.3g}", faster, f"x {row['predicted']:g}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return [
-        *lines,
-        "",
-        "Measured and predicted: the speed-up over the rung before; of b1: over 05, for equal work.",
-        "",
-    ]
+        cells = (number, row["title"], f"{row['ms']:.3f} ms", f"{row['tflops']:.3g}", faster, predicted)
+    else:
+        why = f"not run: {row['skipped']}" if row["skipped"] else "not measured yet"
+        rate = f"({studied['tflops']:.3g})" if studied and studied["number"] == row["number"] else ""
+        cells = (number, row["title"], why, rate, "", predicted)
+    return f"| {' | '.join(cells)} |"
 
 
 def updated(text: str, root: Path) -> str:
@@ -129,17 +170,17 @@ def _page(rung: Rung) -> str:
         *(f"**{name}.** {_plain(_sentence(text))}\n" for name, text in rung.header.items()),
     ]
     before = rungs.before(rung)
-    if rung.library:
+    if rung.library and before is not None:
         lines += [
-            "This rung is the library's own kernel. `strobe ladder diff 12 13` compares it with the rung before.",
+            f"This rung is the library's own kernel. `strobe ladder diff {before.number} {rung.number}` compares it with the "
+            "rung before.",
             "",
         ]
     elif before is not None:
         lines += [f"## From {before.number} to {rung.number}", "", diff_mark(before, rung), ""]
     lines += ["## The file", "", f"`src/strobe/learn/ladder/kernels/{rung.file}`", ""]
     lines += [f"```{{literalinclude}} {kernels}/{rung.file}", ":language: cuda", ":linenos:", "```", ""]
-    index = RUNGS.index(rung)
-    steps = [f"[{way} {other.number}]({other.number}.md)" for way, other in _neighbours(index)]
+    steps = [f"[{way} {other.number}]({other.number}.md)" for way, other in _neighbours(RUNGS.index(rung))]
     return "\n".join([*lines, " · ".join([*steps, "[the ladder](../ladder.md)"]), ""])
 
 
@@ -193,8 +234,8 @@ def main(arguments: list[str], root: Path | None = None) -> int:
     for path, text in outdated(root).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    if (found := next(iter(measurements(root).values()), None)) is not None:
-        (root / FIGURE).write_text(chart.svg(found), encoding="utf-8")
+    for machine, found in list(measurements(root).items())[:1]:
+        (root / FIGURE).write_text(chart.svg(completed(found), study(root, machine, found)), encoding="utf-8")
     return 0
 
 

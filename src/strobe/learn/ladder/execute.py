@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from strobe.arguments import Arguments, Inputs
-from strobe.cuda import driver, jit
+from strobe.cuda import backward_sm90, driver, forward_sm90, jit
+from strobe.cuda.backend import machine_of
+from strobe.cuda.launch import Launcher
+from strobe.cuda.plan import Machine, Plan
 from strobe.emulator import Buffer, Counters, build, encode_tensor_map
 from strobe.learn.ladder.rung import PARAMS, POINTERS, Rung, Shape
 from strobe.mask import causal, full
-from strobe.problem import Problem
+from strobe.problem import Problem, Strides
 
 
 @dataclass
@@ -78,7 +82,10 @@ def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int
 def emulate(rung: Rung, shape: Shape, x: Tensors, mode: str = "sync", seed: int = 0) -> Counters:
     """Runs it, and counts what all its kernels did together."""
     if rung.library:
-        return _emulate_library(shape, x, mode, seed)
+        from strobe.emulator import backend
+
+        plan, tensors = _library_plan(rung, shape, x, backend.MACHINES["sm90"])
+        return backend.launch(plan, tensors, mode=mode, seed=seed)  # type: ignore[arg-type]
     program = build(rung.source(shape.dim), name=rung.name)
     addresses = x.addresses()
     written = ("o", "lse", "workspace") if not rung.backward else ("workspace", "dq", "dk", "dv")
@@ -94,15 +101,28 @@ def emulate(rung: Rung, shape: Shape, x: Tensors, mode: str = "sync", seed: int 
     return Counters(**{f.name: sum(getattr(c, f.name) for c in counted) for f in fields(Counters)})
 
 
-def _emulate_library(shape: Shape, x: Tensors, mode: str, seed: int) -> Counters:
-    from strobe.cuda import forward_sm90
-    from strobe.emulator import backend
-
+def _library_plan(rung: Rung, shape: Shape, x: Tensors, machine: Machine) -> tuple[Plan, dict[str, Any]]:
+    """The library's plan for the tensors, and the tensors by the names that it uses."""
     problem, inputs = problem_of(shape, x.q, x.k, x.v)
-    out = x.o[None]
-    plan = forward_sm90.plan(problem, (0, out.stride(1), out.stride(2)), backend.MACHINES["sm90"])
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "lse": x.lse[None], "seed": 0}
-    return backend.launch(plan, tensors, mode=mode, seed=seed)  # type: ignore[arg-type]
+    tensors: dict[str, Any] = {
+        "q": inputs.q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "o": x.o[None],
+        "lse": x.lse[None],
+        "seed": 0,
+    }
+    if not rung.backward:
+        return forward_sm90.plan(problem, _strides(tensors["o"]), machine), tensors
+    assert x.d_o is not None and x.dq is not None and x.dk is not None and x.dv is not None
+    tensors |= {"d_o": x.d_o[None], "dq": x.dq[None], "dk": x.dk[None], "dv": x.dv[None]}
+    strides = {name: _strides(tensors[name]) for name in ("o", "d_o", "dq", "dk", "dv")}
+    return backward_sm90.plan(problem.backward(("q", "k", "v")), strides, machine), tensors
+
+
+def _strides(t: torch.Tensor) -> Strides:
+    """Of batch, head and row."""
+    return t.stride()[:3]  # type: ignore[return-value]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------------
@@ -160,17 +180,30 @@ class Call:
 def prepare(rung: Rung, shape: Shape, x: Tensors) -> Callable[[], None]:
     """Compiled and loaded: each call of the result launches it once on these tensors."""
     if rung.library:
-        import strobe
-
-        q, k, v, out = (t[None] for t in (x.q, x.k, x.v, x.o))
-        mask = causal if shape.causal else None
-
-        def library() -> None:
-            _, lse = strobe.attention(
-                q, k, v, mask=mask, scale=shape.scale, layout="bhsd", out=out, return_lse=True, backend="sm90"
-            )
-            x.lse = lse[0]
-
-        return library
+        return _prepare_library_backward(rung, shape, x) if rung.backward else _prepare_library(shape, x)
     call = Call(rung, shape, x.q.device)
     return lambda: call(x)
+
+
+def _prepare_library(shape: Shape, x: Tensors) -> Callable[[], None]:
+    import strobe
+
+    q, k, v, out = (t[None] for t in (x.q, x.k, x.v, x.o))
+    mask = causal if shape.causal else None
+
+    def library() -> None:
+        _, lse = strobe.attention(
+            q, k, v, mask=mask, scale=shape.scale, layout="bhsd", out=out, return_lse=True, backend="sm90"
+        )
+        x.lse = lse[0]
+
+    return library
+
+
+def _prepare_library_backward(rung: Rung, shape: Shape, x: Tensors) -> Callable[[], None]:
+    """From its plan: a call of the library would run the forward pass, too."""
+    plan, tensors = _library_plan(rung, shape, x, machine_of(x.q.device))
+    launcher = Launcher(plan, x.q.device.index or 0)
+    given = [tensors.get(name, 0) for name in plan.tensors]  # 0: not there
+    addresses = [t if isinstance(t, int) else t.data_ptr() for t in given]
+    return lambda: launcher(*addresses)

@@ -16,7 +16,7 @@ from strobe.cuda.driver import TENSOR_MAP_BYTES, TensorMapSpec
 from strobe.cuda.params import Field, Struct
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-LIBRARY_KERNEL = Path(__file__).resolve().parents[2] / "cuda" / "include" / "strobe" / "kernels" / "forward_sm90.cuh"
+_LIBRARY_KERNELS = Path(__file__).resolve().parents[2] / "cuda" / "include" / "strobe" / "kernels"
 DIMS = (64, 128)
 _INCLUDE = '#include "ladder.cuh"\n'
 
@@ -27,7 +27,9 @@ PARAMS = Struct(
         *(Field(name, "const Element*") for name in "qkv"),
         Field("o", "Element*"),
         Field("lse", "float*"),
-        Field("workspace", "float*"),  # what a rung has to keep in memory besides: S, or m and l, or delta
+        Field(
+            "workspace", "float*"
+        ),  # what a rung has to keep in memory besides: S, or m and l, or delta and the sums of dQ
         Field("d_o", "const Element*"),
         *(Field(name, "Element*") for name in ("dq", "dk", "dv")),
         Field("scale", "float"),
@@ -85,15 +87,16 @@ class Rung:
     threads: int = 256
     element: str = "float"
     workspace: Count = lambda shape: 0  # floats
-    # The model of its traffic: numbers for each (query, key) pair, by head dim; queries come in tiles; tensors that
-    # move once.
+    # The model of its traffic: numbers for each (query, key) pair, by head dim; queries (backward: keys) come in tiles
+    # of `rows`; tensors that move once.
     moves: Callable[[int], float] = lambda dim: 0.0
     rows: Callable[[int], int] = lambda dim: 1
     once: int = 0
     keys: int = 0  # of a tile; of interest to rungs with tensor maps
     divides_every: int = 0  # keys after which O is divided by the row sum, and so rounded; 0: once, at the end
     hopper: bool = False
-    backward: bool = False
+    library: str = ""  # the header of the library's kernel that it is, which the library plans and launches
+    forward: str = ""  # of a backward rung: the forward rung whose gradient it is
     against: str | None = None  # the rung that its prediction speaks of
 
     @property
@@ -105,9 +108,12 @@ class Rung:
         return self.path.read_text(encoding="utf-8")
 
     @property
-    def library(self) -> bool:
-        """It is the library's kernel, planned and launched by the library."""
-        return not self.grids
+    def backward(self) -> bool:
+        return bool(self.forward)
+
+    @property
+    def library_kernel(self) -> Path:
+        return _LIBRARY_KERNELS / self.library
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,9 +161,10 @@ class Rung:
         if shape.causal:
             return None
         rows = self.rows(shape.dim)
-        queries = -(-shape.len_q // rows) * rows
+        tiled, other = (shape.len_k, shape.len_q) if self.backward else (shape.len_q, shape.len_k)
+        pairs = -(-tiled // rows) * rows * other
         once = self.once * max(shape.len_q, shape.len_k) * shape.dim
-        return (self.moves(shape.dim) * queries * shape.len_k + once) * shape.slices * self.dtype.itemsize
+        return (self.moves(shape.dim) * pairs + once) * shape.slices * self.dtype.itemsize
 
     def source(self, dim: int) -> str:
         """The file with what Python prints in place of its first include."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from strobe.cuda.backward_sm90 import BLOCK_N
 from strobe.cuda.forward_sm90 import choose_tile
 from strobe.cuda.plan import tile_bytes
 from strobe.learn.ladder.rung import Count, Rung, Shape
@@ -27,14 +28,18 @@ def _key_tiles(keys: int) -> Count:
     return lambda shape: shape.slices * -(-shape.len_k // keys)
 
 
-def _threads_per_row(threads: Count) -> Count:
-    """Blocks of 256 threads, so many of them for each query."""
-    return lambda shape: -(-shape.slices * shape.len_q * threads(shape) // 256)
+def _threads_per_row(threads: Count, block: int = 256) -> Count:
+    """Blocks of `block` threads, so many of them for each query."""
+    return lambda shape: -(-shape.slices * shape.len_q * threads(shape) // block)
 
 
-def _squares(columns: Count) -> Count:
-    """A block for each 16 x 16 numbers of a matrix with a row for each query."""
-    return lambda shape: shape.slices * -(-shape.len_q // 16) * -(-columns(shape) // 16)
+def _queries(shape: Shape) -> int:
+    return shape.len_q
+
+
+def _squares(columns: Count, rows: Count = _queries) -> Count:
+    """A block for each 16 x 16 numbers of a matrix, which has a row for each query unless `rows` says otherwise."""
+    return lambda shape: shape.slices * -(-rows(shape) // 16) * -(-columns(shape) // 16)
 
 
 def _warp(shape: Shape) -> int:
@@ -51,6 +56,10 @@ def _keys(shape: Shape) -> int:
 
 def _dim(shape: Shape) -> int:
     return shape.dim
+
+
+def _half_dim(shape: Shape) -> int:
+    return shape.dim // 2
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------
@@ -80,11 +89,25 @@ def _backward_smem(dim: int) -> int:
     return 4 * _fp32_tile(32, dim) + 2 * _fp32_tile(32, 32)
 
 
+def _backward_mma_smem(dim: int) -> int:
+    """Tiles of 64 keys and values, of two times 32 rows of Q and dO, and of dS."""
+    return (2 * 64 + 4 * 32) * dim * 2 + 64 * 64 * 2
+
+
 # ---- what is kept in memory besides the tensors, in floats; what is moved --------------------------------------------
 
 
 def _scores(shape: Shape) -> int:
     return shape.slices * shape.len_q * shape.len_k
+
+
+def _two_matrices(shape: Shape) -> int:
+    """P and dS."""
+    return 2 * _scores(shape)
+
+
+def _dq_and_delta(shape: Shape) -> int:
+    return shape.slices * shape.len_q * (shape.dim + 1)
 
 
 def _statistics(each: int) -> Count:
@@ -125,7 +148,7 @@ def _hopper(number: str, file: str, consumers: int, threads: int, stages: int, b
     )
 
 
-RUNGS = (
+FORWARD = (
     Rung(
         "01",
         "01_standard.cu",
@@ -172,7 +195,35 @@ RUNGS = (
     _hopper("10", "10_tma_wgmma.cu", consumers=1, threads=128, stages=1, barriers=16),
     _hopper("11", "11_warp_specialised.cu", consumers=2, threads=384, stages=2, barriers=80),
     _hopper("12", "12_ping_pong.cu", consumers=2, threads=384, stages=2, barriers=80),
-    Rung("13", "13_overlap.cu", (), lambda dim: 0, element="bf16", hopper=True, **_traffic(_library_rows)),
+    Rung(
+        "13",
+        "13_overlap.cu",
+        (),
+        lambda dim: 0,
+        element="bf16",
+        hopper=True,
+        library="forward_sm90.cuh",
+        **_traffic(_library_rows),
+    ),
+)
+
+# Traffic of the one-pass rungs, for each pair: Q and dO come once for every tile of keys, and the part of dQ that
+# belongs to it leaves in fp32; what each says of LSE and delta is added.
+BACKWARD = (
+    Rung(
+        "b0",
+        "b0_standard_backward.cu",
+        (
+            *(_squares(_keys), _squares(_keys), _threads_per_row(_warp)),
+            *(_squares(_dim, rows=_keys), _squares(_dim), _squares(_dim, rows=_keys)),
+        ),
+        lambda dim: 2 * _fp32_tile(16, 16),
+        workspace=_two_matrices,
+        moves=lambda dim: 5 * 2 * dim / 16 + 7,
+        once=3,
+        forward="02",
+        against="02",
+    ),
     Rung(
         "b1",
         "b1_backward.cu",
@@ -181,10 +232,48 @@ RUNGS = (
         workspace=_statistics(1),
         moves=lambda dim: 4 * dim / 32 + 2,
         once=9,
-        backward=True,
+        forward="05",
         against="05",
     ),
+    Rung(
+        "b2",
+        "b2_one_pass.cu",
+        (_threads_per_row(_warp), _key_tiles(32)),
+        _backward_smem,
+        workspace=_statistics(1),
+        moves=lambda dim: 3 * dim / 32 + 1,
+        rows=lambda dim: 32,
+        once=7,
+        forward="05",
+    ),
+    Rung(
+        "b3",
+        "b3_mma.cu",
+        (_threads_per_row(_warp, 128), _key_tiles(64), _threads_per_row(_half_dim, 128)),
+        _backward_mma_smem,
+        threads=128,
+        element="bf16",
+        workspace=_dq_and_delta,
+        moves=lambda dim: 4 * dim / 64 + 2,
+        rows=lambda dim: 64,
+        once=11,
+        forward="09",
+    ),
+    Rung(
+        "b4",
+        "b4_hopper.cu",
+        (),
+        lambda dim: 0,
+        element="bf16",
+        moves=lambda dim: 4 * dim / BLOCK_N,
+        rows=lambda dim: BLOCK_N,
+        once=11,
+        hopper=True,
+        library="backward_sm90.cuh",
+        forward="13",
+    ),
 )
+RUNGS = (*FORWARD, *BACKWARD)
 BY_NUMBER = {rung.number: rung for rung in RUNGS}
 
 
@@ -194,6 +283,11 @@ def get(number: str) -> Rung:
     if found is None:
         raise ValueError(f"there is no rung {number!r}; there are {', '.join(BY_NUMBER)}")
     return found
+
+
+def comparisons() -> str:
+    """The rungs that are not compared with the rung before them."""
+    return ", ".join(f"{rung.number}: over {rung.against}" for rung in RUNGS if rung.against) + "; for equal work"
 
 
 def before(rung: Rung) -> Rung | None:

@@ -14,8 +14,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from strobe.learn import measured
+from strobe.learn.ladder import rungs
 from strobe.learn.ladder.measure import Row
-from strobe.learn.ladder.rung import LIBRARY_KERNEL, Rung, Shape
+from strobe.learn.ladder.rung import Rung, Shape
 from strobe.measure.units import traffic
 
 _BAR = 40  # characters
@@ -27,8 +28,12 @@ def show(rows: Sequence[Row], shape: Shape, machine: str, console: Console) -> N
     mask = ", causal" if shape.causal else ""
     heads = f"{shape.slices} head{'s' if shape.slices > 1 else ''}"
     console.print(f"{machine}: {heads}, {shape.len_q} queries, {shape.len_k} keys, head dim {shape.dim}{mask}")
-    console.print(_timings(rows) if timed else _counts(rows))
-    _chart(rows, timed, console)
+    for heading, backward in ((_FORWARD, False), (_BACKWARD, True)):
+        flight = [row for row in rows if rungs.get(row.number).backward == backward]
+        if flight:
+            console.print(f"\n[bold]{heading}[/]")
+            console.print(_timings(flight) if timed else _counts(flight))
+            _chart(flight, timed, console)
     for row in rows:
         if row.skipped:
             style = "bold red" if row.failed else "yellow"
@@ -36,28 +41,44 @@ def show(rows: Sequence[Row], shape: Shape, machine: str, console: Console) -> N
         elif not row.passed:
             assert row.error is not None
             console.print(f"{row.number} is wrong: {row.error}", style="bold red", markup=False)
-    console.print(_TIMED_NOTE if timed else f"{_COUNTED_NOTE} {_measured_note()}", style="dim")
+    console.print(_TIMED_NOTE if timed else f"{_COUNTED_NOTE} {_measured_note(rows)}", style="dim")
 
 
+_FORWARD = "The forward pass: O and the LSE from Q, K and V"
+_BACKWARD = "The gradient: dQ, dK and dV from dO, the inputs, O and the LSE"
 _TIMED_NOTE = (
-    "time: median of launches, by device events; TFLOP/s: of the products in the formulas; faster, predicted: against the rung "
-    "before (b1: against 05, for equal work)"
+    "time: median of launches, by device events; TFLOP/s: of the products in the formulas; faster, predicted: over the rung "
+    f"before ({rungs.comparisons()})"
 )
 _COUNTED_NOTE = (
     "No GPU: counted by the emulator, which cannot tell time. global: bytes asked of global memory, before any cache, and "
     "in brackets what the tile sizes predict. conflicts: extra passes because lanes met in a bank. barriers: of whole "
-    "blocks. matrix: products of a warp or warpgroup. predicted: the speed-up on a GPU over the rung before (b1: over 05)."
+    "blocks. matrix: products of a warp or warpgroup. predicted: the speed-up on a GPU over the rung before "
+    f"({rungs.comparisons()})."
 )
 
 
-def _measured_note() -> str:
+def _study(number: str) -> dict[str, Any] | None:
+    """What stands for a rung that was not measured with the others."""
+    found = measured.load()["ladder"]["study"]
+    return found if found and found["number"] == number else None
+
+
+def _measured_note(rows: Sequence[Row]) -> str:
     """Where the last two columns come from."""
     found = measured.load()
     shape, ladder = found["ladder"]["shape"], found["ladder"]
+    studied = next((study for row in rows if (study := _study(row.number))), None)
+    brackets = ""
+    if studied:
+        brackets = (
+            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the "
+            f"study of the library's backward ({studied['date']}, {studied['file']})."
+        )
     case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
     return (
         f"measured, TFLOP/s: not here, but on an {found['device']} ({case}; {ladder['date']}, {ladder['file']}): the "
-        "speed-up over the rung before, and the speed."
+        f"speed-up over the rung before, and the speed.{brackets}"
     )
 
 
@@ -103,15 +124,15 @@ def _counts(rows: Sequence[Row]) -> Table:
             f"{c['mma'] + c['wgmma']:,}",
             _error(row),
             f"x {row.predicted:g}",
-            *_on_the_gpu(known.get(row.number)),
+            *_on_the_gpu(row.number, known.get(row.number)),
         )
     return table
 
 
-def _on_the_gpu(row: dict[str, Any] | None) -> tuple[str, str]:
+def _on_the_gpu(number: str, row: dict[str, Any] | None) -> tuple[str, str]:
     """(speed-up, TFLOP/s) as they were measured."""
     if row is None or row["tflops"] is None:
-        return "–", "–"
+        return "not yet", f"({study['tflops']:.3g})" if (study := _study(number)) else "–"
     return "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}", f"{row['tflops']:.3g}"
 
 
@@ -143,7 +164,7 @@ def _chart(rows: Sequence[Row], timed: bool, console: Console) -> None:
 
 def text_of(rung: Rung) -> str:
     """What a reader should compare: the library's rung is its kernel's file."""
-    return rung.text if not rung.library else rung.text + LIBRARY_KERNEL.read_text(encoding="utf-8")
+    return rung.text if not rung.library else rung.text + rung.library_kernel.read_text(encoding="utf-8")
 
 
 def unified(old: Rung, new: Rung, *, headers: bool = True) -> str:

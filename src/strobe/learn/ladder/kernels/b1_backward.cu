@@ -1,18 +1,17 @@
 // b1  The backward pass, by recomputation
 //
-// What changed: this is no step after the last one, but the other direction. Given dO, it finds dQ, dK and dV, in
-//   fp32 on scalar units, as 05 is. Neither S nor P was kept: the LSE of each row, one number, is enough to compute
-//   the weights again, p = exp(s - lse), tile by tile and already normalised. Then     dV = P^T dO,   dP = dO V^T,
-//   dS = P (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q,   delta = rowsum(dO O). Three kernels: delta; dK
-//   and dV (a block owns keys, goes over the queries that see them); dQ (a block owns queries, goes over keys). Each
-//   owner adds up its own sums, so that there are no atomics, and the result is the same every time.
-// Why it should help: O(N) memory. The price is arithmetic, which is cheaper than storing and reading N x N numbers:
-//   the formulas have five products; here there are seven, because both passes need Q K^T and dO V^T.
+// What changed: neither P nor dS is kept in memory. The LSE of each row, one number, is enough to compute the weights
+//   again, p = exp(s - lse), tile by tile and already normalised. The derivative of the softmax asks for
+//   rowsum(P dP), a sum over all keys. With dP = dO V^T and O = P V it is rowsum(dO O), a sum over the head dim: a
+//   small kernel finds it beforehand, and calls it delta. Then dV = P^T dO, dS = P (dP - delta), dQ = scale dS K,
+//   dK = scale dS^T Q. Two more kernels: dK and dV (a block owns keys, goes over the queries that see them), and dQ (a
+//   block owns queries, goes over keys). Each owner adds up its own sums, so the result is the same every time.
+// Why it should help: O(N) memory, as in 05. The price is arithmetic, which is cheaper than storing and reading N x N
+//   numbers: the formulas have five products; here there are seven, because both passes need Q K^T and dO V^T.
 // Predicted: x 0.5 the speed of 05 for equal work: seven products do the work of five, with smaller tiles (2 x 2
 //   scores a thread: a load for each multiplication, not a half), because six matrices share the shared memory.
 // Measured: x 0.52, 11.5 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
-// What limits it now: what limits 05, scalar units. The fast version puts all products on the matrix units, and
-//   fuses the two passes.
+// What limits it now: what limits 05, scalar units; and two of the five products are computed twice.
 #include "ladder.cuh"
 
 namespace strobe {
@@ -46,7 +45,7 @@ STROBE_DEVICE void delta(const Params& p) {
 
 // P and dS of one tile, from Q, K, dO, V in shared memory, into shared memory. P = 0 where a query does not see a key.
 STROBE_DEVICE void recompute(const Params& p, const Block& b, int slice, int row0, int key0) {
-  float s[kPatch][kPatch] = {}, dp[kPatch][kPatch] = {};
+  float s[kPatch][kPatch] = {}, dp[kPatch][kPatch] = {};  // S = Q K^T, dP = dO V^T
   for (int i = 0; i < kDim; ++i) {
     float q[kPatch], d_o[kPatch], k[kPatch], v[kPatch];
     for (int a = 0; a < kPatch; ++a) q[a] = b.q.get(b.y + 16 * a, i), d_o[a] = b.d_o.get(b.y + 16 * a, i);
@@ -88,6 +87,7 @@ STROBE_DEVICE void keys_and_values(const Params& p) {
     sync_block();  // the four tiles have arrived
     recompute(p, b, slice, row0, key0);
     sync_block();  // P and dS are complete
+    // dV += P^T dO, dK += dS^T Q
     for (int i = 0; i < kRows; ++i) {
       float weight[kPatch], ds[kPatch];
       for (int a = 0; a < kPatch; ++a) weight[a] = b.p.get(i, b.y + 16 * a), ds[a] = b.ds.get(i, b.y + 16 * a);
@@ -116,6 +116,7 @@ STROBE_DEVICE void queries(const Params& p) {
     sync_block();  // the four tiles have arrived
     recompute(p, b, slice, row0, key0);
     sync_block();  // dS is complete
+    // dQ += dS K
     for (int i = 0; i < kKeys; ++i) {
       float ds[kPatch];
       for (int a = 0; a < kPatch; ++a) ds[a] = b.ds.get(b.y + 16 * a, i);
