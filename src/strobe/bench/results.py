@@ -55,8 +55,8 @@ class Row:
     error: Verdict | None = None
     timing: Timing | None = None
     energy: Energy | None = None
-    peak_bytes: int | None = None  # q, k, v, o and everything else alive at the worst moment
-    extra_bytes: int | None = None  # the same without q, k, v, o
+    peak_bytes: int | None = None  # everything alive at the worst moment: inputs, outputs, gradients, workspace
+    extra_bytes: int | None = None  # the same without what any attention has to hold, BenchCase.tensor_bytes
     flops: int | None = None
     ideal_bytes: int | None = None
     tflops: float | None = None

@@ -266,7 +266,8 @@ class Runner:
         with scope():
             peak = with_peak_memory(lambda: entry.step(whole), self.device)[1]
         if peak is not None:
-            inputs = sum(t.numel() * t.element_size() for t in entry.inputs)
+            given = (*entry.inputs, *(() if entry.do is None else (entry.do,)))
+            inputs = sum(t.numel() * t.element_size() for t in given)
             entry.row.peak_bytes = inputs + peak
             entry.row.extra_bytes = max(0, inputs + peak - case.tensor_bytes())
         entry.call = self._call(entry, case, scope)
