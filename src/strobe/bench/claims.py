@@ -87,10 +87,11 @@ def memory_exponents(results: Results, suite: str, direction: str = "forward") -
 
 
 def memory_in_q(cases: dict[str, list[Row]]) -> dict[str, float]:
-    """Provider -> the most memory it needs beyond inputs, outputs and gradients in any case, in sizes of q."""
+    """Provider -> the most memory it needs beyond inputs, outputs and gradients in any case, in sizes of q. Cases with
+    fewer queries than keys do not count: next to their q any workspace is large."""
     found: dict[str, float] = {}
     for row in (row for rows in cases.values() for row in rows):
-        if row.timed and row.extra_bytes is not None:
+        if row.timed and row.extra_bytes is not None and row.case.len_q == row.case.len_k:
             found[row.provider] = max(found.get(row.provider, 0.0), row.extra_bytes / row.case.q_bytes())
     return found
 

@@ -19,7 +19,7 @@ from strobe.measure.method import TURNS
 from strobe.measure.statistics import Summary
 from strobe.measure.tolerance import Verdict
 
-SCHEMA = 2
+SCHEMA = 3
 OK = "ok"
 # Everything else is a result with a reason: timed, but not with the kernels it is named after; or not timed at all.
 STATUSES = (OK, "fell back", "not installed", "unsupported", "out of memory", "wrong", "failed", "skipped")

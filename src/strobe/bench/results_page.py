@@ -192,7 +192,7 @@ def memory_line(cases: dict[str, list[Row]]) -> list[str]:
     kinds = {row.provider: KINDS.index(row.kind) for rows in cases.values() for row in rows}
     names = sorted(most, key=lambda name: (kinds[name], name))
     return [
-        "Most memory beyond inputs, outputs and gradients, in sizes of q: "
+        "Most memory beyond inputs, outputs and gradients, in sizes of q, where queries are as many as keys: "
         + ", ".join(f"`{name}` {most[name]:.2f}" for name in names)
         + "."
     ]
