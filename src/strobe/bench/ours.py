@@ -54,7 +54,7 @@ def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dic
             scope=lambda: block_sizes(block_q, block_k),
         )
     from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
-    from strobe.cuda.launch import Launcher
+    from strobe.cuda.launch import Launcher, addresses_of
 
     shape = (case.batch, case.len_q, case.heads, case.value_dim)
     strides = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)
@@ -72,7 +72,7 @@ def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dic
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
-        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0)
+        launch(*addresses_of(made, {"q": q, "k": k, "v": v, "o": out}))
         return out
 
     return Prepared(forward, "bshd")
