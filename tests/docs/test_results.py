@@ -83,10 +83,15 @@ def test_the_page_has_both_methods_and_passes(written: Path) -> None:
         "### Grouped heads, and few queries against a long cache, backward, sustained (`gqa`)",
         "### Shapes of models, forward and backward, in short turns (`models`)",
         "### Against standard attention: sweep, backward, in short turns",
+        "### Whole models, in short turns (`llama`)",
         "### Memory: sweep, forward",
         "### Memory: sweep, backward",
     ):
         assert heading in text
+    assert re.search(
+        r"\| Llama 3 8B, 8 layers, training step, 2 × 4K tokens \| `model-sdpa` \| 9\d,\d{3} \| .* \| 3 GiB \| 0\.8\d \|",
+        text,
+    )
     grids = 3  # the run, and again, and backward
     assert text.count("Joules per TFLOP of the same providers (NVML energy counter).") == grids + 1  # gqa
     assert text.count("Joules per 1,000 tokens of the same providers (NVML energy counter).") == grids

@@ -382,4 +382,7 @@ def test_every_tensor_of_a_plan_has_an_address() -> None:
     q = torch.empty(1)
     found = addresses_of(plan, {"q": q, "seed": 7})
     assert len(found) == len(plan.tensors) and found[0] == q.data_ptr()
-    assert dict(zip(plan.tensors, found, strict=True)) == dict.fromkeys(plan.tensors, 0) | {"q": q.data_ptr(), "seed": 7}
+    assert dict(zip(plan.tensors, found, strict=True)) == dict.fromkeys(plan.tensors, 0) | {
+        "q": q.data_ptr(),
+        "seed": 7,
+    }

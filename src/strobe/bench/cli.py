@@ -35,7 +35,8 @@ def one_of(allowed: Sequence[str]) -> Callable[[Any], Any]:
 _METHODS = "; ".join(f"{name}: {what}" for name, what in SUMMARIES.items())
 _SUITE = typer.Option(
     callback=one_of((*SUITES, CONTEXT_PARALLEL)),
-    help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick. Or {CONTEXT_PARALLEL}, by itself, on the ranks of "
+    help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick. models: attention of known models and the suite "
+    f"llama, a whole model in tokens/s. Or {CONTEXT_PARALLEL}, by itself, on the ranks of "
     "torchrun.",
 )
 

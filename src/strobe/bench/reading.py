@@ -116,7 +116,7 @@ def from_json(data: Any) -> Results:
     if not isinstance(data, dict):
         raise ValueError(f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}")
     kind, schema = data.get("kind"), data.get("schema")
-    if kind != "strobe bench" or schema not in range(1, SCHEMA + 1):
+    if kind != "strobe bench" or not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
         raise ValueError(f"not a result of `strobe bench` with schema 1 to {SCHEMA}: kind {kind!r}, schema {schema!r}")
     found = _checked(_File, data, "")
     results = Results(

@@ -76,6 +76,11 @@ class Row:
         return self.timing.ms if self.timing is not None else None
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Of a step of a model."""
+        return self.case.tokens / self.ms * 1e3 if self.case.measure == "model" and self.ms else None
+
+    @property
     def identity(self) -> tuple[str, str, str]:
         """What rows of two runs are matched by."""
         return self.case.key, self.provider, self.method
@@ -123,6 +128,7 @@ def to_json(results: Results) -> dict[str, Any]:
     for row in results.rows:
         data = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
         data["case"] = row.case.to_dict()
+        data["tokens_per_s"] = row.tokens_per_s
         for name in ("error", "timing", "clock", "energy"):
             data[name] = None if data[name] is None else dataclasses.asdict(data[name])
         rows.append({name: value for name, value in data.items() if value not in (None, [])})

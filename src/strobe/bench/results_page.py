@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from strobe.bench import claims
+from strobe.bench import claims, model_page
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
@@ -50,7 +50,7 @@ def _machine(machine: str, results: dict[str, Results]) -> list[str]:
                 lines += _against_standard(run, suite, method)
             for direction in PASSES:
                 lines += _memory(run, suite, direction)
-        lines += _by_case(run) + _overhead(run) + _compile(run)
+        lines += _by_case(run) + model_page.tables(run) + _overhead(run) + _compile(run)
     lines += _repeatability(results)
     lines += _unmeasured(results)
     return lines

@@ -141,9 +141,9 @@ def kernel_tensors(case: BackwardCase, x: Tensors) -> dict[str, Any]:
 
 
 def _cudnn(case: BackwardCase, x: Tensors) -> Call:
-    inputs = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    inputs = q, k, v = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.enable_grad():
-        out = F.scaled_dot_product_attention(*inputs, is_causal=case.mask == causal)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=case.mask == causal)
     call = functools.partial(torch.autograd.grad, out, inputs, x.do, retain_graph=True)
     call()  # makes its plan
     return call
