@@ -130,7 +130,7 @@ class Steps:
             return {"out": out}
         return {"out": out.detach(), "dx": torch.autograd.grad(out, x, torch.ones_like(out) / out.shape[1])[0]}
 
-    def prepare(self, implementation: str) -> tuple[Callable[[], Any], Verdict]:
+    def prepare(self, implementation: str) -> tuple[Callable[[], torch.Tensor], Verdict]:
         """The step to time, and what is to be said of its numbers."""
         model = self._with(implementation)
         found = self._results(model, self._short)
