@@ -45,6 +45,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files.save(synthetic(("grid36",), methods=(SUSTAINED,)), folder / "grid36-sustained.json")
     files.save(synthetic(("grid36",), methods=(SUSTAINED,), seed=3), folder / "grid36-sustained-again.json")
     files.save(synthetic(("grid36",), direction="backward"), folder / "grid36-backward.json")
+    files.save(
+        synthetic(("grid36",), methods=(SUSTAINED,), direction="backward"), folder / "grid36-backward-sustained.json"
+    )
+    files.save(synthetic(("grid36",), direction="both"), folder / "grid36-both.json")
+    files.save(synthetic(("gqa",), methods=(TURNS, SUSTAINED), direction="backward"), folder / "gqa-backward.json")
+    files.save(synthetic(("models",), direction="both"), folder / "models-both.json")
+    files.save(synthetic(("sweep",), direction="backward"), folder / "sweep-backward.json")
     files.save(synthetic(("sweep", "overhead")), folder / "sweep.json")
     (root / "README.md").write_text(f"{docs.BEGIN}\n{docs.END}\n")
     assert docs.main([], root) == 1, "out of date before it is written"
@@ -70,12 +77,31 @@ def test_the_page_has_both_methods_and_passes(written: Path) -> None:
         "### The grid, forward, in short turns (`grid36`)",
         "### The grid, forward, sustained (`grid36-sustained`)",
         "### The grid, backward, in short turns (`grid36-backward`)",
+        "### The grid, backward, sustained (`grid36-backward-sustained`)",
+        "### The grid, forward and backward, in short turns (`grid36-both`)",
+        "### Grouped heads, and few queries against a long cache, backward, in short turns (`gqa`)",
+        "### Grouped heads, and few queries against a long cache, backward, sustained (`gqa`)",
+        "### Shapes of models, forward and backward, in short turns (`models`)",
+        "### Against standard attention: sweep, backward, in short turns",
+        "### Whole models, in short turns (`llama`)",
+        "### Memory: sweep, forward",
+        "### Memory: sweep, backward",
     ):
         assert heading in text
-    assert text.count("Joules per TFLOP of the same providers (NVML energy counter).") == 2  # the run, and again
-    assert text.count("Joules per 1,000 tokens of the same providers (NVML energy counter).") == 2
+    assert re.search(
+        r"\| Llama 3 8B, 8 layers, training step, 2 × 4K tokens \| `model-sdpa` \| 9\d,\d{3} \| .* \| 3 GiB \| 0\.8\d \|",
+        text,
+    )
+    grids = 3  # the run, and again, and backward
+    assert text.count("Joules per TFLOP of the same providers (NVML energy counter).") == grids + 1  # gqa
+    assert text.count("Joules per 1,000 tokens of the same providers (NVML energy counter).") == grids
     assert re.search(
         r"than `torch-cudnn` \(geometric mean of 36 cells\), and needs 1\.\d+ × less energy per FLOP\.", text
+    )
+    assert "- Backward: against the fastest other fused attention, torch-cudnn, strobe-sm90 is 1." in text
+    assert "- Forward and backward: against the fastest other fused attention" in text
+    assert re.search(
+        r"- Backward, beyond inputs, output and gradients strobe-sm90 needs at most 0\.\d+ × the size of q", text
     )
     assert "`grid36`, in short turns, was run twice: " in text
     assert (
@@ -92,14 +118,21 @@ def test_the_readme_has_both_methods_in_its_headline(written: Path) -> None:
         text,
     )
     assert re.search(r"- Sustained, strobe-sm90 needs 1\.\d+ × less energy per FLOP than torch-cudnn", text)
-    assert text.count("| 128, causal |") == 3  # TFLOP/s by either method, joules
-    assert "docs/figures/made-up-grid36.svg" in text
+    for direction, tables in (("forward", 3), ("backward", 3), ("forward and backward", 1)):
+        parts = re.findall(rf"TFLOP/s [a-z ]+, {direction}, bfloat16", text)
+        assert len(parts) == min(tables, 2), direction  # by either method; joules have a table of their own
+    assert text.count("| 128, causal |") == 3 + 3 + 1
+    assert "docs/figures/made-up-grid36.svg" in text and "docs/figures/made-up-grid36-backward.svg" in text
+    assert "- Sustained, backward, strobe-sm90 needs 1." in text
 
 
 @needs_matplotlib
 def test_figures_of_every_method_and_pass(written: Path) -> None:
     names = sorted(path.name for path in (written / "docs" / "figures").iterdir())
-    assert names == ["made-up-grid36-backward.svg", "made-up-grid36-sustained.svg", "made-up-grid36.svg"]
+    of = ("-backward-sustained", "-backward", "-both", "-sustained", "")
+    assert names == sorted(f"made-up-grid36{name}.svg" for name in of)
+    backward = (written / "docs" / "figures" / "made-up-grid36-backward.svg").read_text()
+    assert "head dim 64, causal, backward" in backward
     drawn = (written / "docs" / "figures" / "made-up-grid36.svg").read_text()
     assert "head dim 256, causal" in drawn and "strobe-sm90" in drawn and "in short turns" in drawn
     page = (written / "docs" / "results.md").read_text()

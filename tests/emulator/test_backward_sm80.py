@@ -89,8 +89,9 @@ def test_all_tiles_fit() -> None:
     """Shared memory, also with dropout, and whole tiles for every warp; ptxas and static_assert see the same numbers."""
     for arch in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
         for dim, dim_v in backward_sm80.DIMS:
-            for tile in backward_sm80.candidates(dim, dim_v, arch):
+            for tile in backward_sm80.table(dim, dim_v, arch):
                 room = SMEM_BYTES[generation(arch)]
+                assert backward_sm80.fits(tile, dim, dim_v, arch), (arch, dim, str(tile))
                 assert tile.smem(dim, dim_v, dropout=True) <= room, (arch, dim, str(tile))
                 each = (room + 1024) // tile.blocks_per_sm - 1024  # every block takes 1 KB more
                 assert tile.smem(dim, dim_v, dropout=False) <= each, (arch, dim, str(tile))

@@ -165,3 +165,14 @@ def test_the_documents_have_both() -> None:
     text = results_page.page({"made-up": {"compile": run}})
     assert "| kernel | compiled | from disk | from memory | first call | first call, kernel on disk |" in text
     assert "| `strobe-sm90` d64-full | 900 ms | 2 ms | 20.0 µs | 1.23 s | 45 ms |" in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernels"), [("sm90", ("backward_sm90", "dq_sm90", "dkv_sm90")), ("sm80", ("backward_sm80",))]
+)
+def test_a_backward_is_compiled_as_a_backward(backend: str, kernels: tuple[str, ...]) -> None:
+    for what in cases("compile", "backward"):
+        assert compile_time._variant(backend, what, CPU).name.startswith(kernels), what.label
+        assert not compile_time._variant(backend, cases("compile")[0], CPU).name.startswith(kernels)
+    with pytest.raises(Refusal, match="belongs to one pass"):
+        compile_time._variant(backend, cases("compile", "both")[0], CPU)

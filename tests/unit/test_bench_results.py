@@ -101,6 +101,21 @@ def test_files_of_the_first_schema_are_read(tmp_path: Path) -> None:
     assert {row.case.label for row in found.rows} == {row.case.label for row in synthetic(("gqa",)).rows}
 
 
+def test_gradients_were_extra_memory_before_schema_3() -> None:
+    data = files.to_json(synthetic(("gqa",), direction="backward"))
+    new = [row.extra_bytes for row in reading.from_json(data).rows if row.timed]
+    data["schema"] = 2
+    old = [row for row in reading.from_json(data).rows if row.timed]
+    for row, before in zip(old, new, strict=True):
+        c, item = row.case, row.case.torch_dtype.itemsize
+        gradients = c.tensor_bytes() // 2 - item * c.batch * c.heads * c.len_q * c.value_dim  # as large as q, k and v
+        assert before is not None and row.extra_bytes == before + c.tensor_bytes() // 2 - gradients
+    forward = files.to_json(synthetic(("gqa",)))
+    assert [r.extra_bytes for r in reading.from_json({**forward, "schema": 2}).rows] == [
+        r.extra_bytes for r in reading.from_json(forward).rows
+    ]
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "strobe bench", "schema": 99}', "[" * 100_000])
 def test_other_files_are_refused_by_name(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"

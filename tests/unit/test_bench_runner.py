@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from strobe.bench import exactness, providers, reading, request, results as files, runner
+from strobe.backends.dispatch import get as provider_backend
+from strobe.bench import exactness, providers, reading, request, results as files, runner, suites
 from strobe.bench.case import BenchCase, case
 from strobe.bench.exactness import Judge
 from strobe.bench.inputs import Tensors, make_tensors
@@ -282,6 +284,44 @@ def test_a_backward_pass_is_timed_alone_and_again_and_again(zoo: None, monkeypat
         samples[direction] = row.timing.summary.n
     assert counts["backward"] == 4  # two to check, one for memory, one whose graph is timed
     assert counts["both"] >= 3 + samples["both"]
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case of grid36, gqa and models with its lengths cut to a few tokens: ours and textbook attention pass, and
+    who cannot says why in one line."""
+
+    def small(c: BenchCase) -> BenchCase:
+        size = {"batch": 1, "heads": 2 * c.group, "heads_k": 2, "len_q": 24, "len_k": 24, "dtype": "float32"}
+        return dataclasses.replace(c, **size, bias=c.bias and (1, 2 * c.group, 24, 24))
+
+    asked = ["strobe-tiled", "strobe-sm90", "torch-math", "torch-flash", "eager", "cuda-mma", "flashinfer"]
+    made = [small(c) for suite in ("grid36", "gqa", "models") for c in suites.cases(suite, direction)]
+    made = [c for c in made if c.measure == "time"]
+    unlike = {(c.dim, c.value_dim, c.mask, c.group, c.softcap, c.sinks, c.bias): c for c in made}
+    monkeypatch.setattr(request, "cases", lambda suite, direction, on_gpu: list(unlike.values()))
+    work = runner.Runner(Request(("t",), CPU, settings=QUICK, profile=False))
+    work.providers = providers.select(asked)
+    found = work.run()
+    for row in found.rows:
+        assert row.timed or (row.status == "unsupported" and row.reason and "\n" not in row.reason), row
+        assert row.case.direction == direction and f"/{direction}" in row.case.key
+    ran = {name: [r.case.label for r in found.rows if r.provider == name and r.timed] for name in asked}
+    assert len(ran["strobe-tiled"]) == len(ran["eager"]) == len(unlike)
+    assert len(unlike) > len(ran["torch-math"]) > 10 and ran["cuda-mma"] == ran["flashinfer"] == []
+    best = next(r for r in found.rows if r.provider == "strobe-tiled")
+    assert best.peak_bytes is not None and best.extra_bytes == best.peak_bytes - best.case.tensor_bytes()
+
+
+def test_tiles_of_a_backward_are_tuned_elsewhere() -> None:
+    what = case("t", "x", heads=1, length=64, dim=64, tile=(64, 64), direction="backward")
+    (provider,) = providers.select(["strobe-sm90"])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(Refusal, match="strobe tune --pass backward"),
+    ):
+        patch.setattr(type(provider_backend("sm90")), "supports", lambda self, problem: None)
+        provider.prepare(what, make_tensors(what, CPU, 0))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

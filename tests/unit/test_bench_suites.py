@@ -42,9 +42,26 @@ def test_flops_and_bytes() -> None:
     assert causal.flops(CPU) == 4 * 2 * 4 * (128 * 129 // 2) * 64
     backward = case("t", "x", batch=2, heads=4, length=128, dim=64, direction="backward")
     assert backward.flops(CPU) == 2.5 * full.flops(CPU)
+    both = case("t", "x", batch=2, heads=4, length=128, dim=64, direction="both")
+    assert both.flops(CPU) == 3.5 * full.flops(CPU)
     tensor = 2 * 4 * 128 * 64 * 2
     assert full.ideal_bytes(CPU) == 4 * tensor + 2 * 4 * 128 * 4 and full.tensor_bytes() == 4 * tensor
+    assert backward.tensor_bytes() == both.tensor_bytes() == 8 * tensor and full.q_bytes() == tensor
     assert backward.ideal_bytes(CPU) == 8 * tensor + 2 * 4 * 128 * 4  # q, k, v, o, do, LSE read; dq, dk, dv written
+
+
+@pytest.mark.parametrize("suite", ["grid36", "gqa", "models"])
+def test_every_pass_counts_its_own_flops(suite: str) -> None:
+    """Two products forward, five backward. Their widths are the head dims, which differ in DeepSeek-V3."""
+    passes = {
+        direction: {c.label: c for c in cases(suite, direction) if c.measure == "time"} for direction in names.PASSES
+    }
+    for label, backward in passes["backward"].items():
+        flops = {direction: of[label].flops(CPU) for direction, of in passes.items()}
+        d, dv = backward.dim, backward.value_dim
+        assert flops["backward"] / flops["forward"] == (3 * d + 2 * dv) / (d + dv)
+        assert flops["both"] == flops["forward"] + flops["backward"]
+        assert backward.title.endswith(", backward") and passes["both"][label].title.endswith(", forward and backward")
 
 
 def test_masks_are_read_from_text() -> None:

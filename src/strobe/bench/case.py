@@ -15,7 +15,7 @@ from strobe.measure.cases import Case, mask_of, problem_of
 from strobe.problem import Problem
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MEASURES = ("time", "call", "graph", "compile")
+MEASURES = ("time", "call", "graph", "compile", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,9 @@ class BenchCase(Case):
     suite: str
     dtype: str = "bfloat16"
     direction: str = "forward"  # one of names.PASSES
-    measure: str = "time"  # of the device; "call": of the CPU, per call; "graph": of the device, replayed; "compile"
+    # "time": of the device; "call": of the CPU, per call; "graph": of the device, replayed; "compile": of a kernel; "model":
+    # of a step of a whole model.
+    measure: str = "time"
     tile: tuple[int, int] | None = None  # (queries, keys) in a tile, for the study of tile sizes
     model: str | None = None  # whose shape it is
 
@@ -92,13 +94,19 @@ class BenchCase(Case):
     def ideal_bytes(self, device: torch.device) -> int:
         """Each input read once, each output written once."""
         forward = self.problem(device).bytes()
-        o = self.batch * self.heads * self.len_q * self.value_dim * self.torch_dtype.itemsize
-        backward = forward + o + (self.tensor_bytes() - o)  # what the forward read and wrote, and do; dq, dk, dv
+        backward = forward + self._qkvo_bytes()  # what the forward read and wrote; do, dq, dk, dv
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.direction]
 
     def tensor_bytes(self) -> int:
-        """q, k, v and o: what any attention has to hold."""
+        """What any attention has to hold: q, k, v and o; with gradients do, dq, dk and dv as well."""
+        return self._qkvo_bytes() * (1 if self.direction == "forward" else 2)
+
+    def _qkvo_bytes(self) -> int:
+        """dq, dk, dv and do have the same shapes."""
         return self.tensor_elements() * self.torch_dtype.itemsize
+
+    def q_bytes(self) -> int:
+        return self.batch * self.heads * self.len_q * self.dim * self.torch_dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
         return {

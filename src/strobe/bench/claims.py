@@ -68,21 +68,31 @@ def speed_ups(results: Results, suite: str, direction: str = "forward", method: 
     return found
 
 
-def memory_exponents(results: Results, suite: str) -> dict[str, float]:
+def memory_exponents(results: Results, suite: str, direction: str = "forward") -> dict[str, float]:
     """Provider -> exponent with which its extra memory grows with the length, all else kept; the mean over the series
     of the suite."""
-    series: dict[str, dict[tuple[int, int, str, str], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    series: dict[str, dict[tuple[int, int, str], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for row in results.rows:
         c = row.case
-        plain = c.suite == suite and c.tile is None and c.measure == "time" and c.batch == 1
+        plain = (c.suite, c.direction, c.measure, c.tile, c.batch) == (suite, direction, "time", None, 1)
         if plain and row.timed and row.extra_bytes:
-            series[row.provider][c.heads, c.dim, c.mask.name, c.direction][c.len_k] = row.extra_bytes
+            series[row.provider][c.heads, c.dim, c.mask.name][c.len_k] = row.extra_bytes
     found = {}
     for provider, lines in series.items():
         fits = [growth_exponent(list(points), list(points.values())) for points in lines.values() if len(points) >= 3]
         known = [fit for fit in fits if fit is not None]
         if known:
             found[provider] = sum(known) / len(known)
+    return found
+
+
+def memory_in_q(cases: dict[str, list[Row]]) -> dict[str, float]:
+    """Provider -> the most memory it needs beyond inputs, outputs and gradients in any case, in sizes of q. Cases with
+    fewer queries than keys do not count: next to their q any workspace is large."""
+    found: dict[str, float] = {}
+    for row in (row for rows in cases.values() for row in rows):
+        if row.timed and row.extra_bytes is not None and row.case.len_q == row.case.len_k:
+            found[row.provider] = max(found.get(row.provider, 0.0), row.extra_bytes / row.case.q_bytes())
     return found
 
 
@@ -128,9 +138,11 @@ def repeatability(first: Results, second: Results, method: str = TURNS) -> tuple
     return len(close), len(pairs)
 
 
-def ratio_repeatability(first: Results, second: Results, suite: str, provider: str, base: str) -> tuple[int, int]:
+def ratio_repeatability(
+    first: Results, second: Results, suite: str, provider: str, base: str, direction: str = "forward"
+) -> tuple[int, int]:
     """(cases whose sustained ratios to `base` differ by at most 3 %, cases in both)."""
-    a, b = (ratios(run, suite, provider, base, method=SUSTAINED) for run in (first, second))
+    a, b = (ratios(run, suite, provider, base, direction, SUSTAINED) for run in (first, second))
     pairs = [(a[key], b[key]) for key in a if key in b]
     return sum(abs(y / x - 1) <= CLOSE for x, y in pairs), len(pairs)
 

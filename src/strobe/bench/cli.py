@@ -35,7 +35,8 @@ def one_of(allowed: Sequence[str]) -> Callable[[Any], Any]:
 _METHODS = "; ".join(f"{name}: {what}" for name, what in SUMMARIES.items())
 _SUITE = typer.Option(
     callback=one_of((*SUITES, CONTEXT_PARALLEL)),
-    help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick. Or {CONTEXT_PARALLEL}, by itself, on the ranks of "
+    help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick. models: attention of known models and the suite "
+    f"llama, a whole model in tokens/s. Or {CONTEXT_PARALLEL}, by itself, on the ranks of "
     "torchrun.",
 )
 
@@ -106,7 +107,7 @@ def bench(
         _context_parallel(suite or [], device, out, seed)
         return
     if list_only:
-        _list(suite)
+        _list(suite, direction)
         return
     from rich.console import Console
 
@@ -213,12 +214,12 @@ def _compare(old: Results, found: Results, tolerance: float, console: Console, n
         raise typer.Exit(1)
 
 
-def _list(suite: list[str] | None) -> None:
+def _list(suite: list[str] | None, direction: str) -> None:
     from strobe.bench import providers, suites
 
     for name in suite or SUITES:
         typer.echo(f"{name}: {SUITES[name][0]}")
-        for case in suites.cases(name):
+        for case in suites.cases(name, direction):
             typer.echo(f"  {case.key}")
     typer.echo("providers:")
     for provider in providers.every():

@@ -69,21 +69,33 @@ def _compiled(backend: str, case: BenchCase, device: torch.device) -> _Measured:
 def _called(backend: str, case: BenchCase, device: torch.device) -> _Measured:
     if device.type != "cuda":
         raise Refusal("unsupported", "a whole call needs an NVIDIA GPU")
+    if case.direction != "forward":
+        raise Refusal("unsupported", "first calls are timed for the forward pass alone")
     for name, samples in first_call.times(case, backend, device):
         yield name, samples, f"should take at most {milliseconds(first_call.AIMS_MS[name])}"
 
 
 def _variant(backend: str, case: BenchCase, device: torch.device) -> Any:
-    from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
+    """The kernel that computes; a backward has smaller ones beside it."""
+    from strobe.cuda import backend as cuda_backend
+    from strobe.cuda.catalogue import FAMILIES
     from strobe.cuda.plan import Machine
 
-    strides = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)
-    module = forward_sm90 if backend == "sm90" else forward_sm80
+    if case.direction == "both":
+        raise Refusal("unsupported", "a kernel belongs to one pass; --pass forward and --pass backward are measured")
     if device.type == "cuda":
         machine = cuda_backend.machine_of(device)
     else:
         machine = Machine("sm_90a" if backend == "sm90" else "sm_80", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
-    return module.plan(case.problem(device), strides, machine).launches[0].kernel
+    problem = case.problem(device)
+    of_q, of_k, of_v = problem.strides
+    of_o = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)
+    if case.direction == "forward":
+        return FAMILIES[backend].forward.plan(problem, of_o, machine).launches[0].kernel
+    problem = problem.backward(("q", "k", "v"))
+    strides = {"o": of_o, "d_o": of_o, "dq": of_q, "dk": of_k, "dv": of_v}
+    launches = FAMILIES[backend].module(problem).plan(problem, strides, machine).launches
+    return max((launch.kernel for launch in launches), key=lambda kernel: kernel.smem)
 
 
 def _times(variant: Any) -> dict[str, list[float]]:

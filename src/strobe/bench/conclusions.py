@@ -14,6 +14,11 @@ from strobe.measure.statistics import geometric_mean, separated
 
 _MOST_NAMED = 3  # cases in which we are slower: the worst are named
 _OTHERS = {"peer": "the fastest other fused attention", "standard": "the fastest standard attention"}
+_BEYOND = {
+    "forward": "Beyond q, k, v and the output",
+    "backward": "Backward, beyond inputs, output and gradients",
+    "both": "Forward and backward, beyond inputs, output and gradients",
+}
 _Duels = list[tuple[Row, Row]]
 
 
@@ -25,10 +30,10 @@ def conclusions(results: Results, suite: str | None = None) -> list[str]:
             cases = {m: claims.selected(results.rows, name, direction, m) for m in METHODS if m in results.methods()}
             for kind in _OTHERS:
                 found += _speed({m: claims.duels(of, kind) for m, of in cases.items()}, direction, kind)
-                found += _out_of_memory(cases, kind)
+                found += _out_of_memory(cases, kind, direction)
             found += _energy(cases.get(SUSTAINED, {}), direction)
         if found:
-            return [*found, *_memory(results, name)]
+            return [*found, *(sentence for direction in PASSES for sentence in _memory(results, name, direction))]
     return []
 
 
@@ -93,7 +98,7 @@ def _clearly_slower(ours: Row, other: Row) -> bool:
     return _ratio(ours, other) < 1 and separated(ours.timing.summary, other.timing.summary)
 
 
-def _out_of_memory(cases: dict[str, dict[str, list[Row]]], kind: str) -> list[str]:
+def _out_of_memory(cases: dict[str, dict[str, list[Row]]], kind: str, direction: str) -> list[str]:
     """Cases that ours can do and nobody of a kind can, because memory does not suffice."""
     of = next((found for found in cases.values() if found), {})
     mine = [rows for rows in of.values() if claims.fastest(rows, "ours") is not None]
@@ -104,7 +109,8 @@ def _out_of_memory(cases: dict[str, dict[str, list[Row]]], kind: str) -> list[st
         return []
     what = "standard attention" if kind == "standard" else "a peer"
     every = f", in {len(lost)} of them every one that was tried" if lost else ""
-    return [f"In {some} of {len(mine)} cases {what} runs out of memory{every}."]
+    where = "" if direction == "forward" else f", {PASS_TITLES[direction]},"
+    return [f"In {some} of {len(mine)} cases{where} {what} runs out of memory{every}."]
 
 
 def _energy(cases: dict[str, list[Row]], direction: str) -> list[str]:
@@ -120,20 +126,22 @@ def _energy(cases: dict[str, list[Row]], direction: str) -> list[str]:
     return [f"Sustained, {title}{ours} needs {energy} {other} ({_cases(len(ratios))})."]
 
 
-def _memory(results: Results, suite: str) -> list[str]:
-    """Of our fastest provider and of a standard one: how extra memory grows with the length."""
+def _memory(results: Results, suite: str, direction: str) -> list[str]:
+    """Of our fastest provider and of a standard one: how extra memory grows with the length, or else the most it is."""
     method = TURNS if TURNS in results.methods() else results.methods()[0]
-    cases = claims.selected(results.rows, suite, method=method)
+    cases = claims.selected(results.rows, suite, direction, method)
     best = [found for rows in cases.values() if (found := claims.fastest(rows, "ours")) is not None]
     known = [row for row in best if row.extra_bytes is not None]
     if not known:
         return []
-    exponents = claims.memory_exponents(results, suite)
-    ours, beyond = Counter(row.provider for row in best).most_common(1)[0][0], "Beyond q, k, v and the output"
+    exponents = claims.memory_exponents(results, suite, direction)
+    ours, beyond = Counter(row.provider for row in best).most_common(1)[0][0], _BEYOND[direction]
     if not any(row.extra_bytes for row in known):
         said = f"{beyond} {ours} needs no memory at any length"
     elif ours in exponents:
         said = f"{beyond} {ours} needs memory that grows with the length to the power {exponents[ours]:.2f}"
+    elif direction != "forward" and ours in (most := claims.memory_in_q(cases)):
+        said = f"{beyond} {ours} needs at most {most[ours]:.2f} × the size of q"
     else:
         return []
     standard = [row.provider for rows in cases.values() for row in rows if row.kind == "standard"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from strobe.bench import claims, figures, ledger, reading, studies
 from strobe.bench.conclusions import conclusions
-from strobe.bench.names import PASSES
+from strobe.bench.names import PASS_TITLES, PASSES
 from strobe.bench.results import Results
 from strobe.bench.results_page import AGAIN, Machines, energy_tables, figure_name, grid_table, page
 from strobe.measure.generated import replace_between
@@ -68,26 +68,30 @@ def readme_block(machines: Machines) -> str:
     """What the grid of the first GPU that has one says; nothing without one."""
     for machine, results in machines.items():
         runs = {name: run for name, run in results.items() if run.on_gpu and not name.endswith(AGAIN)}
-        grids = {
-            (method, name): table
+        grids = [
+            (direction, method, name, table)
+            for direction in PASSES
             for method in (TURNS, SUSTAINED)
             for name, run in runs.items()
-            if (table := grid_table(run, "forward", method))
-        }
+            if (table := grid_table(run, direction, method))
+        ]
         if not grids:
             continue
         whole = claims.merged(runs.values())
         lines = ["## Measured", "", f"On one {whole.device}:", ""]
         lines += [*(f"- {sentence}" for sentence in conclusions(whole, "grid36")), ""]
-        for method in dict.fromkeys(method for method, _ in grids):
-            name, table = next((name, table) for (m, name), table in grids.items() if m == method)
-            for shown in (table, *energy_tables(runs[name], "forward", method)[:1]):
-                lines += [*shown, ""]
-        method, name = next(iter(grids))
-        figure = figure_name(machine, name, "forward", method)
-        lines += [f"![Speed against length, {TITLES[method]}](docs/figures/{figure})", ""]
+        for direction in dict.fromkeys(direction for direction, *_ in grids):
+            of_pass = {method: (name, table) for d, method, name, table in reversed(grids) if d == direction}
+            for method in (m for m in (TURNS, SUSTAINED) if m in of_pass):
+                name, table = of_pass[method]
+                for shown in (table, *energy_tables(runs[name], direction, method)[:1]):
+                    lines += [*shown, ""]
+            method = next(m for m in (TURNS, SUSTAINED) if m in of_pass)
+            figure = figure_name(machine, of_pass[method][0], direction, method)
+            title = f"Speed against length, {PASS_TITLES[direction]}, {TITLES[method]}"
+            lines += [f"![{title}](docs/figures/{figure})", ""]
         lines += [
-            "Standard attention, memory, gradients and every other table: [docs/results.md](docs/results.md). How this was "
+            "Standard attention, memory, models and every other table: [docs/results.md](docs/results.md). How this was "
             "measured, and why the method matters at a GPU's power limit: "
             "[benchmarks/README.md](benchmarks/README.md#two-methods).",
             "",

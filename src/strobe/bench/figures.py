@@ -139,7 +139,9 @@ def _figures(run: Results, rows: list[Row], method: str) -> dict[str, Any]:
     found = {
         "speed": _speed(plain, method),
         "speed-up": _lines(*_against_ours(plain), "× faster (our fastest)", log=True),
-        "memory": _lines(plain, lambda r: r.extra_bytes, "extra memory over q, k, v, o", memory=memory or 0),
+        "memory": _lines(
+            plain, lambda r: r.extra_bytes, "memory beyond inputs, outputs, gradients", memory=memory or 0
+        ),
         "error": _lines(plain, lambda r: r.error.relative if r.error else None, "‖out − exact‖ / ‖exact‖", log=True),
         "energy": _lines(plain, joules_per_tflop, "J/TFLOP") if method == SUSTAINED else None,
         "roofline": _roofline(rows, run),

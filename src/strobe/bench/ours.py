@@ -43,6 +43,10 @@ def _prepare(backend: str) -> Prepare:
 def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dict[str, Any]) -> Prepared:
     assert case.tile is not None
     block_q, block_k = case.tile
+    if backend != "tiled" and case.direction != "forward":
+        raise Refusal(
+            "unsupported", "this suite sets tiles of the forward; `strobe tune --pass backward` times the others"
+        )
     if backend == "tiled":
         return Prepared(
             lambda q, k, v: strobe.attention(q, k, v, **options),
@@ -50,7 +54,7 @@ def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dic
             scope=lambda: block_sizes(block_q, block_k),
         )
     from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
-    from strobe.cuda.launch import Launcher
+    from strobe.cuda.launch import Launcher, addresses_of
 
     shape = (case.batch, case.len_q, case.heads, case.value_dim)
     strides = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)
@@ -68,7 +72,7 @@ def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dic
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
-        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0)
+        launch(*addresses_of(made, {"q": q, "k": k, "v": v, "o": out}))
         return out
 
     return Prepared(forward, "bshd")
@@ -80,7 +84,7 @@ def _slow_unless_named(backend: str) -> Reason:
             return "emulated, thousands of times slower than anything else; name it to time it"
         if backend == "reference" and case.len_q * case.len_k > 1 << 18:
             return "the oracle stores the whole matrix in float64; name it to time it"
-        plain = case.tile is None and case.direction == "forward" and case.suite != "quick"
+        plain = case.tile is None and case.suite != "quick"
         if backend == "tiled" and device.type == "cuda" and plain:
             return "on a GPU the tiles written in PyTorch stand in for missing features; name it to time it"
         return None

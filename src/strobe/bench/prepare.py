@@ -45,7 +45,7 @@ def compile_ahead(cases: list[BenchCase], providers: list[Provider], device: tor
     own = [p for p in providers if p.device == "cuda" and (p.kind in ("ours", "ladder") or p.name.startswith("cuda-"))]
     jobs: dict[Any, tuple[Provider, BenchCase]] = {}
     for case in cases:
-        if case.measure != "compile":
+        if case.measure not in ("compile", "model"):
             small = dataclasses.replace(
                 case,
                 name="",

@@ -58,6 +58,7 @@ class Provider:
     roundings: Callable[[BenchCase], float] = lambda case: 0.0  # see tolerance.summation_floor
     compiles: bool = False  # each new shape costs seconds
     tiles: bool = False  # can take a tile size
+    models: bool = False  # runs steps of whole models, and nothing else
     device: str | None = None  # the only kind it runs on
 
 

@@ -116,8 +116,8 @@ def from_json(data: Any) -> Results:
     if not isinstance(data, dict):
         raise ValueError(f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}")
     kind, schema = data.get("kind"), data.get("schema")
-    if kind != "strobe bench" or schema not in (1, SCHEMA):
-        raise ValueError(f"not a result of `strobe bench` with schema 1 or {SCHEMA}: kind {kind!r}, schema {schema!r}")
+    if kind != "strobe bench" or not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+        raise ValueError(f"not a result of `strobe bench` with schema 1 to {SCHEMA}: kind {kind!r}, schema {schema!r}")
     found = _checked(_File, data, "")
     results = Results(
         provenance=found["provenance"],
@@ -128,7 +128,18 @@ def from_json(data: Any) -> Results:
         seconds=found["seconds"],
     )
     results.rows = [_row(entry, f"rows[{i}]") for i, entry in enumerate(found["rows"])]
+    if schema < 3:
+        _leave_out_gradients(results.rows)
     return results
+
+
+def _leave_out_gradients(rows: list[Row]) -> None:
+    """Before schema 3 a peak did not count do, and dq, dk and dv were extra memory."""
+    for row in rows:
+        c = row.case
+        if c.direction != "forward" and row.peak_bytes is not None:
+            row.peak_bytes += c.batch * c.heads * c.len_q * c.value_dim * c.torch_dtype.itemsize
+            row.extra_bytes = max(0, row.peak_bytes - c.tensor_bytes())
 
 
 def _row(data: Any, where: str) -> Row:

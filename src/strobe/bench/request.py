@@ -36,7 +36,8 @@ class Request:
 
     def cases(self) -> list[BenchCase]:
         """Those of the suites that match, and that the methods can measure."""
-        found = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
+        made = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
+        found = list(dict.fromkeys(made))  # models has the cases of llama
         if self.only:
             found = [
                 c for c in found if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)
@@ -53,7 +54,7 @@ class Request:
 
     def methods_for(self, case: BenchCase) -> tuple[str, ...]:
         """What a call costs the CPU, how long a graph or a compilation takes: such cases have a way of their own."""
-        return self.methods if case.measure == "time" else tuple(m for m in self.methods if m == TURNS)
+        return self.methods if case.measure in ("time", "model") else tuple(m for m in self.methods if m == TURNS)
 
     def repeat(self, case: BenchCase, provider: str, method: str = TURNS) -> str:
         """The command that makes one row again, with all providers it was interleaved with: they move a GPU's clock."""
@@ -61,7 +62,7 @@ class Request:
         s, words = self.settings, ["strobe bench", f"--suite {case.suite}", f"--only '{case.key}'"]
         words += [f"--provider {name}" for name in providers]
         words += [] if method == TURNS else [f"--method {method}"]
-        if case.direction != "forward" and self.direction != "forward":
+        if self.direction != "forward":
             words.append(f"--pass {self.direction}")
         words += [f"--device {self.device.type}", f"--seed {self.seed}"]
         if method == TURNS:

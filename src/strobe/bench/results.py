@@ -19,7 +19,7 @@ from strobe.measure.method import TURNS
 from strobe.measure.statistics import Summary
 from strobe.measure.tolerance import Verdict
 
-SCHEMA = 2
+SCHEMA = 3
 OK = "ok"
 # Everything else is a result with a reason: timed, but not with the kernels it is named after; or not timed at all.
 STATUSES = (OK, "fell back", "not installed", "unsupported", "out of memory", "wrong", "failed", "skipped")
@@ -55,8 +55,8 @@ class Row:
     error: Verdict | None = None
     timing: Timing | None = None
     energy: Energy | None = None
-    peak_bytes: int | None = None  # q, k, v, o and everything else alive at the worst moment
-    extra_bytes: int | None = None  # the same without q, k, v, o
+    peak_bytes: int | None = None  # everything alive at the worst moment: inputs, outputs, gradients, workspace
+    extra_bytes: int | None = None  # the same without what any attention has to hold, BenchCase.tensor_bytes
     flops: int | None = None
     ideal_bytes: int | None = None
     tflops: float | None = None
@@ -74,6 +74,11 @@ class Row:
     @property
     def ms(self) -> float | None:
         return self.timing.ms if self.timing is not None else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of a step of a model."""
+        return self.case.tokens / self.ms * 1e3 if self.case.measure == "model" and self.ms else None
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -123,6 +128,7 @@ def to_json(results: Results) -> dict[str, Any]:
     for row in results.rows:
         data = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
         data["case"] = row.case.to_dict()
+        data["tokens_per_s"] = row.tokens_per_s
         for name in ("error", "timing", "clock", "energy"):
             data[name] = None if data[name] is None else dataclasses.asdict(data[name])
         rows.append({name: value for name, value in data.items() if value not in (None, [])})

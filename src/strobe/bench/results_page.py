@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from strobe.bench import claims
+from strobe.bench import claims, model_page
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
@@ -48,8 +48,9 @@ def _machine(machine: str, results: dict[str, Results]) -> list[str]:
         for suite in run.suites():
             for method in run.methods():
                 lines += _against_standard(run, suite, method)
-            lines += _memory(run, suite)
-        lines += _by_case(run) + _overhead(run) + _compile(run)
+            for direction in PASSES:
+                lines += _memory(run, suite, direction)
+        lines += _by_case(run) + model_page.tables(run) + _overhead(run) + _compile(run)
     lines += _repeatability(results)
     lines += _unmeasured(results)
     return lines
@@ -87,6 +88,7 @@ def _grids(machine: str, name: str, run: Results) -> list[str]:
             for energy in energy_tables(run, direction, method):
                 lines += [*energy, ""]
             lines += [*mean_ratios(run, direction, method), ""]
+            lines += [*memory_line(claims.selected(run.rows, "grid36", direction, method)), ""]
             if not name.endswith(AGAIN):
                 lines += [f"![Speed against length](figures/{figure_name(machine, name, direction, method)})", ""]
     return lines
@@ -182,6 +184,20 @@ def mean_ratios(run: Results, direction: str, method: str) -> list[str]:
     return lines
 
 
+def memory_line(cases: dict[str, list[Row]]) -> list[str]:
+    """The most that each provider needs beyond what any attention has to hold."""
+    most = claims.memory_in_q(cases)
+    if not most:
+        return []
+    kinds = {row.provider: KINDS.index(row.kind) for rows in cases.values() for row in rows}
+    names = sorted(most, key=lambda name: (kinds[name], name))
+    return [
+        "Most memory beyond inputs, outputs and gradients, in sizes of q, where queries are as many as keys: "
+        + ", ".join(f"`{name}` {most[name]:.2f}" for name in names)
+        + "."
+    ]
+
+
 # ---- against standard attention, and memory
 
 
@@ -225,22 +241,23 @@ def _range(found: list[claims.SpeedUp]) -> str:
     return " ".join(part for part in (text, f"*oom* ×{oom}" if oom > 1 else "*oom*" if oom else "") if part) or "–"
 
 
-def _memory(run: Results, suite: str) -> list[str]:
-    exponents = claims.memory_exponents(run, suite)
+def _memory(run: Results, suite: str, direction: str) -> list[str]:
+    exponents = claims.memory_exponents(run, suite, direction)
     if not exponents:
         return []
     kinds = {row.provider: row.kind for row in run.rows}
     lines = [
-        f"### Memory: {suite}",
+        f"### Memory: {suite}, {PASS_TITLES[direction]}",
         "",
-        "Extra memory over q, k, v and the output grows with the length to this power (fitted; 1 is linear, 2 quadratic, "
+        "Memory beyond inputs, outputs and gradients grows with the length to this power (fitted; 1 is linear, 2 quadratic, "
         "0 constant):",
         "",
         "| provider | kind | exponent |",
         "|---|---|---|",
     ]
     shown = {name: f"{value:.2f}" for name, value in exponents.items()}
-    timed = [row for row in run.rows if row.case.suite == suite and row.case.measure == "time" and row.timed]
+    same = (suite, direction, "time")
+    timed = [r for r in run.rows if (r.case.suite, r.case.direction, r.case.measure) == same and r.timed]
     for name in {row.provider for row in timed} - set(shown):
         if not any(row.extra_bytes for row in timed if row.provider == name):
             shown[name] = "none at any length"
@@ -262,19 +279,28 @@ def _by_case(run: Results) -> list[str]:
             for method in run.methods():
                 cases = claims.selected(run.rows, suite, direction, method)
                 rows = [row for same in cases.values() for row in same if row.timed]
-                if rows:
-                    named = f"### {title}, {PASS_TITLES[direction]}, {TITLES[method]} (`{suite}`)"
-                    lines += [named, "", *_times(rows, lambda row: row.case.label, "case"), ""]
+                if not rows:
+                    continue
+                named = f"### {title}, {PASS_TITLES[direction]}, {TITLES[method]} (`{suite}`)"
+                lines += [named, "", *_cells(rows, lambda row: units.milliseconds(row.ms)), ""]
+                if sources := ", ".join(dict.fromkeys(r.energy.source for r in rows if r.energy is not None)):
+                    lines += [f"Joules per TFLOP of the same providers ({sources}).", "", *_cells(rows, _joules), ""]
+                lines += [*memory_line(cases), ""]
     return lines
 
 
-def _times(rows: list[Row], heading: Callable[[Row], str], corner: str) -> list[str]:
-    """A line per heading, a column per provider."""
+def _joules(row: Row) -> str:
+    joules = claims.joules_per_tflop(row)
+    return units.MISSING if joules is None else f"{joules:.2f}"
+
+
+def _cells(rows: list[Row], written: Callable[[Row], str]) -> list[str]:
+    """A line per case, a column per provider."""
     providers = list(dict.fromkeys(r.provider for r in rows))
-    lines = [f"| {corner} | " + " | ".join(f"`{p}`" for p in providers) + " |", "|---|" + "---|" * len(providers)]
-    for name in dict.fromkeys(heading(r) for r in rows):
-        times = {r.provider: r.ms for r in rows if heading(r) == name}
-        lines.append(f"| {name} | " + " | ".join(units.milliseconds(times.get(p)) for p in providers) + " |")
+    lines = ["| case | " + " | ".join(f"`{p}`" for p in providers) + " |", "|---|" + "---|" * len(providers)]
+    for label in dict.fromkeys(r.case.label for r in rows):
+        cells = {r.provider: written(r) for r in rows if r.case.label == label}
+        lines.append(f"| {label} | " + " | ".join(cells.get(p, units.MISSING) for p in providers) + " |")
     return lines
 
 
@@ -331,15 +357,18 @@ def _repeatability(results: dict[str, Results]) -> list[str]:
 
 
 def _same_ratios(name: str, run: Results, again: Results) -> list[str]:
-    cases = claims.selected(run.rows, "grid36", method=SUSTAINED)
-    duels = claims.duels(cases, "peer")
-    if not duels:
-        return []
-    ours, peer = duels[0][0].provider, duels[0][1].provider
-    close, total = claims.ratio_repeatability(run, again, "grid36", ours, peer)
-    if not total:
-        return []
-    return [f"- `{name}`, sustained: {close} of {total} ratios of `{ours}` to `{peer}` differ by at most 3 %."]
+    lines = []
+    for direction in PASSES:
+        duels = claims.duels(claims.selected(run.rows, "grid36", direction, SUSTAINED), "peer")
+        if not duels:
+            continue
+        ours, peer = duels[0][0].provider, duels[0][1].provider
+        close, total = claims.ratio_repeatability(run, again, "grid36", ours, peer, direction)
+        if total:
+            which = "sustained" if direction == "forward" else f"{PASS_TITLES[direction]}, sustained"
+            share = f"{close} of {total} ratios of `{ours}` to `{peer}` differ by at most 3 %"
+            lines.append(f"- `{name}`, {which}: {share}.")
+    return lines
 
 
 def _unmeasured(results: dict[str, Results]) -> list[str]:

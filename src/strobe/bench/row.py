@@ -31,10 +31,10 @@ def finished(checked: Row, call: TimedCall | None, method: str, repeat: str, mon
     row.timing = _timing(call)
     row.note = "; ".join([*filter(None, [row.note]), *_notes(call)]) or None
     row.clock = monitor.during(call.intervals)
-    if row.case.measure != "call":  # the CPU's time says nothing about FLOPs
+    if row.flops is not None and row.case.measure != "call":  # the CPU's time says nothing about FLOPs
         _set_speed(row, found)
-        if isinstance(call, SustainedCall):
-            row.energy = _energy(row, call, monitor)
+    if isinstance(call, SustainedCall):
+        row.energy = _energy(row, call, monitor)
     return row
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from strobe.bench import ceilings, compile_time, results as files
+from strobe.bench import ceilings, compile_time, llama, results as files
 from strobe.bench.case import BenchCase
 from strobe.bench.exactness import Judge
 from strobe.bench.inputs import Tensors, make_tensors
 from strobe.bench.kernel_names import kernels_that_ran
 from strobe.bench.prepare import compile_ahead, time_limit
-from strobe.bench.provider import Prepared, Provider, Refusal, from_layout, to_layout
+from strobe.bench.provider import Forward, Prepared, Provider, Refusal, from_layout, to_layout
 from strobe.bench.providers import select
 from strobe.bench.reasons import explain
 from strobe.bench.request import Request
@@ -80,6 +80,8 @@ class Runner:
         self.cases = request.cases()
         self.watch = Stopwatch(self.device, request.settings)
         self._compiling: dict[str, float] = {}  # seconds spent per provider that compiles
+        if llama.SUITE in request.suites and (reason := llama.missing()) is not None:
+            raise ValueError(f"suite {llama.SUITE}: {reason}")
         if DO_BENCH in request.methods and (reason := do_bench.unavailable(self.watch)) is not None:
             raise ValueError(f"method: {reason}")
 
@@ -141,14 +143,15 @@ class Runner:
     # ---- one case
 
     def _case(self, case: BenchCase, monitor: Monitor, found: Results) -> list[Row]:
-        providers = [p for p in self.providers if p.tiles or case.tile is None]
+        model = case.measure == "model"
+        providers = [p for p in self.providers if (p.tiles or case.tile is None) and p.models == model]
         if case.measure == "compile":
             return compile_time.rows(case, providers, self.device, self.request.repeat)
-        flops, ideal = case.flops(self.device), case.ideal_bytes(self.device)
+        flops, ideal = (None, None) if model else (case.flops(self.device), case.ideal_bytes(self.device))
         entries = [Entry(p, Row(case, p.name, p.kind, flops=flops, ideal_bytes=ideal)) for p in providers]
         timed: dict[str, list[TimedCall | None]] = {}
         try:
-            self._check_all(case, entries)
+            (self._check_models if model else self._check_all)(case, entries)
             for method in self.request.methods_for(case):
                 timed[method] = self._time(case, entries, method, monitor)
         except Exception as error:  # making the inputs or the reference failed: a reason for everyone
@@ -179,6 +182,28 @@ class Runner:
                     self._check(entry, case, judge)
         if self.request.profile:
             self._name_kernels([e for e in entries if e.alive])
+
+    def _check_models(self, case: BenchCase, entries: list[Entry]) -> None:
+        """Error, memory, and the step that will be timed, of a whole model with each attention implementation."""
+        for entry in entries:
+            reason = entry.provider.skipped(case, self.device)
+            if reason is not None and entry.provider.name not in self.request.providers:
+                entry.refuse("skipped", reason)
+        if not any(entry.alive for entry in entries):
+            return
+        steps = llama.Steps(case, self.device, self.request.seed)
+        for entry in (entry for entry in entries if entry.alive):
+            with self._guarded(entry, None):
+                limit = self.request.compile_limit_s
+                with time_limit(limit) if entry.provider.compiles else contextlib.nullcontext():
+                    step, entry.row.error = steps.prepare(entry.provider.name.removeprefix(llama.PREFIX))
+                    if not entry.row.error.passed:
+                        raise Refusal("wrong", str(entry.row.error))
+                    entry.prepared = Prepared(_whole(step))
+                    with entry.scope()():
+                        step()  # what there is to compile is not timed
+                        entry.row.peak_bytes = with_peak_memory(step, self.device)[1]
+                entry.call = step
 
     def _time(self, case: BenchCase, entries: list[Entry], method: str, monitor: Monitor) -> list[TimedCall | None]:
         """For every entry, what the method found; None for those that are out."""
@@ -266,7 +291,8 @@ class Runner:
         with scope():
             peak = with_peak_memory(lambda: entry.step(whole), self.device)[1]
         if peak is not None:
-            inputs = sum(t.numel() * t.element_size() for t in entry.inputs)
+            given = (*entry.inputs, *(() if entry.do is None else (entry.do,)))
+            inputs = sum(t.numel() * t.element_size() for t in given)
             entry.row.peak_bytes = inputs + peak
             entry.row.extra_bytes = max(0, inputs + peak - case.tensor_bytes())
         entry.call = self._call(entry, case, scope)
@@ -295,13 +321,14 @@ class Runner:
                 entry.row.reason = f"no kernel matches /{expected}/; ran {', '.join(ran[:3])}"
 
     @contextlib.contextmanager
-    def _guarded(self, entry: Entry, tensors: Tensors) -> Iterator[None]:
+    def _guarded(self, entry: Entry, tensors: Tensors | None) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever a provider raises becomes its row
             status, reason = explain(error)
             name = entry.provider.name
-            if name in SDPA_BACKENDS and "available kernel" in reason.lower() and entry.prepared is not None:
+            no_kernel = name in SDPA_BACKENDS and "available kernel" in reason.lower()
+            if no_kernel and entry.prepared is not None and tensors is not None:
                 status, reason = "unsupported", why_no_kernel(name, tensors, entry.prepared)
             entry.refuse(status, reason)
             del error
@@ -311,6 +338,11 @@ class Runner:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _whole(step: Callable[[], torch.Tensor]) -> Forward:
+    """A step of a model, whose inputs are its own."""
+    return lambda q, k, v: step()
 
 
 def poison(*results: torch.Tensor) -> None:

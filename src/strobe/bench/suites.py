@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from strobe.bench import llama
 from strobe.bench.case import BenchCase, case
 from strobe.bench.names import PASSES
 from strobe.measure.units import length as short_length
@@ -84,8 +85,9 @@ def gqa(direction: str = "forward") -> list[BenchCase]:
     ]
 
 
-def models(direction: str = "forward") -> list[BenchCase]:
-    """Shapes of models people run, with what their attention adds: windows, softcaps, sinks, biases."""
+def models(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
+    """Shapes of models people run, with what their attention adds: windows, softcaps, sinks, biases. Behind them a whole
+    model, the suite llama."""
     gemma2 = {"heads": 16, "heads_k": 8, "length": 8192, "dim": 256, "softcap": 50.0}
     gpt_oss = {"heads": 64, "heads_k": 8, "length": 8192, "dim": 64, "sinks": True}
     shapes: list[tuple[str, str, dict[str, Any]]] = [
@@ -109,7 +111,8 @@ def models(direction: str = "forward") -> list[BenchCase]:
         ("vit-l-384", "ViT-L/16, 384 pixels", {"batch": 32, "heads": 16, "length": 577, "dim": 64}),
         ("t5-large", "T5 large encoder", {"batch": 16, "heads": 16, "length": 512, "dim": 64, "bias": True}),
     ]
-    return [case("models", label, model=model, direction=direction, **shape) for label, model, shape in shapes]
+    attention = [case("models", label, model=model, direction=direction, **shape) for label, model, shape in shapes]
+    return attention + llama.cases(direction, on_gpu)
 
 
 def overhead(direction: str = "forward") -> list[BenchCase]:
@@ -216,6 +219,7 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
     "sweep": sweep,
     "gqa": gqa,
     "models": models,
+    "llama": llama.cases,
     "overhead": overhead,
     "tiles": tiles,
     "ladder": ladder,
@@ -225,10 +229,13 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
 }
 
 
+_BY_DEVICE = ("models", "llama", "quick")  # smaller on a CPU
+
+
 def cases(suite: str, direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
     """The cases of a suite. Raises ValueError for a name there is not."""
     if suite not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {suite!r}")
     if direction not in PASSES:
         raise ValueError(f"direction must be one of {', '.join(PASSES)}, got {direction!r}")
-    return quick(direction, on_gpu) if suite == "quick" else SUITES[suite](direction)
+    return SUITES[suite](direction, on_gpu) if suite in _BY_DEVICE else SUITES[suite](direction)

@@ -23,7 +23,7 @@ ABOVE_NOTE = (
 _WIDTHS = {
     "time": 8,
     "±": 6,
-    "rate": 12,
+    "rate": 15,
     "of matmul": 9,
     "matrix units": 12,
     "SM clock": 8,
@@ -92,13 +92,13 @@ def _table(rows: list[Row], columns: list[str], method: str | None) -> Table:
         cells = {
             "time": units.milliseconds(row.timing.ms),
             "±": noise(row),
-            "rate": units.rate(row.tflops),
+            "rate": units.rate(row.tflops) if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f} tok/s",
             "of matmul": share(row.of_matmul),
             "matrix units": share(row.matrix_unit),
             "SM clock": units.MISSING if clock is None else f"{clock:.0f} MHz",
             "power": units.MISSING if energy is None else f"{energy.watts:.0f} W",
             "energy": units.MISSING if joules is None else f"{joules:.2f} J/TF",
-            "extra memory": units.size(row.extra_bytes),
+            "extra memory": units.size(row.peak_bytes if case.measure == "model" else row.extra_bytes),
             "error": units.MISSING if row.error is None else f"{row.error.relative:.1e}",
         }
         name = f"  {row.provider}" + (" (fell back)" if row.status == "fell back" else "")

@@ -81,7 +81,7 @@ def why_no_kernel(provider: str, x: Tensors, prepared: Prepared) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(RuntimeError), sdpa_kernel(getattr(SDPBackend, SDPA_BACKENDS[provider])):
-            prepared.forward(x.q, x.k, x.v)
+            prepared.forward(*(t.detach().requires_grad_(x.do is not None) for t in (x.q, x.k, x.v)))
     texts = [str(w.message).split("(Triggered")[0].strip() for w in caught]
     useful = [
         t

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from strobe.cuda import tuned
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
@@ -20,6 +21,8 @@ from strobe.cuda.plan import (
 from strobe.problem import Problem, Strides
 
 REGISTERS = (24, 240)  # of a thread of the producer and of each of two consumers: they fill 384 times 168
+OTHER_REGISTERS = 16  # at least, beside accumulators: addresses, statistics, the mask
+KINDS = ("backward", "backward-softcap")  # kernels that may want tiles of their own
 
 # What whoever runs a backward plan passes. `dsink` is the gradient of the sinks, row by row.
 TENSORS = (
@@ -86,6 +89,11 @@ def backward_values(problem: Problem) -> dict[str, Any]:
         "heads_k": problem.heads_k,
         "scale_grad": grad_scale(problem),
     }
+
+
+def tuned_name(features: Features, arch: str) -> str:
+    """The key of a tile in the file of `strobe tune`. Hopper's own kernels have the architecture "sm_90a"."""
+    return tuned.tile_name(features.dim, features.dim_v, f"{KINDS[not features.score.is_identity]} {arch}")
 
 
 def grad_scale(problem: Problem) -> float:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
     CONVERT_DQ,
+    OTHER_REGISTERS,
     STATISTICS,
     TENSORS,
     Statistics,
@@ -22,9 +24,10 @@ from strobe.cuda.backward_plan import (
     delta_launch,
     section_of_keys,
     side_kernel,
+    tuned_name,
 )
 from strobe.cuda.features import Features, common_features
-from strobe.cuda.forward_sm80 import DIMS, generation
+from strobe.cuda.forward_sm80 import DIMS, SMEM_BYTES, generation
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
 from strobe.cuda.plan import (
@@ -39,7 +42,7 @@ from strobe.cuda.plan import (
 )
 from strobe.problem import Problem, Strides
 
-__all__ = ["DIMS", "TENSORS", "Tile", "candidates", "choose_tile", "kernels", "limits", "plan", "variants"]
+__all__ = ["DIMS", "TENSORS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limits", "plan", "variants"]
 
 _MAIN = Struct(
     "Params",
@@ -160,17 +163,55 @@ _SMALLER: dict[str, dict[int, Tile]] = {
 }
 
 
-def candidates(dim: int, dim_v: int, arch: str) -> list[Tile]:
+def table(dim: int, dim_v: int, arch: str) -> list[Tile]:
     """Tiles for head dims that have a kernel; the first is the one that is used."""
-    table = _TILES[generation(arch)]
-    return table[min(limit for limit in table if limit >= max(dim, dim_v))]
+    of = _TILES[generation(arch)]
+    return of[min(limit for limit in of if limit >= max(dim, dim_v))]
+
+
+def fits(tile: Tile, dim: int, dim_v: int, arch: str) -> bool:
+    """Each warp has whole tiles of 16 x 16 of every product, shared memory suffices, with dropout, too, and so do the
+    registers of a thread: dK and dV, and either S and dP or dQ."""
+    keys, rest, dims = (tile.warps // n for n in (tile.warps_s, tile.warps_kv, tile.warps_q))
+    shares = [(tile.block_m, tile.warps_s), (tile.block_n, keys), (tile.block_n, tile.warps_kv), (dim, rest)]
+    shares += [(dim_v, rest), (tile.block_m, tile.warps_q), (dim, 2 * dims if tile.apart else dims)]
+    if any(size < 16 * warps or size % (16 * warps) for size, warps in shares) or (tile.early and tile.stages_q < 2):
+        return False
+    room, threads = SMEM_BYTES[generation(arch)], 32 * tile.warps
+    each = (room + 1024) // tile.blocks_per_sm - 1024  # every block takes 1 KB more
+    if tile.smem(dim, dim_v, dropout=True) > room or tile.smem(dim, dim_v, dropout=False) > each:
+        return False
+    scores, dq = tile.block_m * tile.block_n // threads, tile.block_m * dim // threads
+    beside = max(2 * scores + (scores // 2 if tile.early else 0), dq // 2 if tile.apart else dq)
+    accumulators = tile.block_n * (dim + dim_v) // threads + beside
+    return accumulators + OTHER_REGISTERS <= min(255, 65536 // (threads * tile.blocks_per_sm))
+
+
+def candidates(features: Features, arch: str) -> list[Tile]:
+    """The tile that is used, those of the table, and neighbours that fit: sizes, warps, buffers and switches changed one
+    at a time."""
+    dims = features.dim, features.dim_v
+    best = choose_tile(features, arch)
+    near = [*table(*dims, arch), *_SMALLER.get(generation(arch), {}).values()]
+    near += [replace(best, block_m=m) for m in (32, 64, 128)] + [replace(best, block_n=n) for n in (32, 64, 96, 128)]
+    near += [replace(best, warps_s=w) for w in (1, 2, 4, 8)] + [replace(best, warps_kv=w) for w in (1, 2, 4, 8)]
+    near += [replace(best, warps_q=w) for w in (1, 2, 4, 8)]
+    near += [replace(best, stages_q=q, stages_do=do) for q in (1, 2) for do in (1, 2)]
+    near += [replace(best, blocks_per_sm=3 - best.blocks_per_sm), replace(best, early=not best.early)]
+    near += [replace(best, apart=not best.apart)]
+    able = [t for t in near if not t.warps % t.warps_s and not t.warps % t.warps_kv and not t.warps % t.warps_q]
+    return list(dict.fromkeys([best, *(t for t in able if fits(t, *dims, arch))]))
 
 
 def choose_tile(features: Features, arch: str) -> Tile:
-    name = generation(arch)
+    name, dims = generation(arch), (features.dim, features.dim_v)
     needs_room = not features.score.is_identity or (name == "sm_100" and (features.varlen or features.dropout))
-    smaller = _SMALLER.get(name, {}).get(max(features.dim, features.dim_v)) if needs_room else None
-    return smaller or candidates(features.dim, features.dim_v, arch)[0]
+    smaller = _SMALLER.get(name, {}).get(max(dims)) if needs_room else None
+    if not needs_room or not features.score.is_identity:
+        found = tuned.tile(tuned_name(features, name), Tile, lambda tile: fits(tile, *dims, arch))
+    else:  # those that were found leave no room
+        found = None
+    return found or smaller or table(*dims, arch)[0]
 
 
 def limits(problem: Problem) -> str | None:

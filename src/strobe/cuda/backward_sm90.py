@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
     CONVERT_DQ,
+    OTHER_REGISTERS,
     REGISTERS,
     STATISTICS,
     TENSORS,
@@ -23,10 +25,11 @@ from strobe.cuda.backward_plan import (
     delta_launch,
     section_of_keys,
     side_kernel,
+    tuned_name,
 )
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features, common_features
-from strobe.cuda.forward_sm90 import ARCH, tma_limits
+from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
 from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, tile_bytes
@@ -34,7 +37,19 @@ from strobe.cuda.tensor_maps import tile_map
 from strobe.mask import full
 from strobe.problem import Problem, Strides
 
-__all__ = ["DIMS", "TENSORS", "TILES", "Tile", "kernels", "limits", "plan", "variants"]
+__all__ = [
+    "DIMS",
+    "TENSORS",
+    "TILES",
+    "Tile",
+    "candidates",
+    "choose_tile",
+    "fits",
+    "kernels",
+    "limits",
+    "plan",
+    "variants",
+]
 
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128)]
 BLOCK_N = 128  # keys of a block, 64 a consumer
@@ -74,6 +89,25 @@ class Tile:
 
 
 TILES = {(64, 64): Tile(128), (96, 96): Tile(64), (128, 128): Tile(64)}
+
+
+def fits(tile: Tile, dim: int, dim_v: int) -> bool:
+    """The sums of dQ have columns enough, shared memory suffices, with dropout, too, and so do the registers of a
+    consumer: dK and dV, S and dP, and its part of dQ."""
+    accumulators = (dim + dim_v) // 2 + tile.block_m + 32
+    able = tile.block_m in (64, 128) and dim <= tile.dim_q and accumulators + OTHER_REGISTERS <= REGISTERS[1]
+    return able and tile.smem(dim, dim_v, dropout=True) <= SMEM_BYTES
+
+
+def candidates(features: Features, arch: str = ARCH) -> list[Tile]:
+    """Every tile that fits; the first is the one that is used."""
+    dims = features.dim, features.dim_v
+    return list(dict.fromkeys([choose_tile(features), *(t for t in (Tile(128), Tile(64)) if fits(t, *dims))]))
+
+
+def choose_tile(features: Features) -> Tile:
+    dims = features.dim, features.dim_v
+    return tuned.tile(tuned_name(features, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
 
 
 def limits(problem: Problem) -> str | None:
@@ -145,9 +179,10 @@ def kernels(
 def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
     """`strides`: of o, d_o and the gradients."""
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
-    tile, wanted, rotate = tile or TILES[dims], Wanted.of(problem), rotates(problem, machine.sms)
+    features, wanted, rotate = Features.of(problem, dims), Wanted.of(problem), rotates(problem, machine.sms)
+    tile = tile or choose_tile(features)
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen
-    delta, main, convert = kernels(Features.of(problem, dims), tile, wanted, one_box, rotate)
+    delta, main, convert = kernels(features, tile, wanted, one_box, rotate)
     statistics = Statistics.of(problem, tile.block_m)
     key_blocks = -(-problem.len_k // BLOCK_N)
     ordered = wanted.deterministic and wanted.dq
@@ -201,13 +236,12 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
     if exhaustive:
         every += [(Wanted(dkv=False), False), (Wanted(dq=False), False), (Wanted(sinks=True), False)]
     for features in common_features(DIMS, exhaustive, backward=True):
-        dims = features.dim, features.dim_v
-        able = dims[0] % 64 == 0 and not features.varlen
+        tile, able = choose_tile(features), features.dim % 64 == 0 and not features.varlen
         for wanted, rotate in every:
             if rotate and (features.mask != full or features.varlen):
                 continue
             for one_box in (True, False) if able and exhaustive else (able,):
-                for kernel in kernels(features, TILES[dims], wanted, one_box, rotate):
+                for kernel in kernels(features, tile, wanted, one_box, rotate):
                     if kernel not in seen:
                         seen.add(kernel)
                         yield kernel

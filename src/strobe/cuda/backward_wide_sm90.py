@@ -7,11 +7,14 @@ are always deterministic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
+    OTHER_REGISTERS,
     REGISTERS,
     STATISTICS,
     TENSORS,
@@ -21,17 +24,18 @@ from strobe.cuda.backward_plan import (
     delta_kernel,
     delta_launch,
     section_of_keys,
+    tuned_name,
 )
 from strobe.cuda.backward_sm90 import backward_maps
 from strobe.cuda.features import Features, common_features
-from strobe.cuda.forward_sm90 import ARCH, tma_limits
+from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
 from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, row_blocks, section, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
 from strobe.problem import Problem, Strides
 
-__all__ = ["DIMS", "TENSORS", "limits", "plan", "variants"]
+__all__ = ["DIMS", "TENSORS", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
 
 DIMS: list[Dims] = [(192, 128), (192, 192), (256, 256)]
 _INTS = [Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")]
@@ -67,6 +71,9 @@ class DqTile:
     stages: int = 2  # buffers for K
     stages_v: int = 1
 
+    def __str__(self) -> str:
+        return f"128x{self.block_n} s{self.stages}{self.stages_v}"
+
     def smem(self, dim: int, dim_v: int) -> int:
         queries = 2 * (tile_bytes(64, dim) + tile_bytes(64, dim_v))
         keys = self.stages * tile_bytes(self.block_n, dim) + self.stages_v * tile_bytes(self.block_n, dim_v)
@@ -74,6 +81,24 @@ class DqTile:
 
 
 TILES = {(192, 128): DqTile(stages_v=2), (192, 192): DqTile(stages_v=2), (256, 256): DqTile()}
+
+
+def fits(tile: DqTile, dim: int, dim_v: int) -> bool:
+    """Shared memory suffices, and so do the registers of a consumer: dQ, S and dP."""
+    able = tile.block_n % 16 == 0 and dim // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
+    return able and tile.smem(dim, dim_v) <= SMEM_BYTES
+
+
+def candidates(features: Features, arch: str = ARCH) -> list[DqTile]:
+    """Tiles of `dq_sm90` that fit; the first is the one that is used. `dkv_sm90` has one."""
+    every = itertools.product((32, 48, 64, 80, 96, 128), ((1, 1), (2, 1), (2, 2), (3, 2)))
+    near = [tile for n, stages in every if fits(tile := DqTile(n, *stages), features.dim, features.dim_v)]
+    return list(dict.fromkeys([choose_tile(features), *near]))
+
+
+def choose_tile(features: Features) -> DqTile:
+    dims = features.dim, features.dim_v
+    return tuned.tile(tuned_name(features, ARCH), DqTile, lambda tile: fits(tile, *dims)) or TILES[dims]
 
 
 def limits(problem: Problem) -> str | None:
@@ -103,7 +128,7 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
     smem = tile.smem(dim, dim_v)
     sizes = {"kBlockM": 128, "kBlockN": n, "kStages": tile.stages, "kStagesV": tile.stages_v, "kSmem": smem}
     return TemplateKernel(
-        name=f"dq_sm90[{features.name} 128x{n}{'' if one_box else ' panels'}]",
+        name=f"dq_sm90[{features.name} {tile}{'' if one_box else ' panels'}]",
         arch=ARCH,
         params=_DQ,
         threads=384,
@@ -115,7 +140,7 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
         types=features.types(),
         products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
         accumulators=((dim, n // 16),),
-        facts={**features.facts(), "tile": f"128x{n}", "one_box": one_box},
+        facts={**features.facts(), "tile": str(tile), "one_box": one_box},
     )
 
 
@@ -141,12 +166,12 @@ def dkv_kernel(features: Features, one_box: bool) -> TemplateKernel:
     )
 
 
-def plan(problem: Problem, strides: dict[str, Strides], machine: Machine) -> Plan:
+def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: DqTile | None = None) -> Plan:
     """`strides`: of o, d_o and the gradients."""
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
-    tile, wanted = TILES[dims], Wanted.of(problem)
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen
-    features = replace(Features.of(problem, dims), sinks=False)
+    features, wanted = replace(Features.of(problem, dims), sinks=False), Wanted.of(problem)
+    tile = tile or choose_tile(features)
     statistics = Statistics.of(problem, STAT_BLOCK)
     delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
     launches = [delta_launch(problem, delta, statistics, strides)]
@@ -178,7 +203,7 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
         features = replace(features, sinks=False)
         able = features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.varlen
         for one_box in (True, False) if able and exhaustive else (able,):
-            made = [dq_kernel(features, TILES[features.dim, features.dim_v], one_box), dkv_kernel(features, one_box)]
+            made = [dq_kernel(features, choose_tile(features), one_box), dkv_kernel(features, one_box)]
             made += [delta_kernel(features, Wanted(sinks=sinks), ARCH, STAT_BLOCK, 0) for sinks in (False, True)]
             for kernel in made:
                 if kernel not in seen:

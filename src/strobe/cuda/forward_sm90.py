@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from strobe.cuda import tuned
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
@@ -151,19 +148,6 @@ _OTHER_TILES = {
 }
 
 
-@functools.cache
-def _overrides() -> dict[str, Tile]:
-    """What `strobe tune` found on this machine, if STROBE_TILES names its file."""
-    path = os.environ.get("STROBE_TILES")
-    if not path:
-        return {}
-    try:
-        found = json.loads(Path(path).read_text())["best"]
-        return {name: Tile(**tile) for name, tile in found.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"STROBE_TILES={path}: not a file written by `strobe tune` ({error})") from error
-
-
 # Kernels that differ so much that each may want a tile of its own, and what a kernel must have to be one; the last that
 # applies counts. bounded: the mask hides keys from the right; softcap: a score function; split: split-KV.
 KINDS: dict[str, set[str]] = {
@@ -175,16 +159,11 @@ KINDS: dict[str, set[str]] = {
 }
 
 
-def tile_name(dim: int, dim_v: int, kind: str) -> str:
-    """The key of a tile in the file that `strobe tune` writes."""
-    return f"{dim}/{dim_v} {kind}"
-
-
 def choose_tile(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> Tile:
     applies = {name for name, does in {"bounded": bounded, "softcap": softcap, "split": split}.items() if does}
     kind = [kind for kind, needs in KINDS.items() if needs <= applies][-1]
     for name in (kind, "split") if kind == "softcap-split" else (kind,):  # where it has none, that for split-KV
-        found = _overrides().get(tile_name(dim, dim_v, name)) or _OTHER_TILES.get(name, {}).get((dim, dim_v))
+        found = tuned.tile(tuned.tile_name(dim, dim_v, name), Tile) or _OTHER_TILES.get(name, {}).get((dim, dim_v))
         if found is not None:
             return found
     return _TILES[dim, dim_v]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ def kernel(spec: KernelSpec) -> driver.Kernel:
     """Compiled or taken from the cache, and loaded."""
     artifact = jit.get(spec.source, spec.arch, name=spec.name)
     return driver.Kernel(artifact.cubin, spec.entry, spec.smem)
+
+
+def addresses_of(plan: Plan, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of the plan's tensors, given by name, in its order; 0 for those that are not there. A seed is a number."""
+    given = (tensors.get(name) for name in plan.tensors)
+    return tuple(0 if t is None else t if isinstance(t, int) else t.data_ptr() for t in given)
 
 
 class Launcher:

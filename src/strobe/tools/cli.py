@@ -15,6 +15,7 @@ import typer
 
 import strobe
 from strobe.bench import cli as benchmark
+from strobe.bench.names import PASSES
 from strobe.learn import cli as learning
 from strobe.learn.ladder import cli as ladder
 from strobe.measure.method import SUSTAINED, TURNS
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from strobe.tools import demo as demonstration
+    from strobe.tools.tune import Subject
 
 app = typer.Typer(
     help="Exact attention in tiles that fit on-chip: see it run, see what this machine offers, compile its kernels.",
@@ -286,10 +288,29 @@ def _compile_into(out: Path, variants: list[Any]) -> int:
 
 @app.command()
 def tune(
+    direction: Annotated[
+        str,
+        typer.Option(
+            "--pass",
+            callback=benchmark.one_of(PASSES[:2]),
+            help="forward: tiles of Hopper's forward kernel. backward: tiles of the backward kernels.",
+        ),
+    ] = PASSES[0],
+    family: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            callback=benchmark.one_of(("sm90", "sm80")),
+            help="Whose tiles. Default: sm90 on Hopper, else sm80. The forward of sm80 has nothing to tune.",
+        ),
+    ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim. May be repeated.")] = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option(help="full or bounded (masks), softcap, split (KV) or softcap-split. May be repeated."),
+        typer.Option(
+            help="Forward: full or bounded (masks), softcap, split (KV) or softcap-split. Backward: backward or "
+            "backward-softcap. May be repeated. Default: all of the pass."
+        ),
     ] = None,
     seq_len: Annotated[
         list[int] | None, typer.Option(help="Lengths to time. May be repeated. Default: 1024, 4096 and 16384.")
@@ -302,38 +323,62 @@ def tune(
             "power limit, with its energy per FLOP, about 1.5 s a tile and case.",
         ),
     ] = TURNS,
-    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write what was found.")] = Path("tiles.json"),
+    out: Annotated[
+        Path, typer.Option(dir_okay=False, help="Where to write what was found; other kinds in the file stay.")
+    ] = Path("tiles.json"),
 ) -> None:
-    """Time the Hopper kernel's tiles on this GPU, beside cuDNN, and write down the best."""
+    """Time the tiles of our kernels on this GPU, beside cuDNN, and write down the best."""
     import torch
 
     from strobe.bench import results
     from strobe.cuda import backend
-    from strobe.cuda.forward_sm90 import KINDS
-    from strobe.tools import terminal, tune as tuning
+    from strobe.tools import terminal, tune as tuning, tune_table
 
-    if unknown := set(kind or ()) - set(KINDS):
-        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(KINDS)}")
-    dims = tuning.dims_of(head_dim)
-    if not dims:
-        raise UserError(f"no Hopper kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
     device = torch.device("cuda", 0)
-    if (reason := backend.missing(device, hopper=True)) is not None:
+    subject = _tuned(direction, family, device)
+    known = {name.split()[0]: name for name in subject.kinds}
+    if unknown := set(kind or ()) - set(known):
+        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    dims = subject.dims_of(head_dim)
+    if not dims:
+        raise UserError(f"no such kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
+    if (reason := backend.missing(device, hopper=direction == "forward" or family == "sm90")) is not None:
         raise UserError(f"there is nothing to tune here: {reason}")
     with terminal.progress() as bar:
         task = bar.add_task("tuning", total=None)
         result = tuning.sweep(
+            subject,
             dims,
-            [k for k in KINDS if not kind or k in kind],
-            seq_len or (1024, 4096, 16384),
+            [name for word, name in known.items() if not kind or word in kind],
+            seq_len or tuning.LENGTHS,
             device,
             lambda what, step, of: bar.update(task, description=what, completed=step, total=of),
             method,
         )
-    results.write(result, out)
-    for dims_name, tile in result["best"].items():
-        print(f"head dim {dims_name}: {', '.join(f'{k}={v}' for k, v in tile.items())}")
+    tune_table.show(result, terminal.stdout)
+    try:
+        results.write(tuning.merged(result, out), out)
+    except ValueError as error:
+        spare = out.with_name(f"{out.stem}-new{out.suffix}")
+        results.write(result, spare)
+        raise UserError(f"--out {error}; what was found is in {spare}") from error
     print(f"use them: export STROBE_TILES={out.resolve()}")
+
+
+def _tuned(direction: str, family: str | None, device: torch.device) -> Subject:
+    from strobe.cuda import backend, forward_sm90
+    from strobe.tools import tune_backward, tune_forward
+
+    if direction == "forward":
+        if family == "sm80":
+            raise UserError("--backend sm80 has no forward tiles to tune; --pass backward has")
+        return tune_forward.FORWARD
+    hopper = backend.missing(device, hopper=True) is None
+    chosen = family or ("sm90" if hopper else "sm80")
+    if chosen == "sm90":
+        return tune_backward.subject(chosen, forward_sm90.ARCH)
+    able = backend.missing(device, hopper=False) is None
+    return tune_backward.subject(chosen, backend.machine_of(device).arch.rstrip("af") if able else "sm_80")
 
 
 # ---- bench, report: strobe.bench.cli; plan: strobe.tools.plan; ladder, explain-page: strobe.learn

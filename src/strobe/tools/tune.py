@@ -1,101 +1,72 @@
-"""`strobe tune`: time the Hopper kernel's tiles on this machine and write down which is best.
+"""`strobe tune`: time the tiles of our kernels on this machine and write down which is best.
 
-What is best depends on ptxas as much as on the GPU. The tables in cuda/forward_sm90.py were swept like this on an H200;
-another compiler may want others. STROBE_TILES=FILE makes the library use what was found."""
+What is best depends on ptxas as much as on the GPU. The tables in cuda/ were swept like this on an H200; another compiler
+may want others. STROBE_TILES=FILE makes the library use what was found. `tune_forward` and `tune_backward` say what
+competes in each pass."""
 
 from __future__ import annotations
 
-import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strobe.bench.tile_speeds import means
-from strobe.cuda import backend, jit
-from strobe.cuda.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, choose_tile, plan, tile_name
+from strobe.cuda import backend, cubin, jit
 from strobe.cuda.kernel import KernelSpec
-from strobe.cuda.launch import Launcher
-from strobe.cuda.plan import Machine, Plan
-from strobe.mask import causal, full
+from strobe.cuda.plan import Dims, Machine, Plan
+from strobe.cuda.tuned import tile_name
 from strobe.measure import provenance
-from strobe.measure.cases import Case, problem_of
 from strobe.measure.clocks import Monitor
 from strobe.measure.method import SUSTAINED, TURNS
 from strobe.measure.statistics import summarise_turns
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
 from strobe.measure.sustained import Settings as SustainedSettings, SustainedCall, sustain
 from strobe.measure.turns import interleave
-from strobe.problem import Problem
 
 TOKENS, HIDDEN = 16384, 2048  # as in the grid of the benchmark
+LENGTHS = (1024, 4096, 16384)
+CUDNN = "cudnn"  # timed beside the tiles
 Report = Callable[[str, int, int], None]  # what is done, step, of how many
 
 
-@dataclass(frozen=True, kw_only=True)
-class TileCase(Case):
+class TuneCase(Protocol):
     """A problem on which the tiles of a kind compete."""
 
-    kind: str
-
-    def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, ...]:
-        """q, k, v and a place for the output."""
-        inputs = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in self.shapes()]
-        return (*inputs, inputs[0].new_empty((*inputs[0].shape[:3], self.value_dim)))
-
-    @functools.cached_property
-    def problem(self) -> Problem:
-        return problem_of(self, torch.bfloat16, torch.device("meta"))
-
-    def plan(self, tile: Tile | None, machine: Machine) -> Plan:
-        strides = (self.len_q * self.heads * self.value_dim, self.value_dim, self.heads * self.value_dim)
-        return plan(self.problem, strides, machine, tile)
+    @property
+    def dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tuned_flops(self) -> int: ...
+    def plan(self, tile: Any, machine: Machine) -> Plan: ...
 
 
-def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[TileCase]:
-    """Different ones: two lengths may lead to the same."""
-    return list(dict.fromkeys(case for length in lengths for case in _cases_at(dim, dim_v, kind, length)))
+Calls = tuple[dict[str, SustainedCall], dict[str, str]]  # by tile: what is timed, and why others are not
 
 
-def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[TileCase]:
-    softcap = 30.0 if "softcap" in KINDS[kind] else None
-    shape: dict[str, Any] = {"kind": kind, "dim": dim, "dim_v": dim_v, "softcap": softcap}
-    if "split" in KINDS[kind]:  # decode, and chunked prefill
-        keys = max(4 * length, 4096)
-        return [
-            TileCase(f"full, 1 of {keys}", 1, keys, batch=1, heads=64, heads_k=8, mask=full, **shape),
-            TileCase(f"causal, 512 of {keys}", 512, keys, batch=1, heads=8, heads_k=8, mask=causal, **shape),
-        ]
-    batch, heads = max(1, TOKENS // length), max(1, HIDDEN // dim)
-    shape |= {"batch": batch, "heads": heads, "heads_k": heads}
-    masks = {"full": [full], "bounded": [causal], "softcap": [full, causal]}[kind]
-    return [TileCase(f"{mask.name}, {length}", length, length, mask=mask, **shape) for mask in masks]
+@dataclass(frozen=True)
+class Subject:
+    """The kernels of one pass on one architecture."""
 
+    dims: list[Dims]
+    kinds: tuple[str, ...]  # as they stand in the file
+    cases: Callable[[int, int, str, Sequence[int]], list[Any]]  # TuneCases of a head dim and kind at these lengths
+    candidates: Callable[[int, int, str], list[Any]]  # tiles; the first is in use
+    calls: Callable[[list[Any], Any, torch.device, Machine], Calls]  # checked, and ready to be timed
 
-def candidates(dim: int, dim_v: int, kind: str) -> list[Tile]:
-    """The tile that is used now, and its neighbours: one switch changed at a time."""
-    best = choose_tile(dim, dim_v, **dict.fromkeys(KINDS[kind], True))
-    near = [choose_tile(dim, dim_v)]
-    near += [replace(best, exps_before_wait=exps) for exps in (0, 4, 8, 16, 24, 32, 40)]
-    near += [replace(best, ping_pong=not best.ping_pong)]
-    near += [replace(best, stages=stages) for stages in (2, 3)]
-    near += [replace(best, block_n=best.block_n + step) for step in (-32, -16, 16, 32)]
-    near += [replace(best, consumers=consumers) for consumers in (1, 2, 3)]
-    return [
-        tile
-        for tile in dict.fromkeys([best, *near])
-        if tile.block_n >= 32 and tile.exps_before_wait < tile.block_n // 2 and tile.smem(dim, dim_v) <= SMEM_BYTES
-    ]
+    def dims_of(self, head_dims: Sequence[int] | None) -> list[Dims]:
+        return [pair for pair in self.dims if not head_dims or pair[0] in head_dims]
 
 
 def compiles(variant: KernelSpec) -> str | None:
     """None, or why a candidate is out of the question: it does not compile, or spills registers."""
-    from strobe.cuda import cubin
-
     try:
         artifact = jit.get(variant.source, variant.arch, name=variant.name)
     except jit.CompileError:
@@ -105,8 +76,19 @@ def compiles(variant: KernelSpec) -> str | None:
     return "spills" if cubin.spills(log) else warnings[0] if warnings else None
 
 
+def unable(tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dict[Any, str]:
+    """Tiles that cannot be used for all of a group of cases, and why."""
+    plans = [(tile, case.plan(tile, machine)) for tile in tiles for case in group]
+    wanted = {(tile, launch.kernel) for tile, plan in plans for launch in plan.launches}
+    kernels = list(dict.fromkeys(kernel for _, kernel in wanted))  # tiles share the smaller ones
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(kernels, pool.map(compiles, kernels), strict=True))
+    return {tile: reason for tile, kernel in wanted if (reason := found[kernel]) is not None}
+
+
 def sweep(
-    dims: Sequence[tuple[int, int]],
+    subject: Subject,
+    dims: Sequence[Dims],
     kinds: Sequence[str],
     lengths: Sequence[int],
     device: torch.device,
@@ -118,60 +100,31 @@ def sweep(
     monitor = Monitor(device, energy=method == SUSTAINED)
     machine = backend.machine_of(device)
     rows: list[dict[str, Any]] = []
-    groups = {(*d, kind): cases(*d, kind, lengths) for d in dims for kind in kinds}
+    groups = {(*d, kind): subject.cases(*d, kind, lengths) for d in dims for kind in kinds}
     total, done = sum(map(len, groups.values())), 0
     for (dim, dim_v, kind), group in groups.items():
-        tiles = candidates(dim, dim_v, kind)
+        tiles = subject.candidates(dim, dim_v, kind)
         report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}, {kind}", done, total)
         reasons = unable(tiles, group, machine)
         rows += [{"dim": dim, "dim_v": dim_v, "kind": kind, "tile": str(t), "reason": r} for t, r in reasons.items()]
         for case in group:
             report(f"head dim {dim}/{dim_v}, {kind}: {case}", done, total)
-            rows += _time([tile for tile in tiles if tile not in reasons], case, watch, machine, method, monitor)
+            able = [tile for tile in tiles if tile not in reasons]
+            rows += _time(subject, able, case, watch, machine, method, monitor)
             done += 1
     monitor.close()
     facts = {"provenance": provenance.collect(device, seed=0), "method": method, "energy": monitor.energy_source}
-    return facts | {"rows": rows, "best": best_tiles(rows)}
-
-
-def unable(tiles: list[Tile], group: Iterable[TileCase], machine: Machine) -> dict[Tile, str]:
-    """Tiles that cannot be used for all of a group of cases, and why."""
-    wanted = {(tile, case.plan(tile, machine).launches[0].kernel) for tile in tiles for case in group}
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda pair: (pair[0], compiles(pair[1])), wanted)
-    return {tile: reason for tile, reason in found if reason is not None}
+    return facts | {"rows": rows, "best": best_tiles(rows, subject.candidates)}
 
 
 def _time(
-    tiles: list[Tile], case: TileCase, watch: Stopwatch, machine: Machine, method: str, monitor: Monitor
+    subject: Subject, tiles: list[Any], case: Any, watch: Stopwatch, machine: Machine, method: str, monitor: Monitor
 ) -> list[dict[str, Any]]:
-    facts = {"dim": case.dim, "dim_v": case.value_dim, "kind": case.kind, "case": str(case)}
-    q, k, v, out = case.tensors(watch.device)
-    calls: dict[str, SustainedCall] = {}
-    wrong: list[dict[str, Any]] = []
-    expected: torch.Tensor | None = None
-    for tile in tiles:
-        call = Launcher(case.plan(tile, machine), watch.device.index or 0)
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0)
-        out.fill_(torch.nan)
-        call(*addresses)
-        if expected is None:
-            expected = out.clone()  # of the tile that is used now, which the tests check
-        elif not torch.allclose(out, expected, rtol=0.02, atol=0.02):
-            wrong.append({**facts, "tile": str(tile), "reason": f"wrong: {case}"})
-            continue
-        calls[str(tile)] = SustainedCall(functools.partial(call, *addresses))
-    if case.softcap is None and (case.mask == full or case.len_q == case.len_k):
-        queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
-        calls["cudnn"] = SustainedCall(
-            lambda: F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=case.mask == causal, enable_gqa=True
-            ),
-            scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-        )
-        with calls["cudnn"].scope():
-            calls["cudnn"].call()  # makes its plan
-    return wrong + [facts | row for row in _measured(calls, case.problem.flops(), watch, method, monitor)]
+    facts = {"dim": case.dim, "dim_v": case.value_dim, "kind": case.kind}
+    calls, wrong = subject.calls(tiles, case, watch.device, machine)
+    rows = [{**facts, "tile": tile, "reason": reason} for tile, reason in wrong.items()]
+    facts |= {"case": str(case), "method": method}
+    return rows + [facts | row for row in _measured(calls, case.tuned_flops, watch, method, monitor)]
 
 
 def _measured(
@@ -188,22 +141,45 @@ def _measured(
     rows = []
     for name, call in done.items():
         row: dict[str, Any] = {"tile": name, "ms": ms[name], "tflops": flops / ms[name] / 1e9}
-        row["vs_cudnn"] = ms["cudnn"] / ms[name] if "cudnn" in ms else None
+        row["vs_cudnn"] = ms[CUDNN] / ms[name] if CUDNN in ms else None
         if method == SUSTAINED and (watts := call.watts()) is not None:
             row |= {"watts": watts, "joules_per_tflop": watts / row["tflops"]}
         rows.append(row)
     return rows
 
 
-def best_tiles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each head dim and kind the fastest tile, as cuda/forward_sm90.py reads it."""
+def groups_of(rows: Iterable[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """(head dim, value head dim, kind) of rows, in their order."""
+    return list(dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in rows))
+
+
+def best_tiles(
+    rows: list[dict[str, Any]], candidates: Callable[[int, int, str], list[Any]]
+) -> dict[str, dict[str, Any]]:
+    """For each head dim and kind the fastest tile that ran in every case and was right in all, as cuda/tuned.py reads
+    it."""
     best = {}
-    for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in rows):
-        if speeds := means(rows, dim, dim_v, kind):
+    for dim, dim_v, kind in groups_of(rows):
+        refused = {row["tile"] for row in rows if "reason" in row and (row["dim"], row["dim_v"]) == (dim, dim_v)
+                   and row["kind"] == kind}  # fmt: skip
+        speeds = {tile: speed for tile, speed in means(rows, dim, dim_v, kind).items() if tile not in refused}
+        if speeds:
             tiles = {str(tile): tile for tile in candidates(dim, dim_v, kind)}
             best[tile_name(dim, dim_v, kind)] = asdict(tiles[max(speeds, key=speeds.__getitem__)])
     return best
 
 
-def dims_of(head_dims: Sequence[int] | None) -> list[tuple[int, int]]:
-    return [pair for pair in DIMS if not head_dims or pair[0] in head_dims]
+def merged(found: dict[str, Any], path: Path) -> dict[str, Any]:
+    """With what the file has of other head dims and kinds. Raises ValueError for a file that is something else, or of
+    another GPU."""
+    if not path.exists():
+        return found
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+        rows, best, device = old["rows"], dict(old["best"]), old["provenance"]["device"]["name"]
+        kept = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) not in groups_of(found["rows"])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} exists and was not written by `strobe tune` ({error!r})") from error
+    if device != found["provenance"]["device"]["name"]:
+        raise ValueError(f"{path} holds tiles of another GPU, {device}")
+    return found | {"rows": kept + found["rows"], "best": best | found["best"]}

@@ -121,7 +121,7 @@ const one = list => new Set(list.map(r => r.scores / r.length ** 2)).size === 1;
 function memory(rows) {
   return panelsOf(rows.filter(r => r.peak || r.status === "out of memory")).map(([title, list]) => {
     const series = seriesOf(list, r => r.extra, () => ({}), true), ns = lengths(list), limit = RUN.provenance.device.memory_bytes;
-    for (const s of series) for (const p of s.points) { const r = list.find(row => row.provider === s.name && row.length === p.x); p.text = `${s.name}, ${short(p.x)}\nextra ${bytes(r.extra)} over q, k, v, o\npeak ${bytes(r.peak)} in all`; }
+    for (const s of series) for (const p of s.points) { const r = list.find(row => row.provider === s.name && row.length === p.x); p.text = `${s.name}, ${short(p.x)}\nextra ${bytes(r.extra)} beyond inputs, outputs and gradients\npeak ${bytes(r.peak)} in all`; }
     const drawn = series.flatMap(s => s.points), points = drawn.filter(p => p.y > 0);
     if (!drawn.length) return null;
     const guide = (power, label) => {
@@ -129,7 +129,7 @@ function memory(rows) {
       return anchor ? { label, points: ns.map(n => ({ x: n, y: anchor * 0.72 * (n / ns[0]) ** power })) } : { label, points: [] };
     };
     const top = Math.max(...points.map(p => p.y)), lines = limit && (limit < 40 * top || list.some(r => r.status === "out of memory")) ? [{ y: limit, label: `the device's ${bytes(limit)}` }] : [];
-    return figure(title, lineChart(series, { title, x: lengthAxis(list), y: { log: true, base: 2, band: true, label: "extra memory over q, k, v, o", format: bytes }, guides: one(list) ? [guide(1, "∝ N"), guide(2, "∝ N²")] : [], lines }));
+    return figure(title, lineChart(series, { title, x: lengthAxis(list), y: { log: true, base: 2, band: true, label: "memory beyond inputs, outputs, gradients", format: bytes }, guides: one(list) ? [guide(1, "∝ N"), guide(2, "∝ N²")] : [], lines }));
   }).filter(Boolean);
 }
 function roofline(rows) {
@@ -152,8 +152,8 @@ function errors(rows) {
 function bars(rows) {
   return [...groups(rows, r => r.key)].map(([, list]) => {
     const title = list[0].title + ({ call: ", CPU time per call", graph: ", replayed from a CUDA graph", compile: ", compile time" }[list[0].measure] || "");
-    const shown = list.filter(r => r.timed && !hidden.has(r.provider)).sort((a, b) => a.ms - b.ms), speed = list[0].measure === "time";
-    const items = shown.map(r => ({ name: r.provider, value: speed && r.tflops ? r.tflops : r.ms, label: speed && r.tflops ? rate(r.tflops) : time(r.ms), text: describe(r), colour: (STYLE[r.provider] || {}).colour, strong: r.kind === "ours" }));
+    const shown = list.filter(r => r.timed && !hidden.has(r.provider)).sort((a, b) => a.ms - b.ms), speed = list[0].measure === "time", tokens = r => `${Math.round(r.tokens_per_s).toLocaleString("en")} tokens/s`;
+    const items = shown.map(r => ({ name: r.provider, value: r.tokens_per_s || (speed && r.tflops ? r.tflops : r.ms), label: r.tokens_per_s ? tokens(r) : speed && r.tflops ? rate(r.tflops) : time(r.ms), text: describe(r), colour: (STYLE[r.provider] || {}).colour, strong: r.kind === "ours" }));
     return items.length ? figure(title, barChart(items, title), absent(list)) : null;
   }).filter(Boolean);
 }
@@ -182,7 +182,7 @@ function draw() {
     section("speed", "Speed against length", `${TIMES()} A cross on top is a provider that ran out of memory. The dotted line is a matrix product, measured in the same run by the same method: a yardstick, not a limit. A fused kernel may exceed it, because it keeps its score matrix on the chip and, at the power limit, runs at another clock.`, speed(plain), plain, pick("case who ms low high n rate of units clock status")),
     section("energy", "Energy against length", "Joules for 10¹² operations of the matrix products, while a provider runs alone. At the power limit of a GPU this is what decides the speed.", energy(plain), plain.filter(r => r.joules), pick("case who rate watts joules tokens clock")),
     section("speedup", "Against standard attention", "How many times faster our fastest provider is than each standard baseline; below 1 it is slower.", speedUp(plain), plain.filter(r => r.kind !== "peer"), pick("case who ms rate status")),
-    section("memory", "Memory against length", "What a call needs on top of q, k, v and the output, at its worst moment. Both axes are logarithmic; what needs nothing is drawn at 0. Where only the length changes, guides grow with N and N²; where the number of tokens is kept, the batch shrinks as the length grows.", memory(plain), plain, pick("case who length peak extra status")),
+    section("memory", "Memory against length", "What a call needs beyond its inputs, outputs and gradients, at its worst moment. Both axes are logarithmic; what needs nothing is drawn at 0. Where only the length changes, guides grow with N and N²; where the number of tokens is kept, the batch shrinks as the length grows.", memory(plain), plain, pick("case who length peak extra status")),
     section("bars", "Case by case", "The fastest on top.", bars(single), single, pick("case who ms low high n rate of gbs extra status")),
     section("tiles", "Tile sizes", "The darker the faster.", tiles(chosen.filter(r => r.tile)), chosen.filter(r => r.tile), pick("case who ms rate status")),
     section("roofline", "Roofline", "Against the work per byte that has to move at least once. The roof is measured in the same run: a copy, a matrix product.", roofline(chosen), chosen.filter(r => r.tflops), pick("case who rate gbs of units clock"), "*: more than 100 %; see the note on the matrix product above."),

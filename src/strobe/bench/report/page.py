@@ -123,6 +123,7 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
         "per_tokens": energy.joules_per_1000_tokens if energy else None,
         "timed": row.timed,
         "ms": row.ms,
+        "tokens_per_s": row.tokens_per_s,
     }
     if summary is not None:
         found |= {"low": summary.low, "high": summary.high, "n": summary.n}
