@@ -116,6 +116,19 @@ def check_deterministic(family: str, case: Case, tile: Any = None, seeds: tuple[
         assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
 
 
+def check_fp32(family: str, case: Case, tile: Any = None) -> None:
+    """Gradients that are merged with others: rounded, they are those that come rounded."""
+    p, inputs = prepare(case, torch.bfloat16)
+    p = replace(p, deterministic=True)
+    forward = tiled.forward(p, inputs)
+    rounded = gradients(family, p, inputs, tile, forward=forward)
+    wide = gradients(family, replace(p, partial=True), inputs, tile, forward=forward)
+    for name in ("q", "k", "v"):
+        exact, expected = getattr(wide, name), getattr(rounded, name)
+        assert exact.dtype == torch.float32 and not torch.equal(exact, expected.float())
+        assert torch.equal(exact.bfloat16(), expected), name
+
+
 def finding(family: str, mutation: Mutation, seed: int) -> str | None:
     """What the emulator or the numbers say of a damaged kernel; None if nothing."""
     p, inputs = prepare(mutation.case, torch.bfloat16)

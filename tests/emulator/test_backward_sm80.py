@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from cases import Case
-from emulator.gradients import Mutation, check, check_case, check_deterministic, finding, gradients
+from emulator.gradients import Mutation, check, check_case, check_deterministic, check_fp32, finding, gradients
 from oracle import prepare
 
 from strobe.cuda import backward_sm80
@@ -129,12 +129,16 @@ def test_parts_of_a_sequence(span: tuple[int, int, int, int]) -> None:
     check(p, inputs, gradients("sm80", p, inputs, SMALL), *expected)
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal_group", "varlen", "padded_dims")], ids=str)
+def test_gradients_in_fp32(case: Case) -> None:
+    check_fp32("sm80", case, SMALL)
+
+
 def test_what_it_does_not_take() -> None:
     p, _ = prepare(CASES[0], torch.bfloat16)
     asked = p.backward(("q", "k", "v"))
     assert FAMILIES["sm80"].limits(asked) is None
     for other, reason in (
-        (replace(asked, partial=True), "fp32"),
         (replace(asked, dtype=torch.float32), "float32"),
         (replace(asked, has_bias=True), "bias"),
         (replace(asked, has_mask_tensor=True), "mask tensor"),

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from cases import Case
-from emulator.gradients import Mutation, check, check_case, check_deterministic, finding, gradients
+from emulator.gradients import Mutation, check, check_case, check_deterministic, check_fp32, finding, gradients
 from oracle import prepare
 
 from strobe.cuda.catalogue import FAMILIES
@@ -73,11 +73,15 @@ def test_parts_of_a_sequence() -> None:
         check(p, inputs, gradients("sm90", p, inputs), *expected)
 
 
+@pytest.mark.parametrize("case", [CAUSAL, WIDE, *(c for c in CASES if c.name in ("varlen", "padded_dims"))], ids=str)
+def test_gradients_in_fp32(case: Case) -> None:
+    check_fp32("sm90", case)
+
+
 def test_what_it_does_not_take() -> None:
     p, _ = prepare(CASES[1], torch.bfloat16)
     asked = p.backward(("q", "k", "v"))
     for other, reason in (
-        (replace(asked, partial=True), "fp32"),
         (replace(asked, dtype=torch.float32), "float32"),
         (replace(asked, has_bias=True), "bias"),
         (replace(asked, has_mask_tensor=True), "mask tensor"),

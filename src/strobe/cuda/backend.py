@@ -125,15 +125,16 @@ def prepare_backward(
 ) -> tuple[dict[str, Any], Problem, dict[str, Strides]]:
     """The tensors of a backward plan by name, gradients allocated; the problem with the strides that they have, and the
     strides of those that it does not know."""
-    q, k, v, o = (aligned(t.detach()) for t in (a.q, a.k, a.v, out))
-    d_o = aligned(dout if dout.stride(-1) == 1 else dout.contiguous())
+    q, k, v, o = (aligned(t.detach().to(problem.dtype)) for t in (a.q, a.k, a.v, out))  # a merged `out` is fp32
+    d_o = dout.to(problem.dtype)
+    d_o = aligned(d_o if d_o.stride(-1) == 1 else d_o.contiguous())
     wanted = problem.gradients
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "lse": lse}
     tensors["dlse"] = None if dlse is None else dlse.contiguous()
-    tensors["dq"] = torch.empty(q.shape, dtype=q.dtype, device=q.device) if "q" in wanted else None
+    tensors["dq"] = torch.empty(q.shape, dtype=problem.out_dtype, device=q.device) if "q" in wanted else None
     both = "k" in wanted or "v" in wanted  # one kernel computes both
     for name, t in (("dk", k), ("dv", v)):
-        tensors[name] = torch.empty(t.shape, dtype=q.dtype, device=q.device) if both else None
+        tensors[name] = torch.empty(t.shape, dtype=problem.out_dtype, device=q.device) if both else None
     tensors["dsink"] = torch.empty_like(lse) if "sinks" in wanted else None
     tensors["sinks"] = fp32_contiguous(a.sinks)
     for name in ("cu_q", "cu_k", "positions"):
@@ -176,7 +177,7 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
     fast: dict[Any, Launcher] = {}
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-        seen = out.stride(), lse.stride(), dout.stride(), dlse is None or dlse.is_contiguous()
+        seen = out.stride(), out.dtype, lse.stride(), dout.stride(), dout.dtype, dlse is None or dlse.is_contiguous()
         launcher = fast.get(seen)
         if launcher is not None and not (out.data_ptr() | dout.data_ptr()) & (ALIGN - 1):
             return _run_backward_again(launcher, a, problem, layout, out, lse, dout, dlse)
@@ -201,9 +202,10 @@ def _run_backward_again(
 ) -> Gradients:
     """Nothing has to be copied: allocate, and launch. As `prepare_backward` and `gradients_of`."""
     q, k, v, wanted = a.q, a.k, a.v, problem.gradients
-    dq = q.new_empty(q.shape) if "q" in wanted else None
+    dtype = problem.out_dtype
+    dq = q.new_empty(q.shape, dtype=dtype) if "q" in wanted else None
     both = "k" in wanted or "v" in wanted
-    dk, dv = (k.new_empty(k.shape), v.new_empty(v.shape)) if both else (None, None)
+    dk, dv = (k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)) if both else (None, None)
     dsink = torch.empty_like(lse) if "sinks" in wanted else None
     launcher(
         q.data_ptr(),

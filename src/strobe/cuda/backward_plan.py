@@ -59,6 +59,15 @@ class Wanted:
         return Wanted("q" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
 
 
+# Where dK and dV go as fp32; else tensor maps say it.
+GRADIENTS_OF_KEYS = [*(Field(t, "float*") for t in ("dk", "dv")), *stride_fields("dk", "dv")]
+
+
+def gradient_strides(strides: dict[str, Strides], *names: str) -> dict[str, int]:
+    """Of those gradients that are computed."""
+    return stride_values({name: strides.get(name, (0, 0, 0)) for name in names})
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Room for the statistics of rows."""
@@ -199,6 +208,10 @@ CONVERT_DQ = Struct(
         Field("scale_grad", "float"),
     ],
 )
+
+
+def convert_flags(features: Features) -> dict[str, bool]:
+    return {"kVarlen": features.varlen, "kPartialOut": features.partial_out}
 
 
 def convert_values(problem: Problem, statistics: Statistics, strides: dict[str, Strides]) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from strobe.cuda.backward_plan import (
     Statistics,
     Wanted,
     backward_values,
+    convert_flags,
     convert_values,
     delta_kernel,
     delta_launch,
+    gradient_strides,
     section_of_keys,
     side_kernel,
     tuned_name,
@@ -217,8 +219,6 @@ def choose_tile(features: Features, arch: str) -> Tile:
 def limits(problem: Problem) -> str | None:
     if not problem.gradients:
         return "no forward kernel"
-    if problem.partial:
-        return "gradients in fp32"
     return common_limits(problem)
 
 
@@ -272,7 +272,7 @@ def kernels(
         "kWarps": tile.warps,
         "kWarpsQ": tile.warps_q,
         "kSmem": smem,
-        "kVarlen": features.varlen,
+        **convert_flags(features),
         "kVector": vector,
     }
     return delta, main, side_kernel("convert_dq_sm80", "convert_dq_sm80", features, arch, CONVERT_DQ, of_sums, smem)
@@ -289,12 +289,11 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     key_blocks = -(-problem.len_k // tile.block_n)
     ordered = wanted.deterministic and wanted.dq
     q, k, v = problem.strides
-    none = (0, 0, 0)
     values = {
         **backward_values(problem),
         **statistics.values(),
         **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
-        **stride_values({t: strides.get(t, none) for t in ("dk", "dv")}),
+        **gradient_strides(strides, "dk", "dv"),
         "key_blocks": key_blocks,
         "section": 1 if ordered else section_of_keys(problem, machine.l2_bytes),
     }

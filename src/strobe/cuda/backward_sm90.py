@@ -13,6 +13,7 @@ from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
     CONVERT_DQ,
+    GRADIENTS_OF_KEYS,
     OTHER_REGISTERS,
     REGISTERS,
     STATISTICS,
@@ -20,9 +21,11 @@ from strobe.cuda.backward_plan import (
     Statistics,
     Wanted,
     backward_values,
+    convert_flags,
     convert_values,
     delta_kernel,
     delta_launch,
+    gradient_strides,
     section_of_keys,
     side_kernel,
     tuned_name,
@@ -59,6 +62,7 @@ _MAIN = Struct(
     [
         Field("dq_sum", "float*"),
         Field("turns", "u32*"),  # for deterministic sums
+        *GRADIENTS_OF_KEYS,
         *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
         *STATISTICS,
         *(Field(n, "int") for n in ("key_blocks", "section")),
@@ -113,8 +117,6 @@ def choose_tile(features: Features) -> Tile:
 def limits(problem: Problem) -> str | None:
     if not problem.gradients:
         return "no forward kernel"
-    if problem.partial:
-        return "gradients in fp32"
     if max(problem.dim, problem.dim_v) > DIMS[-1][0]:
         return f"head dim {max(problem.dim, problem.dim_v)}; it takes head dims up to {DIMS[-1][0]}"
     return tma_limits(problem)
@@ -172,7 +174,7 @@ def kernels(
     )
     delta = delta_kernel(features, wanted, ARCH, m, m * tile.dim_q if wanted.dq else 0)
     smem = m * (2 * tile.dim_q + 16)
-    shared: dict[str, int | bool] = {"kStatBlock": m, "kVarlen": features.varlen, "kSmem": smem}
+    shared: dict[str, int | bool] = {"kStatBlock": m, "kSmem": smem, **convert_flags(features)}
     return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, CONVERT_DQ, shared, smem)
 
 
@@ -189,6 +191,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     values = {
         **backward_values(problem),
         **statistics.values(),
+        **gradient_strides(strides, "dk", "dv"),
         "key_blocks": key_blocks,
         "section": 1 if ordered else section_of_keys(problem, machine.l2_bytes),
     }
@@ -223,7 +226,7 @@ def backward_maps(
         "k": tile_map(problem, one_box, *of_k, problem.dim, k, keys, dims[0]),
         "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, keys, dims[1]),
     }
-    if dkv:
+    if dkv and not problem.partial:
         maps["dk"] = tile_map(problem, one_box, *of_k, problem.dim, strides["dk"], 64, dims[0])
         maps["dv"] = tile_map(problem, one_box, *of_k, problem.dim_v, strides["dv"], 64, dims[1])
     return maps

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
+    GRADIENTS_OF_KEYS,
     OTHER_REGISTERS,
     REGISTERS,
     STATISTICS,
@@ -23,6 +24,7 @@ from strobe.cuda.backward_plan import (
     backward_values,
     delta_kernel,
     delta_launch,
+    gradient_strides,
     section_of_keys,
     tuned_name,
 )
@@ -31,7 +33,7 @@ from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, row_blocks, section, tile_bytes
+from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, row_blocks, section, stride_fields, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
 from strobe.problem import Problem, Strides
 
@@ -45,6 +47,8 @@ _DQ = Struct(
         *_INTS,
         *STATISTICS,
         Field("seed", "u64"),
+        Field("dq", "float*"),  # where it goes as fp32; else a tensor map says it
+        *stride_fields("dq"),
         *(Field(n, "int") for n in ("row_blocks", "section", "splits")),
         *BACKWARD_FIELDS,
         *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dq")),
@@ -55,6 +59,7 @@ _DKV = Struct(
     [
         *_INTS,
         *STATISTICS,
+        *GRADIENTS_OF_KEYS,
         *(Field(n, "int") for n in ("key_blocks", "section")),
         *BACKWARD_FIELDS,
         *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv")),
@@ -104,8 +109,6 @@ def choose_tile(features: Features) -> DqTile:
 def limits(problem: Problem) -> str | None:
     if not problem.gradients:
         return "no forward kernel"
-    if problem.partial:
-        return "gradients in fp32"
     return tma_limits(problem)
 
 
@@ -181,6 +184,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         kernel, key_blocks = dkv_kernel(features, one_box), -(-problem.len_k // 64)
         grid = key_blocks * problem.batch * problem.heads_k
         schedule = {"key_blocks": key_blocks, "section": section_of_keys(problem, machine.l2_bytes)}
+        schedule |= gradient_strides(strides, "dk", "dv")
         maps = backward_maps(problem, strides, dims, one_box, 64, 64, True)
         launches.append(Launch(kernel, grid, {**values, **schedule}, maps, overlaps=True))  # type: ignore[arg-type]
         details |= {"backward kernel for dK, dV": kernel.name}
@@ -188,9 +192,11 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         kernel, blocks = dq_kernel(features, tile, one_box), row_blocks(problem, 128)
         grid = blocks * problem.batch * problem.heads
         schedule = {"row_blocks": blocks, "section": section(problem, machine.l2_bytes), "splits": 1}
+        schedule |= gradient_strides(strides, "dq")
         maps = backward_maps(problem, strides, dims, one_box, 64, tile.block_n, False)
         of_q = (problem.heads, problem.len_q, problem.q.total)
-        maps["dq"] = tile_map(problem, one_box, *of_q, problem.dim, strides["dq"], 64, dims[0])
+        if not problem.partial:
+            maps["dq"] = tile_map(problem, one_box, *of_q, problem.dim, strides["dq"], 64, dims[0])
         launches.append(Launch(kernel, grid, {**values, **schedule}, maps, overlaps=not wanted.dkv))  # type: ignore[arg-type]
         details |= {"backward kernel for dQ": kernel.name}
     return Plan(tuple(launches), TENSORS, statistics.workspace, details)

@@ -84,8 +84,8 @@ def common_features(dims: list[Dims], exhaustive: bool, backward: bool = False) 
                 yield replace(plain, score=score, varlen=varlen, dropout=True)
         if not exhaustive:
             yield replace(plain, dropout=True)
-        if not backward:
-            for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, merged by their LSE
+        for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, whose results are merged
+            if exhaustive or not backward or mask is causal:
                 yield replace(plain, varlen=varlen, positions=True, partial_out=True)
-            if exhaustive or mask is causal:  # buffers of which sequences fill a part
-                yield replace(plain, mask=mask & used_keys, positions=True)
+        if not backward and (exhaustive or mask is causal):  # buffers of which sequences fill a part
+            yield replace(plain, mask=mask & used_keys, positions=True)

@@ -338,12 +338,33 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   // ---- dK and dV: rounded over K and V, so that rows leave in 16-byte pieces ----------------------------------------
   STROBE_DEVICE void store() {
+    if constexpr (Config::kPartialOut) {
+      store_fp32(dk, p.scale_grad, p.dk, p.dk_batch, p.dk_head, p.dk_row, p.dim);
+      store_fp32(dv, p.dropout_scale, p.dv, p.dv_batch, p.dv_head, p.dv_row, p.dim_v);
+      return;
+    }
     sync_block();  // nobody reads K and V any more
     round_over(k_tile(), dk, p.scale_grad);
     round_over(v_tile(), dv, p.dropout_scale);
     sync_block();
     store_rows<kDim>(k_tile(), p.dk, p.dk_batch, p.dk_head, p.dk_row, p.dim);
     store_rows<kDimV>(v_tile(), p.dv, p.dv_batch, p.dv_head, p.dv_row, p.dim_v);
+  }
+  // Straight from the registers, to be merged with others.
+  template <int kTiles> STROBE_DEVICE void store_fp32(const float (&d)[kTilesKV][kTiles][8], float scale, u16* to,
+                                                      i64 batch, i64 head, i64 row_stride, int dim) const {
+    float* first = tile.rows_of(reinterpret_cast<float*>(to), batch, head, row_stride);
+#pragma unroll
+    for (int t = 0; t < kTilesKV; ++t)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          const int row = 16 * (warp() % kWarpsKV + kWarpsKV * t) + lane() / 4 + 8 * (i >> 1 & 1),
+                    column = 16 * (warp() / kWarpsKV + kWarpsDim * n) + 2 * (lane() % 4) + 8 * (i >> 2);
+          if (tile.key0 + row < tile.len_k && (Config::kExactDims || column < dim))
+            st_global_x2(first + i64(row) * row_stride + column, d[t][n][i] * scale, d[t][n][i + 1] * scale);
+        }
   }
   template <int kTiles> STROBE_DEVICE static void round_over(u32 to, float (&d)[kTilesKV][kTiles][8], float scale) {
     const Target<kBlockN, kWarpsKV, kWarpsDim> target(to, warp() % kWarpsKV, warp() / kWarpsKV);
@@ -359,7 +380,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   template <int kColumns>
   STROBE_DEVICE void store_rows(u32 from, u16* to, i64 batch, i64 head, i64 row_stride, int dim) const {
     constexpr int kChunks = kColumns / 8;
-    to += tile.slice * batch + tile.head_k * head + i64(tile.first_key + tile.key0) * row_stride;
+    to = tile.rows_of(to, batch, head, row_stride);
 #pragma unroll 4
     for (int i = thread_idx(); i < kBlockN * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;

@@ -343,20 +343,24 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (Config::kWantKV) store(f, consumer);
   }
 
-  // dV and dK: staged over V and K, which nobody reads any more.
+  // dV and dK: staged over V and K, which nobody reads any more, or as fp32 straight from the registers.
   STROBE_DEVICE void store(const Fragments& f, int consumer) const {
-    const int first = tile.key0 + 64 * consumer;
-    bar_sync(kBarrierConsumers, 256);
-    store_rows<kDimV>(f.dv, p.dropout_scale, kOffsetV, &p.map_dv, first, consumer);
-    store_rows<kDim>(f.dk, p.scale_grad, 0, &p.map_dk, first, consumer);
-    if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copies
+    if (!Config::kPartialOut) bar_sync(kBarrierConsumers, 256);
+    const Fp32Rows dv{tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, tile.len_k - tile.key0, p.dim_v},
+        dk{tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, tile.len_k - tile.key0, p.dim};
+    store_rows<kDimV>(f.dv, p.dropout_scale, kOffsetV, &p.map_dv, dv, consumer);
+    store_rows<kDim>(f.dk, p.scale_grad, 0, &p.map_dk, dk, consumer);
+    if (!Config::kPartialOut && thread_idx() % 128 == 0)
+      tma_store_wait_read<0>();  // shared memory must outlive the copies
   }
   template <int kColumns> STROBE_DEVICE void store_rows(const float (&d)[kColumns / 2], float scale, u32 offset,
-                                                        const TensorMap* map, int first, int consumer) const {
+                                                        const TensorMap* map, const Fp32Rows& to, int consumer) const {
+    const int first = tile.key0 + 64 * consumer;
     const Staging<kOneBox, kColumns, panels(kColumns), false> staging{
         smem + offset + consumer * tile_bytes(64, kColumns), consumer};
     const float both[2] = {scale, scale};
-    staging.store(Rounded<T, kColumns>{d}, both, map, key_box(first), first < tile.len_k);
+    if constexpr (Config::kPartialOut) to.store(Rounded<T, kColumns>{d, scale}, 64 * consumer);
+    else staging.store(Rounded<T, kColumns>{d}, both, map, key_box(first), first < tile.len_k);
   }
 };
 

@@ -27,6 +27,22 @@ template <class Config, class Params> struct ConvertDq {
     const int row = 16 * (t / 32) + t % 32 / 4 + (kBlockM == 128 ? 64 * consumer : 0),
               column = 2 * (t % 4) + (kBlockM == 128 ? 0 : 64 * consumer);
     const float* sums = p.dq_sum + (block * 2 + consumer) * kDqFloats + 4 * t;
+    const i64 first =
+        (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
+    if constexpr (Config::kPartialOut) {
+      float* dq = reinterpret_cast<float*>(p.dq) + first;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float x[4];
+        ld_global_l2(x, sums + i * 512, true);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          if (m * kBlockM + row + 8 * r < len_q && column + 8 * i < p.dim)
+            st_global_x2(dq + i64(row + 8 * r) * p.dq_row + column + 8 * i, x[2 * r] * p.scale_grad,
+                         x[2 * r + 1] * p.scale_grad);
+      }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float x[4];
@@ -36,8 +52,7 @@ template <class Config, class Params> struct ConvertDq {
       st_shared(to + 8 * kRowBytes, pack2<T>(x[2] * p.scale_grad, x[3] * p.scale_grad));
     }
     sync_block();
-    u16* dq =
-        p.dq + (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
+    u16* dq = p.dq + first;
     constexpr int kChunks = kColumns / 8;
 #pragma unroll
     for (int i = thread_idx(); i < kBlockM * kChunks; i += 256) {

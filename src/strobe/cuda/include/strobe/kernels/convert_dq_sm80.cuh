@@ -21,19 +21,30 @@ template <class Config, class Params> STROBE_DEVICE void convert_dq_sm80(const P
   const int len_q = Config::kVarlen ? ld_global(p.cu_q + batch + 1) - first_row : p.len_q;
   if (m * kBlockM >= len_q) return;
   wait_for_previous_grid();
+  const i64 first =
+      (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
   const float* sums = p.dq_sum + (first_stat<Config>(p, head, batch, first_row) / kBlockM + m) * Sums::kFloats;
 #pragma unroll 2
   for (int i = thread_idx(); i < Sums::kFloats / 4; i += 256) {
     const int thread = i % Sums::kThreads, four = i / Sums::kThreads;
     float x[4];
     Sums::load(x, sums, thread, four);
+    if constexpr (Config::kPartialOut) {
+      const int row = Sums::row(thread, four), column = Sums::column(thread, four);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (m * kBlockM + row + 8 * r < len_q && column < p.dim)
+          st_global_x2(reinterpret_cast<float*>(p.dq) + first + i64(row + 8 * r) * p.dq_row + column,
+                       x[2 * r] * p.scale_grad, x[2 * r + 1] * p.scale_grad);
+      continue;
+    }
     const u32 to = smem_base() + Sums::row(thread, four) * kRowBytes + Sums::column(thread, four) * 2;
     st_shared(to, pack2<T>(x[0] * p.scale_grad, x[1] * p.scale_grad));
     st_shared(to + 8 * kRowBytes, pack2<T>(x[2] * p.scale_grad, x[3] * p.scale_grad));
   }
+  if (Config::kPartialOut) return;
   sync_block();
-  u16* dq =
-      p.dq + (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
+  u16* dq = p.dq + first;
 #pragma unroll 2
   for (int i = thread_idx(); i < kBlockM * kChunks; i += 256) {
     const int row = i / kChunks, chunk = i % kChunks;

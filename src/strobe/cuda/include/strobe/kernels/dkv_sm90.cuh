@@ -226,10 +226,14 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     }
     return true;
   }
-  template <int kColumns> STROBE_DEVICE void store(const Accumulators<T, kColumns>& d, float scale, u32 offset,
-                                                   const TensorMap* map, int consumer) const {
+  template <int kColumns> STROBE_DEVICE void store(Accumulators<T, kColumns>& d, float scale, u32 offset,
+                                                   const TensorMap* map, const Fp32Rows& to, int consumer) const {
     const Staging<kOneBox, kColumns, panels(kColumns), false> staging{smem + offset, consumer};
     const float both[2] = {scale, scale};
+    if constexpr (Config::kPartialOut) {
+      d.scale(both);
+      return to.store(d, 0);
+    }
     bar_sync(kBarrierConsumers, 256);  // nobody reads K or V any more
     staging.store(d, both, map, key_box(), true);
     if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copy
@@ -245,7 +249,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       issue_dv(dv, weights);
       wgmma_wait<0>();
     }
-    store(dv, p.dropout_scale, kOffsetV, &p.map_dv, 0);
+    const Fp32Rows to{tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, tile.len_k - tile.key0, p.dim_v};
+    store(dv, p.dropout_scale, kOffsetV, &p.map_dv, to, 0);
   }
   STROBE_DEVICE void consume_dk() {
     const Keys keys(tile.key0);
@@ -257,7 +262,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       issue_dk(dk, slopes);
       wgmma_wait<0>();
     }
-    store(dk, p.scale_grad, 0, &p.map_dk, 1);
+    const Fp32Rows to{tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, tile.len_k - tile.key0, p.dim};
+    store(dk, p.scale_grad, 0, &p.map_dk, to, 1);
   }
 };
 

@@ -191,6 +191,11 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
     }
     const float scale[2] = {p.scale_grad, p.scale_grad};
     const int first = tile.row0 + 64 * consumer;
+    if constexpr (Config::kPartialOut) {
+      dq.scale(scale);
+      float* rows = p.dq + tile.slice * p.dq_batch + tile.head * p.dq_head + i64(tile.first_row + tile.row0) * p.dq_row;
+      return Fp32Rows{rows, p.dq_row, tile.len_q - tile.row0, p.dim}.store(dq, 64 * consumer);
+    }
     const Staging<kOneBox, kDim, panels(kDim), false> staging{smem + consumer * kBytesQ, consumer};
     staging.store(dq, scale, &p.map_dq, query_box(first), first < tile.len_q);
     if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copies

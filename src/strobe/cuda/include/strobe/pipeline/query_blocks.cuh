@@ -10,6 +10,11 @@ struct KeyTile {
   int slice;  // the batch index in the tensors: varlen sequences share one
   int len_q, len_k, first_row, first_key;
   Positions positions;
+
+  // The tile's first row in a tensor that has a row for each key.
+  template <class X> STROBE_DEVICE X* rows_of(X* tensor, i64 batch_stride, i64 head_stride, i64 row_stride) const {
+    return tensor + slice * batch_stride + head_k * head_stride + i64(first_key + key0) * row_stride;
+  }
 };
 
 // As in the forward, heads that fit into the L2 together form a section; inside a section blocks of keys go in order:

@@ -11,10 +11,30 @@ namespace strobe {
 // An accumulator in ordinary registers, as a wgmma leaves it, to be staged like `Accumulators`.
 template <class T, int N> struct Rounded {
   const float (&d)[N / 2];
+  float scale = 1.f;  // of rows that are not rounded
   template <int J> STROBE_DEVICE void stage(u32 address, const float (&by)[2]) const {
     const float* x = d + 8 * J;
     stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]),
                 pack2<T>(x[4] * by[0], x[5] * by[0]), pack2<T>(x[6] * by[1], x[7] * by[1]));
+  }
+  STROBE_DEVICE void store_row(int r, float* to, int columns) const {
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i)
+      if (8 * i < columns) st_global_x2(to + 8 * i, d[4 * i + 2 * r] * scale, d[4 * i + 2 * r + 1] * scale);
+  }
+};
+
+// The other way out, for results that are merged with others: as fp32, straight from the registers.
+struct Fp32Rows {
+  float* first;
+  i64 stride;
+  int rows, columns;  // as many exist
+  // The 64 rows of a warpgroup, from row `from` on.
+  template <class D> STROBE_DEVICE void store(const D& d, int from) const {
+    const int row = from + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (row + 8 * r < rows) d.store_row(r, first + i64(row + 8 * r) * stride + 2 * (thread_idx() % 4), columns);
   }
 };
 
