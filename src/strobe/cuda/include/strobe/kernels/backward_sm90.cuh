@@ -346,10 +346,13 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // dV and dK: staged over V and K, which nobody reads any more, or as fp32 straight from the registers.
   STROBE_DEVICE void store(const Fragments& f, int consumer) const {
     if (!Config::kPartialOut) bar_sync(kBarrierConsumers, 256);
-    const Fp32Rows dv{tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, tile.len_k - tile.key0, p.dim_v},
-        dk{tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, tile.len_k - tile.key0, p.dim};
-    store_rows<kDimV>(f.dv, p.dropout_scale, kOffsetV, &p.map_dv, dv, consumer);
-    store_rows<kDim>(f.dk, p.scale_grad, 0, &p.map_dk, dk, consumer);
+    const KeyTile again = decode_key_tile<Config>(opaque(int(block_idx())), p);  // cheaper than registers
+    const int rows = again.len_k - again.key0;
+    store_rows<kDimV>(f.dv, p.dropout_scale, kOffsetV, &p.map_dv,
+                      Fp32Rows{again.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, rows, p.dim_v},
+                      consumer);
+    store_rows<kDim>(f.dk, p.scale_grad, 0, &p.map_dk,
+                     Fp32Rows{again.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, rows, p.dim}, consumer);
     if (!Config::kPartialOut && thread_idx() % 128 == 0)
       tma_store_wait_read<0>();  // shared memory must outlive the copies
   }

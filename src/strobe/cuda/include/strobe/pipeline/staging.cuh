@@ -31,10 +31,11 @@ struct Fp32Rows {
   int rows, columns;  // as many exist
   // The 64 rows of a warpgroup, from row `from` on.
   template <class D> STROBE_DEVICE void store(const D& d, int from) const {
-    const int row = from + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;
+    const int thread = thread_idx_again(),
+              row = from + 16 * (thread % 128 / 32) + thread % 32 / 4;  // not before the loop
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (row + 8 * r < rows) d.store_row(r, first + i64(row + 8 * r) * stride + 2 * (thread_idx() % 4), columns);
+      if (row + 8 * r < rows) d.store_row(r, first + i64(row + 8 * r) * stride + 2 * (thread % 4), columns);
   }
 };
 
