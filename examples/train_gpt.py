@@ -36,6 +36,14 @@ DEFAULTS = {
     "cpu": {"steps": 300, "batch": 8, "context": 128, "layers": 3, "width": 96, "heads": 3, "dtype": "float32"},
     "cuda": {"steps": 500, "batch": 16, "context": 1024, "layers": 6, "width": 384, "heads": 6, "dtype": "bfloat16"},
 }
+SIZES = {
+    "steps": "optimiser steps",
+    "batch": "sequences in a step",
+    "context": "bytes in a sequence",
+    "layers": "transformer blocks",
+    "width": "numbers that stand for a byte, a multiple of twice the heads",
+    "heads": "attention heads of a block",
+}
 FACTOR = 3.0  # the tests allow gradients three times the error of PyTorch's own; a curve is made of gradients
 FLOOR = 1e-6  # a loss is an fp32 number near 3, whose last bit is 2.4e-7
 
@@ -76,18 +84,15 @@ def shuffled_keys(length: int, shuffle: int, device: torch.device) -> tuple[torc
     return order, order[None] <= torch.arange(length, device=device)[:, None]  # mask: (length_q, length_k)
 
 
-def backends_of(name: str, q: torch.Tensor) -> tuple[str, str | None]:
-    """Which backend computes attention of such q, k and v, and which its gradients."""
+def backends_of(name: str, o: argparse.Namespace) -> tuple[str, str | None]:
+    """Which backend computes attention, and which its gradients."""
     kind, _, backend = name.partition(":")
     if kind != "strobe":
-        return f"PyTorch, {kind}", f"PyTorch, {kind}"
+        return f"PyTorch's {kind}", f"PyTorch's {kind}"
+    shape = (o.batch, o.context, o.heads, o.width // o.heads)
+    q = torch.empty(shape, device=o.device, dtype=getattr(torch, o.dtype), requires_grad=True)
     found = strobe.explain(q, q, q, mask=strobe.causal, backend=backend or None)
     return found.backend, found.backward
-
-
-def queries_of(o: argparse.Namespace) -> torch.Tensor:
-    shape = (o.batch, o.context, o.heads, o.width // o.heads)
-    return torch.empty(shape, device=o.device, dtype=getattr(torch, o.dtype), requires_grad=True)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -130,13 +135,19 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: GPT, context: int, count: int, seed: int, device: torch.device) -> str:
-    torch.manual_seed(seed)
-    tokens = torch.tensor([list(b"\n\n")], device=device)
-    for _ in range(count):
-        p = (model(tokens[:, -context:])[0, -1].float() / 0.8).softmax(-1)
+def generate(model: GPT, o: argparse.Namespace) -> str:
+    torch.manual_seed(o.seed)
+    tokens = torch.tensor([list(b"\n\n")], device=o.device)
+    for _ in range(o.sample):
+        with autocast(o):
+            logits = model(tokens[:, -o.context :])[0, -1]
+        p = (logits.float() / 0.8).softmax(-1)  # a little less daring than what was learnt
         tokens = torch.cat([tokens, torch.multinomial(p, 1)[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace").strip()
+
+
+def autocast(o: argparse.Namespace) -> torch.autocast:
+    return torch.autocast(o.device, getattr(torch, o.dtype), enabled=o.dtype != "float32")
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -162,8 +173,7 @@ def train(o: argparse.Namespace, name: str, seed: int) -> tuple[dict[str, Any], 
         optimiser, lambda n: min((n + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * n / o.steps))
     )
     draw = torch.Generator().manual_seed(seed)
-    autocast = torch.autocast(device.type, getattr(torch, o.dtype), enabled=o.dtype != "float32")
-    forward, backward = backends_of(name, queries_of(o))
+    forward, backward = backends_of(name, o)
     print(f"{name}, seed {seed}: attention on {forward}, gradients on {backward}; {o.dtype} on {device}", flush=True)
     run: dict[str, Any] = {"attention": name, "seed": seed, "forward": forward, "backward": backward}
     run |= {"complete": False, "loss": [], "validation_steps": [], "validation": []}
@@ -171,7 +181,7 @@ def train(o: argparse.Namespace, name: str, seed: int) -> tuple[dict[str, Any], 
     try:
         for step in range(1, o.steps + 1):
             places = torch.randint(len(learnt) - o.context, (o.batch, 1), generator=draw) + torch.arange(o.context + 1)
-            with autocast:
+            with autocast(o):
                 loss = loss_of(model, learnt[places.to(device)])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -179,8 +189,8 @@ def train(o: argparse.Namespace, name: str, seed: int) -> tuple[dict[str, Any], 
             optimiser.zero_grad()
             schedule.step()
             losses.append(loss.detach())
-            if step % o.every == 0 or step == o.steps:
-                with torch.no_grad(), autocast:
+            if step % max(1, o.steps // 20) == 0 or step == o.steps:
+                with torch.no_grad(), autocast(o):
                     run["validation"].append(loss_of(model, kept).item())
                 run["validation_steps"].append(step)
                 rate = step / (time.perf_counter() - start)
@@ -216,7 +226,7 @@ def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     exact = next(r for r in maths if r["attention"] == "math")
     noise = max(distance(a, b) for a, b in itertools.combinations(maths, 2))
     found = {r["attention"]: distance(r, exact) for r in same if r not in maths}
-    other = {f"seed {r['seed']}": distance(r, exact) for r in runs if r not in same}
+    other = max(distance(r, exact) for r in runs if r not in same)
     allowed = FACTOR * noise + FLOOR
     agrees = all(d <= allowed for d in found.values())  # and a NaN is not <= anything
     return {"noise": noise, "allowed": allowed, "distance": found, "another_seed": other, "agrees": agrees}
@@ -225,70 +235,57 @@ def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a small GPT on the bytes of a book. Ctrl-C ends a run and keeps what it has.",
+        description="Train a small GPT on the bytes of a book. Ctrl-C ends the training and keeps what there is.",
         epilog="ATTENTION is strobe (the fastest backend that can run it), strobe:BACKEND (that one), math (PyTorch's "
         "textbook attention), shuffled:N (math with the keys in another order: only the rounding differs) or sdpa (what "
         "PyTorch chooses by itself).",
     )
+    cuda = torch.cuda.is_available()
     add = parser.add_argument
     add("--attention", default="strobe", help="what computes attention (default: strobe)")
-    add("--compare", nargs="*", metavar="ATTENTION", help="train with each of these (default: strobe) and with math "
-        "attention from the same seed; exit status 1 if a loss curve leaves the noise of the math runs")  # fmt: skip
-    add(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: cuda if there is one, else cpu",
+    compare = (
+        "train with each of these (default: strobe) and with math attention from the same seed; exit status 1 if a "
     )
-    add("--seed", type=int, default=0, help="of the weights and of the batches (default: 0)")
-    for name, what in (
-        ("steps", "optimiser steps"),
-        ("batch", "sequences in a step"),
-        ("context", "bytes in a sequence"),
-        ("layers", "transformer blocks"),
-        ("width", "numbers for a byte; a multiple of heads"),
-        ("heads", "attention heads of a block"),
-    ):
-        each = ", ".join(f"{d[name]} on {kind}" for kind, d in DEFAULTS.items())
-        add(f"--{name}", type=int, help=f"{what} (default: {each})")
+    add("--compare", nargs="*", metavar="ATTENTION", help=f"{compare}loss curve leaves the noise of the math runs")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu", help="default: cuda if there is one")
+    for name, what in SIZES.items():
+        each = ", ".join(f"{defaults[name]} on {kind}" for kind, defaults in DEFAULTS.items())
+        add(f"--{name}", type=positive, metavar="N", help=f"{what} (default: {each})")
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="bfloat16: autocast (default: float32 on cpu, bfloat16 on cuda)",
+        help="bfloat16 is autocast (default: float32 on cpu, bfloat16 on cuda)",
     )
-    add("--lr", type=float, default=2e-3, help="largest learning rate of AdamW (default: 0.002)")
-    add("--every", type=int, help="steps between two lines of progress (default: a twentieth of them)")
+    add("--lr", type=float, default=2e-3, help="the largest learning rate of AdamW (default: 0.002)")
+    add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
     add("--text", type=Path, default=TEXT, help="the file to learn (default: the book beside this program)")
-    add(
-        "--sample",
-        type=int,
-        nargs="?",
-        const=400,
-        default=0,
-        metavar="BYTES",
-        help="write so many bytes at the end (400)",
-    )
+    add("--sample", type=positive, nargs="?", const=400, metavar="BYTES", help="write a text of 400 or so many bytes")
     add("--out", type=Path, help="write the loss curves to this JSON file")
     o = parser.parse_args(arguments)
-    if o.device not in DEFAULTS or (o.device == "cuda" and not torch.cuda.is_available()):
-        parser.error(f"--device must be cpu, or cuda where there is a GPU, got {o.device}")
+    if o.device == "cuda" and not cuda:
+        parser.error("--device cuda needs an NVIDIA GPU and a CUDA build of PyTorch; cpu works everywhere")
     for name, value in DEFAULTS[o.device].items():
-        if getattr(o, name) is None:
-            setattr(o, name, value)
-    o.every = max(1, o.steps // 20) if o.every is None else o.every
-    for name in ("steps", "batch", "context", "layers", "width", "heads", "every"):
-        if getattr(o, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(o, name)}")
+        setattr(o, name, getattr(o, name) or value)
     if o.width % (2 * o.heads):
         parser.error(f"--width must be a multiple of 2 * heads = {2 * o.heads}, got {o.width}")
-    if not o.text.is_file() or o.text.stat().st_size < 20 * (o.context + 1):
-        parser.error(f"--text must be a file of at least {20 * (o.context + 1)} bytes, got {o.text}")
+    least = 20 * (o.context + 1)  # so that the tenth that is kept back holds a window
+    if not o.text.is_file() or o.text.stat().st_size < least:
+        parser.error(f"--text must be a file of at least {least} bytes, got {o.text}")
     for name in [o.attention] if o.compare is None else o.compare:
         try:
             if not re.fullmatch(r"strobe(:\w+)?|math|shuffled:\d+|sdpa", name):
                 raise ValueError("must be strobe, strobe:BACKEND, math, shuffled:N or sdpa")
-            backends_of(name, queries_of(o))
+            if o.compare and name.startswith(("math", "shuffled")):
+                raise ValueError("is what the others are compared with; name strobe, strobe:BACKEND or sdpa")
+            backends_of(name, o)
         except (ValueError, strobe.Unsupported) as error:
             parser.error(f"attention {name!r}: {error}")
     return o
@@ -298,40 +295,31 @@ def main(arguments: list[str] | None = None) -> int:
     o = options_of(arguments)
     plan = [(o.attention, o.seed)]
     if o.compare is not None:
-        plan = [
-            (name, o.seed) for name in dict.fromkeys([*(o.compare or ["strobe"]), "math", "shuffled:1", "shuffled:2"])
-        ]
-        plan.append(("math", o.seed + 1))
-    settings = {name: getattr(o, name) for name in (*DEFAULTS["cpu"], "lr", "every")}
+        names = dict.fromkeys([*(o.compare or ["strobe"]), "math", "shuffled:1", "shuffled:2"])
+        plan = [*((name, o.seed) for name in names), ("math", o.seed + 1)]
     text = {"name": o.text.name, "sha256": hashlib.sha256(o.text.read_bytes()).hexdigest()}
-    found = {
-        "kind": "train gpt",
-        "provenance": provenance.collect(torch.device(o.device), o.seed),
-        "settings": settings,
-    }
-    found |= {"text": text, "runs": [], "verdict": None}
+    found = {"kind": "train gpt", "provenance": provenance.collect(torch.device(o.device), o.seed), "text": text}
+    found |= {"settings": {name: getattr(o, name) for name in (*DEFAULTS["cpu"], "lr")}, "runs": [], "verdict": None}
     for name, seed in plan:
         run, model = train(o, name, seed)
         found["runs"].append(run)
         if not run["complete"]:
             break
-    complete = all(run["complete"] for run in found["runs"])
+    complete = run["complete"]
     if complete and o.compare is not None:
         found["verdict"] = verdict = judge(found["runs"])
-        for name, d in verdict["distance"].items():
-            word = "agrees" if d <= verdict["allowed"] else "DOES NOT AGREE"
-            print(
-                f"{name} {word} with math: distance {d:.2g}, noise {verdict['noise']:.2g}, allowed {verdict['allowed']:.2g}"
-            )
-        print(f"another seed: {max(verdict['another_seed'].values()):.2g}")
+        for name, far in verdict["distance"].items():
+            word = "agrees" if far <= verdict["allowed"] else "DOES NOT AGREE"
+            noise = f"noise of math {verdict['noise']:.2g}, allowed {verdict['allowed']:.2g}"
+            print(f"{name} {word} with math: distance {far:.2g}, {noise}; another seed: {verdict['another_seed']:.2g}")
     if o.out:
         o.out.parent.mkdir(parents=True, exist_ok=True)
         o.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {o.out}")
     if o.sample:
-        print(f"\n{generate(model, o.context, o.sample, o.seed, torch.device(o.device))}")
+        print(f"\n{generate(model, o)}")
     if not complete:
-        return 130  # as a shell counts a program that Ctrl-C ended
+        return 130  # what a shell reports of a program that Ctrl-C ended
     return 0 if found["verdict"] is None or found["verdict"]["agrees"] else 1
 
 
