@@ -174,11 +174,13 @@ def train(o: argparse.Namespace, name: str, seed: int) -> tuple[dict[str, Any], 
     )
     draw = torch.Generator().manual_seed(seed)
     forward, backward = backends_of(name, o)
-    print(f"{name}, seed {seed}: attention on {forward}, gradients on {backward}; {o.dtype} on {device}", flush=True)
     run: dict[str, Any] = {"attention": name, "seed": seed, "forward": forward, "backward": backward}
     run |= {"complete": False, "loss": [], "validation_steps": [], "validation": []}
     losses, start, tokens = [], time.perf_counter(), o.batch * o.context
     try:
+        print(
+            f"{name}, seed {seed}: attention on {forward}, gradients on {backward}; {o.dtype} on {device}", flush=True
+        )
         for step in range(1, o.steps + 1):
             places = torch.randint(len(learnt) - o.context, (o.batch, 1), generator=draw) + torch.arange(o.context + 1)
             with autocast(o):

@@ -22,7 +22,22 @@ from strobe.bench import docs, figures, training
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "examples" / "text" / "moby-dick.txt"
 SHA256 = "4372990686628734cfe18c000c77299373a5d44cb5fbf3d420e02e5d23d1c03f"
-SMALL = ["--device", "cpu", "--batch", "4", "--context", "32", "--layers", "1", "--width", "32", "--heads", "2"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--batch",
+    "4",
+    "--context",
+    "32",
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--lr",
+    "0.01",
+]
 COMMITTED = training.load(ROOT)
 
 each_file = pytest.mark.parametrize("place", COMMITTED, ids=str)
@@ -46,7 +61,7 @@ def test_the_text_is_the_one_that_was_committed() -> None:
     data = TEXT.read_bytes()
     assert hashlib.sha256(data).hexdigest() == SHA256
     assert 300_000 < len(data) < 600_000 and data.isascii()
-    assert data.startswith(b"CHAPTER 1. Loomings.\n\nCall me Ishmael.") and data.count(b"CHAPTER ") == 46
+    assert data.startswith(b"CHAPTER 1. Loomings.\n\nCall me Ishmael.") and data.count(b"\n\n\nCHAPTER ") == 45
     assert b"Herman Melville" in (ROOT / "examples" / "README.md").read_bytes()
 
 
@@ -55,17 +70,17 @@ def test_the_text_is_the_one_that_was_committed() -> None:
 
 def test_strobe_learns_what_math_attention_learns(tmp_path: Path) -> None:
     out = tmp_path / "new" / "curve.json"
-    done = start("--steps", "20", "--compare", "strobe", "strobe:tiled", "--sample", "30", "--out", str(out))
+    done = start("--steps", "12", "--compare", "strobe", "strobe:tiled", "--sample", "30", "--out", str(out))
     shown, complaints = done.communicate(timeout=120)
     assert done.returncode == 0, complaints
     assert "attention on aten_cpu, gradients on aten_cpu" in shown and "attention on tiled, gradients on tiled" in shown
-    assert "step 20/20  loss " in shown and " tokens/s  0 s left" in shown
+    assert "step 12/12  loss " in shown and " tokens/s  0 s left" in shown
     assert "strobe agrees with math" in shown and "strobe:tiled agrees with math" in shown
     found = json.loads(out.read_text(encoding="utf-8"))
     runs = {(run["attention"], run["seed"]): run for run in found["runs"]}
     exact = runs["math", 0]
     for key, run in runs.items():
-        assert len(run["loss"]) == 20 and run["complete"]
+        assert len(run["loss"]) == 12 and run["complete"]
         assert abs(run["loss"][0] - math.log(256)) < 0.1  # every byte is as likely as any other
         assert run["loss"][-1] < run["loss"][0] - 1 and run["validation"][-1] < run["validation"][0]
         far = max(abs(a - b) for a, b in zip(run["loss"], exact["loss"], strict=True))
@@ -110,6 +125,7 @@ def test_shuffled_keys_are_the_same_attention() -> None:
     torch.testing.assert_close(strobe.attention(q, k, v, mask=strobe.causal), exact)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions
 def test_autocast_is_in_bfloat16() -> None:
     found = one_run("strobe:tiled", "--steps", "2", "--dtype", "bfloat16")
     assert found["loss"] != one_run("strobe:tiled", "--steps", "2")["loss"]
@@ -117,22 +133,24 @@ def test_autocast_is_in_bfloat16() -> None:
 
 def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
     out = tmp_path / "curve.json"
-    done = start("--steps", "100000", "--compare", "--out", str(out))
+    done = start("--steps", "4000", "--compare", "--out", str(out))
     assert done.stdout is not None
-    done.stdout.readline()  # it says what runs, and the first step begins
+    assert "attention on aten_cpu" in done.stdout.readline() and "step 200/4000" in done.stdout.readline()
     done.send_signal(signal.SIGINT)
     shown, complaints = done.communicate(timeout=60)
     assert done.returncode == 130 and "stopped after step" in shown and "Traceback" not in complaints, complaints
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert len(found["runs"]) == 1 and not found["runs"][0]["complete"] and found["verdict"] is None
+    assert found["verdict"] is None and [run["complete"] for run in found["runs"]] == [False]
+    assert 200 <= len(found["runs"][0]["loss"]) < 4000
 
 
-def test_help_is_in_sentences() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"PYTHONPATH": str(ROOT / "src")})  # fmt: skip
-    assert done.returncode == 0 and "Train a small GPT on the bytes of a book." in done.stdout
+def test_help_is_in_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpt.main(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and "Train a small GPT on the bytes of a book." in shown
     for option in ("attention", "compare", "seed", "steps", "sample", "out", "text"):
-        assert f"--{option}" in done.stdout
+        assert f"--{option}" in shown
 
 
 @pytest.mark.parametrize(

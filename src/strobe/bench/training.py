@@ -66,7 +66,7 @@ def _section(place: Path, data: dict[str, Any]) -> list[str]:
         f"{(p['git']['commit'] or 'unknown')[:7]}, `benchmarks/results/{place.as_posix()}`, made by",
         "",
         "```sh",
-        f"python examples/{p['command']}",
+        " ".join([*(f"{name}={value}" for name, value in p["environment"].items()), f"python examples/{p['command']}"]),
         "```",
         "",
         f"![Loss curves, and how far each is from that of math attention: {p['device']['name']}, {s['dtype']}]"
