@@ -88,7 +88,7 @@ def backends_of(name: str, o: argparse.Namespace) -> tuple[str, str | None]:
     """Which backend computes attention, and which its gradients."""
     kind, _, backend = name.partition(":")
     if kind != "strobe":
-        return f"PyTorch's {kind}", f"PyTorch's {kind}"
+        return "PyTorch", "PyTorch"
     shape = (o.batch, o.context, o.heads, o.width // o.heads)
     q = torch.empty(shape, device=o.device, dtype=getattr(torch, o.dtype), requires_grad=True)
     found = strobe.explain(q, q, q, mask=strobe.causal, backend=backend or None)

@@ -10,7 +10,6 @@ from typing import Any
 
 from strobe.bench import figures
 from strobe.measure import palette
-from strobe.measure.provenance import busy_machine
 
 BEGIN, END = "<!-- training: begin (python -m strobe.bench.docs --write) -->", "<!-- training: end -->"
 KIND = "train gpt"
@@ -20,7 +19,8 @@ PAGE = Path("docs", "training.md")
 def load(root: Path) -> dict[Path, dict[str, Any]]:
     """Every file of that kind, wherever it lies below benchmarks/results: its place there -> what it holds."""
     results = root / "benchmarks" / "results"
-    found = {path.relative_to(results): _read(path) for path in sorted(results.glob("**/train-gpt*.json"))}
+    paths = sorted(results.glob("**/train-gpt*.json"), key=lambda path: (path.parent, path.stem))
+    found = {path.relative_to(results): _read(path) for path in paths}
     for place, data in found.items():
         if data.get("kind") != KIND or not data.get("verdict"):
             raise ValueError(
@@ -77,15 +77,16 @@ def _section(place: Path, data: dict[str, Any]) -> list[str]:
     ]
     for run in data["runs"]:
         far = "" if run is exact else f"{distance_from(data, run):.2g}"
-        cells = (title(data, run), run["forward"], run["backward"], f"{run['validation'][-1]:.4f}", far)
+        ours = run["attention"].startswith("strobe")
+        ways = [run[way] if ours else "PyTorch" for way in ("forward", "backward")]
+        cells = (title(data, run), *ways, f"{run['validation'][-1]:.4f}", far)
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
         f"The noise is {verdict['noise']:.2g}, the largest distance between two runs of math attention from one seed. "
         f"Another seed moves the curve by {verdict['another_seed']:.2g}.",
     ]
-    warning = busy_machine(p)
-    return [*lines, *(["", warning] if warning else [])]
+    return lines
 
 
 def _exact(data: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +125,12 @@ def _draw(data: dict[str, Any]) -> Any:
     styles, exact = palette.styles(kinds), _exact(data)
     for run, (name, _) in zip(data["runs"], kinds, strict=True):
         style = styles[name]
-        line = {"color": style.colour, "linestyle": "--" if style.dashed else "-", "label": name}
+        line = {
+            "color": style.colour,
+            "linestyle": "--" if style.dashed else "-",
+            "label": name,
+            "zorder": 2 + style.width,
+        }
         steps = range(1, len(run["loss"]) + 1)
         left.plot(steps, run["loss"], linewidth=style.width / 2, alpha=0.8, **line)
         if run is not exact:
