@@ -206,7 +206,9 @@ def test_the_verdict_is_that_of_the_curves(place: Path) -> None:
     assert gpt.judge(found["runs"]) == found["verdict"] and found["verdict"]["agrees"]
     assert found["text"] == {"name": TEXT.name, "sha256": SHA256}
     assert all(run["complete"] and len(run["loss"]) == found["settings"]["steps"] for run in found["runs"])
-    assert found["provenance"]["git"]["commit"] and found["provenance"]["command"].startswith("train_gpt.py --compare")
+    git = found["provenance"]["git"]
+    assert git["commit"] and not git["dirty"]
+    assert found["provenance"]["command"].startswith("train_gpt.py --compare")
     assert all(run["validation"][-1] < run["validation"][0] - 1 for run in found["runs"])
 
 
@@ -234,7 +236,7 @@ def test_other_files_of_that_kind_are_taken(tmp_path: Path) -> None:
     assert docs.main(["--write"], tmp_path) == 0 and docs.main([], tmp_path) == 0
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith("after\n") and "`strobe` agrees with math attention" in text
-    assert "| math, keys in order 1 |" in text and "| math, another seed |" in text
+    assert "| math, keys shuffled (1) |" in text and "| math, another seed |" in text
     for name in ("h200-train-gpt.svg", "train-gpt-h200.svg"):
         assert f"figures/{name}" in text and "another seed" in (tmp_path / "docs" / "figures" / name).read_text()
     (results / "train-gpt-h200.json").unlink()

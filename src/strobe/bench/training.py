@@ -104,7 +104,7 @@ def title(data: dict[str, Any], run: dict[str, Any]) -> str:
     """`math`, or what is special about it."""
     other_seed = run["seed"] != data["runs"][0]["seed"]
     kind, _, detail = run["attention"].partition(":")
-    name = f"math, keys in order {detail}" if kind == "shuffled" else run["attention"]
+    name = f"math, keys shuffled ({detail})" if kind == "shuffled" else run["attention"]
     return f"{name}, another seed" if other_seed else name
 
 
