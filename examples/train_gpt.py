@@ -269,7 +269,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=2e-3, help="the largest learning rate of AdamW (default: 0.002)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
     add("--text", type=Path, default=TEXT, help="the file to learn (default: the book beside this program)")
-    add("--sample", type=positive, nargs="?", const=400, metavar="BYTES", help="write a text of 400 or so many bytes")
+    add("--sample", type=positive, nargs="?", const=400, metavar="BYTES", help="write a text at the end (400 bytes)")
     add("--out", type=Path, help="write the loss curves to this JSON file")
     o = parser.parse_args(arguments)
     if o.device == "cuda" and not cuda:
