@@ -32,8 +32,8 @@ from strobe.nn import rotary
 
 TEXT = Path(__file__).with_name("text") / "moby-dick.txt"
 VOCABULARY = 256  # a token is a byte: no tokeniser to explain
-DEFAULTS = {
-    "cpu": {"steps": 300, "batch": 8, "context": 128, "layers": 3, "width": 96, "heads": 3, "dtype": "float32"},
+DEFAULTS = {  # contexts are longer than a tile, so that attention has to merge several
+    "cpu": {"steps": 300, "batch": 2, "context": 640, "layers": 3, "width": 96, "heads": 3, "dtype": "float32"},
     "cuda": {"steps": 500, "batch": 16, "context": 1024, "layers": 6, "width": 384, "heads": 6, "dtype": "bfloat16"},
 }
 SIZES = {

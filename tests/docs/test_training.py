@@ -70,7 +70,11 @@ def test_the_text_is_the_one_that_was_committed() -> None:
 
 def test_strobe_learns_what_math_attention_learns(tmp_path: Path) -> None:
     out = tmp_path / "new" / "curve.json"
-    done = start("--steps", "12", "--compare", "strobe", "strobe:tiled", "--sample", "30", "--out", str(out))
+    longer = ("--batch", "1", "--context", "640")  # several tiles of keys, which have to be merged
+    queries = torch.empty(1, 640, 2, 16)
+    assert strobe.explain(queries, queries, queries, mask=strobe.causal, backend="tiled").details["block_k"] < 640
+    names = ("strobe", "strobe:tiled")
+    done = start(*longer, "--steps", "12", "--compare", *names, "--sample", "30", "--out", str(out))
     shown, complaints = done.communicate(timeout=120)
     assert done.returncode == 0, complaints
     assert "attention on aten_cpu, gradients on aten_cpu" in shown and "attention on tiled, gradients on tiled" in shown
