@@ -59,10 +59,10 @@ def _section(place: Path, data: dict[str, Any]) -> list[str]:
     many = len(verdict["distance"]) > 1
     agree = ("agree" if many else "agrees") if verdict["agrees"] else ("do not agree" if many else "does not agree")
     lines = [
-        f"**{p['device']['name']}**, {s['dtype']}: {judged} {agree} with math attention within its noise.",
+        f"**{p['device']['name']}**, {s['dtype']}: {judged} {agree} with math attention. Largest distance: "
+        f"{max(verdict['distance'].values()) / verdict['noise']:.2g} × the noise.",
         "",
-        f"{s['layers']} layers of {s['heads']} heads, {s['width']} numbers for a byte, {s['batch']} sequences of "
-        f"{s['context']} bytes in a step, {s['steps']} steps. torch {p['torch']}, {p['date'][:10]}, commit "
+        f"{', '.join(f'{name} {s[name]}' for name in ('layers', 'heads', 'width', 'batch', 'context', 'steps'))}; torch {p['torch']}, {p['date'][:10]}, commit "
         f"{(p['git']['commit'] or 'unknown')[:7]}, `benchmarks/results/{place.as_posix()}`, made by",
         "",
         "```sh",
