@@ -55,6 +55,7 @@ def block(root: Path) -> str:
 def _section(place: Path, data: dict[str, Any]) -> list[str]:
     p, s, verdict = data["provenance"], data["settings"], data["verdict"]
     exact = _exact(data)
+    sizes = ", ".join(f"{name} {s[name]}" for name in ("layers", "heads", "width", "batch", "context", "steps"))
     judged = ", ".join(f"`{name}`" for name in verdict["distance"])
     many = len(verdict["distance"]) > 1
     agree = ("agree" if many else "agrees") if verdict["agrees"] else ("do not agree" if many else "does not agree")
@@ -62,7 +63,7 @@ def _section(place: Path, data: dict[str, Any]) -> list[str]:
         f"**{p['device']['name']}**, {s['dtype']}: {judged} {agree} with math attention. Largest distance: "
         f"{max(verdict['distance'].values()) / verdict['noise']:.2g} × the noise.",
         "",
-        f"{', '.join(f'{name} {s[name]}' for name in ('layers', 'heads', 'width', 'batch', 'context', 'steps'))}; torch {p['torch']}, {p['date'][:10]}, commit "
+        f"{sizes}; torch {p['torch']}, {p['date'][:10]}, commit "
         f"{(p['git']['commit'] or 'unknown')[:7]}, `benchmarks/results/{place.as_posix()}`, made by",
         "",
         "```sh",
