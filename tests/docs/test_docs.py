@@ -34,6 +34,7 @@ EXPECTED = {
     "how-it-works",
     "ladder",
     "page",
+    "training",
     "results",
     "benchmark-method",
     "contributing",
@@ -71,7 +72,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_pages_with_claims_have_code_that_checks_them() -> None:
-    for name in ("index", "use", "plug-in", "choosing-a-backend", "how-it-works", "learn"):
+    for name in ("index", "use", "training", "plug-in", "choosing-a-backend", "how-it-works", "learn"):
         assert "assert" in "".join(blocks(DOCS / f"{name}.md", "python")), name
 
 

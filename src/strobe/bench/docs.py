@@ -1,5 +1,5 @@
 """The numbers in the documents, made from the committed results: a block of README.md, the whole of docs/results.md,
-the tables of two other pages, the figures.
+the tables of three other pages, the figures.
 
     python -m strobe.bench.docs            say what differs; exit 1 if anything does
     python -m strobe.bench.docs --write    bring everything up to date
@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from strobe.bench import claims, figures, ledger, reading, studies
+from strobe.bench import claims, figures, ledger, reading, studies, training
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
 from strobe.bench.results import Results
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- results: begin (python -m strobe.bench.docs --write) -->", "<
 
 
 def committed(root: Path) -> Machines:
-    """Every file of results; the ladder and `strobe tune` write there too, and are left out."""
+    """Every file of results; the ladder, `strobe tune` and training write there too, and are left out."""
     found: dict[str, dict[str, Results]] = defaultdict(dict)
     paths = (root / "benchmarks" / "results").glob("*/*.json")
     for path in sorted(paths, key=lambda path: (path.parent.name, path.stem)):
@@ -45,6 +45,7 @@ def texts(root: Path) -> dict[Path, str]:
     for path, begin, end, block in (
         (root / "docs" / "design" / "hopper-forward.md", ledger.BEGIN, ledger.END, ledger.block(root)),
         (root / "benchmarks" / "README.md", studies.BEGIN, studies.END, studies.turns_block(root)),
+        (root / training.PAGE, training.BEGIN, training.END, training.block(root)),
     ):
         if path.exists():
             files[path] = replace_between(path.read_text(encoding="utf-8"), begin, end, block)
@@ -53,7 +54,7 @@ def texts(root: Path) -> dict[Path, str]:
 
 def drawings(root: Path) -> dict[Path, figures.Committed]:
     """Every committed figure."""
-    found = {}
+    found = training.drawings(root)
     for machine, results in committed(root).items():
         for name, run in results.items():
             for direction in () if name.endswith(AGAIN) else PASSES:
@@ -103,7 +104,7 @@ def readme_block(machines: Machines) -> str:
 def outdated(root: Path) -> list[Path]:
     late = [p for p, text in texts(root).items() if not p.exists() or p.read_text(encoding="utf-8") != text]
     drawn = drawings(root)
-    machines = {path.parent.name for path in (root / "benchmarks" / "results").glob("*/*.json")}
+    machines = {path.parent.name for path in (root / "benchmarks" / "results").glob("*/*.json")} | {"train-gpt"}
     figures_there = (root / "docs" / "figures").glob("*.svg")  # others draw, too
     stale = {p for p in figures_there if p not in drawn and any(p.name.startswith(f"{m}-") for m in machines)}
     return [*late, *(p for p, drawing in drawn.items() if not drawing.is_current(p)), *sorted(stale)]

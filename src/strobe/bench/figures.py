@@ -81,10 +81,10 @@ def speed(results: Results, suite: str, direction: str = "forward", method: str 
         return None
     points = [(family(r), r.provider, r.kind, r.case.len_k, f"{r.tflops:.4g}") for r in rows if r.timed and r.tflops]
     digest = hashlib.sha256(json.dumps([points, palette.COLOURS]).encode()).hexdigest()[:16]
-    return Committed(digest, lambda: _svg(_speed(rows, method), digest))
+    return Committed(digest, lambda: svg(_speed(rows, method), digest))
 
 
-def _svg(figure: Any, digest: str) -> str:
+def svg(figure: Any, digest: str) -> str:
     text = io.StringIO()
     with _style():
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -161,7 +161,7 @@ def _lines(rows: list[Row], value: _Value, label: str, log: bool = False, memory
     if not shown:
         return None
     styles = _styles(rows)
-    figure, axes = _axes(len(shown))
+    figure, axes = panels(len(shown))
     for axis, (title, same) in zip(axes, shown.items(), strict=False):
         for provider, style in styles.items():
             points = sorted((r.case.len_k, value(r)) for r in same if r in known and r.provider == provider)
@@ -213,7 +213,7 @@ def _against_ours(rows: list[Row]) -> tuple[list[Row], _Value]:
     ], lambda r: r.ms / best[r.case.key] if r.ms and r.case.key in best else None
 
 
-def _axes(count: int) -> tuple[Any, list[Any]]:
+def panels(count: int) -> tuple[Any, list[Any]]:
     import matplotlib.pyplot as plt
 
     columns = min(3, count)
@@ -234,7 +234,7 @@ def _roofline(rows: list[Row], run: Results) -> Any:
     points = [r for r in points if r.case.dtype == dtype]
     if not points or not peak or not copy:
         return None
-    figure, (axis, *_) = _axes(1)
+    figure, (axis, *_) = panels(1)
     for provider, style in _styles(rows).items():
         own = [r for r in points if r.provider == provider]
         at = [_intensity(r) for r in own]
@@ -262,7 +262,7 @@ def _tiles(rows: list[Row]) -> Any:
     if not groups:
         return None
     unit, scale = rate_unit([r.tflops or 0.0 for r in rows if r.timed])
-    figure, axes = _axes(len(groups))
+    figure, axes = panels(len(groups))
     for axis, (title, same) in zip(axes, groups.items(), strict=False):
         speeds = {r.case.tile: (r.tflops or 0.0) / scale for r in same if r.case.tile is not None}
         queries, keys = (sorted({tile[i] for tile in speeds}) for i in (0, 1))
