@@ -187,7 +187,7 @@ MUTATIONS = [
             ("output_not_rescaled_on_the_diagonal", "if (!first) f.o.scale(f.softmax.alpha);", "", DIAGONAL),
             ("values_of_the_diagonal_missing", f"{YIELD}\n      pv(f);", YIELD, CAUSAL),
             ("loop_left_on_the_diagonal", "if (--n < mine.end_full || !kDiagonalAlone) break;", "--n; break;", WIDE),
-            ("wrong_speculation_accepted", "if (any(!right)) return false;", "", STEEP),
+            ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
             # ---- output through shared memory ----
             ("no_proxy_fence", f"fence_proxy_async();\n    {MEET}", MEET, CAUSAL),
             ("staged_over_queries_in_use", f"{MEET}{43 * ' '}// or: every warp", "//", CAUSAL),

@@ -86,7 +86,7 @@ template <bool kLazyRescale = false> struct Softmax {
   float alpha[2];  // the factor by which the last `maxima` rescaled l; O needs it, too
   float shift[2];  // -m * scale, or 0 if m has been subtracted from the scores
   float scale;     // scores are in units of 1 / (scale * ln 2), so that exp(s) is exp2(s * scale): one FMA and one EX2
-  bool grew;       // some row of this thread has to rescale O
+  bool grew;       // some row has to rescale O: of this thread, or with kLazyRescale of this warp
 
   STROBE_DEVICE void reset(float scale_log2) {
     m[0] = m[1] = neg_inf();
@@ -129,24 +129,30 @@ template <bool kLazyRescale = false> struct Softmax {
       m[row] = now;
       shift[row] = -safe * scale;
       l[row] *= alpha[row];
-      if (any(fabs(safe * scale) > kLargestShift)) subtract(s, row, safe);
     }
+    const bool large = fmax(fabs(shift[0]), fabs(shift[1])) > kLargestShift;
+    if (kLazyRescale && !kMaybeEmpty) {  // one vote for both
+      grew = any(grew | large);
+      if (grew && any(large)) subtract(s);
+    } else if (any(large)) subtract(s);
   }
-  template <int N> STROBE_DEVICE void subtract(float (&s)[N], int row, float from_scores) {
+  template <int N> STROBE_DEVICE void subtract(float (&s)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (fragment_row(i) == row) s[i] -= from_scores;
-    shift[row] = 0.f;
+    for (int i = 0; i < N; ++i) {
+      const float from = m[fragment_row(i)];
+      s[i] -= from == neg_inf() ? 0.f : from;
+    }
+    shift[0] = shift[1] = 0.f;
   }
 
   // Scores From to To of the fragment become weights, p = exp(s - m), and are added to the sums.
   template <int From, int To, int N> STROBE_DEVICE void weights(float (&s)[N]) {
-    float sum[2][2];
+    float sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
 #pragma unroll
     for (int i = From; i < To; ++i) {
       const int row = fragment_row(i);
       s[i] = exp2_approx(fma(s[i], scale, shift[row]));
-      sum[row][i & 1] = i < From + 4 ? s[i] : sum[row][i & 1] + s[i];
+      sum[row][i & 1] += s[i];
     }
     l[0] += sum[0][0] + sum[0][1];
     l[1] += sum[1][0] + sum[1][1];
@@ -154,7 +160,7 @@ template <bool kLazyRescale = false> struct Softmax {
 
   // With the same kMaybeEmpty as `maxima`, which then always moves the maximum.
   template <bool kMaybeEmpty = false, int N> STROBE_DEVICE void rescale(float (&o)[N]) const {
-    if (kLazyRescale && !kMaybeEmpty && !any(grew)) return;
+    if (kLazyRescale && !kMaybeEmpty && !grew) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) o[i] *= alpha[fragment_row(i)];
   }
@@ -169,38 +175,34 @@ template <bool kLazyRescale = false> struct Softmax {
 // for a new one. It is right unless some score is far above it, which the sums tell: none, hence no weight, may exceed
 // 2^8. The scores stay as they are, for the fallback to `Softmax`.
 template <class T, int N> struct SpeculativeSoftmax {
-  float scale, top[2];  // m * scale: -inf for a row that has seen nothing yet, so that its sum is rejected
-  float sum[2];
+  float scale, shift[2];  // inf for a row that has seen nothing yet, and for a large maximum: sums are then rejected
+  float sum[2] = {0.f, 0.f};
   u32 packed[N / 2];
 
   STROBE_DEVICE SpeculativeSoftmax(const Softmax<>& past)
-      : scale(past.scale), top{past.m[0] * past.scale, past.m[1] * past.scale} {}
+      : scale(past.scale), shift{usable(-past.m[0] * past.scale), usable(-past.m[1] * past.scale)} {}
+  STROBE_DEVICE static float usable(float x) { return fabs(x) > kLargestShift ? -neg_inf() : x; }
 
   template <int From, int To> STROBE_DEVICE void weights(const float (&s)[N]) {
     if constexpr (From < To) {
-      float even[2], odd[2];
+      float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = From; i < To; i += 2) {
         const int row = fragment_row(i);
-        const float a = exp2_approx(fma(s[i], scale, -top[row])), b = exp2_approx(fma(s[i + 1], scale, -top[row]));
-        even[row] = i < From + 4 ? a : even[row] + a;
-        odd[row] = i < From + 4 ? b : odd[row] + b;
+        const float a = exp2_approx(fma(s[i], scale, shift[row])), b = exp2_approx(fma(s[i + 1], scale, shift[row]));
+        even[row] += a;
+        odd[row] += b;
         packed[i / 2] = pack2<T>(a, b);
       }
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const float x = even[row] + odd[row];
-        sum[row] = From == 0 ? x : sum[row] + x;
-      }
+      sum[0] += even[0] + odd[0];
+      sum[1] += even[1] + odd[1];
     }
   }
 
-  // If it is right for every row of the warp, takes over the sums and weights; else nothing has changed. Neither NaN
-  // nor a large maximum passes.
+  // If it is right for every row of the warp, takes over the sums and weights; else nothing has changed. NaN does not
+  // pass.
   STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2]) const {
-    const float largest = fmax(fabs(top[0]), fabs(top[1]));
-    const bool right = (sum[0] <= 256.f) & (sum[1] <= 256.f) & (largest <= kLargestShift);  // without branches
-    if (any(!right)) return false;
+    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;
     past.l[0] += sum[0];
     past.l[1] += sum[1];
 #pragma unroll
