@@ -21,6 +21,7 @@ from strobe.measure.method import SUSTAINED, TURNS
 from strobe.tools import cli
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("registered")  # which also takes away what the suite registers
 CPU = torch.device("cpu")
 PREFILL, TRAINING = (dataclasses.replace(c, len_q=40, len_k=40) for c in llama.cases())
 

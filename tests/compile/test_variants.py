@@ -78,15 +78,15 @@ def test_variants_compile_without_spills(arch: str) -> None:
 
 
 def allowed_spills(kernel: TemplateKernel) -> int:
-    """Bytes. These kernels fill the registers; with dropout, sums in order, a softcap, or
+    """Bytes, stores and loads together. These kernels fill the registers; with dropout, sums in order, a softcap, or
     gradients in fp32, a few do not fit."""
     if kernel.template not in ("backward_sm90", "backward_sm80", "forward_sm80"):
         return 0
     if kernel.facts["dropout"]:
-        return 48
-    if "backward" in kernel.template and dict(kernel.config)["kPartialOut"]:
-        return 24
-    return 16 if kernel.facts.get("deterministic") or (kernel.facts["softcap"] and "backward" in kernel.template) else 0
+        return 56
+    backward = "backward" in kernel.template
+    crowded = kernel.facts.get("deterministic") or (backward and kernel.facts["softcap"])
+    return 40 if crowded or (backward and dict(kernel.config)["kPartialOut"]) else 0
 
 
 def warpgroups_fit(kernel: TemplateKernel, registers: int) -> bool:

@@ -30,6 +30,7 @@ template <class T> STROBE_DEVICE void products(const Params& p, u32 smem) {
   mma_m16n8k16_zero<T>(s[0], s[1], s[2], s[3], a, b, c, d, e, f);
   mma_m16n8k16<T>(s[0], s[1], s[2], s[3], a, b, c, d, g, h);
   st_shared(smem, pack2<T>(s[0], s[1]));
+  st_shared(smem + 12, bytes_of(not_less_f16x2(a, 0x3c003c00u), b, 0x5410));
   st_shared(smem + 4, s[2] + to_float<T>(ld_global(p.x)));
 }
 STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {

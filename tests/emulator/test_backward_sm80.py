@@ -152,6 +152,9 @@ by_name = {case.name: case for case in CASES}
 CAUSAL, WINDOW, DROPOUT, VARLEN = (by_name[n] for n in ("causal_group", "window", "dropout", "varlen"))
 
 
+CHUNK = "(Config::kExactDims || chunk * 8 < dim)"
+
+
 def mutation(name: str, old: str, new: str = "", case: Case = CAUSAL, tile: Tile = SMALL) -> Mutation:
     return Mutation(name, old, new, case, tile)
 
@@ -172,7 +175,7 @@ MUTATIONS = [
     mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)"),
     mutation("weights_not_dropped", "dropout.drop(kept,", "if (false) dropout.drop(kept,", DROPOUT),
     mutation("dropped_for_another_query", "keys[0], keys[1], row)", "keys[0], keys[1], row + 1)", DROPOUT),
-    mutation("keys_beyond_the_sequence_written", "if (tile.key0 + row < tile.len_k &&", "if (", VARLEN),
+    mutation("keys_beyond_the_sequence_written", f"if (tile.key0 + row < tile.len_k && {CHUNK}", f"if ({CHUNK}", VARLEN),
 ]  # fmt: skip
 
 

@@ -380,7 +380,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   template <int kColumns>
   STROBE_DEVICE void store_rows(u32 from, u16* to, i64 batch, i64 head, i64 row_stride, int dim) const {
     constexpr int kChunks = kColumns / 8;
-    to = tile.rows_of(to, batch, head, row_stride);
+    to += tile.slice * batch + tile.head_k * head + i64(tile.first_key + tile.key0) * row_stride;
 #pragma unroll 4
     for (int i = thread_idx(); i < kBlockN * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;

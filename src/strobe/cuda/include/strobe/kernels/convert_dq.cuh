@@ -29,28 +29,20 @@ template <class Config, class Params> struct ConvertDq {
     const float* sums = p.dq_sum + (block * 2 + consumer) * kDqFloats + 4 * t;
     const i64 first =
         (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
-    if constexpr (Config::kPartialOut) {
-      float* dq = reinterpret_cast<float*>(p.dq) + first;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float x[4];
-        ld_global_l2(x, sums + i * 512, true);
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          if (m * kBlockM + row + 8 * r < len_q && column + 8 * i < p.dim)
-            st_global_x2(dq + i64(row + 8 * r) * p.dq_row + column + 8 * i, x[2 * r] * p.scale_grad,
-                         x[2 * r + 1] * p.scale_grad);
-      }
-      return;
-    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float x[4];
       ld_global_l2(x, sums + i * 512, true);
-      const u32 to = smem_base() + row * kRowBytes + (column + 8 * i) * 2;
-      st_shared(to, pack2<T>(x[0] * p.scale_grad, x[1] * p.scale_grad));
-      st_shared(to + 8 * kRowBytes, pack2<T>(x[2] * p.scale_grad, x[3] * p.scale_grad));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float a = x[2 * r] * p.scale_grad, b = x[2 * r + 1] * p.scale_grad;
+        if (!Config::kPartialOut)
+          st_shared(smem_base() + (row + 8 * r) * kRowBytes + (column + 8 * i) * 2, pack2<T>(a, b));
+        else if (m * kBlockM + row + 8 * r < len_q && column + 8 * i < p.dim)
+          st_global_x2(reinterpret_cast<float*>(p.dq) + first + i64(row + 8 * r) * p.dq_row + column + 8 * i, a, b);
+      }
     }
+    if (Config::kPartialOut) return;
     sync_block();
     u16* dq = p.dq + first;
     constexpr int kChunks = kColumns / 8;
