@@ -248,7 +248,7 @@ MUTATIONS = [
     *(
         Mutation(*m, PACKED_GQA, tile="sm90")
         for m in [
-            ("rows_taken_for_queries", "{row / kPackGqa, (row + 8) / kPackGqa}", "{row, row + 8}"),
+            ("rows_taken_for_queries", "row / kPackGqa, (row + 8) / kPackGqa, n", "row, row + 8, n"),
             (
                 "lse_of_another_head",
                 "tile.head * Config::kPackGqa + row % Config::kPackGqa;",
