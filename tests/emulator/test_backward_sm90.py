@@ -110,7 +110,7 @@ MUTATIONS = [
              "const bool masked = false;", CAUSAL),
     Mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)",
              CAUSAL),
-    Mutation("gradients_staged_over_keys_in_use", "bar_sync(kBarrierConsumers, 256);", "", CAUSAL),
+    Mutation("gradients_staged_over_keys_in_use", "bar_sync(kBarrierConsumers, 256);", ";", CAUSAL),
     Mutation("lse_without_gradient", "if (there && p.dlse) delta -=", "if (false) delta -=", CAUSAL),
     Mutation("dropped_for_another_query", "row % 2 ? keys.b : keys.a", "row % 2 ? keys.a : keys.b", CASES[4]),
 ]  # fmt: skip
