@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 
 def selected(arch: str) -> list[TemplateKernel]:
     """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
-    plain kernels of the other type, and dropout."""
+    plain kernels of the other type, dropout, and results in fp32."""
     if EXHAUSTIVE:
         return list(catalogue.variants(arch, exhaustive=True)) + packed_gqa(arch)
     found = []
@@ -37,7 +37,8 @@ def selected(arch: str) -> list[TemplateKernel]:
         everything = kernel.element == "bf16" and window and facts["varlen"]
         dropped = kernel.element == "bf16" and facts.get("dropout", False) and facts["dim"] in (64, 128)
         plain = kernel.element == "fp16" and not window and not facts.get("varlen", False)
-        if everything or dropped or (plain and facts.get("dim", 64) in (64, 128)):
+        shards = kernel.element == "bf16" and has(kernel, "kPartialOut") and facts.get("dim", 64) in (64, 128)
+        if everything or dropped or shards or (plain and facts.get("dim", 64) in (64, 128)):
             found.append(kernel)
     return found + packed_gqa(arch)
 
@@ -65,11 +66,8 @@ def test_variants_compile_without_spills(arch: str) -> None:
     wrong = []
     for kernel, artifact in built:
         info = cubins.inspect(artifact.cubin)["kernel"]
-        spilled = cubin.spills(artifact.log) if artifact.origin == "compiled" else info.stack_frame
-        if max(spilled, info.stack_frame) > allowed_spills(kernel) or cubin.warnings(artifact.log):
-            wrong.append(
-                f"{kernel.name}: {spilled} bytes spilled, stack {info.stack_frame}, {cubin.warnings(artifact.log)}"
-            )
+        if info.stack_frame > allowed_stack(kernel) or cubin.warnings(artifact.log):
+            wrong.append(f"{kernel.name}: {info.stack_frame} bytes of stack, {cubin.warnings(artifact.log)}")
         assert [size for _, size in info.params] == [kernel.params.size], kernel.name
         assert kernel.smem <= SMEM_BYTES[generation(arch)], kernel.name
         assert info.registers * kernel.threads * kernel.blocks_per_sm <= 65536, kernel.name
@@ -77,16 +75,23 @@ def test_variants_compile_without_spills(arch: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def allowed_spills(kernel: TemplateKernel) -> int:
-    """Bytes, stores and loads together. These kernels fill the registers; with dropout, sums in order, a softcap, or
+def allowed_stack(kernel: TemplateKernel) -> int:
+    """Bytes a thread, read from the cubin, which tells them whether it was compiled now or lay in the cache. Spilled
+    registers are the only stack there is. These kernels fill the registers; with dropout, sums in order, a softcap, or
     gradients in fp32, a few do not fit."""
     if kernel.template not in ("backward_sm90", "backward_sm80", "forward_sm80"):
         return 0
     if kernel.facts["dropout"]:
-        return 56
+        return 24
     backward = "backward" in kernel.template
     crowded = kernel.facts.get("deterministic") or (backward and kernel.facts["softcap"])
-    return 40 if crowded or (backward and dict(kernel.config)["kPartialOut"]) else 0
+    if backward and has(kernel, "kPartialOut"):
+        return 48  # packed shards on sm80 at head dim 64; others have 16 at most
+    return 16 if crowded else 0
+
+
+def has(kernel: TemplateKernel, flag: str) -> bool:
+    return bool(dict(kernel.config).get(flag, False))
 
 
 def warpgroups_fit(kernel: TemplateKernel, registers: int) -> bool:
