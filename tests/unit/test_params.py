@@ -162,18 +162,18 @@ def test_pack_names_what_is_wrong(change, error, named):
 def test_a_patch_changes_these_fields_and_no_other(names):
     values = {name: 100 + i for i, name in enumerate(names)}
     buffer = EXAMPLE.pack(VALUES)
-    EXAMPLE.patcher(*names)(buffer, *values.values())
+    EXAMPLE.patcher(buffer, *names)(*values.values())
     assert buffer == EXAMPLE.pack({**VALUES, **values})
 
 
 def test_a_patch_checks_its_fields_and_values():
     with pytest.raises(KeyError, match="nonsense"):
-        EXAMPLE.patcher("q", "nonsense")
+        EXAMPLE.patcher(bytearray(), "q", "nonsense")
     with pytest.raises(ValueError, match="stride_q"):
-        EXAMPLE.patcher("stride_q")
+        EXAMPLE.patcher(bytearray(), "stride_q")
     for names in (("q", "k"), ("q", "lse")):
         with pytest.raises((TypeError, struct.error)):
-            EXAMPLE.patcher(*names)(EXAMPLE.pack(VALUES), 1)
+            EXAMPLE.patcher(EXAMPLE.pack(VALUES), *names)(1)
 
 
 @pytest.mark.parametrize(

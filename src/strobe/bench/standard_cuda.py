@@ -199,7 +199,7 @@ def _prepare(style: str) -> Prepare:
             loaded = _loaded(kernel.source, arch, kernel.name, f"standard_{style}_{kernel.step}", kernel.smem)
             packed = kernel.params.pack(values(problem, strides, nowhere))
             launch = driver.Launch(loaded.function(index), kernel.grid(problem), kernel.threads, kernel.smem, packed)
-            launches.append((launch, kernel.params.patcher("q", "k", "v", "o", "s", "p")))
+            launches.append((launch, kernel.params.patcher(launch.params, "q", "k", "v", "o", "s", "p")))
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out = torch.empty((case.batch, case.len_q, case.heads, case.value_dim), dtype=q.dtype, device=q.device)
@@ -207,7 +207,7 @@ def _prepare(style: str) -> Prepare:
             addresses = [t.data_ptr() for t in (q, k, v, out, s, p)]
             stream = torch._C._cuda_getCurrentRawStream(index)
             for launch, patch in launches:
-                patch(launch.params, *addresses)
+                patch(*addresses)
                 launch.launch(stream)
             return out
 

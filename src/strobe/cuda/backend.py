@@ -14,11 +14,12 @@ from strobe.backends.backend import Backend, Gradients
 from strobe.cuda import driver, forward_sm90, jit
 from strobe.cuda.backward_plan import TENSORS
 from strobe.cuda.catalogue import FAMILIES, Family
-from strobe.cuda.launch import Launcher
+from strobe.cuda.launch import Launcher, address
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.problem import Problem, Strides
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
+_NOTHING = (0, 0, 0, 0, 0)  # sinks, cu_q, cu_k, positions, seed
 _SMEM_OF_HOPPER = 227 << 10
 
 
@@ -158,10 +159,6 @@ def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Ten
     return layout.rows_inside(dsink).sum((0, 2)).to(a.sinks.dtype)
 
 
-def _address(t: Any) -> int:
-    return 0 if t is None else t if isinstance(t, int) else t.data_ptr()
-
-
 # ---- binding ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,10 +184,10 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
         if launcher is None:
             plan = module.plan(actual, strides, machine_of(problem.device))
             launcher = launchers[key] = Launcher(plan, problem.device.index or 0)
-        launcher(*[_address(tensors[name]) for name in TENSORS])
+        launcher(*[address(tensors[name]) for name in TENSORS])
         given = {"q": a.q, "k": a.k, "v": a.v, "o": out, "d_o": dout, "lse": lse, "dlse": dlse, "sinks": a.sinks}
         given |= {"cu_q": a.cu_q, "cu_k": a.cu_k, "positions": a.positions}
-        if all(_address(tensors[name]) == _address(t) for name, t in given.items()):
+        if all(address(tensors[name]) == address(t) for name, t in given.items()):
             fast[seen] = launcher
         return gradients_of(problem, layout, tensors, a)
 
@@ -203,9 +200,9 @@ def _run_backward_again(
     """Nothing has to be copied: allocate, and launch. As `prepare_backward` and `gradients_of`."""
     q, k, v, wanted = a.q, a.k, a.v, problem.gradients
     dtype = problem.out_dtype
-    dq = q.new_empty(q.shape, dtype=dtype) if "q" in wanted else None
+    dq = q.new_empty(*q.shape, dtype=dtype) if "q" in wanted else None
     both = "k" in wanted or "v" in wanted
-    dk, dv = (k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)) if both else (None, None)
+    dk, dv = (k.new_empty(*k.shape, dtype=dtype), v.new_empty(*v.shape, dtype=dtype)) if both else (None, None)
     dsink = torch.empty_like(lse) if "sinks" in wanted else None
     launcher(
         q.data_ptr(),
@@ -233,23 +230,23 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
     """The plan is made in the first call, from the tensors it sees: whoever calls again has tensors of the same shapes,
     strides and alignment (`strobe.bound.signature`)."""
     launcher: Launcher | None = None
-    fast = False
+    again: Any = None
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        nonlocal launcher, fast
-        if fast:
-            assert launcher is not None
-            return _run_again(launcher, a, problem, layout)
+        nonlocal launcher, again
+        if again is not None:
+            return again(a)
         x, actual = prepare(problem, layout, a)
         if launcher is None:
             plan = planner(actual, inside_strides(x.o, layout), machine_of(problem.device))
             launcher = Launcher(plan, problem.device.index or 0)
             given = (a.q, a.k, a.v, x.o if a.out is None else a.out, a.cu_q, a.cu_k, a.positions)
             used = (x.q, x.k, x.v, x.o, x.cu_q, x.cu_k, x.positions)
-            fast = all(t is u for t, u in zip(given, used, strict=True)) and (
+            if all(t is u for t, u in zip(given, used, strict=True)) and (
                 a.sinks is None or (a.sinks.dtype == torch.float32 and a.sinks.is_contiguous())
-            )
-        launcher(*map(_address, (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)))
+            ):
+                again = _repeated(launcher, a, x)
+        launcher(*map(address, (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)))
         if a.out is None:
             return x.o, x.lse
         return a.out if x.o is a.out else a.out.copy_(x.o), x.lse
@@ -257,30 +254,25 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
     return run
 
 
-def _run_again(
-    launcher: Launcher, a: Arguments, problem: Problem, layout: Layout
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Nothing has to be copied: allocate, and launch."""
-    q = a.q
-    out = a.out
-    if out is None:
-        out = torch.empty((*q.shape[:-1], problem.dim_v), dtype=problem.out_dtype, device=q.device)
-    lse = None
-    if problem.lse:
-        lse = torch.empty(layout.rows_shape(q.shape), dtype=torch.float32, device=q.device)
-    launcher(
-        q.data_ptr(),
-        a.k.data_ptr(),
-        a.v.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if a.sinks is None else a.sinks.data_ptr(),
-        0 if a.cu_q is None else a.cu_q.data_ptr(),
-        0 if a.cu_k is None else a.cu_k.data_ptr(),
-        0 if a.positions is None else a.positions.data_ptr(),
-        seed_of(a),
-    )
-    return out, lse
+def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
+    """The same call with other tensors. Nothing has to be copied: allocate, and launch."""
+    shape, dtype, device = x.o.shape, x.o.dtype, x.o.device  # torch.empty takes *shape faster than shape
+    rows = None if x.lse is None else x.lse.shape
+    plain = a.seed is None and all(t is None for t in (x.sinks, x.cu_q, x.cu_k, x.positions))
+    empty, fp32 = torch.empty, torch.float32
+
+    def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v = a[:3]
+        out = a.out
+        if out is None:
+            out = empty(*shape, dtype=dtype, device=device)
+        lse = None if rows is None else empty(*rows, dtype=fp32, device=device)
+        rest = _NOTHING if plain else (*map(address, (a.sinks, a.cu_q, a.cu_k, a.positions)), seed_of(a))
+        to = 0 if lse is None else lse.data_ptr()
+        launcher(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), to, *rest)
+        return out, lse
+
+    return run
 
 
 # ---- the backends ----------------------------------------------------------------------------------------------------

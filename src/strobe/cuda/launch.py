@@ -24,10 +24,14 @@ def kernel(spec: KernelSpec) -> driver.Kernel:
     return driver.Kernel(artifact.cubin, spec.entry, spec.smem)
 
 
+def address(t: Any) -> int:
+    """0 for a tensor that is not there. A seed is a number."""
+    return 0 if t is None else t if isinstance(t, int) else t.data_ptr()
+
+
 def addresses_of(plan: Plan, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of the plan's tensors, given by name, in its order; 0 for those that are not there. A seed is a number."""
-    given = (tensors.get(name) for name in plan.tensors)
-    return tuple(0 if t is None else t if isinstance(t, int) else t.data_ptr() for t in given)
+    """Of the plan's tensors, given by name, in its order."""
+    return tuple(address(tensors.get(name)) for name in plan.tensors)
 
 
 class Launcher:
@@ -77,7 +81,7 @@ class _Prepared:
         function = kernel(spec).function(device)
         self._launch = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
         known = [name for name in pointers if name in names]  # others stay null
-        self._patch = spec.params.patcher(*known)
+        self._patch = spec.params.patcher(self._launch.params, *known)
         indices = [names.index(name) for name in known]
         in_order = indices == list(range(len(names)))
         self._pick: Any = None if in_order else _picker(indices)
@@ -87,7 +91,7 @@ class _Prepared:
 
     def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
         mine = addresses if self._pick is None else self._pick(addresses)
-        self._patch(self._launch.params, *mine)
+        self._patch(*mine)
         for slot, index in self._maps:
             slot.point_to(addresses[index])
         self._launch.launch(stream)

@@ -112,8 +112,8 @@ class Struct:
                 raise ValueError(message) from None
         return buffer
 
-    def patcher(self, *names: str) -> Callable[..., None]:
-        """A fast `patch(buffer, *values)` for the fields that change from call to call, given in any order.
+    def patcher(self, buffer: Any, *names: str) -> Callable[..., None]:
+        """A fast `patch(*values)` for the fields of this buffer that change from call to call, given in any order.
 
         Fields that lie one behind the other, in the order named, are written together.
         """
@@ -134,18 +134,18 @@ class Struct:
             end = at + field.size
         if len(runs) == 1:
             offset, format, _ = runs[0]
-            pack_into = struct.Struct(f"<{format}").pack_into
-            return lambda buffer, *values: pack_into(buffer, offset, *values)
+            return functools.partial(struct.Struct(f"<{format}").pack_into, buffer, offset)
         writers = []
         first = 0
         for offset, format, count in runs:
-            writers.append((struct.Struct(f"<{format}").pack_into, offset, slice(first, first + count)))
+            write = functools.partial(struct.Struct(f"<{format}").pack_into, buffer, offset)
+            writers.append((write, slice(first, first + count)))
             first += count
         return functools.partial(_patch_runs, tuple(writers), len(names))
 
 
-def _patch_runs(writers: tuple, expected: int, buffer: Any, *values: Any) -> None:
+def _patch_runs(writers: tuple, expected: int, *values: Any) -> None:
     if len(values) != expected:
         raise TypeError(f"patch: {len(values)} values given, {expected} wanted")
-    for pack_into, offset, part in writers:
-        pack_into(buffer, offset, *values[part])
+    for write, part in writers:
+        write(*values[part])

@@ -157,21 +157,20 @@ class Call:
         )  # tensor maps want an address when they are encoded; each call moves them
         maps = {name: spec.encode() for name, spec in rung.maps(shape, somewhere).items()}
         smem, function = rung.smem(shape.dim), _loaded(rung, shape.dim, arch_of(rung, device)).function(self._device)
-        self._patch = PARAMS.patcher(*POINTERS)
         self._launches = []
         for stage, grid in enumerate(rung.grids):
             params = PARAMS.pack(rung.values(shape, stage, somewhere, maps))
             launch = driver.Launch(function, grid(shape), rung.threads, smem, params)
             slots = {name: driver.TensorMapSlot(launch.params, PARAMS.offsets[f"map_{name}"]) for name in maps}
-            self._launches.append((launch, slots))
+            self._launches.append((launch, PARAMS.patcher(launch.params, *POINTERS), slots))
 
     def __call__(self, x: Tensors) -> None:
         """Launches its kernels once, on the current stream."""
         addresses = x.addresses()
         pointers = [addresses.get(name, 0) for name in POINTERS]
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        for launch, slots in self._launches:
-            self._patch(launch.params, *pointers)
+        for launch, patch, slots in self._launches:
+            patch(*pointers)
             for name, slot in slots.items():
                 slot.point_to(addresses[name])
             launch.launch(stream)
