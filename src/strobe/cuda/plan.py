@@ -103,7 +103,7 @@ def problem_values(problem: Problem) -> dict[str, Any]:
         "score": numbers + (0.0,) * (MAX_SCORE_CONSTANTS - len(numbers)),
         "scale_log2": problem.score.kernel_form(problem.scale).after * LOG2E,
         "dropout_scale": 1 / (1 - problem.dropout),
-        "dropout_threshold": 0x10001 * dropout.threshold_bits(min(problem.dropout, dropout.LARGEST)),
+        "dropout_threshold": 0x10001 * dropout.threshold_bits(problem.dropout),  # for each half
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.group,

@@ -30,6 +30,7 @@ from strobe.measure.turns import interleave
 
 TOKENS, HIDDEN = 16384, 2048  # as in the grid of the benchmark
 LENGTHS = (1024, 4096, 16384)
+SOFTCAP = 30.0  # of the kinds that have one
 CUDNN = "cudnn"  # timed beside the tiles
 Report = Callable[[str, int, int], None]  # what is done, step, of how many
 

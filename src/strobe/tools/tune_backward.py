@@ -27,9 +27,8 @@ from strobe.mask import causal, full
 from strobe.measure.stopwatch import Call
 from strobe.measure.sustained import SustainedCall
 from strobe.problem import Problem
-from strobe.tools.tune import CUDNN, HIDDEN, TOKENS, Calls, Subject
+from strobe.tools.tune import CUDNN, HIDDEN, SOFTCAP, TOKENS, Calls, Subject
 
-_SOFTCAP = 30.0
 _META = torch.device("meta")  # plans need no tensors
 
 
@@ -67,7 +66,7 @@ def kinds(family: str, arch: str) -> tuple[str, ...]:
 
 
 def cases(family: str, dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[BackwardCase]:
-    softcap = _SOFTCAP if kind.split()[0] == KINDS[1] else None
+    softcap = SOFTCAP if kind.split()[0] == KINDS[1] else None
     heads = max(1, HIDDEN // dim)
     return [
         BackwardCase(

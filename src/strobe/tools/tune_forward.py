@@ -18,7 +18,7 @@ from strobe.mask import causal, full
 from strobe.measure.cases import Case, problem_of
 from strobe.measure.sustained import SustainedCall
 from strobe.problem import Problem
-from strobe.tools.tune import CUDNN, HIDDEN, TOKENS, Calls, Subject
+from strobe.tools.tune import CUDNN, HIDDEN, SOFTCAP, TOKENS, Calls, Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[TileC
 
 
 def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[TileCase]:
-    softcap = 30.0 if "softcap" in KINDS[kind] else None
+    softcap = SOFTCAP if "softcap" in KINDS[kind] else None
     shape: dict[str, Any] = {"kind": kind, "dim": dim, "dim_v": dim_v, "softcap": softcap}
     if "split" in KINDS[kind]:  # decode, and chunked prefill
         keys = max(4 * length, 4096)
