@@ -98,9 +98,12 @@ def attention_varlen(
     if cu_q is None or cu_k is None:
         raise TypeError(f"{'cu_q' if cu_q is None else 'cu_k'} must be a torch.Tensor, got NoneType")
     return attend(
-        Arguments(
-            q, k, v, cu_q, cu_k, max_q, max_k, mask, scale, softcap, score, bias, dropout, seed, sinks, "bshd", out,
-            return_lse, deterministic, backend,
+        _arguments(
+            Arguments,
+            (
+                q, k, v, cu_q, cu_k, max_q, max_k, mask, scale, softcap, score, bias, dropout, seed, sinks, "bshd", out,
+                return_lse, deterministic, backend, None, False, 0,
+            ),
         )
     )  # fmt: skip
 

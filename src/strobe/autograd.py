@@ -32,7 +32,7 @@ def attention(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 def attention_in_transforms(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and its transformations by `torch.func`."""
-    return _Attention.apply(bound, a, *tensors_of(a))
+    return _InTransforms.apply(bound, a, *tensors_of(a))
 
 
 @contextlib.contextmanager
@@ -46,17 +46,13 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 
 class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
-        same = a.q is tensors[0]  # a transformation hands over others
-        return bound.forward(a if same else with_tensors(a, a.seed, tensors))
+    """Outside of `torch.func`: `forward` with a context costs less than `forward` and `setup_context`."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        bound, a = inputs[:2]
-        ctx.save_for_backward(*output, *inputs[2:])  # so that PyTorch notices what is changed in place
-        ctx.call = bound, a.seed
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
+        output = bound.forward(a)
+        _keep(ctx, bound, a.seed, tensors, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: _Maybe) -> Any:
@@ -80,6 +76,18 @@ class _Attention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(_NO_FORWARD_MODE)
 
+
+class _InTransforms(_Attention):
+    @staticmethod
+    def forward(bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:  # type: ignore[override]
+        same = a.q is tensors[0]  # a transformation hands over others
+        return bound.forward(a if same else with_tensors(a, a.seed, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        bound, a, *tensors = inputs
+        _keep(ctx, bound, a.seed, tensors, output)
+
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
         dims = in_dims[2:]
@@ -88,6 +96,12 @@ class _Attention(torch.autograd.Function):
             found = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *tensors[3:]))
             return tuple(t.view(*q.shape[:2], *t.shape[1:]) for t in found), (0, 0)
         return _one_by_one(lambda *one: _attend(a, one), info, dims, tensors)
+
+
+def _keep(ctx: Any, bound: Bound, seed: int | None, tensors: Sequence[_Maybe], output: tuple[Any, Any]) -> None:
+    ctx.save_for_backward(*output, *tensors)  # so that PyTorch notices what is changed in place
+    ctx.call = bound, seed
+    ctx.set_materialize_grads(False)
 
 
 def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:

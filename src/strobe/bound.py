@@ -104,19 +104,24 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
 
 
 def _rest(a: Arguments) -> tuple[Any, ...] | None:
-    if a.score is not None and not isinstance(a.score, Score):
+    bias, sinks, out, score = a.bias, a.sinks, a.out, a.score
+    if score is not None and not isinstance(score, Score):
         return None
-    tensors = (a.bias, a.sinks, a.cu_q, a.cu_k, a.out, a.positions, *a.score_tensors())
-    for t in tensors:
-        if t is not None and (t.__class__ not in PLAIN or t.layout is not _strided):
+    facts: list[Any] = []
+    for t in (bias, sinks, a.cu_q, a.cu_k, out, a.positions, *(() if score is None else score.tensors)):
+        if t is None:
+            facts.append(None)
+        elif t.__class__ in PLAIN and t.layout is _strided:
+            facts += t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device
+        else:
             return None
-    out = a.out
-    if out is not None and any(t is not None and same_storage(t, out) for t in (a.q, a.k, a.v, a.bias, a.sinks)):
-        return None  # whether they overlap depends on their addresses
-    needs_grad = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.bias, a.sinks))
-    facts = tuple(_facts(t) for t in tensors)
-    aligned = 0 if out is None else out.data_ptr() & 15
-    return needs_grad, facts, aligned, a.max_q, a.max_k, a.partial, None if a.score is None else a.score.structure
+    if out is not None:
+        if any(t is not None and same_storage(t, out) for t in (a.q, a.k, a.v, bias, sinks)):
+            return None  # whether they overlap depends on their addresses
+        facts.append(out.data_ptr() & 15)
+    needs_grad = (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
+    structure = None if score is None else score.structure
+    return needs_grad and _is_grad_enabled(), tuple(facts), a.max_q, a.max_k, a.partial, structure
 
 
 def lookup(a: Arguments) -> Bound:

@@ -171,13 +171,13 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
     """A launcher for each set of strides of those tensors that the signature of the forward call does not know. Where
     no tensor of the first call had to be copied, later ones like it are launched at once."""
     launchers: dict[Any, Launcher] = {}
-    fast: dict[Any, Launcher] = {}
+    repeated: dict[Any, Any] = {}
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         seen = out.stride(), out.dtype, lse.stride(), dout.stride(), dout.dtype, dlse is None or dlse.is_contiguous()
-        launcher = fast.get(seen)
-        if launcher is not None and not (out.data_ptr() | dout.data_ptr()) & (ALIGN - 1):
-            return _run_backward_again(launcher, a, problem, layout, out, lse, dout, dlse)
+        again = repeated.get(seen)
+        if again is not None and not (out.data_ptr() | dout.data_ptr()) & (ALIGN - 1):
+            return again(a, out, lse, dout, dlse)
         tensors, actual, strides = prepare_backward(problem, layout, a, out, lse, dout, dlse)
         key = tuple(strides.values())
         launcher = launchers.get(key)
@@ -188,42 +188,47 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
         given = {"q": a.q, "k": a.k, "v": a.v, "o": out, "d_o": dout, "lse": lse, "dlse": dlse, "sinks": a.sinks}
         given |= {"cu_q": a.cu_q, "cu_k": a.cu_k, "positions": a.positions}
         if all(address(tensors[name]) == address(t) for name, t in given.items()):
-            fast[seen] = launcher
+            repeated[seen] = _repeated_backward(launcher, problem, layout, a)
         return gradients_of(problem, layout, tensors, a)
 
     return run
 
 
-def _run_backward_again(
-    launcher: Launcher, a: Arguments, problem: Problem, layout: Layout, out: Any, lse: Any, dout: Any, dlse: Any
-) -> Gradients:
-    """Nothing has to be copied: allocate, and launch. As `prepare_backward` and `gradients_of`."""
-    q, k, v, wanted = a.q, a.k, a.v, problem.gradients
-    dtype = problem.out_dtype
-    dq = q.new_empty(*q.shape, dtype=dtype) if "q" in wanted else None
-    both = "k" in wanted or "v" in wanted
-    dk, dv = (k.new_empty(*k.shape, dtype=dtype), v.new_empty(*v.shape, dtype=dtype)) if both else (None, None)
-    dsink = torch.empty_like(lse) if "sinks" in wanted else None
-    launcher(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        dout.data_ptr(),
-        lse.data_ptr(),
-        0 if dlse is None else dlse.data_ptr(),
-        0 if a.sinks is None else a.sinks.data_ptr(),
-        0 if a.cu_q is None else a.cu_q.data_ptr(),
-        0 if a.cu_k is None else a.cu_k.data_ptr(),
-        0 if a.positions is None else a.positions.data_ptr(),
-        0 if dq is None else dq.data_ptr(),
-        0 if dk is None else dk.data_ptr(),
-        0 if dv is None else dv.data_ptr(),
-        0 if dsink is None else dsink.data_ptr(),
-        seed_of(a),
-    )
-    sinks = None if dsink is None else _sum_of_rows(dsink, layout, a)
-    return Gradients(dq, dk if "k" in wanted else None, dv if "v" in wanted else None, None, sinks)
+def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: Arguments) -> Any:
+    """The same call with other tensors, as `prepare_backward` and `gradients_of`. Nothing has to be copied: allocate,
+    and launch."""
+    wanted, dtype, device = problem.gradients, problem.out_dtype, problem.device
+    want_q, want_k, want_v, want_sinks = (name in wanted for name in ("q", "k", "v", "sinks"))
+    shape_q, shape_k, shape_v = a.q.shape, a.k.shape, a.v.shape
+    plain, empty = _is_plain(a), torch.empty
+
+    def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+        q, k, v = a[:3]
+        dq = empty(*shape_q, dtype=dtype, device=device) if want_q else None
+        dk = dv = None
+        if want_k or want_v:
+            dk, dv = empty(*shape_k, dtype=dtype, device=device), empty(*shape_v, dtype=dtype, device=device)
+        dsink = torch.empty_like(lse) if want_sinks else None
+        rest = _NOTHING if plain else _rest(a)
+        launcher(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            dout.data_ptr(),
+            lse.data_ptr(),
+            0 if dlse is None else dlse.data_ptr(),
+            *rest[:4],
+            0 if dq is None else dq.data_ptr(),
+            0 if dk is None else dk.data_ptr(),
+            0 if dv is None else dv.data_ptr(),
+            0 if dsink is None else dsink.data_ptr(),
+            rest[4],
+        )
+        sinks = None if dsink is None else _sum_of_rows(dsink, layout, a)
+        return Gradients(dq, dk if want_k else None, dv if want_v else None, None, sinks)
+
+    return run
 
 
 def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
@@ -258,8 +263,7 @@ def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
     """The same call with other tensors. Nothing has to be copied: allocate, and launch."""
     shape, dtype, device = x.o.shape, x.o.dtype, x.o.device  # torch.empty takes *shape faster than shape
     rows = None if x.lse is None else x.lse.shape
-    plain = a.seed is None and all(t is None for t in (x.sinks, x.cu_q, x.cu_k, x.positions))
-    empty, fp32 = torch.empty, torch.float32
+    plain, empty, fp32 = _is_plain(a), torch.empty, torch.float32
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = a[:3]
@@ -267,12 +271,28 @@ def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
         if out is None:
             out = empty(*shape, dtype=dtype, device=device)
         lse = None if rows is None else empty(*rows, dtype=fp32, device=device)
-        rest = _NOTHING if plain else (*map(address, (a.sinks, a.cu_q, a.cu_k, a.positions)), seed_of(a))
+        rest = _NOTHING if plain else _rest(a)
         to = 0 if lse is None else lse.data_ptr()
         launcher(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), to, *rest)
         return out, lse
 
     return run
+
+
+def _is_plain(a: Arguments) -> bool:
+    return a.seed is None and a.sinks is None and a.cu_q is None and a.positions is None
+
+
+def _rest(a: Arguments) -> tuple[int, ...]:
+    """As _NOTHING, where there is something."""
+    sinks, cu_q, cu_k, positions = a.sinks, a.cu_q, a.cu_k, a.positions
+    return (
+        0 if sinks is None else sinks.data_ptr(),
+        0 if cu_q is None else cu_q.data_ptr(),
+        0 if cu_k is None else cu_k.data_ptr(),
+        0 if positions is None else positions.data_ptr(),
+        seed_of(a),
+    )
 
 
 # ---- the backends ----------------------------------------------------------------------------------------------------
