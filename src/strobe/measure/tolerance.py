@@ -111,14 +111,26 @@ def gradient_floor(
     """What a backward that is given `out` and the LSE, both rounded, cannot know. A rounding of the LSE changes every p
     of its row by as much, relatively; delta = rowsum(dout * out) and dp = dout v, which textbook attention makes cancel
     exactly, come from different sums. It matters for fp32 only: these are roundings in the dtype of the LSE, and 16
-    bits hide them."""
+    bits hide them. The gradient of a sink, one number, is a sum of delta over all rows: there the rounding of `out`
+    counts."""
     if problem.empty:
         return 0.0
     dp = dout.double().norm(dim=-1).max().item() * inputs.v.double().norm(dim=-1).max().item() / (1 - problem.dropout)
     scale = abs(problem.scale)
     reach = {"q": scale * _top(inputs.k), "k": scale * _top(inputs.q), "v": 0.0, "bias": 1.0}
     reach["sinks"] = problem.q.total**0.5
-    return 3 * torch.finfo(lse.dtype).eps * (_top(lse) * _top(exact) + dp * reach[name])
+    floor = 3 * torch.finfo(lse.dtype).eps * (_top(lse) * _top(exact) + dp * reach[name])
+    return floor + _noise_of_delta(problem, inputs, lse, dout) if name == "sinks" else floor
+
+
+def _noise_of_delta(problem: Problem, inputs: Inputs, lse: torch.Tensor, dout: torch.Tensor) -> float:
+    """Three standard deviations of Σ p delta, p the sink's weight, if every number of `out` is rounded on its own.
+    Outputs are means of values, hence no larger."""
+    assert inputs.sinks is not None
+    weights = (inputs.sinks.double()[:, None] - lse.double()).exp().nan_to_num(0.0, 0.0).clamp(max=1)
+    rounding = torch.finfo(problem.dtype).eps / 12**0.5
+    rms = [t.double().square().mean().sqrt().item() for t in (dout, inputs.v)]
+    return 3 * rounding * rms[0] * rms[1] * problem.dim_v**0.5 * weights.square().sum((0, 2)).max().sqrt().item()
 
 
 def _top(t: torch.Tensor) -> float:
