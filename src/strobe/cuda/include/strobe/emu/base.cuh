@@ -53,4 +53,7 @@ STROBE_DEVICE u32 warp_uniform(u32 x, Site site = Site::here()) {
   return lane.value;
 }
 
+template <int N> STROBE_DEVICE void pin(float (&)[N]) {}
+template <int N> STROBE_DEVICE void pin(u32 (&)[N]) {}
+
 }  // namespace strobe

@@ -343,9 +343,6 @@ STROBE_DEVICE u64 wgmma_desc(u32 addr, u32 lead_bytes, u32 stride_bytes) {
   return u64((addr & 0x3FFFF) >> 4) | u64(lead_bytes >> 4) << 16 | u64(stride_bytes >> 4) << 32 | u64(1) << 62;
 }
 
-template <int N> STROBE_DEVICE void pin(float (&)[N]) {}
-template <int N> STROBE_DEVICE void pin(u32 (&)[N]) {}
-
 template <int Regs> STROBE_DEVICE void regs_dec() {
   static_assert(Regs >= 24 && Regs <= 256 && Regs % 8 == 0, "setmaxnreg takes 24..256 in steps of 8");
 }

@@ -146,7 +146,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     Accumulators<T, kDimV> o;
     u32 weights[kScores / 2];
     Softmax<> softmax;
-    Dropout<Config::kDropout> dropout;
+    DropoutMasks < Config::kDropout, kConsumers == 2 && kDim == kDimV&& kDim<256, kScores / 2> dropout;  // if it fits
     STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
@@ -173,9 +173,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
 
   // S_n, nothing else in flight.
-  template <int kKeys> STROBE_DEVICE void qk(float (&s)[kKeys / 2], u64 q_desc) {
+  template <int kKeys> STROBE_DEVICE void qk(float (&s)[kKeys / 2], u64 q_desc, Fragments& f, int n) {
     k.wait_full();
     issue_qk<kKeys>(s, q_desc);
+    f.dropout.choose(n * kBlockN);
     wait_qk<0>(s);
   }
   // O += P V, nothing else in flight.
@@ -186,13 +187,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     v.release_and_advance();
   }
   // S_n, with O += P_{n+1} V_{n+1} in flight until `softmax_overlapped` waits for it.
-  STROBE_DEVICE void qk_overlapped(float (&s)[kScores], u64 q_desc, Fragments& f) {
+  STROBE_DEVICE void qk_overlapped(float (&s)[kScores], u64 q_desc, Fragments& f, int n) {
     k.wait_full();
     turns.wait_turn();
     issue_qk<kBlockN>(s, q_desc);
     v.wait_full();
     issue_pv(f);
     turns.pass_turn();
+    f.dropout.choose(n * kBlockN);
     wait_qk<1>(s);
   }
 
@@ -204,7 +206,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // S_n -> P_n, which replaces P_{n+1}: the first kExpsBeforeWait weights before the wait for P V (0: where ptxas puts
   // them). In the first block there is nothing to wait for, and no maximum to speculate on.
-  STROBE_DEVICE void softmax_overlapped(float (&s)[kScores], Fragments& f, int n, bool first) {
+  STROBE_DEVICE void softmax_overlapped(float (&s)[kScores], Fragments& f, bool first) {
     constexpr int kBefore = Config::kExpsBeforeWait ? Config::kExpsBeforeWait : kScores;
     SpeculativeSoftmax<T, kScores> speculative(f.softmax);
     speculative.template weights<0, kBefore>(s);
@@ -219,7 +221,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       pack_fragment<T>(f.weights, s);
       f.o.scale(f.softmax.alpha);
     }
-    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
+    f.dropout.drop(f.weights);
   }
 
   // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys:
@@ -234,14 +236,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   template <int kKeys>
   STROBE_DEVICE void qk_softmax_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
     float s[kKeys / 2];
-    qk<kKeys>(s, q_desc);
+    qk<kKeys>(s, q_desc, f, n);
     score_and_mask(s, tile, row, n, masked);
     f.softmax.template maxima<true>(s);
     f.softmax.template weights<0, kKeys / 2>(s);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i)
       f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
-    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
+    f.dropout.drop(f.weights);
   }
 
   // Key block n of the tile, of which this consumer's rows see nothing.
@@ -302,11 +304,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll 1
     for (; n >= mine.first; --n) {
       float s[kScores];
-      qk_overlapped(s, q_desc, f);
+      qk_overlapped(s, q_desc, f, n);
       const bool masked =
           !kDiagonalAlone && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
       score_and_mask(s, tile, row, n, masked);
-      softmax_overlapped(s, f, n, false);
+      softmax_overlapped(s, f, false);
     }
     return n;
   }
@@ -318,14 +320,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
                                   StoredQ& stored) {
     const u64 q_desc = k_major(q_tile(consumer));
     float s[kScores];
-    qk<kBlockN>(s, q_desc);
+    qk<kBlockN>(s, q_desc, f, n);
 #pragma unroll 1
     for (bool first = true;; first = false) {
       score_and_mask(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
-      softmax_overlapped(s, f, n, first);
+      softmax_overlapped(s, f, first);
       if (first) stored.release();
       if (--n < mine.first) return n;
-      qk_overlapped(s, q_desc, f);
+      qk_overlapped(s, q_desc, f, n);
     }
   }
 

@@ -45,4 +45,15 @@ STROBE_DEVICE u32 thread_idx_again() {
 // The same value in every thread of the warp, and known by the compiler to be: branches on it are uniform.
 STROBE_DEVICE u32 warp_uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// Registers of a wgmma in flight belong to the tensor cores: pinned after a wait, they are not used before it. What is
+// pinned before a wait is computed before it.
+template <int N> STROBE_DEVICE void pin(float (&r)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
+}
+template <int N> STROBE_DEVICE void pin(u32 (&r)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
+}
+
 }  // namespace strobe

@@ -33,16 +33,6 @@ STROBE_DEVICE u64 wgmma_desc(u32 addr, u32 lead_bytes, u32 stride_bytes) {
   return u64((addr & 0x3FFFF) >> 4) | u64(lead_bytes >> 4) << 16 | u64(stride_bytes >> 4) << 32 | u64(1) << 62;
 }
 
-// Registers of a wgmma in flight belong to the tensor cores: pinned after a wait, they are not used before it.
-template <int N> STROBE_DEVICE void pin(float (&r)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
-}
-template <int N> STROBE_DEVICE void pin(u32 (&r)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
-}
-
 template <int Regs> STROBE_DEVICE void regs_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Regs)); }
 template <int Regs> STROBE_DEVICE void regs_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Regs)); }
 
