@@ -62,7 +62,7 @@ def attention(
             Arguments,
             (
                 q, k, v, None, None, None, None, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out,
-                return_lse, deterministic, backend, None, False, 0,
+                return_lse, deterministic, backend, None, False, 0, None,
             ),
         )
     )  # fmt: skip

@@ -60,6 +60,11 @@ class State:
                 merge_(*self._rows(total, total_lse, at), *self._rows(out, lse, at))
         self._untouched = sets.difference(self._untouched, (rows,))
 
+    def rows_to_merge_into(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of these rows, for whoever merges a result into them. Where the LSE is -inf, out is anything."""
+        self._untouched = sets.difference(self._untouched, (rows,))
+        return self._rows(self._written_to(), self._lse, rows)
+
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """After the last result: (out, lse). Rows that have none saw no key."""
         out = self._written_to()
@@ -92,6 +97,11 @@ class Step:
         """`template`: what the caller asked for, without tensors."""
         for group in self._prepared(q):
             a = group.arguments(template, q, keys)
+            if len(group.places) == 1 and lookup(a).merges:
+                ((rows, _),) = group.places
+                out, lse = state.rows_to_merge_into(rows)
+                call.run(a._replace(out=out, earlier_lse=lse))
+                continue
             out, lse = call.run(a)
             for rows, part in group.places:
                 state.add(rows, rows_of(out, part), lse[..., part[0] : part[1]])

@@ -151,6 +151,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
+      if constexpr (Config::kPartialOut) OutputRows<Config, Params>{p, tile}.resume(o, softmax, row);
     }
   };
 
@@ -293,7 +294,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll 1
     for (bool first = true;; first = false) {
       qk_softmax(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full);
-      if (!first) f.o.scale(f.softmax.alpha);
+      if (!first || Config::kPartialOut) f.o.scale(f.softmax.alpha);
       stored.release();
       if (--n < mine.end_full || !kDiagonalAlone) break;
       turns.yield_turn();
