@@ -37,13 +37,15 @@ remembered = _Remembered()
 
 class Bound:
     """`forward` is a function of the arguments; backward passes are bound when they are needed. `differentiable`: some
-    of the tensors need a gradient. `template`: the arguments without tensors."""
+    of the tensors need a gradient. `template`: the arguments without tensors. `merges`: the same call could merge its
+    result into an earlier one (`Arguments.earlier_lse`)."""
 
     def __init__(self, a: Arguments, needs_grad: bool) -> None:
         self.problem, self.layout = Problem.of(a, needs_grad)
         self.differentiable, self.template = needs_grad, without_tensors(a)
         self.backend = dispatch.choose(self.problem, a.backend)
         self.forward: Forward = dispatch.bind(self.backend, self.problem, self.layout)
+        self.merges = self.backend.can_merge(self.problem) and not needs_grad
         self._backward: dict[tuple[bool, ...], Backward] = {}
 
     def backward(
@@ -73,7 +75,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     None for tensors of a kind that is not remembered. Numbers come with their classes, since 1 == True == Decimal(1)."""
     (
         q, k, v, cu_q, _, _, _, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out, return_lse,
-        deterministic, backend, positions, partial, first_head,
+        deterministic, backend, positions, partial, first_head, _,
     ) = a  # fmt: skip
     if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
         return None
@@ -108,7 +110,8 @@ def _rest(a: Arguments) -> tuple[Any, ...] | None:
     if score is not None and not isinstance(score, Score):
         return None
     facts: list[Any] = []
-    for t in (bias, sinks, a.cu_q, a.cu_k, out, a.positions, *(() if score is None else score.tensors)):
+    tensors = () if score is None else score.tensors
+    for t in (bias, sinks, a.cu_q, a.cu_k, out, a.earlier_lse, a.positions, *tensors):
         if t is None:
             facts.append(None)
         elif t.__class__ in PLAIN and t.layout is _strided:

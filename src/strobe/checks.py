@@ -251,6 +251,21 @@ def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
             raise ValueError(f"out shares memory with {name}, which is read while out is written")
 
 
+def check_earlier_lse(a: Arguments, layout: Layout) -> None:
+    """Of the result that a partial `out` holds."""
+    lse, want = checked_tensor("earlier_lse", a.earlier_lse), layout.rows_shape(tuple(a.q.shape))
+    if a.out is None or not a.partial:
+        raise ValueError(f"earlier_lse goes with a partial out, got out={a.out!r} and partial={a.partial!r}")
+    if tuple(lse.shape) != want:
+        raise ValueError(f"earlier_lse has shape {tuple(lse.shape)}, the LSE has {want}")
+    if lse.dtype != a.out.dtype or lse.device != a.out.device:
+        raise ValueError(f"earlier_lse is {lse.dtype} on {lse.device}, out is {a.out.dtype} on {a.out.device}")
+    if lse.shape[-1] > 1 and lse.stride(-1) != 1:
+        raise ValueError(f"the last axis of earlier_lse must be contiguous, its stride is {lse.stride(-1)}")
+    if overlaps_itself(lse):
+        raise ValueError(f"earlier_lse has strides {lse.stride()}: several of its elements share memory")
+
+
 def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
     """Queries may be replaced by their results: whoever writes a row has read it before."""
     return name == "q" and t.data_ptr() == out.data_ptr() and t.shape == out.shape and t.stride() == out.stride()

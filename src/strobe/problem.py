@@ -14,6 +14,7 @@ import torch
 from strobe.arguments import Arguments, Layout
 from strobe.checks import (
     check_dims,
+    check_earlier_lse,
     check_mask,
     check_out,
     check_pairs,
@@ -71,6 +72,9 @@ class Problem:
     gradients: tuple[str, ...]  # of GRADIENTS; none: the output
     lse: bool
     partial: bool  # an output in fp32, to be merged with others
+    earlier_lse: (
+        tuple[int, int] | None
+    )  # strides (batch, head) of the LSE of a result to merge into; None: there is none
     deterministic: bool
 
     # ---- names in the letters of the paper
@@ -119,7 +123,7 @@ class Problem:
 
     def backward(self, gradients: tuple[str, ...]) -> Problem:
         """The problem of computing these gradients."""
-        return replace(self, gradients=gradients, lse=False)
+        return replace(self, gradients=gradients, lse=False, earlier_lse=None)
 
     def pairs(self) -> int:
         """Visible (query, key) pairs of all heads. Mask tensors are counted as if everything were visible; varlen
@@ -163,6 +167,8 @@ class Problem:
             raise TypeError(f"seed must be an int, got {a.seed!r}")
         if a.out is not None:
             check_out(a, dim_v, needs_grad)
+        if a.earlier_lse is not None:
+            check_earlier_lse(a, layout)
         totals = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
         problem = Problem(
             dtype=a.q.dtype,
@@ -185,6 +191,7 @@ class Problem:
             gradients=(),
             lse=bool(a.return_lse) or needs_grad,
             partial=bool(a.partial),
+            earlier_lse=None if a.earlier_lse is None else layout.rows_inside(a.earlier_lse).stride()[:2],  # type: ignore[arg-type]
             deterministic=bool(a.deterministic),
         )
         return problem, layout

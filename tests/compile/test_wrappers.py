@@ -182,6 +182,7 @@ ACCUMULATORS = f"""{CHAIN_OF_TWO}
   d.declare();
   float by[2] = {{{{p.sums[0], p.sums[1]}}}};
   d.zero();
+  for (int r = 0; r < 2; ++r) d.load_row(r, p.sums + thread_idx() * N, N - 8);
   wgmma_fence();
   d.rs_t<2, Next>(a, wgmma_desc(smem_base(), 8192, 1024));
   wgmma_commit();

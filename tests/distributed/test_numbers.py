@@ -13,6 +13,7 @@ import strobe
 from strobe.distributed import ShardPlan, simulator
 from strobe.distributed.merging import merge_
 from strobe.distributed.methods import rank_of
+from strobe.distributed.step import State
 
 METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")
 
@@ -61,6 +62,26 @@ def test_merging_hands_on_nan() -> None:
     out, lse = torch.zeros(1, 1, 2), torch.zeros(1, 1)
     merge_(out, lse, torch.full((1, 1, 2), torch.nan), torch.full((1, 1), torch.nan))
     assert out.isnan().all() and lse.isnan().all()
+
+
+def test_the_first_result_of_a_row_is_written_and_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nothing has been written to holds NaN here; rows without a result end as out 0 and LSE -inf."""
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, shape, dtype: t.new_full(shape, torch.nan, dtype=dtype))
+    state = State(torch.zeros(2, 10, 3, 4), dim_v=5)
+    total, total_lse = torch.zeros(2, 10, 3, 5), torch.full((2, 3, 10), -torch.inf)
+    for start, stop in ((2, 5), (7, 9), (3, 8)):
+        out, lse = torch.randn(2, stop - start, 3, 5), torch.randn(2, 3, stop - start)
+        merge_(total[:, start:stop], total_lse[..., start:stop], out, lse)
+        state.add((start, stop), out, lse)
+    found, found_lse = state.results()
+    assert torch.equal(found, total) and torch.equal(found_lse, total_lse)
+    assert (found_lse == -torch.inf).sum() == 2 * 3 * 3
+
+
+def test_a_result_of_all_rows_is_adopted() -> None:
+    state, out, lse = State(torch.zeros(1, 4, 2, 8), dim_v=8), torch.randn(1, 4, 2, 8), torch.randn(1, 2, 4)
+    state.add((0, 4), out, lse)
+    assert state.results()[0] is out and state.results()[1] is lse
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -105,6 +105,13 @@ def test_bytes_are_those_of_the_formula(method: str, dtype: torch.dtype, determi
         assert both == [s.forward + s.backward for s in wanted], case
 
 
+def test_backward_runs_in_the_thread_of_its_rank() -> None:
+    """Also on a GPU, where autograd has one thread for all: ranks that wait for one another would stop there."""
+    threaded = torch._C._is_multithreading_enabled
+    assert simulator.run(3, lambda mesh: threaded()) == [False] * 3
+    assert threaded()
+
+
 def test_one_that_fails_fails_all() -> None:
     def work(mesh: Any) -> None:
         if mesh.rank == 2:

@@ -38,6 +38,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "backend": {"backend": "tiled"},
     "partial": {"partial": True, "sinks": torch.zeros(4)},
+    "partial with out": {"partial": True, "out": torch.empty_like(q)},
+    "earlier LSE": {"partial": True, "out": torch.empty_like(q), "earlier_lse": torch.zeros(2, 4, 20)},
+    "earlier LSE with other strides": {
+        "partial": True,
+        "out": torch.empty_like(q),
+        "earlier_lse": torch.zeros(2, 4, 30)[..., :20],
+    },
 }
 
 
@@ -47,7 +54,7 @@ def test_every_difference_counts() -> None:
     assert None not in signatures.values() and len(set(signatures.values())) == len(signatures)
 
 
-@pytest.mark.parametrize("name", ["nothing", *CHANGES])
+@pytest.mark.parametrize("name", ["nothing", *(name for name in CHANGES if "earlier" not in name)])  # no backend here
 def test_an_equal_looking_call_is_found_again(name: str) -> None:
     def fresh() -> Arguments:
         def copied(t: Any) -> Any:

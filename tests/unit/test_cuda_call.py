@@ -13,6 +13,7 @@ from oracle import check
 
 import strobe
 from strobe.arguments import Arguments
+from strobe.bound import bind
 from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
 from strobe.cuda.launch import Launcher
 from strobe.cuda.plan import COUNTERS, Machine, Plan
@@ -108,6 +109,56 @@ class Addresses:
 
     def __call__(self, *addresses: int) -> None:
         Addresses.calls.append(dict(zip(self.names, addresses, strict=True)))
+
+
+@pytest.mark.parametrize("kernel", [forward_sm80, forward_sm90])
+def test_a_call_that_merges_sends_the_earlier_result(kernel, monkeypatch) -> None:
+    """Rows 40 to 190 of a state: the LSE's strides are those of all rows. The second call allocates nothing, and the
+    third has an output that must be copied, there and back."""
+    monkeypatch.setattr(cuda_backend, "Launcher", Addresses)
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    plans = []
+    planner = lambda *x: plans.append(kernel.plan(*x)) or plans[-1]  # noqa: E731
+    q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
+    lse = torch.randn(2, 4, 300)[..., 40:190]
+    for odd in (False, True):
+        state = torch.randn(2 * 300 * 4 * 64 + 1)[int(odd) : 2 * 300 * 4 * 64 + int(odd)].view(2, 300, 4, 64)
+        out = state[:, 40:190]
+        a = Arguments(q, k, k, out=out, partial=True, return_lse=True, earlier_lse=lse)
+        run = cuda_backend._bind_forward(planner, *Problem.of(a))
+        for _ in range(2):
+            before = out.clone()
+            assert run(a)[0] is out and run(a)[1] is lse
+            sent = Addresses.calls[-1]
+            assert sent["lse"] == lse.data_ptr() and (sent["o"] == out.data_ptr()) != odd
+            assert torch.equal(out, before)  # what was copied is the earlier result
+        values = plans[-1].launches[0].values
+        assert (values["merge"], values["lse_batch"], values["lse_head"]) == (1, 4 * 300, 300)
+    alone = Problem.of(a._replace(out=None, earlier_lse=None))[0]
+    values = kernel.plan(alone, (150 * 4 * 64, 64, 4 * 64), H200).launches[0].values
+    assert (values["merge"], values["lse_batch"], values["lse_head"]) == (0, 4 * 150, 150)
+    assert (
+        "merge" not in kernel.plan(Problem.of(Arguments(q, k, k))[0], (150 * 4 * 64, 64, 256), H200).launches[0].values
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"out": None}, "earlier_lse goes with a partial out"),
+        ({"earlier_lse": torch.zeros(1, 4, 9)}, "earlier_lse has shape"),
+        ({"earlier_lse": torch.zeros(1, 4, 8).double()}, "earlier_lse is torch.float64"),
+        ({"earlier_lse": torch.zeros(1, 8, 4).mT}, "the last axis of earlier_lse must be contiguous"),
+        ({"earlier_lse": torch.zeros(1, 1, 8).expand(1, 4, 8)}, "several of its elements share memory"),
+        ({"backend": "tiled"}, "an earlier result to merge into"),
+        ({"backend": "emulator", "dropout": 0.5, "seed": 1}, "an earlier result to merge into"),
+    ],
+)
+def test_what_an_earlier_result_must_be(change, message) -> None:
+    q = torch.zeros(1, 8, 4, 64).bfloat16()
+    a = Arguments(q, q, q, out=q.float(), partial=True, earlier_lse=torch.zeros(1, 4, 8), backend="emulator")
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        bind(a._replace(**change))
 
 
 @pytest.mark.parametrize("wanted", [("q", "k", "v"), ("q",), ("v",), ("q", "k", "v", "sinks")], ids=str)

@@ -54,10 +54,18 @@ class Backend:
     details: Callable[[Problem], dict[str, object]] = field(default=_nothing)  # tiles, threads, … for `explain`
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
+    merges: bool = False  # its forward pass takes an `earlier_lse`
 
     def supports(self, problem: Problem) -> str | None:
         """None, or the reason why not."""
+        if problem.earlier_lse is not None and not self.can_merge(problem):
+            return "an earlier result to merge into"
         return self.limits(problem) or self.machine(problem.device)
+
+    def can_merge(self, problem: Problem) -> bool:
+        """Whether it could merge the result of this problem, which it supports, into an earlier one. An empty problem
+        is not run, and kernels with dropout scale all of the output at the end."""
+        return self.merges and problem.partial and not problem.dropout and not problem.empty
 
 
 ViewsForward = Callable[[Problem, Inputs, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]

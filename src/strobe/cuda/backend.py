@@ -112,8 +112,9 @@ def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Pr
         o = torch.empty((*q.shape[:-1], problem.dim_v), dtype=problem.out_dtype, device=q.device)
     else:
         o = aligned(a.out)
-    shape = layout.rows_shape(tuple(q.shape))
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device) if problem.lse else None
+    lse = a.earlier_lse
+    if lse is None and problem.lse:
+        lse = torch.empty(layout.rows_shape(tuple(q.shape)), dtype=torch.float32, device=q.device)
     cu_q, cu_k, positions = (None if t is None else t.contiguous() for t in (a.cu_q, a.cu_k, a.positions))
     strides = [inside_strides(t, layout) for t in (q, k, v)]
     rows, keys = replace(problem.q, strides=(strides[0],)), replace(problem.k, strides=tuple(strides[1:]))
@@ -250,7 +251,7 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
             if all(t is u for t, u in zip(given, used, strict=True)) and (
                 a.sinks is None or (a.sinks.dtype == torch.float32 and a.sinks.is_contiguous())
             ):
-                again = _repeated(launcher, a, x)
+                again = _repeated(launcher, a, x) if a.earlier_lse is None else _merged_again(launcher)
         launcher(*map(address, (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)))
         if a.out is None:
             return x.o, x.lse
@@ -295,6 +296,17 @@ def _rest(a: Arguments) -> tuple[int, ...]:
     )
 
 
+def _merged_again(launcher: Launcher) -> Any:
+    """The same where nothing has to be allocated either."""
+
+    def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tensors = (a.q, a.k, a.v, a.out, a.earlier_lse, a.sinks, a.cu_q, a.cu_k, a.positions, seed_of(a))
+        launcher(*map(address, tensors))
+        return a.out, a.earlier_lse
+
+    return run
+
+
 # ---- the backends ----------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +328,7 @@ def _backend(name: str, summary: str) -> Backend:
         bind=functools.partial(_bind, family),
         details=lambda problem: dict(_plan(family.forward.plan, problem).details),
         extra_bytes=lambda problem: _plan(family.forward.plan, problem).workspace_bytes,
+        merges=True,
     )
 
 

@@ -12,8 +12,8 @@ from strobe.cuda.params import Field, Struct
 from strobe.cuda.plan import (
     PROBLEM_FIELDS,
     Launch,
+    lse_values,
     problem_values,
-    rows_of_lse,
     section,
     stride_fields,
     stride_values,
@@ -181,12 +181,10 @@ def delta_kernel(features: Features, wanted: Wanted, arch: str, block: int, dq_f
 def delta_launch(
     problem: Problem, kernel: TemplateKernel, statistics: Statistics, strides: dict[str, Strides]
 ) -> Launch:
-    rows = rows_of_lse(problem)
     values = {
         **stride_values({"o": strides["o"], "do": strides["d_o"]}),
         **statistics.values(),
-        "lse_batch": problem.heads * rows,
-        "lse_head": rows,
+        **lse_values(problem),
         "heads": problem.heads,
         "len_q": problem.len_q,
         "dim_v": problem.dim_v,

@@ -21,11 +21,13 @@ from strobe.cuda.plan import (
     Machine,
     Plan,
     common_limits,
+    lse_values,
+    merge_fields,
+    merge_values,
     pack_group,
     padded_dims,
     problem_values,
     row_blocks,
-    rows_of_lse,
     section,
     stride_fields,
     stride_values,
@@ -42,12 +44,12 @@ def params(partial_out: bool) -> Struct:
     return _PARAMS[partial_out]
 
 
-def _params(output: str) -> Struct:
+def _params(partial_out: bool) -> Struct:
     return Struct(
         "Params",
         [
             *(Field(t, "const u16*") for t in ("q", "k", "v")),
-            Field("o", output),
+            Field("o", "float*" if partial_out else "u16*"),
             Field("lse", "float*"),  # may be null
             Field("sinks", "const float*"),
             *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
@@ -56,12 +58,13 @@ def _params(output: str) -> Struct:
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
             *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles")),
+            *merge_fields(partial_out),
             *PROBLEM_FIELDS,
         ],
     )
 
 
-_PARAMS = {partial: _params("float*" if partial else "u16*") for partial in (False, True)}
+_PARAMS = {partial: _params(partial) for partial in (False, True)}
 
 
 @dataclass(frozen=True)
@@ -192,14 +195,14 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
     features = Features.of(problem, dims)
     tile = tile or choose_tile(*dims, arch, scored(features))
     spec = kernel(features, tile, arch, dims == (problem.dim, problem.dim_v))
-    rows, blocks = rows_of_lse(problem), row_blocks(problem, tile.block_m)
+    blocks = row_blocks(problem, tile.block_m)
     grid = blocks * problem.batch * problem.heads
     q, k, v = problem.strides
     values = {
         **problem_values(problem),
         **stride_values({"q": q, "k": k, "v": v, "o": out_strides}),
-        "lse_batch": problem.heads * rows,
-        "lse_head": rows,
+        **lse_values(problem),
+        **merge_values(problem),
         "row_blocks": blocks,
         "section": section(problem, machine.l2_bytes),
         "splits": 1,

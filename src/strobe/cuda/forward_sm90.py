@@ -19,11 +19,13 @@ from strobe.cuda.plan import (
     Machine,
     Plan,
     common_limits,
+    lse_values,
+    merge_fields,
+    merge_values,
     pack_group,
     padded_dims,
     problem_values,
     row_blocks,
-    rows_of_lse,
     section,
     stride_fields,
     stride_values,
@@ -39,12 +41,12 @@ DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed")
 
 
-def _params(output: str) -> Struct:
+def _params(partial_out: bool) -> Struct:
     return Struct(
         "Params",
         [  # pointers first: they change with every call and are patched together
             *(Field(t, "const u16*") for t in ("q", "k", "v")),
-            Field("o", output),
+            Field("o", "float*" if partial_out else "u16*"),
             Field("lse", "float*"),  # may be null
             Field("sinks", "const float*"),
             *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
@@ -55,13 +57,14 @@ def _params(output: str) -> Struct:
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
             *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows")),
+            *merge_fields(partial_out),
             *PROBLEM_FIELDS,
             *(Field(f"map_{t}", "TensorMap") for t in "qkvo"),
         ],
     )
 
 
-PARAMS = {partial: _params("float*" if partial else "u16*") for partial in (False, True)}
+PARAMS = {partial: _params(partial) for partial in (False, True)}
 
 
 @dataclass(frozen=True)
@@ -256,13 +259,12 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
     spec = kernel(Features.of(problem, dims), tile, split=splits > 1, pack_gqa=pack, one_box=one_box)
     blocks = row_blocks(problem, tile.block_m)
     tiles = blocks * problem.batch * problem.heads * splits
-    lse_rows = rows_of_lse(problem)
     q, k, v = problem.strides
     values = {
         **problem_values(problem),
         **stride_values({"q": q, "k": k, "v": v, "o": out_strides}),
-        "lse_batch": problem.heads * lse_rows,
-        "lse_head": lse_rows if pack == 1 else len_q,
+        **lse_values(problem, pack),
+        **merge_values(problem),
         "row_blocks": blocks,
         "section": section(problem, machine.l2_bytes),
         "splits": splits,

@@ -123,9 +123,21 @@ def stride_values(strides: Mapping[str, Strides]) -> dict[str, int]:
     return {f"{t}_{a}": s for t, axes in strides.items() for a, s in zip(("batch", "head", "row"), axes, strict=True)}
 
 
-def rows_of_lse(problem: Problem) -> int:
-    """From one head to the next in the LSE."""
-    return problem.q.total if problem.varlen else problem.len_q
+def lse_values(problem: Problem, pack_gqa: int = 1) -> dict[str, int]:
+    """Where the LSE of a head lies, in a tensor of its own unless there is an earlier result. `pack_gqa`: so many heads
+    are counted as rows."""
+    rows = problem.q.total if problem.varlen else problem.len_q
+    batch, head = problem.earlier_lse or (problem.heads * rows, rows // pack_gqa)
+    return {"lse_batch": batch, "lse_head": head}
+
+
+def merge_fields(partial_out: bool) -> list[Field]:
+    """Of the forward kernels: those of partial outputs alone ask whether to merge (pipeline/output_rows.cuh)."""
+    return [Field("merge", "int")] if partial_out else []
+
+
+def merge_values(problem: Problem) -> dict[str, int]:
+    return {"merge": int(problem.earlier_lse is not None)} if problem.partial else {}
 
 
 # ---- what no kernel of ours can do -----------------------------------------------------------------------------------
@@ -160,9 +172,10 @@ def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides
     """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one
     tile, and their keys are read once instead of once for each of them. By strides alone, so for any kernel and group,
     but only where all keys are visible, so that rows need not be told apart, and without sinks and dropout, which
-    belong to heads."""
+    belong to heads. Nor where LSEs of neighbouring heads, which are to become rows, do not lie one behind the other."""
     if (
         problem.len_q != 1
+        or (problem.earlier_lse is not None and problem.earlier_lse[1] != 1)
         or problem.group == 1
         or problem.varlen
         or problem.has_sinks
@@ -183,7 +196,8 @@ def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides
         total=problem.batch * group,
         strides=(packed(problem.q.strides[0]),),
     )
-    return replace(problem, q=rows), packed(out_strides)
+    earlier = None if problem.earlier_lse is None else (problem.earlier_lse[0], group)
+    return replace(problem, q=rows, earlier_lse=earlier), packed(out_strides)
 
 
 # ---- the order of tiles ----------------------------------------------------------------------------------------------

@@ -54,15 +54,20 @@ def accumulators(element: str, n: int, steps: int) -> str:
     d = [f"d{i}" for i in range(n // 2)]
     zero = " ".join(f"mov.f32 {name}, 0f00000000;" for name in d)
     scale = " ".join(f"mul.ftz.f32 {name}, {name}, %{i >> 1 & 1};" for i, name in enumerate(d))
-    rows = [  # operands: the address, the number of columns; two of every eight are this thread's
-        "{ .reg .pred there; "
-        + " ".join(
-            f"setp.gt.s32 there, %1, {2 * i}; @there st.global.v2.f32 [%0 + {8 * i}], {{{d[i + r]}, {d[i + r + 1]}}};"
-            for i in range(0, n // 2, 4)
-        )
-        + " }"
-        for r in (0, 2)
-    ]
+    columns = range(0, n // 2, 4)  # registers; of the eight columns that go with them, two are this thread's
+
+    def moved(move: str) -> list[str]:
+        # Either row, where the columns are. Operands: the address, the number of columns.
+        moves = [
+            [move.format(address=f"[%0 + {8 * i}]", pair=f"{{{d[i + r]}, {d[i + r + 1]}}}") for i in columns]
+            for r in (0, 2)
+        ]
+        tests = [f"setp.gt.s32 there, %1, {2 * i}; @there" for i in columns]
+        return [
+            f"{{ .reg .pred there; {' '.join(f'{t} {m};' for t, m in zip(tests, row, strict=True))} }}" for row in moves
+        ]
+
+    stored, loaded = moved("st.global.v2.f32 {address}, {pair}"), moved("ld.global.cg.v2.f32 {pair}, {address}")
     # Operands: the address, a factor for either row, then the numbers of eight registers.
     pairs = [
         f"mul.ftz.f32 x, d%{3 + 2 * i}, %{1 + i % 2}; mul.ftz.f32 y, d%{4 + 2 * i}, %{1 + i % 2}; "
@@ -85,11 +90,19 @@ def accumulators(element: str, n: int, steps: int) -> str:
         "  template <int J> static STROBE_DEVICE void stage(u32 address, const float (&by)[2]) {\n"
         f'    asm volatile("{stage}" ::"r"(address), "f"(by[0]), "f"(by[1]), {numbers} : "memory");\n'
         "  }\n"
-        "  static STROBE_DEVICE void store_row(int r, float* to, int columns) {\n"
-        f'    if (r == 0) asm volatile("{rows[0]}" ::"l"(to), "r"(columns) : "memory");\n'
-        f'    else asm volatile("{rows[1]}" ::"l"(to), "r"(columns) : "memory");\n'
-        "  }\n"
+        f"{_of_row('load_row', 'const float* from', loaded)}"
+        f"{_of_row('store_row', 'float* to', stored)}"
         "};\n"
+    )
+
+
+def _of_row(name: str, address: str, texts: list[str]) -> str:
+    operands = f'"l"({address.split()[-1]}), "r"(columns) : "memory"'
+    return (
+        f"  static STROBE_DEVICE void {name}(int r, {address}, int columns) {{\n"
+        f'    if (r == 0) asm volatile("{texts[0]}" ::{operands});\n'
+        f'    else asm volatile("{texts[1]}" ::{operands});\n'
+        "  }\n"
     )
 
 

@@ -54,7 +54,7 @@ def decode(
     step = _step(q.shape[1], k.shape[1], plan, transport.rank, mask, score)
     state = State(q, v.shape[-1])
     step.forward(template, q, Keys(k, v), state)
-    out, lse = merge(state.out, state.lse, mesh=mesh)
+    out, lse = merge(*state.results(), mesh=mesh)
     if sinks is not None:
         add_sinks_(out, lse, sinks)
     out = out.to(q.dtype)

@@ -77,9 +77,10 @@ class Task:
 
     def finished(self, state: State, dtype: torch.dtype) -> Result:
         """After the last merge: the sinks, once, and the rounding."""
+        out, lse = state.results()
         if self.template.sinks is not None:
-            add_sinks_(state.out, state.lse, self.template.sinks)
-        return Result(state.out.to(dtype).contiguous(), state.lse.contiguous())
+            add_sinks_(out, lse, self.template.sinks)
+        return Result(out.to(dtype).contiguous(), lse)
 
     def gradient_of_sinks(self, rest: Rest) -> torch.Tensor | None:
         sinks = self.template.sinks

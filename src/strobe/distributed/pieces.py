@@ -2,7 +2,8 @@
 
 A piece is a run of queries and a run of keys of the same document, of which some pair is visible. Rows and keys that see
 nothing of each other are cut off. Where the mask hides nothing and scores do not depend on positions, neighbouring pieces
-become one larger rectangle, which needs no positions at all.
+become one larger rectangle, which needs no positions at all. And where the mask shows the same pairs if it counts rows and
+keys as they lie in their tensors, all of them are one piece: a zig-zag shard with itself, under a causal mask.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
+from strobe.distributed import spans as sets
 from strobe.distributed.plan import Run, runs
 from strobe.distributed.spans import Spans
 from strobe.mask import Mask, Positions
@@ -23,6 +27,15 @@ class Piece(NamedTuple):
     keys: Range  # of the tensor that holds the keys
     document: int
     at: Positions | None  # None: every query sees every key, wherever they are
+
+    @property
+    def local(self) -> Positions:
+        """Where the rows and keys would lie if they were all there are."""
+        return _local(self.rows[1] - self.rows[0], self.keys[1] - self.keys[0])
+
+
+def _local(rows: int, keys: int) -> Positions:
+    return Positions(0, rows, 0, keys)
 
 
 class Axis(NamedTuple):
@@ -45,7 +58,33 @@ def pieces(
         len_q, len_k = axis_q.lengths[q.document], axis_k.lengths[q.document]
         for part in [q] if block is None else _blocks(q, block):
             found += _of_run(part, by_document.get(q.document, ()), len_q, len_k, mask)
-    return tuple(p for p, _ in found) if positional or block is not None else _joined(found)
+    if positional or block is not None:
+        return tuple(p for p, _ in found)
+    joined = _joined(found)
+    if all(p.at is None for p in joined) or not _counts_alike(queries, keys, axis_q, axis_k, mask):
+        return joined
+    rows, columns = sets.size(queries), sets.size(keys)
+    return (Piece((0, rows), (0, columns), joined[0].document, _local(rows, columns)),)
+
+
+def _counts_alike(queries: Spans, keys: Spans, axis_q: Axis, axis_k: Axis, mask: Mask) -> bool:
+    """Whether the mask shows the same pairs if rows and keys count from the first one in their tensors. Each row sees an
+    interval of the keys, either way."""
+    found_q, found_k = runs(queries, axis_q.starts), runs(keys, axis_k.starts)
+    if len({run.document for run in (*found_q, *found_k)}) != 1:
+        return False
+    document = found_q[0].document
+    len_q, len_k = axis_q.lengths[document], axis_k.lengths[document]
+    rows, columns = sets.size(queries), sets.size(keys)
+    at_q, at_k = (sets.indices(x) - a.starts[document] for x, a in ((queries, axis_q), (keys, axis_k)))
+    for some in (torch.tensor([0, rows - 1], device="cpu"), torch.arange(rows, device="cpu")):  # a glance, then all
+        bounds = mask.bounds(at_q[some], len_q, len_k)
+        lo, hi = (torch.searchsorted(at_k, end.contiguous()) for end in bounds)
+        lo_local, hi_local = mask.bounds(some, rows, columns)
+        same = ((lo == lo_local) & (hi == hi_local)) | ((lo >= hi) & (lo_local >= hi_local))
+        if not bool(same.all()):
+            return False
+    return True
 
 
 def _blocks(run: Run, block: int) -> list[Run]:

@@ -117,7 +117,9 @@ def run(ranks: int, function: Callable[..., T], *, inner: int | None = None, tim
                 SimulatedTransport(fabric, 0, range(rank % inner, ranks, inner), rank // inner),
                 SimulatedTransport(fabric, 1, range(first, first + inner), rank % inner),
             )
-        with fabric.lock:
+        # Autograd has one thread for all backward passes of a GPU: a rank that waits there for a message would stop the
+        # rank that is to send it. So each runs its backward pass in its own thread; the setting is that of a thread.
+        with fabric.lock, torch.autograd.set_multithreading_enabled(False):
             try:
                 results[rank] = function(mesh)
             except BaseException as error:  # handed to the caller below

@@ -17,6 +17,7 @@ from strobe import call
 from strobe.arguments import Arguments
 from strobe.bound import lookup
 from strobe.checks import lse_dtype, with_longest
+from strobe.distributed import spans as sets
 from strobe.distributed.merging import merge_
 from strobe.distributed.pieces import Piece, Range, rounds
 from strobe.mask import Mask, Positions
@@ -33,20 +34,53 @@ def rows_of(t: torch.Tensor, rows: Range) -> torch.Tensor:
 
 
 class State:
-    """The output and the LSE of all rows over the keys seen so far, in fp32 (fp64 for fp64)."""
+    """The output and the LSE of all rows over the keys seen so far, in fp32 (fp64 for fp64). Rows without a result yet
+    are neither set nor read: the first result of a row is written, later ones are merged into it."""
 
     def __init__(self, q: torch.Tensor, dim_v: int) -> None:
+        self._everything = 0, q.shape[-3]
+        self._untouched = sets.spans([self._everything])  # rows without a result
         wide = lse_dtype(q.dtype)
-        self.out = q.new_zeros((*q.shape[:-1], dim_v), dtype=wide)
-        self.lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=wide)
-        self._untouched = True
+        self._room = q, (*q.shape[:-1], dim_v), wide
+        self._out: torch.Tensor | None = None
+        self._lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=wide)
 
     def add(self, rows: Range, out: torch.Tensor, lse: torch.Tensor) -> None:
-        if self._untouched and rows == (0, self.out.shape[-3]):
-            self.out, self.lse = out, lse.contiguous()
+        """A result of these rows over other keys. The state may keep the tensors, and write into them."""
+        if self._out is None and rows == self._everything:
+            self._out, self._lse = out, lse.contiguous()
         else:
-            merge_(rows_of(self.out, rows), self.lse[..., rows[0] : rows[1]], out, lse)
-        self._untouched = False
+            total, total_lse = self._rows(self._written_to(), self._lse, rows)
+            for part in sets.intersection((rows,), self._untouched):
+                at = part[0] - rows[0], part[1] - rows[0]
+                for to, new in zip(self._rows(total, total_lse, at), self._rows(out, lse, at), strict=True):
+                    to.copy_(new)
+            for part in sets.difference((rows,), self._untouched):
+                at = part[0] - rows[0], part[1] - rows[0]
+                merge_(*self._rows(total, total_lse, at), *self._rows(out, lse, at))
+        self._untouched = sets.difference(self._untouched, (rows,))
+
+    def rows_to_merge_into(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of these rows, for whoever merges a result into them. Where the LSE is -inf, out is anything."""
+        self._untouched = sets.difference(self._untouched, (rows,))
+        return self._rows(self._written_to(), self._lse, rows)
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """After the last result: (out, lse). Rows that have none saw no key."""
+        out = self._written_to()
+        for rows in self._untouched:
+            rows_of(out, rows).zero_()
+        return out, self._lse
+
+    def _written_to(self) -> torch.Tensor:
+        if self._out is None:
+            like, shape, dtype = self._room
+            self._out = like.new_empty(shape, dtype=dtype)
+        return self._out
+
+    @staticmethod
+    def _rows(out: torch.Tensor, lse: torch.Tensor, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows_of(out, rows), lse[..., rows[0] : rows[1]]
 
 
 @dataclass
@@ -63,6 +97,11 @@ class Step:
         """`template`: what the caller asked for, without tensors."""
         for group in self._prepared(q):
             a = group.arguments(template, q, keys)
+            if len(group.places) == 1 and lookup(a).merges:
+                ((rows, _),) = group.places
+                out, lse = state.rows_to_merge_into(rows)
+                call.run(a._replace(out=out, earlier_lse=lse))
+                continue
             out, lse = call.run(a)
             for rows, part in group.places:
                 state.add(rows, rows_of(out, part), lse[..., part[0] : part[1]])
@@ -128,8 +167,10 @@ class _Group:
         rows, keys = [p.rows for p in pieces], [p.keys for p in pieces]
         if not step.documents:
             (piece,) = pieces
-            at = None if piece.at is None else _ints([piece.at] * q.shape[0], q.device)
-            return _Group(rows, keys, None if at is None else step.mask, at, None)
+            if piece.at is None:
+                return _Group(rows, keys, None, None, None)
+            local = piece.at == piece.local  # without positions a call counts from its own first row and key
+            return _Group(rows, keys, step.mask, None if local else _ints([piece.at] * q.shape[0], q.device), None)
         at_each: list[Sequence[int]] = [Positions(0, 0, 0, 0)] * step.documents
         lengths = [[0, 0] for _ in range(step.documents)]
         for p in pieces:

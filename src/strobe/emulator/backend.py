@@ -116,5 +116,6 @@ BACKENDS = {
         ),
         bind=_bind,
         automatic=False,
+        merges=True,
     )
 }

@@ -309,6 +309,13 @@ template <class T, int N> struct Accumulators {
     stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]),
                 pack2<T>(x[4] * by[0], x[5] * by[0]), pack2<T>(x[6] * by[1], x[7] * by[1]), site);
   }
+  void load_row(int r, const float* from, int columns, Site site = Site::here()) {
+    for (int i = 0; i < columns / 8; ++i) {
+      float x[2];
+      ld_global_l2(x, from + 8 * i, true, site);
+      sum[4 * i + 2 * r] = x[0], sum[4 * i + 2 * r + 1] = x[1];
+    }
+  }
   void store_row(int r, float* to, int columns, Site site = Site::here()) const {
     for (int i = 0; i < columns / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
   }

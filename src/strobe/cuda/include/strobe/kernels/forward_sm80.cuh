@@ -181,6 +181,24 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     mask_fragment<Mask::kHasLo>(s, lo, hi);
   }
 
+  // kPartialOut: the rows go on from an earlier result, if there is one.
+  STROBE_DEVICE void resume(const Tile& tile, int t) {
+    const OutputRows<Config, Params> out{p, tile};
+    if (!out.merges()) return;
+    const int lane = thread_idx() % 32, first = tile.row0 + warp_offset() + 16 * t + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int columns = out.resume_row(softmax[t], r, first + 8 * r);
+      const float* from = out.o(first + 8 * r) + 2 * (lane % 4);
+#pragma unroll
+      for (int i = 0; i < kDimV / 8; ++i) {
+        float x[2];
+        ld_global_l2(x, from + 8 * i, 8 * i < columns);
+        o[t][4 * i + 2 * r] = x[0], o[t][4 * i + 2 * r + 1] = x[1];
+      }
+    }
+  }
+
   // ---- epilogue: normalise, round, and write through shared memory, each warp over its own rows of Q, so that rows
   // leave in 16-byte pieces; a partial output leaves as fp32 straight from the registers ---------------------------
   STROBE_DEVICE void store() {
@@ -229,9 +247,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       softmax[t].reset(p.scale_log2);
-      if (kStateInSmem) softmax[t].save(statistics(t));
 #pragma unroll
       for (int i = 0; i < kDimV / 2; ++i) o[t][i] = 0.f;
+      if constexpr (Config::kPartialOut) resume(tile, t);
+      if (kStateInSmem) softmax[t].save(statistics(t));
     }
     dropout_key = Config::kDropout ? dropout_head_key(p.seed, tile.batch, tile.head) : 0;
     const Mask m = mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions);

@@ -151,6 +151,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
+      if constexpr (Config::kPartialOut) OutputRows<Config, Params>{p, tile}.resume(o, softmax, row);
     }
   };
 
@@ -224,8 +225,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     f.dropout.drop(f.weights);
   }
 
-  // S_n -> P_n, nothing else in flight. On the diagonal the upper half of a tile sees only the first half of the keys:
-  // then the other half is not computed.
+  // S_n -> P_n, nothing else in flight. Where the diagonal hides the second half of the keys, it is not computed.
   static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
   STROBE_DEVICE void qk_softmax(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
     const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
@@ -295,7 +295,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll 1
     for (bool first = true;; first = false) {
       qk_softmax(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full);
-      if (!first) f.o.scale(f.softmax.alpha);
+      if (!first || Config::kPartialOut) f.o.scale(f.softmax.alpha);
       stored.release();
       if (--n < mine.end_full || !kDiagonalAlone) break;
       turns.yield_turn();

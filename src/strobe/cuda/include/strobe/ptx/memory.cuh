@@ -32,8 +32,13 @@ STROBE_DEVICE u16 ld_global(const u16* p) {
   asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p));
   return x;
 }
-// What another block wrote during this launch; 8 or 16 bytes, aligned to as many. With `valid` false nothing is read
-// and `to` becomes 0.
+// What is written during this launch; 4, 8 or 16 bytes, aligned to as many. With `valid` false nothing is read and `to`
+// becomes 0.
+STROBE_DEVICE float ld_global_l2(const float* p) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
 STROBE_DEVICE void ld_global_l2(float (&to)[2], const float* p, bool valid) {
   to[0] = to[1] = 0.f;
   asm volatile("{ .reg .pred valid; setp.ne.b32 valid, %3, 0; @valid ld.global.cg.v2.f32 {%0, %1}, [%2]; }"
