@@ -1,4 +1,4 @@
-"""What context parallelism needs of the forward kernels: masks that count positions in a whole sequence of which only a
+"""What context parallelism needs of the kernels: masks that count positions in a whole sequence of which only a
 part is in memory, and partial results in fp32 that can be merged."""
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import tolerance
 import torch
 from cases import Case
 from emulator.emulate import KERNELS, member, plan_of, tensors_of
+from emulator.gradients import gradients
 from emulator.test_forward_kernels import check
 from oracle import expected, prepare
 
 from strobe.arguments import Inputs
+from strobe.backends.tiled import forward as tiled
 from strobe.cuda import forward_sm90
 from strobe.emulator import backend, compiler
 from strobe.mask import causal, chunked, window
@@ -188,3 +190,16 @@ def test_partial_output_is_o_in_fp32(case: Case, kernel: str) -> None:
     out, lse = partial_result(kernel, problem, inputs, sms=sms)
     check(case, torch.bfloat16, (out.bfloat16(), lse))
     assert not torch.equal(out, out.bfloat16().float())  # more than 16 bits of it
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_gradients_from_an_lse_with_gaps(family: str) -> None:
+    """A step hands over the LSE of some rows of its shard, a view with gaps between heads."""
+    p, inputs = prepare(Case("", 70, 90, batch=2, heads=2, heads_k=1, dim=64, mask=causal), torch.bfloat16)
+    out, lse = tiled.forward(p, inputs)
+    wide = torch.full((*lse.shape[:2], lse.shape[2] + 30), torch.nan)
+    wide[..., 10:-20] = lse
+    found = gradients(family, p, inputs, mode="sync", forward=(out, wide[..., 10:-20]))
+    without_gaps = gradients(family, p, inputs, mode="sync", forward=(out, lse))
+    for g, same in zip(found[:3], without_gaps[:3], strict=True):
+        torch.testing.assert_close(g, same)

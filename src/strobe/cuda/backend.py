@@ -131,6 +131,7 @@ def prepare_backward(
     d_o = dout.to(problem.dtype)
     d_o = aligned(d_o if d_o.stride(-1) == 1 else d_o.contiguous())
     wanted = problem.gradients
+    lse = lse.contiguous()  # that of some rows of a shard is not
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "lse": lse}
     tensors["dlse"] = None if dlse is None else dlse.contiguous()
     tensors["dq"] = torch.empty(q.shape, dtype=problem.out_dtype, device=q.device) if "q" in wanted else None
