@@ -5,7 +5,7 @@
 // Why it should help: it does not. It is what the formula says, and the thing to beat.
 // Predicted: x 1 by definition. One multiplication for two loads: about 1 TFLOP/s where the scalar units could do
 //   60.
-// Measured: 0.876 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: 0.875 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: loads. Each number of Q and K is fetched N times; caches answer most of them, but the load
 //   units are the ceiling.
 #include "ladder.cuh"

@@ -6,7 +6,7 @@
 // Why it should help: 16 times fewer reads of memory and caches in the products; the softmax reads whole lines.
 // Predicted: x 2 the speed of 01. Not 16: there are still two loads for each multiplication, only from a nearer
 //   place.
-// Measured: x 5.84, 5.12 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 5.85, 5.12 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: shared-memory loads, and the N x N matrix, which is written twice and read four times.
 #include "ladder.cuh"
 

@@ -10,7 +10,7 @@
 //   arithmetic is that of 02, with as many loads for each multiplication. And the traffic is no better than that of
 //   a good standard attention: with tiles of B keys, Q, and O to and fro, are moved N / B times, 3 N^2 d / 16
 //   numbers in all, more than the 4 N^2 of S and P as soon as d > 21.
-// Measured: x 0.06, 0.304 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 0.06, 0.305 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: traffic of Q and O, two shared-memory loads for each multiplication, and too few blocks.
 #include "ladder.cuh"
 

@@ -7,7 +7,7 @@
 //   causal block stops at its diagonal, which it could not with the keys outside.
 // Predicted: x 8 the speed of 04 where 16 heads left 7 of 8 multiprocessors idle; with as many heads as
 //   multiprocessors, x 1.3.
-// Measured: x 21.93, 22.3 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 21.95, 22.3 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: fp32 arithmetic on scalar units, and the shared-memory loads that feed it: 60 TFLOP/s at the
 //   very best, where the matrix units offer 990.
 #include "ladder.cuh"

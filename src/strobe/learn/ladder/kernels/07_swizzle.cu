@@ -7,7 +7,7 @@
 //   later rungs can place padding.
 // Predicted: x 1.5 the speed of 06: Q, K and P are read in one pass instead of eight, V in one instead of four; the
 //   number of load instructions is what it was.
-// Measured: x 1.58, 54.8 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 1.58, 55.1 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: the number of load instructions, and waiting: nobody computes while the next keys are on their
 //   way.
 #include "ladder.cuh"

@@ -6,7 +6,7 @@
 //   left operand of the next product.
 // Why it should help: one load where there were four (Q, K) or eight (V) and some shifts; none at all for P.
 // Predicted: x 2 the speed of 08: load instructions fall to less than a fifth, and they were what it waited for.
-// Measured: x 1.86, 207 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 1.86, 209 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: each warp reads all of K and V for its 16 rows. The library's Ampere kernel, forward_sm80.cuh,
 //   is this rung with 32 rows a warp, a masked and an unmasked loop, and stores of 16 bytes. Beyond that lies what
 //   mma.sync can do on Hopper: two thirds of the machine.

@@ -8,7 +8,7 @@
 //   fetched once for 128 queries; and of two consumers one can multiply while the other is at its exponentials.
 // Predicted: x 1.35 the speed of 10: from some 40 % of the matrix units' peak to some 55 %, without any waiting for
 //   copies.
-// Measured: x 1.22, 580 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 1.15, 551 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: whether the two consumers interleave is left to chance. If both are at their exponentials, the
 //   matrix units wait.
 #include <strobe/pipeline/ring.cuh>

@@ -7,7 +7,7 @@
 //   with products of the other.
 // Predicted: x 1.08 the speed of 11: chance already gives most of it; the paper that introduced it found 570 to 620
 //   TFLOP/s.
-// Measured: x 1.08, 628 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
+// Measured: x 1.11, 609 TFLOP/s (NVIDIA H200; docs/ladder.md says how)
 // What limits it now: inside a warpgroup products and softmax still come one after the other: from the last
 //   instruction of Q K^T on, nothing of its own is in flight while it takes exponentials.
 #include <strobe/pipeline/ring.cuh>
