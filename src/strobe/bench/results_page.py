@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from strobe.bench import claims, model_page
+from strobe.bench import claims, figures, model_page
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
@@ -89,7 +89,7 @@ def _grids(machine: str, name: str, run: Results) -> list[str]:
                 lines += [*energy, ""]
             lines += [*mean_ratios(run, direction, method), ""]
             lines += [*memory_line(claims.selected(run.rows, "grid36", direction, method)), ""]
-            if not name.endswith(AGAIN):
+            if not name.endswith(AGAIN) and figures.speed(run, "grid36", direction, method) is not None:
                 lines += [f"![Speed against length](figures/{figure_name(machine, name, direction, method)})", ""]
     return lines
 
