@@ -5,6 +5,7 @@
 #pragma once
 #include <strobe/emu/base.cuh>
 #include <strobe/emu/math.cuh>
+#include <strobe/emu/memory.cuh>
 #include <strobe/emu/tma.cuh>
 
 namespace strobe {
