@@ -184,7 +184,12 @@ MUTATIONS = [
             ),
             ("output_not_rescaled", "f.o.scale(f.softmax.alpha);\n    }", "}", FALLING),
             ("output_not_begun_at_zero", "      o.zero();", "", SHORT),
-            ("output_not_rescaled_on_the_diagonal", "if (!first) f.o.scale(f.softmax.alpha);", "", DIAGONAL),
+            (
+                "output_not_rescaled_on_the_diagonal",
+                "if (!first || Config::kPartialOut) f.o.scale(f.softmax.alpha);",
+                "",
+                DIAGONAL,
+            ),
             ("values_of_the_diagonal_missing", f"{YIELD}\n      pv(f);", YIELD, CAUSAL),
             ("loop_left_on_the_diagonal", "if (--n < mine.end_full || !kDiagonalAlone) break;", "--n; break;", WIDE),
             ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
