@@ -17,7 +17,7 @@ from strobe import mask as masks
 from strobe.backends import dispatch, reference
 from strobe.backends.tiled import forward as tiled
 from strobe.backends.tiled.backward import backward
-from strobe.backends.tiled.slab import choose_blocks
+from strobe.backends.tiled.slab import choose_blocks, product
 from strobe.tiled import block_sizes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -259,3 +259,12 @@ def test_infinite_bias_hides_like_a_mask() -> None:
     torch.testing.assert_close((out, lse), exact, atol=1e-12, rtol=1e-12)
     assert (lse[:, :, 3] == -torch.inf).all()
     assert all(torch.isfinite(g).all() for g in backward(p, inputs, out, lse, *cotangents(p, inputs), **BLOCKS)[:3])
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_product_overwrites_its_buffer(dtype: torch.dtype, factor: float) -> None:
+    """Whatever lay there before: with a scale of 0 old scores stayed in place, and gradients were made of them."""
+    a, b = (torch.randn(4, 40, 32, dtype=dtype) for _ in range(2))
+    found = product(a, b.mT, torch.full((8000,), torch.nan, dtype=dtype), factor)
+    torch.testing.assert_close(found, factor * (a @ b.mT))
