@@ -53,6 +53,21 @@ def test_deterministic(case: Case) -> None:
     check_deterministic("sm90", case, seeds=(1, 2))
 
 
+NAMES = ("varlen", "padded_dims", "d128_rows_without_keys", "d128_everything")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in NAMES], ids=str)
+def test_gradients_by_turns(case: Case) -> None:
+    """Rows that see no key have no turn: somebody else writes their zeros. Packed sequences end within a block."""
+    check_deterministic("sm90", case, seeds=(1,))
+
+
+def test_turns_that_wait_for_many() -> None:
+    """Several blocks of queries and keys, a group of heads, no mask: the order of turns is cyclic."""
+    case = Case("many", 300, 400, batch=1, heads=2, heads_k=1, dim=64)
+    check_deterministic("sm90", case, seeds=(1,))
+
+
 @pytest.mark.parametrize("wanted", [("q",), ("k", "v"), ("v",)], ids=str)
 @pytest.mark.parametrize("case", [CAUSAL, WIDE], ids=str)
 def test_only_what_is_asked_for(case: Case, wanted: tuple[str, ...]) -> None:
@@ -105,7 +120,8 @@ MUTATIONS = [
     Mutation("dq_added_before_it_is_there", "bar_sync(kBarrierDqFull + consumer, kDqThreads);", "", CAUSAL),
     Mutation("dq_without_a_fence", "fence_proxy_async();\n    bar_arrive(kBarrierDqFull", "bar_arrive(kBarrierDqFull",
              CAUSAL),
-    Mutation("dq_not_read_yet", "} else {\n        tma_store_wait_read<0>();\n      }", "}", CAUSAL),
+    Mutation("dq_not_read_yet", "tma_store_commit();\n      tma_store_wait_read<0>();\n    }\n    sync_warp();",
+             "tma_store_commit();\n    }\n    sync_warp();", CAUSAL),
     Mutation("mask_left_out", "const bool masked = m < blocks.first_full || m >= blocks.end_full;",
              "const bool masked = false;", CAUSAL),
     Mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)",
@@ -113,6 +129,18 @@ MUTATIONS = [
     Mutation("gradients_staged_over_keys_in_use", "bar_sync(kBarrierConsumers, 256);", ";", CAUSAL),
     Mutation("lse_without_gradient", "if (there && p.dlse) delta -=", "if (false) delta -=", CAUSAL),
     Mutation("dropped_for_another_query", "row % 2 ? keys.b : keys.a", "row % 2 ? keys.a : keys.b", CASES[4]),
+    Mutation("first_turn_adds", "if (turn.number == 0) bulk_store(", "if (false) bulk_store(", CAUSAL, turns=True),
+    Mutation("last_turn_not_awaited", "if (leader && turn.last) await_turn(p.turns + part, turn.number);", "", CAUSAL,
+             turns=True),
+    Mutation("turn_passed_on_before_its_sums", "bulk_wait_written();\n    release_turn(p.turns + part);",
+             "release_turn(p.turns + part);", CAUSAL, turns=True),
+    Mutation("others_left_out", "dq[half + i] += x[i / 4][i % 4];", ";", CAUSAL, turns=True),
+    Mutation("dq_sent_before_it_is_staged", "sync_warpgroup(sum.consumer);\n    if (thread_idx() % 128 == 0 && rows > 0)",
+             "if (thread_idx() % 128 == 0 && rows > 0)", CAUSAL, turns=True),
+    Mutation("dq_not_sent_yet", "tma_store_commit();\n      tma_store_wait_read<0>();\n    }\n  }\n  sum.announce();",
+             "tma_store_commit();\n    }\n  }\n  sum.announce();", CAUSAL, turns=True),
+    Mutation("rows_without_keys_left_as_they_are", "if (Config::kClearDq) clear_dq(row, lane);", "", CASES[6],
+             turns=True),
 ]  # fmt: skip
 
 

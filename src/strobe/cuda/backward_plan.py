@@ -132,7 +132,9 @@ _DELTA = Struct(
         *stride_fields("o", "do"),
         Field("lse_batch", "i64"),
         Field("lse_head", "i64"),
-        *(Field(n, "int") for n in ("heads", "len_q", "dim_v")),
+        *(Field(n, "int") for n in ("heads", "len_q", "dim_v", "dim")),
+        Field("dq", "u16*"),
+        *stride_fields("dq"),
     ],
 )
 
@@ -164,8 +166,18 @@ def side_kernel(
     )
 
 
-def delta_kernel(features: Features, wanted: Wanted, arch: str, block: int, dq_floats: int) -> TemplateKernel:
-    """`dq_floats`: of a block of the sums of dQ, which it sets to zero; 0: there are none."""
+def delta_kernel(
+    features: Features,
+    wanted: Wanted,
+    arch: str,
+    block: int,
+    dq_floats: int,
+    *,
+    turns: bool = False,
+    clear_dq: bool = False,
+) -> TemplateKernel:
+    """`dq_floats`: of a block of the sums of dQ, which it sets to zero; 0: there are none, or they need no zeros.
+    `turns`: the counters of turns are set to zero; `clear_dq`: dQ is, because of rows that see no key."""
     config: dict[str, int | bool] = {
         "kStatBlock": block,
         "kDimV": features.dim_v,
@@ -173,7 +185,9 @@ def delta_kernel(features: Features, wanted: Wanted, arch: str, block: int, dq_f
         "kVarlen": features.varlen,
         "kSinks": wanted.sinks,
         "kDropout": features.dropout,
-        "kDeterministic": wanted.deterministic and dq_floats > 0,
+        "kTurns": turns,
+        "kClearDq": clear_dq,
+        "kPartialOut": clear_dq and features.partial_out,
     }
     return side_kernel("backward_delta", "delta", features, arch, _DELTA, config)
 
@@ -183,10 +197,12 @@ def delta_launch(
 ) -> Launch:
     values = {
         **stride_values({"o": strides["o"], "do": strides["d_o"]}),
+        **gradient_strides(strides, "dq"),
         **statistics.values(),
         **lse_values(problem),
         "heads": problem.heads,
         "len_q": problem.len_q,
+        "dim": problem.dim,
         "dim_v": problem.dim_v,
     }
     return Launch(kernel, statistics.blocks * problem.batch * problem.heads, values)

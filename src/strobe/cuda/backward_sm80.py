@@ -264,7 +264,8 @@ def kernels(
         blocks_per_sm=tile.blocks_per_sm,
         facts={**features.facts(), **vars(wanted), "tile": str(tile), "exact_dims": exact_dims},
     )
-    delta = delta_kernel(features, wanted, arch, tile.block_m, tile.block_m * features.dim if wanted.dq else 0)
+    zeros = tile.block_m * features.dim if wanted.dq else 0
+    delta = delta_kernel(features, wanted, arch, tile.block_m, zeros, turns=ordered)
     smem = tile.block_m * (2 * features.dim + 16)
     of_sums: dict[str, int | bool] = {
         "kStatBlock": tile.block_m,

@@ -1,11 +1,12 @@
 """The backward kernels for Hopper, head dims up to 128: tiles, limits, plan, variants.
 
 Three launches: `delta` prepares the statistics of rows and zeros for the sums of dQ, `backward_sm90` computes, and
-`convert_dq` rounds the sums.
+`convert_dq` rounds the sums. Sums that are taken by turns need no zeros, and the last turn rounds: two launches.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -35,9 +36,9 @@ from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, tile_bytes
+from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, stride_fields, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
-from strobe.mask import full
+from strobe.mask import causal, full
 from strobe.problem import Problem, Strides
 
 __all__ = [
@@ -67,7 +68,9 @@ _MAIN = Struct(
         *STATISTICS,
         *(Field(n, "int") for n in ("key_blocks", "section")),
         *BACKWARD_FIELDS,
-        *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv")),
+        *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv", "dq")),
+        Field("dq", "float*"),
+        *stride_fields("dq"),
     ],
 )
 
@@ -129,13 +132,20 @@ def rotates(problem: Problem, sms: int) -> bool:
     return problem.deterministic and "q" in problem.gradients and together
 
 
+def all_rows_see_keys(problem: Problem) -> bool:
+    """As far as is known without reading lengths and positions."""
+    each_sees_one = problem.mask == full or (problem.mask == causal and problem.len_q <= problem.len_k)
+    return each_sees_one and not problem.varlen and not problem.positions
+
+
 def kernels(
-    features: Features, tile: Tile, wanted: Wanted, one_box: bool, rotate: bool = False
-) -> tuple[TemplateKernel, TemplateKernel, TemplateKernel]:
-    """(delta, main, convert). The sinks are in the LSE: only `delta` knows them, if they have a gradient."""
+    features: Features, tile: Tile, wanted: Wanted, one_box: bool, rotate: bool = False, clear_dq: bool = False
+) -> tuple[TemplateKernel, ...]:
+    """(delta, main, convert, if sums of dQ are to be rounded). The sinks are in the LSE: only `delta` knows them, if they
+    have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ."""
     features = replace(features, sinks=False)
     smem = tile.smem(features.dim, features.dim_v, features.dropout)
-    ordered = wanted.deterministic and wanted.dq
+    turns = wanted.deterministic and wanted.dq
     config = {
         **features.config(),
         "kStatBlock": tile.block_m,
@@ -147,9 +157,9 @@ def kernels(
         "kRegsConsumer": REGISTERS[1],
         "kPackGqa": 1,
         "kOneBoxPerTile": one_box,
-        "kDeterministic": ordered,
+        "kTurns": turns,
         "kRotate": rotate,
-        "kLastFirst": ordered and not rotate,
+        "kLastFirst": turns and not rotate,
         "kWantQ": wanted.dq,
         "kWantKV": wanted.dkv,
     }
@@ -157,7 +167,7 @@ def kernels(
     products = {(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16), (64, "ss_tt_zero", BLOCK_N // 16)}
     products |= {(dim, "rs_t", m // 16), (dim_v, "rs_t", m // 16)}
     only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
-    order = f"{' deterministic' if ordered else ''}{' rotate' if rotate else ''}"
+    order = f"{' deterministic' if turns else ''}{' rotate' if rotate else ''}"
     main = TemplateKernel(
         name=f"backward_sm90[{features.name} {tile}{only}{order}{'' if one_box else ' panels'}]",
         arch=ARCH,
@@ -172,7 +182,10 @@ def kernels(
         products=tuple(sorted(products)),
         facts={**features.facts(), **vars(wanted), "tile": str(tile), "one_box": one_box, "rotate": rotate},
     )
-    delta = delta_kernel(features, wanted, ARCH, m, m * tile.dim_q if wanted.dq else 0)
+    zeros = m * tile.dim_q if wanted.dq and not turns else 0
+    delta = delta_kernel(features, wanted, ARCH, m, zeros, turns=turns, clear_dq=turns and clear_dq)
+    if turns or not wanted.dq:
+        return delta, main
     smem = m * (2 * tile.dim_q + 16)
     shared: dict[str, int | bool] = {"kStatBlock": m, "kSmem": smem, **convert_flags(features)}
     return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, CONVERT_DQ, shared, smem)
@@ -184,18 +197,21 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     features, wanted, rotate = Features.of(problem, dims), Wanted.of(problem), rotates(problem, machine.sms)
     tile = tile or choose_tile(features)
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen
-    delta, main, convert = kernels(features, tile, wanted, one_box, rotate)
+    delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, not all_rows_see_keys(problem))
     statistics = Statistics.of(problem, tile.block_m)
     key_blocks = -(-problem.len_k // BLOCK_N)
-    ordered = wanted.deterministic and wanted.dq
+    turns = wanted.deterministic and wanted.dq
     values = {
         **backward_values(problem),
         **statistics.values(),
-        **gradient_strides(strides, "dk", "dv"),
+        **gradient_strides(strides, "dk", "dv", "dq"),
         "key_blocks": key_blocks,
-        "section": 1 if ordered else section_of_keys(problem, machine.l2_bytes),
+        "section": 1 if turns else section_of_keys(problem, machine.l2_bytes),
     }
     maps = backward_maps(problem, strides, dims, one_box, tile.block_m, BLOCK_N, wanted.dkv)
+    if turns and not problem.partial:
+        of_q = (problem.heads, problem.len_q, problem.q.total)
+        maps["dq"] = tile_map(problem, False, *of_q, problem.dim, strides["dq"], 64, dims[0])
     grid = key_blocks * problem.batch * problem.heads_k
     together = key_blocks if rotate else 1
     launches = [
@@ -203,11 +219,12 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         Launch(main, grid, values, maps, overlaps=True, together=together),
     ]
     workspace = dict(statistics.workspace)
-    if wanted.dq:
+    if convert:
         rounding = convert_values(problem, statistics, strides)
-        launches.append(Launch(convert, launches[0].grid, rounding, overlaps=True))
+        launches.append(Launch(convert[0], launches[0].grid, rounding, overlaps=True))
+    if wanted.dq:
         workspace["dq_sum"] = statistics.workspace["delta"] * tile.dim_q
-    if ordered:
+    if turns:
         workspace["turns"] = 2 * statistics.workspace["delta"] // tile.block_m
     details = {"backward kernel": main.name, "backward tile": f"{tile.block_m} queries x {BLOCK_N} keys"}
     return Plan(tuple(launches), TENSORS, workspace, {**details, "backward blocks": grid})
@@ -243,8 +260,10 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
         for wanted, rotate in every:
             if rotate and (features.mask != full or features.varlen):
                 continue
-            for one_box in (True, False) if able and exhaustive else (able,):
-                for kernel in kernels(features, tile, wanted, one_box, rotate):
+            for one_box, clear_dq in itertools.product(
+                (True, False) if able and exhaustive else (able,), (False, True)
+            ):
+                for kernel in kernels(features, tile, wanted, one_box, rotate, clear_dq):
                     if kernel not in seen:
                         seen.add(kernel)
                         yield kernel

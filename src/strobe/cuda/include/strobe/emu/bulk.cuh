@@ -1,5 +1,5 @@
-// Hopper: bulk copies of contiguous bytes. A load lands as a TMA load does; a sum is taken as late as a TMA store is
-// read.
+// Hopper: bulk copies of contiguous bytes. A load lands as a TMA load does; a store or a sum is taken as late as a TMA
+// store is read.
 #pragma once
 #include <mutex>
 #include <strobe/emu/tma.cuh>
@@ -41,27 +41,38 @@ STROBE_DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, Site 
   else land();
 }
 
-STROBE_DEVICE void bulk_add(float* dst, u32 src, u32 bytes, Site site = Site::here()) {
-  emu::Block& b = emu::block();
-  emu::check_bulk(dst, src, bytes, true, "bulk_add", site);
+namespace emu {
+// From shared to global memory: each float through `combine(old, new)`.
+template <class Combine>
+inline void bulk_out(float* dst, u32 src, u32 bytes, const char* op, Site site, Combine combine) {
+  Block& b = block();
+  check_bulk(dst, src, bytes, true, op, site);
   b.counters.shared_bytes_read += bytes;
   if (b.async) {
-    emu::note_read(b.running, src, bytes, emu::Proxy::async, "bulk_add", site);
-    emu::note_reader_in_flight(src, bytes, 1);
+    note_read(b.running, src, bytes, Proxy::async, op, site);
+    note_reader_in_flight(src, bytes, 1);
   }
   auto read = [=, &b] {
     {
-      std::lock_guard<std::mutex> one_at_a_time(emu::sums());
+      std::lock_guard<std::mutex> one_at_a_time(sums());
       for (u32 i = 0; i < bytes / 4; ++i) {
         float x;
-        memcpy(&x, emu::shared_at(src + 4 * i), 4);
-        dst[i] += x;
+        memcpy(&x, shared_at(src + 4 * i), 4);
+        dst[i] = combine(dst[i], x);
       }
     }
-    if (b.async) emu::note_reader_in_flight(src, bytes, -1);
+    if (b.async) note_reader_in_flight(src, bytes, -1);
   };
-  if (b.async) b.self().stores.push_back(emu::StoreInFlight{read, b.self().store_groups + 1, site});
+  if (b.async) b.self().stores.push_back(StoreInFlight{read, b.self().store_groups + 1, site});
   else read();
+}
+}  // namespace emu
+
+STROBE_DEVICE void bulk_add(float* dst, u32 src, u32 bytes, Site site = Site::here()) {
+  emu::bulk_out(dst, src, bytes, "bulk_add", site, [](float old, float x) { return old + x; });
+}
+STROBE_DEVICE void bulk_store(float* dst, u32 src, u32 bytes, Site site = Site::here()) {
+  emu::bulk_out(dst, src, bytes, "bulk_store", site, [](float, float x) { return x; });
 }
 STROBE_DEVICE void bulk_wait_written() { tma_store_wait_read<0>(); }
 

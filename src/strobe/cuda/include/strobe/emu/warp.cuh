@@ -83,8 +83,11 @@ STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last, Site site = Site::here
   return old;
 }
 STROBE_DEVICE u32 acquire_turn(const u32* counter, Site site = Site::here()) {
+  emu::Block& b = emu::block();
   emu::check_global(counter, 4, 4, false, "acquire_turn", site);
-  std::this_thread::yield();  // the block that is waited for may run on another thread of the host
+  b.make_ready(b.running);  // while it waits, the other threads of this block go on,
+  b.leave(b.self().fiber);
+  std::this_thread::yield();  // and so do blocks on other threads of the host
   return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
 }
 STROBE_DEVICE void release_turn(u32* counter, Site site = Site::here()) {

@@ -11,12 +11,11 @@
 // dQ is one block late: nothing in a block waits for the other warpgroup, so the two drift apart, and one's
 // exponentials overlap with the other's products. The adding warps (dq_sum.cuh) sum it up in fp32 in global memory,
 // where all blocks of keys meet. delta.cuh has computed LSE, delta and zeros before; convert_dq.cuh rounds dQ
-// afterwards.
+// afterwards, unless sums are taken by turns: then the last turn does.
 #pragma once
-#include <strobe/pipeline/dq_sum.cuh>
+#include <strobe/pipeline/dq_turns.cuh>
 #include <strobe/pipeline/query_blocks.cuh>
 #include <strobe/pipeline/ring.cuh>
-#include <strobe/pipeline/staging.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include <strobe/pipeline/key_rows.cuh>
 
@@ -91,6 +90,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     return blocks.first + (Config::kRotate ? quotient(tile.key0 / kBlockN * blocks.end, p.key_blocks) : 0);
   }
   STROBE_DEVICE int next(int m) const { return m + 1 == blocks.end ? blocks.first : m + 1; }
+  STROBE_DEVICE int previous(int m) const { return m == blocks.first ? blocks.end - 1 : m - 1; }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   STROBE_DEVICE void load_rows(u32 offset, const void* stats, int head, int m, u32 bytes, u32 stage, u32 full) {
@@ -129,28 +129,15 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   // ---- adding warps: one for each consumer --------------------------------------------------------------------------
   STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + kOffsetDq + consumer * kDqBytes, consumer}; }
+  STROBE_DEVICE Turn turn(int m) const { return turn_of<Config>(mask(), tile, blocks.end, p.key_blocks, m); }
   STROBE_DEVICE void add_dq(int consumer) const {
     const DqSum sum = dq_sum(consumer);
-    wait_for_previous_grid();  // the sums are zero now
+    wait_for_previous_grid();  // the sums, or the turns, are zero now
     for_each_block([&](int head, int m) {
-      const i64 block = stat(head, m) / kBlockM;
-      float* to = p.dq_sum + (block * 2 + consumer) * kDqFloats;
-      const u32 number = Config::kDeterministic ? turn(m) : 0;
-      sum.template add<Config::kDeterministic>(to, p.turns + block * 2 + consumer, number);
+      const i64 part = dq_part<Config>(p, tile, head, m, consumer);
+      if constexpr (Config::kTurns) add_in_turn(p, sum, int(part), turn(m));
+      else sum.add(p.dq_sum + part * kDqFloats);
     });
-  }
-  // Deterministic sums: blocks of keys add to a block of queries in the order in which they come by if all start
-  // together. Under a right bound each starts at its diagonal, so the last comes first; blocks are launched in that
-  // order, and none waits for a block that was launched after it. Without a bound the blocks of keys start at different
-  // queries (kRotate), those of one head are on the GPU together, and the order is cyclic.
-  STROBE_DEVICE u32 turn(int m) const {
-    const int n = tile.key0 / kBlockN;
-    if (Config::kRotate) {
-      const int started = min(quotient((m + 1) * p.key_blocks - 1, blocks.end) + 1, p.key_blocks);  // at m or before
-      return n < started ? started - 1 - n : started + p.key_blocks - 1 - n;
-    }
-    const int last_query = min((m + 1) * kBlockM, tile.len_q) - 1;
-    return (mask().hi(last_query) + kBlockN - 1) / kBlockN - 1 - n;
   }
 
   // ---- consumers: the products --------------------------------------------------------------------------------------
@@ -273,14 +260,20 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (elected()) mbar_arrive(ds_in.full_barrier());
     ds_in.next();
   }
-  STROBE_DEVICE void put_dq(const float (&dq)[32], int consumer) {
+  STROBE_DEVICE void put_dq(float (&dq)[32], int consumer, int m, int left) {
     ds_out.release_and_advance();
-    dq_sum(consumer).put(dq);
+    if (Config::kTurns && turn(m).last) {
+      const KeyTile again = tile_again<Config>(p);
+      const int head = (again.head_k + 1) * p.group - 1 - quotient(left - 1, blocks.end - blocks.first);
+      finish_dq<Config>(p, again, dq_sum(consumer), dq, head, m, turn(m).number > 0);
+    } else {
+      dq_sum(consumer).put(dq);
+    }
   }
 
   // ---- consumers: the loop ------------------------------------------------------------------------------------------
-  // One block of queries. kFirst: there is no block before it whose dQ is due.
-  template <bool kFirst> STROBE_DEVICE void attend(Fragments& f, const Keys& keys, int consumer, int m) {
+  // One block of queries. kFirst: there is no block before it whose dQ is due. `left`: with that one so many are left.
+  template <bool kFirst> STROBE_DEVICE void attend(Fragments& f, const Keys& keys, int consumer, int m, int left = 0) {
     const bool masked = m < blocks.first_full || m >= blocks.end_full;
     float s[kScores], dp[kScores], dq[32];
     u32 weights[kScores / 2], slopes[kScores / 2];
@@ -307,7 +300,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     d_o.release_and_advance();
     if (kHasDq) {
       pin(dq);
-      put_dq(dq, consumer);
+      put_dq(dq, consumer, previous(m), left);
     }
     wgmma_wait<0>();
     pin(f.dk);
@@ -328,16 +321,16 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       int block = start();
       attend<true>(f, keys, consumer, block);
 #pragma unroll 1
-      for (int i = (blocks.end - blocks.first) * p.group; i > 1; --i) {
+      for (int left = (blocks.end - blocks.first) * p.group; left > 1; --left) {
         block = next(block);
-        attend<false>(f, keys, consumer, block);
+        attend<false>(f, keys, consumer, block, left);
       }
       if (Config::kWantQ) {
         float dq[32];
         issue_dq(dq, consumer);
         wgmma_wait<0>();
         pin(dq);
-        put_dq(dq, consumer);
+        put_dq(dq, consumer, block, 1);
       }
     }
     if (Config::kWantKV) store(f, consumer);
@@ -346,7 +339,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // dV and dK: staged over V and K, which nobody reads any more, or as fp32 straight from the registers.
   STROBE_DEVICE void store(const Fragments& f, int consumer) const {
     if (!Config::kPartialOut) bar_sync(kBarrierConsumers, 256);
-    const KeyTile again = decode_key_tile<Config>(opaque(int(block_idx())), p);  // cheaper than registers
+    const KeyTile again = tile_again<Config>(p);
     const int rows = again.len_k - again.key0;
     store_rows<kDimV>(f.dv, p.dropout_scale, kOffsetV, &p.map_dv,
                       Fp32Rows{again.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, rows, p.dim_v},

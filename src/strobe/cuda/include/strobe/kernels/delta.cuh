@@ -1,6 +1,7 @@
 // What the backward wants to know of each row before it starts: delta = rowsum(dO * O) - dLSE and the LSE in units of
-// log 2, both in whole blocks of kRows rows; zeros where dQ will be summed up; the gradient of the sinks, row by row;
-// the keys of the dropout's rows.
+// log 2, both in whole blocks of kRows rows; zeros where dQ will be summed up, or, if its sums are taken by turns, in
+// the counters of turns and, where rows may see no key, in dQ itself; the gradient of the sinks, row by row; the keys
+// of the dropout's rows.
 //
 // A block of 256 threads takes kRows rows of one head, kLanes threads a row, 16 bytes each.
 #pragma once
@@ -59,6 +60,13 @@ template <class Config, class Params> struct Delta {
       st_global(p.dropout_rows + stat, row % 2 ? keys.b : keys.a);
     }
   }
+  STROBE_DEVICE void clear_dq(int row, int lane) const {
+    constexpr int kElements = Config::kPartialOut ? 4 : 8;  // in 16 bytes
+    char* const to = reinterpret_cast<char*>(p.dq) +
+                     (slice * p.dq_batch + head * p.dq_head + i64(first_row + row) * p.dq_row) * (16 / kElements);
+    if (row < len_q)
+      for (int i = lane; i < p.dim / kElements; i += kLanes) st_global(to + 16 * i, u32x4{0, 0, 0, 0});
+  }
   STROBE_DEVICE void run() const {
     const int lane = thread_idx() % kLanes;
     const i64 block = first_stat<Config>(p, head, batch, first_row) / kRows + m;
@@ -66,11 +74,12 @@ template <class Config, class Params> struct Delta {
       float* sum = p.dq_sum + block * Config::kDqFloats;
 #pragma unroll 4
       for (int i = thread_idx() * 4; i < Config::kDqFloats; i += 4 * 256) st_global(sum + i, u32x4{0, 0, 0, 0});
-      if (Config::kDeterministic && thread_idx() < 2) st_global(p.turns + 2 * block + thread_idx(), 0u);
     }
+    if (Config::kTurns && thread_idx() < 2) st_global(p.turns + 2 * block + thread_idx(), 0u);
 #pragma unroll
     for (int i = 0; i < kRows; i += kRowsAtOnce) {
       const int row = m * kRows + i + thread_idx() / kLanes;
+      if (Config::kClearDq) clear_dq(row, lane);
       float sum = row_sum(row, lane);
 #pragma unroll
       for (int j = 1; j < kLanes; j *= 2) sum += shfl_xor(sum, j);

@@ -1,9 +1,11 @@
-// Sums of dQ in fp32, to which all blocks of keys add: who writes them, in which order, and in which layout.
+// Sums of dQ in fp32, in which all blocks of keys meet: who writes them, and in which layout. dq_turns.cuh has the
+// order of deterministic ones.
 //
 // A consumer leaves its 64 x 64 numbers in shared memory as its registers hold them, 16 bytes a thread at a time, and a
 // warp of the producer's adds them to global memory, where they lie in the same order. convert_dq.cuh undoes it.
 #pragma once
 #include <strobe/pipeline/barriers.cuh>
+#include <strobe/pipeline/query_blocks.cuh>
 #include <strobe/ptx/bulk.cuh>
 #include <strobe/ptx/memory.cuh>
 #include <strobe/ptx/tma.cuh>
@@ -13,41 +15,47 @@ namespace strobe {
 constexpr int kDqFloats = 64 * 64;  // of one consumer
 constexpr u32 kDqBytes = 4 * kDqFloats, kDqThreads = 128 + 32;
 
+// The number of a consumer's part of the sums for block m of the queries.
+template <class Config, class Params>
+STROBE_DEVICE i64 dq_part(const Params& p, const KeyTile& tile, int head, int m, int consumer) {
+  constexpr int kRows = Config::kStatBlock;
+  return (first_stat<Config>(p, head, tile.batch, tile.first_row) + m * kRows) / kRows * 2 + consumer;
+}
+
 // One for each consumer and its adding warp; `buffer` is its part of shared memory.
 struct DqSum {
   u32 buffer;
   int consumer;
 
-  // Consumer: waits until the buffer is empty.
+  // ---- consumer -----------------------------------------------------------------------------------------------------
+  STROBE_DEVICE void await_empty() const { bar_sync(kBarrierDqEmpty + consumer, kDqThreads); }
+  STROBE_DEVICE void announce() const {
+    fence_proxy_async();
+    bar_arrive(kBarrierDqFull + consumer, kDqThreads);
+  }
   STROBE_DEVICE void put(const float (&dq)[32]) const {
     const u32 to = buffer + thread_idx() % 128 * 16;
-    bar_sync(kBarrierDqEmpty + consumer, kDqThreads);
+    await_empty();
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       st_shared(to + i * 2048,
                 u32x4{as_bits(dq[4 * i]), as_bits(dq[4 * i + 1]), as_bits(dq[4 * i + 2]), as_bits(dq[4 * i + 3])});
-    fence_proxy_async();
-    bar_arrive(kBarrierDqFull + consumer, kDqThreads);
+    announce();
   }
 
-  // Adding warp. With `turn`, sums are taken in a fixed order: this is the `number`-th of them.
-  template <bool kDeterministic> STROBE_DEVICE void add(float* to, u32* turn, u32 number) const {
-    bar_arrive(kBarrierDqEmpty + consumer, kDqThreads);
-    bar_sync(kBarrierDqFull + consumer, kDqThreads);
+  // ---- adding warp --------------------------------------------------------------------------------------------------
+  STROBE_DEVICE void add(float* sums) const {
+    exchange();
     if (thread_idx() % 32 == 0) {
-      if (kDeterministic)
-        while (acquire_turn(turn) != number) {
-        }
-      bulk_add(to, buffer, kDqBytes);
+      bulk_add(sums, buffer, kDqBytes);
       tma_store_commit();
-      if (kDeterministic) {
-        bulk_wait_written();
-        release_turn(turn);
-      } else {
-        tma_store_wait_read<0>();
-      }
+      tma_store_wait_read<0>();
     }
     sync_warp();
+  }
+  STROBE_DEVICE void exchange() const {  // an empty buffer for a full one
+    bar_arrive(kBarrierDqEmpty + consumer, kDqThreads);
+    bar_sync(kBarrierDqFull + consumer, kDqThreads);
   }
 };
 

@@ -46,6 +46,11 @@ template <class Config, class Params> STROBE_DEVICE KeyTile decode_key_tile(int 
   return t;
 }
 
+// Once more: where it is seldom wanted, that costs less than registers.
+template <class Config, class Params> STROBE_DEVICE KeyTile tile_again(const Params& p) {
+  return decode_key_tile<Config>(opaque(int(block_idx())), p);
+}
+
 // Statistics of rows (LSE, delta) and sums of dQ have room for whole blocks of kStatBlock queries of each sequence:
 // this is where those of a sequence and head begin.
 template <class Config, class Params>

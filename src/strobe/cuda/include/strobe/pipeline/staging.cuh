@@ -69,14 +69,21 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate> struct Staging
       store<kFrom + kPanels>(d, scale, map, box, any_rows);
     }
   }
+  // The same without sending: all panels are staged, and whoever is told so sends them.
+  template <class D> STROBE_DEVICE void fill(const D& d, const float (&scale)[2]) const {
+    static_assert(kPanels == panels(kColumns), "they fit");
+    stage<0, 0, true>(d, scale);
+  }
 
  private:
   // `Accumulators` takes constants: a loop that the language unrolls, 16 columns at a time.
-  template <int kFrom, int J, class D> STROBE_DEVICE void stage(const D& d, const float (&scale)[2]) const {
+  // kInLoop: in a branch of a loop, where addresses are worked out and not held in registers.
+  template <int kFrom, int J, bool kInLoop = false, class D>
+  STROBE_DEVICE void stage(const D& d, const float (&scale)[2]) const {
     if constexpr (J < kPanels * 4 && kFrom + J < kColumns / 16) {
-      const u32 tid = thread_idx() % 128, lane = tid % 32;
+      const u32 tid = (kInLoop ? thread_idx_again() : thread_idx()) % 128, lane = tid % 32;
       d.template stage<kFrom + J>(buffer + chunk_offset(64, 16 * (tid / 32) + (lane & 15), 2 * J + (lane >> 4)), scale);
-      stage<kFrom, J + 1>(d, scale);
+      stage<kFrom, J + 1, kInLoop>(d, scale);
     }
   }
 };

@@ -1,5 +1,5 @@
 // Hopper: bulk copies of contiguous bytes, 16-byte aligned and a multiple of 16 long. Loads complete on an mbarrier;
-// sums are bulk groups of the thread that issues them, as TMA stores are (tma.cuh).
+// stores and sums are bulk groups of the thread that issues them, as TMA stores are (tma.cuh).
 #pragma once
 #include <strobe/ptx/base.cuh>
 
@@ -14,6 +14,10 @@ STROBE_DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
 STROBE_DEVICE void bulk_add(float* dst, u32 src, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src),
                "r"(bytes)
+               : "memory");
+}
+STROBE_DEVICE void bulk_store(float* dst, u32 src, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
                : "memory");
 }
 // All of this thread's groups have written.
