@@ -19,8 +19,6 @@ MACHINE = "h200"
 _CASE = "m2048-full-4k"  # of the suite `sweep`: 16 heads of 128 numbers, 4096 tokens, no mask
 BEGIN, END = "<!-- speed: begin (python -m strobe.learn.measured --write) -->", "<!-- speed: end -->"
 _OURS, _PEER = "strobe-sm90", "torch-cudnn"
-_STUDIED = "b4"  # the rung of the ladder that is the library's backward
-_STUDY_TOKENS, _STUDY_COLUMNS = 16384, 2048  # of the study of the backward: sequences x length, heads x dim
 _FACTS = ("number", "title", "dtype", "ms", "tflops", "speed_up", "predicted", "against")
 
 
@@ -47,7 +45,6 @@ def excerpt(root: Path) -> dict[str, Any]:
             "method": ladder["method"],
             "shape": ladder["shape"],
             "rungs": [{name: row[name] for name in _FACTS} for row in ladder["rungs"]],
-            "study": backward_study(results, ladder),
         },
         "attention": {
             "file": f"benchmarks/results/{MACHINE}/sweep.json",
@@ -57,29 +54,6 @@ def excerpt(root: Path) -> dict[str, Any]:
             "standard": _fastest(timed, "standard"),
         },
         "peer": {"file": f"benchmarks/results/{MACHINE}/grid36.json"} | _over_peer(grid["rows"]),
-    }
-
-
-def backward_study(results: Path, ladder: dict[str, Any]) -> dict[str, Any] | None:
-    """The library's backward in `results`/studies/backward.json, for the head dim, length and mask of the ladder's shape.
-    It stands for the ladder's last rung as long as that was not measured, and has more heads."""
-    path = results / "studies" / "backward.json"
-    if not path.is_file() or any(row["number"] == _STUDIED and row["tflops"] for row in ladder["rungs"]):
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if f"{_STUDY_TOKENS} tokens, heads x dim = {_STUDY_COLUMNS}" not in found["provenance"]["method"]:
-        raise ValueError(f"{path}: its method no longer says {_STUDY_TOKENS} tokens, heads x dim = {_STUDY_COLUMNS}")
-    shape = ladder["shape"]
-    wanted = (shape["dim"], "causal" if shape["causal"] else "full", shape["len_q"])
-    row = next((row for row in found["rows"] if (row["d"], row["mask"], row["n"]) == wanted), None)
-    if row is None:
-        return None
-    return {
-        "number": _STUDIED,
-        "tflops": row["base"][1],
-        "slices": _STUDY_TOKENS // shape["len_q"] * (_STUDY_COLUMNS // shape["dim"]),
-        "file": f"benchmarks/results/{results.name}/studies/backward.json",
-        "date": found["provenance"]["date"],
     }
 
 

@@ -22,9 +22,9 @@ def predicted_rate(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float
     return None if rate is None else row["predicted"] * rate
 
 
-def svg(measured: dict[str, Any], study: dict[str, Any] | None = None) -> str:
-    """`measured`: what `strobe ladder --json` wrote, with a row for each rung. `study`: what is known of a rung that has
-    no measurement. Numbers are text in the file, so that they can be read and tested."""
+def svg(measured: dict[str, Any]) -> str:
+    """`measured`: what `strobe ladder --json` wrote, with a row for each rung. Numbers are text in the file, so that
+    they can be read and tested."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -37,22 +37,14 @@ def svg(measured: dict[str, Any], study: dict[str, Any] | None = None) -> str:
         axes = canvas.subplots()
         axes.set_xscale("log")
         for y, row in zip(places, rows, strict=True):
-            studied = study if study and study["number"] == row["number"] else None
             if row["tflops"] is not None:
                 axes.barh(y, row["tflops"], height=0.62, color=_MEASURED, alpha=0.75)
-            elif studied:
-                axes.barh(
-                    y, studied["tflops"], height=0.62, color="none", edgecolor=_MEASURED, hatch="////", linewidth=1
-                )
-            value, style = _label(row, studied)
+            value, style = _label(row)
             axes.annotate(value, (_COLUMN, y), ha="right", va="center", **style)
             if (rate := predicted_rate(row, rows)) is not None:
                 axes.plot([rate], [y], marker="D", color=_PREDICTED, markersize=6, linestyle="none")
         axes.plot([], [], marker="D", color=_PREDICTED, linestyle="none", label="predicted in the rung's header")
         axes.barh([0], [0], color=_MEASURED, alpha=0.75, label="measured")
-        if study:
-            text = f"measured with {study['slices']} heads"
-            axes.barh([0], [0], color="none", edgecolor=_MEASURED, hatch="////", linewidth=1, label=text)
         for place, heading in ((-1, "Forward"), (places[-1] - len(rungs.BACKWARD), "Gradient")):
             across = axes.get_yaxis_transform()
             axes.annotate(heading, (0, place), xycoords=across, xytext=(-6, 0), textcoords="offset points", **_HEADING)
@@ -71,10 +63,8 @@ def svg(measured: dict[str, Any], study: dict[str, Any] | None = None) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
-def _label(row: dict[str, Any], studied: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+def _label(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """What stands in the column of numbers, and how."""
     if row["tflops"] is not None:
         return f"{row['tflops']:.3g}", {"fontsize": 9}
-    if studied:
-        return f"({studied['tflops']:.3g})", {"fontsize": 9}
     return "not measured yet", {"fontsize": 8, "color": _SOFT}

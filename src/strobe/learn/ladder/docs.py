@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from strobe.learn import measured
 from strobe.learn.ladder import chart, rungs, show
 from strobe.learn.ladder.rung import Rung
 from strobe.learn.ladder.rungs import RUNGS
@@ -40,42 +39,28 @@ def _unmeasured(rung: Rung) -> dict[str, Any]:
     return facts | {"predicted": rung.predicted, **dict.fromkeys(("ms", "tflops", "speed_up", "skipped"))}
 
 
-def study(root: Path, machine: str, data: dict[str, Any]) -> dict[str, Any] | None:
-    """What the study of the backward says of a rung that was not measured."""
-    return measured.backward_study(root / "benchmarks" / "results" / machine, data)
-
-
 # ---- the headers of the kernels --------------------------------------------------------------------------------------
 
 
 def headers(root: Path) -> dict[Path, str]:
     """Each rung's file with the line "Measured", from the first machine that has measurements."""
-    machine, found = next(iter(measurements(root).items()), (None, None))
-    if machine is None or found is None:
+    found = next(iter(measurements(root).values()), None)
+    if found is None:
         return {}
-    studied = study(root, machine, found)
     kernels = root / "src" / "strobe" / "learn" / "ladder" / "kernels"
     device = found["provenance"]["device"]["name"]
     texts = {}
     for row in completed(found)["rungs"]:
         path = kernels / rungs.get(row["number"]).file
-        elsewhere = studied if studied and studied["number"] == row["number"] else None
-        heads = found["shape"]["slices"]
-        texts[path] = with_measurement(path.read_text(encoding="utf-8"), row, device, heads, elsewhere)
+        texts[path] = with_measurement(path.read_text(encoding="utf-8"), row, device)
     return texts
 
 
-def with_measurement(
-    text: str, row: dict[str, Any], device: str, heads: int = 0, elsewhere: dict[str, Any] | None = None
-) -> str:
-    """`elsewhere`: what a study says of a rung that was not measured with the others."""
+def with_measurement(text: str, row: dict[str, Any], device: str) -> str:
     without = re.sub(r"^// Measured: .*\n", "", text, flags=re.MULTILINE)
     if row["ms"] is not None:
         faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}, "
         said = f"{faster}{row['tflops']:.3g} TFLOP/s ({device}; docs/ladder.md says how)"
-    elif elsewhere is not None:
-        more = f"with {elsewhere['slices']} heads instead of {heads}"
-        said = f"not yet with the others; {elsewhere['tflops']:.3g} TFLOP/s {more} (docs/ladder.md)"
     else:
         said = "not yet; `strobe ladder` measures it on a GPU"
     line = f"// Measured: {said}\n"
@@ -90,18 +75,14 @@ def with_measurement(
 
 def block(root: Path) -> str:
     found = measurements(root)
-    lines = [
-        line
-        for machine, data in found.items()
-        for line in _tables(machine, completed(data), study(root, machine, data))
-    ]
+    lines = [line for machine, data in found.items() for line in _tables(machine, completed(data))]
     if not found:
         lines = ["No measurements are committed yet: `strobe ladder --json OUT` on a GPU makes them.", ""]
         lines += [f"- [{rung.number} {rung.title}](ladder/{rung.number}.md)" for rung in RUNGS]
     return "\n".join(lines) + "\n"
 
 
-def _tables(machine: str, data: dict[str, Any], studied: dict[str, Any] | None) -> list[str]:
+def _tables(machine: str, data: dict[str, Any]) -> list[str]:
     shape, facts = data["shape"], data["provenance"]
     mask = ", causal" if shape["causal"] else ""
     lines = [
@@ -113,26 +94,19 @@ def _tables(machine: str, data: dict[str, Any], studied: dict[str, Any] | None) 
     for heading, flight in (("forward", rungs.FORWARD), ("gradient", rungs.BACKWARD)):
         lines += [f"| rung | {heading} | time | TFLOP/s | measured | predicted |", "|---|---|---:|---:|---:|---:|"]
         numbers = {rung.number for rung in flight}
-        lines += [_line(row, studied) for row in data["rungs"] if row["number"] in numbers]
+        lines += [_line(row) for row in data["rungs"] if row["number"] in numbers]
         lines.append("")
-    note = f"Measured and predicted: the speed-up over the rung before ({rungs.comparisons()})."
-    if studied:
-        note += (
-            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the "
-            f"study of the library's backward on the same GPU (`{studied['file']}`, {studied['date']})."
-        )
-    return [*lines, note, ""]
+    return [*lines, f"Measured and predicted: the speed-up over the rung before ({rungs.comparisons()}).", ""]
 
 
-def _line(row: dict[str, Any], studied: dict[str, Any] | None) -> str:
+def _line(row: dict[str, Any]) -> str:
     number, predicted = f"[{row['number']}](ladder/{row['number']}.md)", f"x {row['predicted']:g}"
     if row["ms"] is not None:
         faster = "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}"
         cells = (number, row["title"], f"{row['ms']:.3f} ms", f"{row['tflops']:.3g}", faster, predicted)
     else:
         why = f"not run: {row['skipped']}" if row["skipped"] else "not measured yet"
-        rate = f"({studied['tflops']:.3g})" if studied and studied["number"] == row["number"] else ""
-        cells = (number, row["title"], why, rate, "", predicted)
+        cells = (number, row["title"], why, "", "", predicted)
     return f"| {' | '.join(cells)} |"
 
 
@@ -234,8 +208,8 @@ def main(arguments: list[str], root: Path | None = None) -> int:
     for path, text in outdated(root).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    for machine, found in list(measurements(root).items())[:1]:
-        (root / FIGURE).write_text(chart.svg(completed(found), study(root, machine, found)), encoding="utf-8")
+    for found in list(measurements(root).values())[:1]:
+        (root / FIGURE).write_text(chart.svg(completed(found)), encoding="utf-8")
     return 0
 
 

@@ -41,7 +41,7 @@ def show(rows: Sequence[Row], shape: Shape, machine: str, console: Console) -> N
         elif not row.passed:
             assert row.error is not None
             console.print(f"{row.number} is wrong: {row.error}", style="bold red", markup=False)
-    console.print(_TIMED_NOTE if timed else f"{_COUNTED_NOTE} {_measured_note(rows)}", style="dim")
+    console.print(_TIMED_NOTE if timed else f"{_COUNTED_NOTE} {_measured_note()}", style="dim")
 
 
 _FORWARD = "The forward pass: O and the LSE from Q, K and V"
@@ -58,27 +58,14 @@ _COUNTED_NOTE = (
 )
 
 
-def _study(number: str) -> dict[str, Any] | None:
-    """What stands for a rung that was not measured with the others."""
-    found = measured.load()["ladder"]["study"]
-    return found if found and found["number"] == number else None
-
-
-def _measured_note(rows: Sequence[Row]) -> str:
+def _measured_note() -> str:
     """Where the last two columns come from."""
     found = measured.load()
     shape, ladder = found["ladder"]["shape"], found["ladder"]
-    studied = next((study for row in rows if (study := _study(row.number))), None)
-    brackets = ""
-    if studied:
-        brackets = (
-            f" TFLOP/s in brackets: {studied['number']} with {studied['slices']} heads instead of {shape['slices']}, from the "
-            f"study of the library's backward ({studied['date']}, {studied['file']})."
-        )
     case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
     return (
         f"measured, TFLOP/s: not here, but on an {found['device']} ({case}; {ladder['date']}, {ladder['file']}): the "
-        f"speed-up over the rung before, and the speed.{brackets}"
+        "speed-up over the rung before, and the speed."
     )
 
 
@@ -124,15 +111,15 @@ def _counts(rows: Sequence[Row]) -> Table:
             f"{c['mma'] + c['wgmma']:,}",
             _error(row),
             f"x {row.predicted:g}",
-            *_on_the_gpu(row.number, known.get(row.number)),
+            *_on_the_gpu(known.get(row.number)),
         )
     return table
 
 
-def _on_the_gpu(number: str, row: dict[str, Any] | None) -> tuple[str, str]:
+def _on_the_gpu(row: dict[str, Any] | None) -> tuple[str, str]:
     """(speed-up, TFLOP/s) as they were measured."""
     if row is None or row["tflops"] is None:
-        return "not yet", f"({study['tflops']:.3g})" if (study := _study(number)) else "–"
+        return "not yet", "–"
     return "" if row["speed_up"] is None else f"x {row['speed_up']:.2f}", f"{row['tflops']:.3g}"
 
 
