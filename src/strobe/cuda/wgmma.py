@@ -46,28 +46,25 @@ def accumulators(element: str, n: int, steps: int) -> str:
     """`strobe::Accumulators<T, N>`: the D of a chain rs_t in registers that are declared in PTX.
 
     They are named in the text of statements and are never operands: NVRTC's optimiser, whose time grows with operands,
-    does not see them, only ptxas does. The text belongs where that of
-    `shapes` does."""
+    does not see them, only ptxas does. The text belongs where that of `shapes` does."""
     kind = _ptx_type(element, n)
     if n % 16:
         raise ValueError(f"n: {n} is not a multiple of 16, in which they are stored")
     d = [f"d{i}" for i in range(n // 2)]
     zero = " ".join(f"mov.f32 {name}, 0f00000000;" for name in d)
     scale = " ".join(f"mul.ftz.f32 {name}, {name}, %{i >> 1 & 1};" for i, name in enumerate(d))
-    columns = range(0, n // 2, 4)  # registers; of the eight columns that go with them, two are this thread's
 
-    def moved(move: str) -> list[str]:
-        # Either row, where the columns are. Operands: the address, the number of columns.
-        moves = [
-            [move.format(address=f"[%0 + {8 * i}]", pair=f"{{{d[i + r]}, {d[i + r + 1]}}}") for i in columns]
-            for r in (0, 2)
-        ]
-        tests = [f"setp.gt.s32 there, %1, {2 * i}; @there" for i in columns]
-        return [
-            f"{{ .reg .pred there; {' '.join(f'{t} {m};' for t, m in zip(tests, row, strict=True))} }}" for row in moves
-        ]
+    def moved(row: int, move: str) -> str:
+        """The thread's registers of one of its two rows, to or from memory. Four registers, two in either row, stand for
+        eight columns. Operands: the address, the number of columns that are there."""
+        texts = []
+        for i in range(0, n // 2, 4):
+            pair = f"{{{d[i + 2 * row]}, {d[i + 2 * row + 1]}}}"
+            texts.append(f"setp.gt.s32 there, %1, {2 * i}; @there {move.format(address=f'[%0 + {8 * i}]', pair=pair)};")
+        return f"{{ .reg .pred there; {' '.join(texts)} }}"
 
-    stored, loaded = moved("st.global.v2.f32 {address}, {pair}"), moved("ld.global.cg.v2.f32 {pair}, {address}")
+    loaded = [moved(row, "ld.global.cg.v2.f32 {pair}, {address}") for row in (0, 1)]
+    stored = [moved(row, "st.global.v2.f32 {address}, {pair}") for row in (0, 1)]
     # Operands: the address, a factor for either row, then the numbers of eight registers.
     pairs = [
         f"mul.ftz.f32 x, d%{3 + 2 * i}, %{1 + i % 2}; mul.ftz.f32 y, d%{4 + 2 * i}, %{1 + i % 2}; "
@@ -97,6 +94,7 @@ def accumulators(element: str, n: int, steps: int) -> str:
 
 
 def _of_row(name: str, address: str, texts: list[str]) -> str:
+    """A function of a row r: the statement `texts[r]`."""
     operands = f'"l"({address.split()[-1]}), "r"(columns) : "memory"'
     return (
         f"  static STROBE_DEVICE void {name}(int r, {address}, int columns) {{\n"
