@@ -66,10 +66,6 @@ class Bound:
         return run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
 
 
-def _facts(t: Any) -> Any:
-    return t if t is None else (t.__class__, t.shape, t.stride(), t.dtype, t.device)
-
-
 def signature(a: Arguments) -> tuple[Any, ...] | None:
     """Everything that a bound call depends on: all facts about the arguments but the addresses and contents of tensors.
     None for tensors of a kind that is not remembered. Numbers come with their classes, since 1 == True == Decimal(1)."""
@@ -95,7 +91,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
             return None
         needs_grad = needs_grad or rest[0]
     if mask is not None and mask.__class__ in PLAIN:
-        mask = _facts(mask)
+        mask = mask.__class__, mask.shape, mask.stride(), mask.dtype, mask.device
     if softcap is not None or dropout.__class__ is not float or dropout or seed is not None:
         softcap = softcap, softcap.__class__, dropout, dropout.__class__, seed.__class__, first_head
     return (
