@@ -113,8 +113,8 @@ class Addresses:
 
 @pytest.mark.parametrize("kernel", [forward_sm80, forward_sm90])
 def test_a_call_that_merges_sends_the_earlier_result(kernel, monkeypatch) -> None:
-    """Rows 40 to 190 of a state: the LSE's strides are those of all rows. The second call allocates nothing, and the
-    third has an output that must be copied, there and back."""
+    """Rows 40 to 190 of a state: the LSE's strides are those of all rows. Later calls allocate nothing. An `odd` output is
+    not aligned and must be copied, there and back."""
     monkeypatch.setattr(cuda_backend, "Launcher", Addresses)
     monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
     plans = []
@@ -159,6 +159,27 @@ def test_what_an_earlier_result_must_be(change, message) -> None:
     a = Arguments(q, q, q, out=q.float(), partial=True, earlier_lse=torch.zeros(1, 4, 8), backend="emulator")
     with pytest.raises((ValueError, RuntimeError), match=message):
         bind(a._replace(**change))
+
+
+@pytest.mark.parametrize(
+    "sinks, turns", [(None, 1), (torch.zeros(4), 1), (torch.zeros(4).bfloat16(), 3), (torch.zeros(8)[::2], 3)]
+)
+def test_a_repeated_forward_sends_what_the_first_would(sinks, turns, monkeypatch) -> None:
+    """Tensors are prepared once, or in each of three calls where the sinks must be copied."""
+    monkeypatch.setattr(cuda_backend, "Launcher", Addresses)
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    prepared = []
+    original = cuda_backend.prepare
+    monkeypatch.setattr(cuda_backend, "prepare", lambda *x: prepared.append(original(*x)) or prepared[-1])
+    q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
+    a = Arguments(q, k, k, sinks=sinks, return_lse=True)
+    run = cuda_backend._bind_forward(forward_sm90.plan, *Problem.of(a))
+    for _ in range(3):
+        (out, lse), sent = run(a), Addresses.calls[-1]
+        used = sinks if turns == 1 else prepared[-1][0].sinks
+        for name, t in (("q", q), ("k", k), ("v", k), ("o", out), ("lse", lse), ("sinks", used)):
+            assert sent[name] == (0 if t is None else t.data_ptr())
+    assert len(prepared) == turns
 
 
 @pytest.mark.parametrize("wanted", [("q", "k", "v"), ("q",), ("v",), ("q", "k", "v", "sinks")], ids=str)

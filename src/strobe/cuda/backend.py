@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,7 +189,7 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
         launcher(*[address(tensors[name]) for name in TENSORS])
         given = {"q": a.q, "k": a.k, "v": a.v, "o": out, "d_o": dout, "lse": lse, "dlse": dlse, "sinks": a.sinks}
         given |= {"cu_q": a.cu_q, "cu_k": a.cu_k, "positions": a.positions}
-        if all(address(tensors[name]) == address(t) for name, t in given.items()):
+        if _nothing_copied(given.values(), (tensors[name] for name in given)):
             repeated[seen] = _repeated_backward(launcher, problem, layout, a)
         return gradients_of(problem, layout, tensors, a)
 
@@ -247,11 +247,8 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
         if launcher is None:
             plan = planner(actual, inside_strides(x.o, layout), machine_of(problem.device))
             launcher = Launcher(plan, problem.device.index or 0)
-            given = (a.q, a.k, a.v, x.o if a.out is None else a.out, a.cu_q, a.cu_k, a.positions)
-            used = (x.q, x.k, x.v, x.o, x.cu_q, x.cu_k, x.positions)
-            if all(t is u for t, u in zip(given, used, strict=True)) and (
-                a.sinks is None or (a.sinks.dtype == torch.float32 and a.sinks.is_contiguous())
-            ):
+            given = (a.q, a.k, a.v, x.o if a.out is None else a.out, a.sinks, a.cu_q, a.cu_k, a.positions)
+            if _nothing_copied(given, (x.q, x.k, x.v, x.o, x.sinks, x.cu_q, x.cu_k, x.positions)):
                 again = _repeated(launcher, a, x) if a.earlier_lse is None else _merged_again(launcher)
         launcher(*map(address, (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)))
         if a.out is None:
@@ -279,6 +276,11 @@ def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
         return out, lse
 
     return run
+
+
+def _nothing_copied(given: Iterable[Any], used: Iterable[Any]) -> bool:
+    """Whether the kernels read and write the caller's tensors themselves."""
+    return all(address(t) == address(u) for t, u in zip(given, used, strict=True))
 
 
 def _is_plain(a: Arguments) -> bool:
