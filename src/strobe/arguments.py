@@ -36,13 +36,11 @@ class Arguments(NamedTuple):
     return_lse: Any = False
     deterministic: Any = False
     backend: Any = None
-    # Internal, for shards and chunks: (sequences, 4) int32, the fields of `mask.Positions`; an output in fp32; the index
-    # of the first query head among those of the whole, for dropout; and the LSE of what `out` holds already, a partial
-    # result over other keys: then the call merges its result into both.
-    positions: Any = None
-    partial: Any = False
-    first_head: Any = 0
-    earlier_lse: Any = None
+    # ---- internal, for shards and chunks
+    positions: Any = None  # (sequences, 4) int32, the fields of `mask.Positions`
+    partial: Any = False  # the output is in fp32
+    first_head: Any = 0  # index of the first query head among those of the whole, for dropout
+    earlier_lse: Any = None  # `out` holds a result over other keys, and this is its LSE: the call merges into both
 
     def mask_tensor(self) -> torch.Tensor | None:
         return self.mask if isinstance(self.mask, torch.Tensor) else None

@@ -72,9 +72,7 @@ class Problem:
     gradients: tuple[str, ...]  # of GRADIENTS; none: the output
     lse: bool
     partial: bool  # an output in fp32, to be merged with others
-    earlier_lse: (
-        tuple[int, int] | None
-    )  # strides (batch, head) of the LSE of a result to merge into; None: there is none
+    earlier_lse: tuple[int, int] | None  # (batch, head) strides of the LSE to merge into; None: nothing to merge into
     deterministic: bool
 
     # ---- names in the letters of the paper
