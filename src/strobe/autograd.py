@@ -78,6 +78,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _InTransforms(_Attention):
+    """Inside of `torch.func`, which asks for `setup_context`."""
+
     @staticmethod
     def forward(bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:  # type: ignore[override]
         same = a.q is tensors[0]  # a transformation hands over others

@@ -102,6 +102,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
 
 
 def _rest(a: Arguments) -> tuple[Any, ...] | None:
+    """The part of the signature that most calls do not have. First: whether the bias or the sinks need a gradient."""
     bias, sinks, out, score = a.bias, a.sinks, a.out, a.score
     if score is not None and not isinstance(score, Score):
         return None

@@ -252,7 +252,7 @@ def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
 
 
 def check_earlier_lse(a: Arguments, layout: Layout) -> None:
-    """Of the result that a partial `out` holds."""
+    """The LSE of the partial result that `out` holds."""
     lse, want = checked_tensor("earlier_lse", a.earlier_lse), layout.rows_shape(tuple(a.q.shape))
     if a.out is None or not a.partial:
         raise ValueError(f"earlier_lse goes with a partial out, got out={a.out!r} and partial={a.partial!r}")

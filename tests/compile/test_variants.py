@@ -76,9 +76,9 @@ def test_variants_compile_without_spills(arch: str) -> None:
 
 
 def allowed_stack(kernel: TemplateKernel) -> int:
-    """Bytes a thread, read from the cubin, which tells them whether it was compiled now or lay in the cache. Spilled
-    registers are the only stack there is. These kernels fill the registers; with dropout, sums in order, a softcap, or
-    gradients in fp32, a few do not fit."""
+    """Bytes a thread. Spilled registers are the only stack there is. The cubin tells its size, be it compiled now or found
+    in the cache. These kernels fill the registers; with dropout, sums in order, a softcap, or gradients in fp32, a few
+    do not fit."""
     if kernel.template not in ("backward_sm90", "backward_sm80", "forward_sm80"):
         return 0
     if kernel.facts["dropout"]:

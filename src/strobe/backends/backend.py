@@ -64,7 +64,7 @@ class Backend:
 
     def can_merge(self, problem: Problem) -> bool:
         """Whether it could merge the result of this problem, which it supports, into an earlier one. An empty problem
-        is not run, and kernels with dropout scale all of the output at the end."""
+        is not run; and with dropout, kernels scale all of the output at the end, which would scale an earlier one too."""
         return self.merges and problem.partial and not problem.dropout and not problem.empty
 
 

@@ -183,7 +183,7 @@ def cut(device: torch.device, size: Size, seed: int = 0, calls: int = 5) -> Cut:
     plan = ShardPlan(size.length, ranks=size.shards, mask=strobe.causal)
     with torch.no_grad():
         one = _median(device, lambda: strobe.attention(*whole, mask=strobe.causal), calls)
-        shards = [shard(plan, *whole, rank=rank) for rank in range(plan.ranks)]  # ranks hold them already
+        shards = [shard(plan, *whole, rank=rank) for rank in range(plan.ranks)]  # untimed: ranks hold their shards
         steps = _median(device, lambda: _forward(plan, shards), calls)
         out, lse = strobe.attention(*whole, mask=strobe.causal, return_lse=True)
         rest = Rest(out, lse, torch.ones_like(out), None)

@@ -19,7 +19,7 @@ from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.problem import Problem, Strides
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
-_NOTHING = (0, 0, 0, 0, 0)  # sinks, cu_q, cu_k, positions, seed
+_NOTHING = (0, 0, 0, 0, 0)  # `_rest` of a call that has none of them
 _SMEM_OF_HOPPER = 227 << 10
 
 
@@ -131,7 +131,7 @@ def prepare_backward(
     d_o = dout.to(problem.dtype)
     d_o = aligned(d_o if d_o.stride(-1) == 1 else d_o.contiguous())
     wanted = problem.gradients
-    lse = lse.contiguous()  # that of some rows of a shard is not
+    lse = lse.contiguous()  # the LSE of some rows of a shard has gaps
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "lse": lse}
     tensors["dlse"] = None if dlse is None else dlse.contiguous()
     tensors["dq"] = torch.empty(q.shape, dtype=problem.out_dtype, device=q.device) if "q" in wanted else None
@@ -197,8 +197,8 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
 
 
 def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: Arguments) -> Any:
-    """The same call with other tensors, as `prepare_backward` and `gradients_of`. Nothing has to be copied: allocate,
-    and launch."""
+    """The same call with other tensors, as `prepare_backward`, a launch and `gradients_of` would do it. Nothing has to be
+    copied: allocate, and launch."""
     wanted, dtype, device = problem.gradients, problem.out_dtype, problem.device
     want_q, want_k, want_v, want_sinks = (name in wanted for name in ("q", "k", "v", "sinks"))
     shape_q, shape_k, shape_v = a.q.shape, a.k.shape, a.v.shape
@@ -288,7 +288,7 @@ def _is_plain(a: Arguments) -> bool:
 
 
 def _rest(a: Arguments) -> tuple[int, ...]:
-    """As _NOTHING, where there is something."""
+    """Addresses of sinks, cu_q, cu_k and positions, 0 for those that are not there; and the seed."""
     sinks, cu_q, cu_k, positions = a.sinks, a.cu_q, a.cu_k, a.positions
     return (
         0 if sinks is None else sinks.data_ptr(),
@@ -300,7 +300,7 @@ def _rest(a: Arguments) -> tuple[int, ...]:
 
 
 def _merged_again(launcher: Launcher) -> Any:
-    """The same where nothing has to be allocated either."""
+    """As `_repeated`, for a call that merges into an earlier result: nothing has to be allocated either."""
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         tensors = (a.q, a.k, a.v, a.out, a.earlier_lse, a.sinks, a.cu_q, a.cu_k, a.positions, seed_of(a))

@@ -113,9 +113,9 @@ class Struct:
         return buffer
 
     def patcher(self, buffer: Any, *names: str) -> Callable[..., None]:
-        """A fast `patch(*values)` for the fields of this buffer that change from call to call, given in any order.
+        """A fast `patch(*values)` that writes the named fields of this buffer: those that change from call to call.
 
-        Fields that lie one behind the other, in the order named, are written together.
+        Names may come in any order. Neighbouring fields that are named in their order are written together.
         """
         unknown = [name for name in names if name not in self._by_name]
         if unknown or not names:

@@ -103,7 +103,7 @@ def problem_values(problem: Problem) -> dict[str, Any]:
         "score": numbers + (0.0,) * (MAX_SCORE_CONSTANTS - len(numbers)),
         "scale_log2": problem.score.kernel_form(problem.scale).after * LOG2E,
         "dropout_scale": 1 / (1 - problem.dropout),
-        "dropout_threshold": 0x10001 * dropout.threshold_bits(problem.dropout),  # for each half
+        "dropout_threshold": 0x10001 * dropout.threshold_bits(problem.dropout),  # the same in both halves of 32 bits
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.group,
@@ -124,15 +124,15 @@ def stride_values(strides: Mapping[str, Strides]) -> dict[str, int]:
 
 
 def lse_values(problem: Problem, pack_gqa: int = 1) -> dict[str, int]:
-    """Where the LSE of a head lies, in a tensor of its own unless there is an earlier result. `pack_gqa`: so many heads
-    are counted as rows."""
+    """Strides of the LSE: those of the earlier result, or those of a new contiguous tensor. `pack_gqa`: so many heads are
+    counted as rows."""
     rows = problem.q.total if problem.varlen else problem.len_q
     batch, head = problem.earlier_lse or (problem.heads * rows, rows // pack_gqa)
     return {"lse_batch": batch, "lse_head": head}
 
 
 def merge_fields(partial_out: bool) -> list[Field]:
-    """Of the forward kernels: those of partial outputs alone ask whether to merge (pipeline/output_rows.cuh)."""
+    """Of forward kernels: only those with a partial output ask whether to merge (pipeline/output_rows.cuh)."""
     return [Field("merge", "int")] if partial_out else []
 
 
@@ -172,7 +172,7 @@ def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides
     """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one
     tile, and their keys are read once instead of once for each of them. By strides alone, so for any kernel and group,
     but only where all keys are visible, so that rows need not be told apart, and without sinks and dropout, which
-    belong to heads. Nor where LSEs of neighbouring heads, which are to become rows, do not lie one behind the other."""
+    belong to heads. An earlier LSE must have its heads one behind the other, since they become rows."""
     if (
         problem.len_q != 1
         or (problem.earlier_lse is not None and problem.earlier_lse[1] != 1)

@@ -2,8 +2,8 @@
 
 A piece is a run of queries and a run of keys of the same document, of which some pair is visible. Rows and keys that see
 nothing of each other are cut off. Where the mask hides nothing and scores do not depend on positions, neighbouring pieces
-become one larger rectangle, which needs no positions at all. And where the mask shows the same pairs if it counts rows and
-keys as they lie in their tensors, all of them are one piece: a zig-zag shard with itself, under a causal mask.
+become one larger rectangle, which needs no positions at all. All rows and keys are one piece where the mask would show the
+same pairs if it counted them from the start of their tensors: so for a zig-zag shard with itself, under a causal mask.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def pieces(
 
 
 def _counts_alike(queries: Spans, keys: Spans, axis_q: Axis, axis_k: Axis, mask: Mask) -> bool:
-    """Whether the mask shows the same pairs if rows and keys count from the first one in their tensors. Each row sees an
-    interval of the keys, either way."""
+    """Whether the mask shows the same pairs if rows and keys are counted from the start of their tensors. Counted either
+    way, a row sees an interval of keys: its ends are compared."""
     found_q, found_k = runs(queries, axis_q.starts), runs(keys, axis_k.starts)
     if len({run.document for run in (*found_q, *found_k)}) != 1:
         return False
@@ -77,7 +77,8 @@ def _counts_alike(queries: Spans, keys: Spans, axis_q: Axis, axis_k: Axis, mask:
     len_q, len_k = axis_q.lengths[document], axis_k.lengths[document]
     rows, columns = sets.size(queries), sets.size(keys)
     at_q, at_k = (sets.indices(x) - a.starts[document] for x, a in ((queries, axis_q), (keys, axis_k)))
-    for some in (torch.tensor([0, rows - 1], device="cpu"), torch.arange(rows, device="cpu")):  # a glance, then all
+    # The first and the last row, which mostly decide; then all.
+    for some in (torch.tensor([0, rows - 1], device="cpu"), torch.arange(rows, device="cpu")):
         bounds = mask.bounds(at_q[some], len_q, len_k)
         lo, hi = (torch.searchsorted(at_k, end.contiguous()) for end in bounds)
         lo_local, hi_local = mask.bounds(some, rows, columns)

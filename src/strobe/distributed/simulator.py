@@ -118,7 +118,7 @@ def run(ranks: int, function: Callable[..., T], *, inner: int | None = None, tim
                 SimulatedTransport(fabric, 1, range(first, first + inner), rank % inner),
             )
         # Autograd has one thread for all backward passes of a GPU: a rank that waits there for a message would stop the
-        # rank that is to send it. So each runs its backward pass in its own thread; the setting is that of a thread.
+        # rank that is to send it. So each runs its backward pass in its own thread; the setting holds for one thread.
         with fabric.lock, torch.autograd.set_multithreading_enabled(False):
             try:
                 results[rank] = function(mesh)

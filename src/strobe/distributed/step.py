@@ -34,14 +34,14 @@ def rows_of(t: torch.Tensor, rows: Range) -> torch.Tensor:
 
 
 class State:
-    """The output and the LSE of all rows over the keys seen so far, in fp32 (fp64 for fp64). Rows without a result yet
-    are neither set nor read: the first result of a row is written, later ones are merged into it."""
+    """The output and the LSE of all rows over the keys seen so far, in fp32 (fp64 for fp64). The output of a row
+    without a result is undefined and not read: the first result is written there, later ones are merged into it."""
 
     def __init__(self, q: torch.Tensor, dim_v: int) -> None:
         self._everything = 0, q.shape[-3]
         self._untouched = sets.spans([self._everything])  # rows without a result
         wide = lse_dtype(q.dtype)
-        self._room = q, (*q.shape[:-1], dim_v), wide
+        self._room = q, (*q.shape[:-1], dim_v), wide  # from which `_written_to` makes `_out`
         self._out: torch.Tensor | None = None
         self._lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=wide)
 
@@ -61,7 +61,7 @@ class State:
         self._untouched = sets.difference(self._untouched, (rows,))
 
     def rows_to_merge_into(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of these rows, for whoever merges a result into them. Where the LSE is -inf, out is anything."""
+        """(out, lse) of these rows, for whoever merges a result into them. Where the LSE is -inf, out is undefined."""
         self._untouched = sets.difference(self._untouched, (rows,))
         return self._rows(self._written_to(), self._lse, rows)
 

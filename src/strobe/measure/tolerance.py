@@ -124,8 +124,8 @@ def gradient_floor(
 
 
 def _noise_of_delta(problem: Problem, inputs: Inputs, lse: torch.Tensor, dout: torch.Tensor) -> float:
-    """Three standard deviations of Σ p delta, p the sink's weight, if every number of `out` is rounded on its own.
-    Outputs are means of values, hence no larger."""
+    """Three standard deviations of the error of Σ p delta, a sum over rows with p the sink's weight, if every number of
+    `out` is rounded on its own. `out` is taken to be as large as the values; it is a mean of them, hence no larger."""
     assert inputs.sinks is not None
     weights = (inputs.sinks.double()[:, None] - lse.double()).exp().nan_to_num(0.0, 0.0).clamp(max=1)
     rounding = torch.finfo(problem.dtype).eps / 12**0.5

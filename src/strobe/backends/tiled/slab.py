@@ -308,7 +308,7 @@ def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None
         return torch.bmm(a, b) if factor == 1.0 else torch.bmm(a, b).mul_(factor)
     shape = (a.shape[0], a.shape[1], b.shape[2])
     into = buffer[: math.prod(shape)].view(shape)
-    if factor == 0.0:  # on Arm, PyTorch leaves in place what the buffer held if alpha and beta are both 0
+    if factor == 0.0:  # with alpha = beta = 0, PyTorch on Arm writes nothing: the buffer keeps its old numbers
         return torch.bmm(a, b, out=into).mul_(factor)
     return torch.baddbmm(into, a, b, beta=0, alpha=factor, out=into)
 

@@ -152,9 +152,8 @@ class Call:
 
     def __init__(self, rung: Rung, shape: Shape, device: torch.device) -> None:
         self._device = device.index or 0
-        somewhere = dict.fromkeys(
-            POINTERS, 1 << 30
-        )  # tensor maps want an address when they are encoded; each call moves them
+        # Tensor maps want an address when they are encoded. Each call moves them to its own.
+        somewhere = dict.fromkeys(POINTERS, 1 << 30)
         maps = {name: spec.encode() for name, spec in rung.maps(shape, somewhere).items()}
         smem, function = rung.smem(shape.dim), _loaded(rung, shape.dim, arch_of(rung, device)).function(self._device)
         self._launches = []
