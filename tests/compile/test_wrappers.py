@@ -141,7 +141,8 @@ STROBE_KERNEL(256, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
     tma_store_wait_read<0>();
     while (acquire_turn(p.turn) != block_idx()) {{
     }}
-    bulk_add(p.sums, tile, 1024);
+    if (block_idx() == 0) bulk_store(p.sums, tile, 1024);
+    else bulk_add(p.sums, tile, 1024);
     tma_store_commit();
     bulk_wait_written();
     release_turn(p.turn);
