@@ -74,6 +74,8 @@ class Problem:
     partial: bool  # an output in fp32, to be merged with others
     earlier_lse: tuple[int, int] | None  # (batch, head) strides of the LSE to merge into; None: nothing to merge into
     deterministic: bool
+    # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
+    group_parts: int = 1
 
     # ---- names in the letters of the paper
     @property

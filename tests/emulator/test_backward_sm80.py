@@ -12,7 +12,7 @@ from cases import Case
 from emulator.gradients import Mutation, check, check_case, check_deterministic, check_fp32, finding, gradients
 from oracle import prepare
 
-from strobe.cuda import backward_sm80
+from strobe.cuda import backward_plan, backward_sm80
 from strobe.cuda.backward_sm80 import Tile
 from strobe.cuda.catalogue import FAMILIES
 from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
@@ -132,6 +132,14 @@ def test_parts_of_a_sequence(span: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal_group", "varlen", "padded_dims")], ids=str)
 def test_gradients_in_fp32(case: Case) -> None:
     check_fp32("sm80", case, SMALL)
+
+
+def test_a_group_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few key heads leave multiprocessors idle: query heads are divided among blocks that see the same keys."""
+    monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
+    case = Case("parts", 70, 90, batch=1, heads=8, heads_k=2, dim=32, mask=causal)
+    check_case("sm80", case, machine=replace(machine(), sms=4))
+    check_deterministic("sm80", case, seeds=(1,), machine=replace(machine(), sms=4))
 
 
 def test_what_it_does_not_take() -> None:

@@ -12,8 +12,10 @@ from cases import Case
 from emulator.gradients import Mutation, check, check_case, check_deterministic, check_fp32, finding, gradients
 from oracle import prepare
 
+from strobe.cuda import backward_plan
 from strobe.cuda.catalogue import FAMILIES
 from strobe.emulator import compiler
+from strobe.emulator.backend import MACHINES
 from strobe.mask import Positions, causal, window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -91,6 +93,21 @@ def test_parts_of_a_sequence() -> None:
 @pytest.mark.parametrize("case", [CAUSAL, WIDE, *(c for c in CASES if c.name in ("varlen", "padded_dims"))], ids=str)
 def test_gradients_in_fp32(case: Case) -> None:
     check_fp32("sm90", case)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_group_in_parts(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few key heads leave multiprocessors idle: query heads are divided among blocks that see the same keys."""
+    monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
+    case = Case("parts", 70, 90, batch=2, heads=8, heads_k=2, dim=dim, mask=causal)
+    check_case("sm90", case, machine=replace(MACHINES["sm90"], sms=8))
+    check_deterministic("sm90", case, seeds=(1,), machine=replace(MACHINES["sm90"], sms=5))
+
+
+def test_packed_groups_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
+    case = Case("parts", 0, 0, heads=6, heads_k=2, dim=64, mask=causal, lengths=((70, 90), (0, 40), (33, 0)))
+    check_case("sm90", case, machine=replace(MACHINES["sm90"], sms=16))
 
 
 def test_what_it_does_not_take() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import tolerance
 import torch
@@ -16,6 +17,7 @@ from strobe.arguments import Inputs
 from strobe.backends import dispatch, reference
 from strobe.cuda import jit
 from strobe.cuda.backend import machine_of
+from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.catalogue import FAMILIES
 from strobe.cuda.plan import Plan
 from strobe.problem import Problem, Rows
@@ -54,6 +56,8 @@ def plan_of(kernel: str, problem: Problem) -> Plan:
         return length * rows.heads * dim, dim, rows.heads * dim
 
     planner, machine = FAMILIES[kernel].module(problem).plan, machine_of(problem.device)
+    if problem.gradients:
+        problem = replace(problem, group_parts=group_parts(problem, machine.sms))
     out = contiguous(problem.q, problem.dim_v)
     if not problem.gradients:
         return planner(problem, out, machine)

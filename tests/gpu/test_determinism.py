@@ -54,7 +54,9 @@ def test_gradients_are_equal_bit_for_bit(kernel: str, case: Case) -> None:
     out = call(*leaves, **kwargs, deterministic=True, backend=kernel)
     dout = torch.randn_like(out)
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    assert all(torch.isfinite(t).all() for t in first)
+    anyhow = torch.autograd.grad(call(*leaves, **kwargs, backend=kernel), leaves, dout)  # sums in any order
+    for x, y in zip(first, anyhow, strict=True):
+        assert (x - y).float().norm() <= 0.01 * y.float().norm()
     for run in range(RUNS):
         if run % 2:
             with torch.cuda.stream(beside):

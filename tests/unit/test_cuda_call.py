@@ -3,6 +3,7 @@ reuse."""
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 import fake_driver
@@ -15,9 +16,10 @@ import strobe
 from strobe.arguments import Arguments
 from strobe.bound import bind
 from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
+from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.launch import Launcher
 from strobe.cuda.plan import COUNTERS, Machine, Plan
-from strobe.problem import Problem
+from strobe.problem import Problem, supposed
 
 H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
 
@@ -209,3 +211,43 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
             assert sent[f"d{name}"] == getattr(found, name).data_ptr()
         assert (sent["dq"] == 0) == ("q" not in wanted) and (sent["dk"] == 0) == (not {"k", "v"} & set(wanted))
         assert len(prepared) == (1, 1, 2)[turn]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, monkeypatch) -> None:
+    """In the first call and in a repeated one: 32 blocks of keys for 132 multiprocessors, so groups of 16 heads are
+    divided into parts, which are written in fp32. Here, part i writes the number i."""
+    heads, parts = layout.index("h"), 16
+    shapes = [torch.Size((2, 512, h, 64) if layout == "bshd" else (2, h, 512, 64)) for h in (64, 4, 4 * parts)]
+    numbers = torch.arange(4.0 * parts).view(-1, *(1,) * (3 - heads)).expand(shapes[2])
+
+    class Writes(Addresses):
+        def __call__(self, *addresses: int) -> None:
+            for name, address in zip(self.names, addresses, strict=True):
+                if name in ("dk", "dv"):
+                    memory = (ctypes.c_float * numbers.numel()).from_address(address)
+                    torch.frombuffer(memory, dtype=torch.float32).view(shapes[2]).copy_(numbers)
+
+    monkeypatch.setattr(cuda_backend, "Launcher", Writes)
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    q, k = (torch.zeros(shape).bfloat16() for shape in shapes[:2])
+    a = Arguments(q, k, k, layout=layout)
+    problem, order = Problem.of(a, needs_grad=True)
+    assert group_parts(problem, H200.sms) == parts
+    run = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), order)
+    expected = numbers.unflatten(heads, (4, parts)).sum(heads + 1).bfloat16()
+    for _ in range(2):
+        found = run(a, torch.empty_like(q), torch.empty(2, 64, 512), torch.empty_like(q), None)
+        assert torch.equal(found.k, expected) and torch.equal(found.v, expected) and found.k.shape == k.shape
+
+
+@pytest.mark.parametrize(
+    "heads, heads_k, length, parts",
+    [(32, 1, 2048, 16), (32, 8, 2048, 1), (32, 1, 8192, 4), (64, 8, 512, 8), (8, 2, 512, 1), (7, 1, 1024, 7)],
+)
+def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: int) -> None:
+    """If blocks of keys are fewer than multiprocessors: so that they are twice as many, as far as the group can be
+    divided evenly; not if there is little to do."""
+    q, k = ((2, length, h, 64) for h in (heads, heads_k))
+    problem = supposed(torch.device("cpu"), torch.bfloat16, q, k, k, ("q", "k", "v"))
+    assert group_parts(problem, H200.sms) == parts

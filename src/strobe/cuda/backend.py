@@ -12,7 +12,7 @@ import torch
 from strobe.arguments import Arguments, Layout
 from strobe.backends.backend import Backend, Gradients
 from strobe.cuda import driver, forward_sm90, jit
-from strobe.cuda.backward_plan import TENSORS
+from strobe.cuda.backward_plan import TENSORS, group_parts
 from strobe.cuda.catalogue import FAMILIES, Family
 from strobe.cuda.launch import Launcher, address
 from strobe.cuda.plan import ALIGN, Machine, Plan
@@ -123,10 +123,17 @@ def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Pr
 
 
 def prepare_backward(
-    problem: Problem, layout: Layout, a: Arguments, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any
+    problem: Problem,
+    layout: Layout,
+    a: Arguments,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: Any,
+    sms: int,
 ) -> tuple[dict[str, Any], Problem, dict[str, Strides]]:
     """The tensors of a backward plan by name, gradients allocated; the problem with the strides that they have, and the
-    strides of those that it does not know."""
+    strides of those that it does not know. `sms`: for so many multiprocessors groups of heads are divided into parts."""
     q, k, v, o = (aligned(t.detach().to(problem.dtype)) for t in (a.q, a.k, a.v, out))  # a merged `out` is fp32
     d_o = dout.to(problem.dtype)
     d_o = aligned(d_o if d_o.stride(-1) == 1 else d_o.contiguous())
@@ -136,8 +143,10 @@ def prepare_backward(
     tensors["dlse"] = None if dlse is None else dlse.contiguous()
     tensors["dq"] = torch.empty(q.shape, dtype=problem.out_dtype, device=q.device) if "q" in wanted else None
     both = "k" in wanted or "v" in wanted  # one kernel computes both
+    parts = group_parts(problem, sms)
     for name, t in (("dk", k), ("dv", v)):
-        tensors[name] = torch.empty(t.shape, dtype=problem.out_dtype, device=q.device) if both else None
+        shape, dtype = _shape_of_parts(t.shape, layout, parts), torch.float32 if parts > 1 else problem.out_dtype
+        tensors[name] = torch.empty(shape, dtype=dtype, device=q.device) if both else None
     tensors["dsink"] = torch.empty_like(lse) if "sinks" in wanted else None
     tensors["sinks"] = fp32_contiguous(a.sinks)
     for name in ("cu_q", "cu_k", "positions"):
@@ -147,14 +156,31 @@ def prepare_backward(
     named = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
     strides = {n: inside_strides(tensors[n], layout) for n in named if tensors[n] is not None}
     rows, keys = replace(problem.q, strides=(strides["q"],)), replace(problem.k, strides=(strides["k"], strides["v"]))
-    return tensors, replace(problem, q=rows, k=keys), strides
+    return tensors, replace(problem, q=rows, k=keys, group_parts=parts), strides
+
+
+def _shape_of_parts(shape: torch.Size, layout: Layout, parts: int) -> torch.Size:
+    """Of dK or dV: one for each part of a group of query heads."""
+    if parts == 1:
+        return shape
+    heads = layout.value.index("h")
+    return torch.Size((*shape[:heads], shape[heads] * parts, *shape[heads + 1 :]))
+
+
+def _sum_of_parts(t: torch.Tensor | None, layout: Layout, problem: Problem) -> torch.Tensor | None:
+    """dK or dV of all parts together, if there are several."""
+    heads = layout.value.find("h")
+    if t is None or heads < 0 or t.shape[heads] == problem.heads_k:
+        return t
+    return t.unflatten(heads, (problem.heads_k, -1)).sum(heads + 1).to(problem.out_dtype)
 
 
 def gradients_of(problem: Problem, layout: Layout, tensors: dict[str, Any], a: Arguments) -> Gradients:
     """What was asked for, in the caller's layout and dtypes."""
     found = {n: tensors[f"d{n}"] if n in problem.gradients else None for n in ("q", "k", "v")}
+    dk, dv = (_sum_of_parts(found[n], layout, problem) for n in ("k", "v"))
     sinks = _sum_of_rows(tensors["dsink"], layout, a) if "sinks" in problem.gradients else None
-    return Gradients(found["q"], found["k"], found["v"], None, sinks)
+    return Gradients(found["q"], dk, dv, None, sinks)
 
 
 def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Tensor:
@@ -172,6 +198,7 @@ def _bind(family: Family, problem: Problem, layout: Layout) -> Any:
 def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
     """A launcher for each set of strides of those tensors that the signature of the forward call does not know. Where
     no tensor of the first call had to be copied, later ones like it are launched at once."""
+    machine = machine_of(problem.device)
     launchers: dict[Any, Launcher] = {}
     repeated: dict[Any, Any] = {}
 
@@ -180,17 +207,17 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
         again = repeated.get(seen)
         if again is not None and not (out.data_ptr() | dout.data_ptr()) & (ALIGN - 1):
             return again(a, out, lse, dout, dlse)
-        tensors, actual, strides = prepare_backward(problem, layout, a, out, lse, dout, dlse)
+        tensors, actual, strides = prepare_backward(problem, layout, a, out, lse, dout, dlse, machine.sms)
         key = tuple(strides.values())
         launcher = launchers.get(key)
         if launcher is None:
-            plan = module.plan(actual, strides, machine_of(problem.device))
+            plan = module.plan(actual, strides, machine)
             launcher = launchers[key] = Launcher(plan, problem.device.index or 0)
         launcher(*[address(tensors[name]) for name in TENSORS])
         given = {"q": a.q, "k": a.k, "v": a.v, "o": out, "d_o": dout, "lse": lse, "dlse": dlse, "sinks": a.sinks}
         given |= {"cu_q": a.cu_q, "cu_k": a.cu_k, "positions": a.positions}
         if _nothing_copied(given.values(), (tensors[name] for name in given)):
-            repeated[seen] = _repeated_backward(launcher, problem, layout, a)
+            repeated[seen] = _repeated_backward(launcher, actual, layout, a)
         return gradients_of(problem, layout, tensors, a)
 
     return run
@@ -201,7 +228,9 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
     copied: allocate, and launch."""
     wanted, dtype, device = problem.gradients, problem.out_dtype, problem.device
     want_q, want_k, want_v, want_sinks = (name in wanted for name in ("q", "k", "v", "sinks"))
-    shape_q, shape_k, shape_v = a.q.shape, a.k.shape, a.v.shape
+    parts, shape_q = problem.group_parts, a.q.shape
+    shape_k, shape_v = (_shape_of_parts(t.shape, layout, parts) for t in (a.k, a.v))
+    dtype_kv = torch.float32 if parts > 1 else dtype
     plain, empty = _is_plain(a), torch.empty
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
@@ -209,7 +238,7 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
         dq = empty(*shape_q, dtype=dtype, device=device) if want_q else None
         dk = dv = None
         if want_k or want_v:
-            dk, dv = empty(*shape_k, dtype=dtype, device=device), empty(*shape_v, dtype=dtype, device=device)
+            dk, dv = empty(*shape_k, dtype=dtype_kv, device=device), empty(*shape_v, dtype=dtype_kv, device=device)
         dsink = torch.empty_like(lse) if want_sinks else None
         rest = _NOTHING if plain else _rest(a)
         launcher(
@@ -228,6 +257,8 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
             rest[4],
         )
         sinks = None if dsink is None else _sum_of_rows(dsink, layout, a)
+        if parts > 1:
+            dk, dv = _sum_of_parts(dk, layout, problem), _sum_of_parts(dv, layout, problem)
         return Gradients(dq, dk if want_k else None, dv if want_v else None, None, sinks)
 
     return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strobe.cuda import tuned
@@ -59,6 +59,8 @@ class Wanted:
         return Wanted("q" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
 
 
+PART_FIELDS = [Field("group_parts", "int")]  # see KeyTile in query_blocks.cuh
+
 # Where dK and dV go as fp32; else tensor maps say it.
 GRADIENTS_OF_KEYS = [*(Field(t, "float*") for t in ("dk", "dv")), *stride_fields("dk", "dv")]
 
@@ -109,6 +111,24 @@ def grad_scale(problem: Problem) -> float:
     """Of the derivative of a score by q.k, which the kernels leave out."""
     form = problem.score.kernel_form(problem.scale)
     return form.before * form.after
+
+
+LONG_LOOP = 64  # steps of 1 to 3 us each on an H200: to sum up parts takes some 20 us
+
+
+def group_parts(problem: Problem, sms: int) -> int:
+    """Into how many parts the query heads of a group are divided. Where there are few key heads, there are few blocks of
+    keys, and each loops over the queries of many heads. Each part has blocks of its own, and its dK and dV, which are
+    summed up afterwards. 1 if whole groups occupy the GPU, or if their loops are short."""
+    blocks, steps = problem.batch * problem.heads_k * -(-problem.len_k // 128), problem.group * -(-problem.len_q // 64)
+    if blocks >= sms or steps < LONG_LOOP:
+        return 1
+    return next((n for n in range(1, problem.group) if problem.group % n == 0 and n * blocks >= 2 * sms), problem.group)
+
+
+def in_parts(problem: Problem) -> Problem:
+    """With a key head for each part of a group: what the kernels that compute dK and dV see."""
+    return replace(problem, k=replace(problem.k, heads=problem.heads_k * problem.group_parts))
 
 
 def section_of_keys(problem: Problem, l2_bytes: int) -> int:

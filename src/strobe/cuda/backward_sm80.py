@@ -6,6 +6,7 @@ Three launches: `delta` prepares the statistics of rows and zeros for the sums o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
     CONVERT_DQ,
     OTHER_REGISTERS,
+    PART_FIELDS,
     STATISTICS,
     TENSORS,
     Statistics,
@@ -24,6 +26,7 @@ from strobe.cuda.backward_plan import (
     delta_kernel,
     delta_launch,
     gradient_strides,
+    in_parts,
     section_of_keys,
     side_kernel,
     tuned_name,
@@ -42,6 +45,7 @@ from strobe.cuda.plan import (
     stride_values,
     tile_bytes,
 )
+from strobe.mask import causal
 from strobe.problem import Problem, Strides
 
 __all__ = ["DIMS", "TENSORS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limits", "plan", "variants"]
@@ -58,6 +62,7 @@ _MAIN = Struct(
         *STATISTICS,
         *(Field(n, "int") for n in ("key_blocks", "section")),
         *BACKWARD_FIELDS,
+        *PART_FIELDS,
     ],
 )
 
@@ -228,16 +233,17 @@ def has_dependent_launch(arch: str) -> bool:
 
 
 def kernels(
-    features: Features, tile: Tile, wanted: Wanted, arch: str, exact_dims: bool
+    features: Features, tile: Tile, wanted: Wanted, arch: str, exact_dims: bool, parts: bool = False
 ) -> tuple[TemplateKernel, TemplateKernel, TemplateKernel]:
     """(delta, main, convert). The sinks are in the LSE: only `delta` knows them, if they have a gradient. `exact_dims`:
-    the head dims are not rounded up."""
+    the head dims are not rounded up. `parts`: groups of query heads are divided."""
     features = replace(features, sinks=False)
     smem = tile.smem(features.dim, features.dim_v, features.dropout)
     ordered = wanted.deterministic and wanted.dq
     vector = has_dependent_launch(arch)
     config = {
         **features.config(),
+        "kPartialOut": features.partial_out or parts,
         **tile.config(),
         "kSmem": smem,
         "kPackGqa": 1,
@@ -247,9 +253,10 @@ def kernels(
         "kLastFirst": ordered,
         "kWantQ": wanted.dq,
         "kWantKV": wanted.dkv,
+        "kGroupParts": parts,
     }
     only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
-    flags = f"{only}{' deterministic' if ordered else ''}{'' if exact_dims else ' padded'}"
+    flags = f"{only}{' deterministic' if ordered else ''}{' parts' if parts else ''}{'' if exact_dims else ' padded'}"
     main = TemplateKernel(
         name=f"backward_sm80[{features.name} {tile}{flags}]",
         arch=arch,
@@ -285,20 +292,22 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     arch = machine.arch.rstrip("af")
     features, wanted = Features.of(problem, dims), Wanted.of(problem)
     tile = tile or choose_tile(features, arch)
-    delta, main, convert = kernels(features, tile, wanted, arch, exact_dims=dims == (problem.dim, problem.dim_v))
+    exact, parts = dims == (problem.dim, problem.dim_v), in_parts(problem)
+    delta, main, convert = kernels(features, tile, wanted, arch, exact, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
     key_blocks = -(-problem.len_k // tile.block_n)
     ordered = wanted.deterministic and wanted.dq
     q, k, v = problem.strides
     values = {
-        **backward_values(problem),
+        **backward_values(parts),
         **statistics.values(),
         **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
         **gradient_strides(strides, "dk", "dv"),
         "key_blocks": key_blocks,
-        "section": 1 if ordered else section_of_keys(problem, machine.l2_bytes),
+        "section": 1 if ordered else section_of_keys(parts, machine.l2_bytes),
+        "group_parts": problem.group_parts,
     }
-    grid, overlaps = key_blocks * problem.batch * problem.heads_k, has_dependent_launch(arch)
+    grid, overlaps = key_blocks * problem.batch * parts.heads_k, has_dependent_launch(arch)
     launches = [delta_launch(problem, delta, statistics, strides), Launch(main, grid, values, overlaps=overlaps)]
     workspace = dict(statistics.workspace)
     if wanted.dq:
@@ -321,8 +330,10 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
         tile = choose_tile(features, arch)
         for wanted in every:
             special = features.varlen or features.dropout or wanted.deterministic
-            for exact in (True, False) if exhaustive or not special else (True,):
-                for kernel in kernels(features, tile, wanted, arch, exact):
+            exacts = (True, False) if exhaustive or not special else (True,)
+            parts = (False, True) if exhaustive or (features.mask is causal and not special) else (False,)
+            for exact, part in itertools.product(exacts, parts):
+                for kernel in kernels(features, tile, wanted, arch, exact, part):
                     if kernel not in seen:
                         seen.add(kernel)
                         yield kernel

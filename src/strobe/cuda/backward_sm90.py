@@ -16,6 +16,7 @@ from strobe.cuda.backward_plan import (
     CONVERT_DQ,
     GRADIENTS_OF_KEYS,
     OTHER_REGISTERS,
+    PART_FIELDS,
     REGISTERS,
     STATISTICS,
     TENSORS,
@@ -27,6 +28,7 @@ from strobe.cuda.backward_plan import (
     delta_kernel,
     delta_launch,
     gradient_strides,
+    in_parts,
     section_of_keys,
     side_kernel,
     tuned_name,
@@ -71,6 +73,7 @@ _MAIN = Struct(
         *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv", "dq")),
         Field("dq", "float*"),
         *stride_fields("dq"),
+        *PART_FIELDS,
     ],
 )
 
@@ -139,15 +142,24 @@ def all_rows_see_keys(problem: Problem) -> bool:
 
 
 def kernels(
-    features: Features, tile: Tile, wanted: Wanted, one_box: bool, rotate: bool = False, clear_dq: bool = False
+    features: Features,
+    tile: Tile,
+    wanted: Wanted,
+    one_box: bool,
+    rotate: bool = False,
+    clear_dq: bool = False,
+    parts: bool = False,
 ) -> tuple[TemplateKernel, ...]:
     """(delta, main, convert, if sums of dQ are to be rounded). The sinks are in the LSE: only `delta` knows them, if they
-    have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ."""
+    have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ. `parts`: groups of query
+    heads are divided."""
     features = replace(features, sinks=False)
     smem = tile.smem(features.dim, features.dim_v, features.dropout)
     turns = wanted.deterministic and wanted.dq
     config = {
         **features.config(),
+        "kPartialOut": features.partial_out or parts,  # of dK and dV
+        "kPartialDq": features.partial_out,
         "kStatBlock": tile.block_m,
         "kBlockM": tile.block_m,
         "kBlockN": BLOCK_N,
@@ -162,12 +174,13 @@ def kernels(
         "kLastFirst": turns and not rotate,
         "kWantQ": wanted.dq,
         "kWantKV": wanted.dkv,
+        "kGroupParts": parts,
     }
     dim, dim_v, m = features.dim, features.dim_v, tile.block_m
     products = {(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16), (64, "ss_tt_zero", BLOCK_N // 16)}
     products |= {(dim, "rs_t", m // 16), (dim_v, "rs_t", m // 16)}
     only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
-    order = f"{' deterministic' if turns else ''}{' rotate' if rotate else ''}"
+    order = f"{' deterministic' if turns else ''}{' rotate' if rotate else ''}{' parts' if parts else ''}"
     main = TemplateKernel(
         name=f"backward_sm90[{features.name} {tile}{only}{order}{'' if one_box else ' panels'}]",
         arch=ARCH,
@@ -197,22 +210,24 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     features, wanted, rotate = Features.of(problem, dims), Wanted.of(problem), rotates(problem, machine.sms)
     tile = tile or choose_tile(features)
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen
-    delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, not all_rows_see_keys(problem))
+    parts, clear_dq = in_parts(problem), not all_rows_see_keys(problem)
+    delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, clear_dq, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
     key_blocks = -(-problem.len_k // BLOCK_N)
     turns = wanted.deterministic and wanted.dq
     values = {
-        **backward_values(problem),
+        **backward_values(parts),
         **statistics.values(),
         **gradient_strides(strides, "dk", "dv", "dq"),
         "key_blocks": key_blocks,
-        "section": 1 if turns else section_of_keys(problem, machine.l2_bytes),
+        "section": 1 if turns else section_of_keys(parts, machine.l2_bytes),
+        "group_parts": problem.group_parts,
     }
     maps = backward_maps(problem, strides, dims, one_box, tile.block_m, BLOCK_N, wanted.dkv)
     if turns and not problem.partial:
         of_q = (problem.heads, problem.len_q, problem.q.total)
         maps["dq"] = tile_map(problem, False, *of_q, problem.dim, strides["dq"], 64, dims[0])
-    grid = key_blocks * problem.batch * problem.heads_k
+    grid = key_blocks * problem.batch * parts.heads_k
     together = key_blocks if rotate else 1
     launches = [
         delta_launch(problem, delta, statistics, strides),
@@ -243,7 +258,7 @@ def backward_maps(
         "k": tile_map(problem, one_box, *of_k, problem.dim, k, keys, dims[0]),
         "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, keys, dims[1]),
     }
-    if dkv and not problem.partial:
+    if dkv and not problem.partial and problem.group_parts == 1:
         maps["dk"] = tile_map(problem, one_box, *of_k, problem.dim, strides["dk"], 64, dims[0])
         maps["dv"] = tile_map(problem, one_box, *of_k, problem.dim_v, strides["dv"], 64, dims[1])
     return maps
@@ -260,10 +275,10 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
         for wanted, rotate in every:
             if rotate and (features.mask != full or features.varlen):
                 continue
-            for one_box, clear_dq in itertools.product(
-                (True, False) if able and exhaustive else (able,), (False, True)
-            ):
-                for kernel in kernels(features, tile, wanted, one_box, rotate, clear_dq):
+            boxes = (True, False) if able and exhaustive else (able,)
+            parts = (False, True) if exhaustive or (features.mask is causal and wanted == Wanted()) else (False,)
+            for one_box, clear_dq, part in itertools.product(boxes, (False, True), parts):
+                for kernel in kernels(features, tile, wanted, one_box, rotate, clear_dq, part):
                     if kernel not in seen:
                         seen.add(kernel)
                         yield kernel

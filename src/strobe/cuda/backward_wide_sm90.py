@@ -16,6 +16,7 @@ from strobe.cuda.backward_plan import (
     BACKWARD_FIELDS,
     GRADIENTS_OF_KEYS,
     OTHER_REGISTERS,
+    PART_FIELDS,
     REGISTERS,
     STATISTICS,
     TENSORS,
@@ -25,6 +26,7 @@ from strobe.cuda.backward_plan import (
     delta_kernel,
     delta_launch,
     gradient_strides,
+    in_parts,
     section_of_keys,
     tuned_name,
 )
@@ -35,6 +37,7 @@ from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct
 from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, row_blocks, section, stride_fields, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
+from strobe.mask import causal
 from strobe.problem import Problem, Strides
 
 __all__ = ["DIMS", "TENSORS", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
@@ -63,6 +66,7 @@ _DKV = Struct(
         *(Field(n, "int") for n in ("key_blocks", "section")),
         *BACKWARD_FIELDS,
         *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv")),
+        *PART_FIELDS,
     ],
 )
 STAT_BLOCK = 64
@@ -147,13 +151,14 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
     )
 
 
-def dkv_kernel(features: Features, one_box: bool) -> TemplateKernel:
+def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> TemplateKernel:
     dim, dim_v = features.dim, features.dim_v
     tiles = 3 * (tile_bytes(64, dim) + tile_bytes(64, dim_v)) + 64 * 64 * 4
     smem = tiles + 2 * 4 * 64 * (4 if features.dropout else 2) + 64 * 8 + 16 + 2 * 32 + 16
-    sizes = {"kBlockM": 64, "kBlockN": 64, "kSmem": smem}
+    sizes = {"kBlockM": 64, "kBlockN": 64, "kSmem": smem, "kGroupParts": parts}
+    sizes |= {"kPartialOut": features.partial_out or parts}
     return TemplateKernel(
-        name=f"dkv_sm90[{features.name} 64x64{'' if one_box else ' panels'}]",
+        name=f"dkv_sm90[{features.name} 64x64{' parts' if parts else ''}{'' if one_box else ' panels'}]",
         arch=ARCH,
         params=_DKV,
         threads=384,
@@ -178,13 +183,14 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     statistics = Statistics.of(problem, STAT_BLOCK)
     delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
     launches = [delta_launch(problem, delta, statistics, strides)]
-    values = {**backward_values(problem), **statistics.values()}
+    values, parts = {**backward_values(problem), **statistics.values()}, in_parts(problem)
     details: dict[str, object] = {}
     if wanted.dkv:
-        kernel, key_blocks = dkv_kernel(features, one_box), -(-problem.len_k // 64)
-        grid = key_blocks * problem.batch * problem.heads_k
-        schedule = {"key_blocks": key_blocks, "section": section_of_keys(problem, machine.l2_bytes)}
-        schedule |= gradient_strides(strides, "dk", "dv")
+        kernel, key_blocks = dkv_kernel(features, one_box, problem.group_parts > 1), -(-problem.len_k // 64)
+        grid = key_blocks * problem.batch * parts.heads_k
+        schedule = {"key_blocks": key_blocks, "section": section_of_keys(parts, machine.l2_bytes)}
+        schedule |= {**gradient_strides(strides, "dk", "dv"), **backward_values(parts)}
+        schedule |= {"group_parts": problem.group_parts}
         maps = backward_maps(problem, strides, dims, one_box, 64, 64, True)
         launches.append(Launch(kernel, grid, {**values, **schedule}, maps, overlaps=True))  # type: ignore[arg-type]
         details |= {"backward kernel for dK, dV": kernel.name}
@@ -210,6 +216,8 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
         able = features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.varlen
         for one_box in (True, False) if able and exhaustive else (able,):
             made = [dq_kernel(features, choose_tile(features), one_box), dkv_kernel(features, one_box)]
+            if exhaustive or features.mask is causal:
+                made.append(dkv_kernel(features, one_box, parts=True))
             made += [delta_kernel(features, Wanted(sinks=sinks), ARCH, STAT_BLOCK, 0) for sinks in (False, True)]
             for kernel in made:
                 if kernel not in seen:

@@ -78,9 +78,11 @@ def _bind(problem: Problem, layout: Layout) -> Any:
 
 def _bind_backward(problem: Problem, layout: Layout) -> Any:
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-        tensors, actual, strides = cuda_backend.prepare_backward(problem, layout, a, out, lse, dout, dlse)
+        machine = MACHINES[_chosen()]
+        results = (out, lse, dout, dlse)
+        tensors, actual, strides = cuda_backend.prepare_backward(problem, layout, a, *results, machine.sms)
         mode, seed = mode_and_seed()
-        plan = FAMILIES[_chosen()].module(problem).plan(actual, strides, MACHINES[_chosen()])
+        plan = FAMILIES[_chosen()].module(problem).plan(actual, strides, machine)
         launch(plan, tensors, mode=mode, seed=seed)
         return cuda_backend.gradients_of(problem, layout, tensors, a)
 

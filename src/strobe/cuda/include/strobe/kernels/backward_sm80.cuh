@@ -89,7 +89,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // ---- copies -------------------------------------------------------------------------------------------------------
   template <int kColumns> STROBE_DEVICE void load_keys(u32 to, const u16* from, i64 batch, i64 head, i64 row, int dim) {
     copy_tile_async<kBlockN, kColumns, kThreads, false, Config::kExactDims>(
-        to, from + tile.slice * batch + tile.head_k * head + i64(tile.first_key + tile.key0) * row, row,
+        to, from + tile.slice * batch + tile.head_kv * head + i64(tile.first_key + tile.key0) * row, row,
         tile.len_k - tile.key0, dim);
   }
   template <int kColumns> STROBE_DEVICE void load_queries(const QueryBlock& b, u32 to, const u16* from, i64 batch,

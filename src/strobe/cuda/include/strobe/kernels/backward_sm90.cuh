@@ -113,7 +113,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full) {
     mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
     const Box box = box_of_rows<Config::kVarlen, kBlockN>(tile.first_key + tile.key0, tile.len_k - tile.key0,
-                                                          tile.head_k, tile.slice);
+                                                          tile.head_kv, tile.slice);
     tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, box);
   }
   STROBE_DEVICE void produce() {

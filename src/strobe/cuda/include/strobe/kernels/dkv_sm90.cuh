@@ -66,9 +66,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     const i64 first = first_stat<Config>(p, head, tile.batch, tile.first_row);
     return static_cast<const char*>(stats) + (first + m * kBlockM) * 4;
   }
-  STROBE_DEVICE Box key_box() const {
-    return box_of_rows<Config::kVarlen, 64>(tile.first_key + tile.key0, tile.len_k - tile.key0, tile.head_k,
-                                            tile.slice);
+  STROBE_DEVICE Box key_box(int head) const {
+    return box_of_rows<Config::kVarlen, 64>(tile.first_key + tile.key0, tile.len_k - tile.key0, head, tile.slice);
   }
   STROBE_DEVICE Box query_box(int head, int m) const {
     const int row = m * kBlockM;
@@ -89,7 +88,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   }
   template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full) {
     mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
-    tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, key_box());
+    tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, key_box(tile.head_kv));
   }
   STROBE_DEVICE void produce() {
     if (blocks.first == blocks.end) return;
@@ -235,7 +234,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       return to.store(d, 0);
     }
     bar_sync(kBarrierConsumers, 256);  // nobody reads K or V any more
-    staging.store(d, both, map, key_box(), true);
+    staging.store(d, both, map, key_box(tile.head_k), true);
     if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copy
   }
   STROBE_DEVICE void consume_dv() {

@@ -51,7 +51,7 @@ template <class Config, class Params> STROBE_DEVICE void finish_dq(const Params&
   }
   const int row = m * Config::kBlockM + (Config::kBlockM == 128 ? 64 * sum.consumer : 0), rows = tile.len_q - row,
             column = Config::kBlockM == 128 ? 0 : 64 * sum.consumer;
-  if constexpr (Config::kPartialOut) {
+  if constexpr (Config::kPartialDq) {
     const i64 first = tile.slice * p.dq_batch + head * p.dq_head + i64(tile.first_row + row) * p.dq_row + column;
     Fp32Rows{p.dq + first, p.dq_row, rows, p.dim - column}.store(Tile{dq, p.scale_grad}, 0);
   } else {

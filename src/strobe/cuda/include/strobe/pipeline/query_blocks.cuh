@@ -5,8 +5,10 @@
 namespace strobe {
 
 // Keys [key0, key0 + kBlockN) of one key head of one sequence. Rows and keys count from the start of the sequence.
+// kGroupParts: the query heads of a group are divided among p.group_parts tiles, and each has dK and dV of its own.
+// Then head_k counts parts, of p.group query heads each, and head_kv is whose K and V they see.
 struct KeyTile {
-  int key0, head_k, batch;
+  int key0, head_k, head_kv, batch;
   int slice;  // the batch index in the tensors: varlen sequences share one
   int len_q, len_k, first_row, first_key;
   Positions positions;
@@ -26,7 +28,8 @@ template <class Config, class Params> STROBE_DEVICE KeyTile decode_key_tile(int 
   const int block = quotient(rest, width), bh = head0 + rest - block * width;
   KeyTile t;
   t.batch = quotient(bh, p.heads_k);
-  t.head_k = bh - t.batch * p.heads_k;
+  t.head_k = t.head_kv = bh - t.batch * p.heads_k;
+  if constexpr (Config::kGroupParts) t.head_kv = quotient(t.head_k, p.group_parts);
   t.key0 = (Config::kLastFirst ? p.key_blocks - 1 - block : block) * Config::kBlockN;
   t.len_q = p.len_q;
   t.len_k = p.len_k;
