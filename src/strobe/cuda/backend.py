@@ -143,9 +143,9 @@ def prepare_backward(
     tensors["dlse"] = None if dlse is None else dlse.contiguous()
     tensors["dq"] = torch.empty(q.shape, dtype=problem.out_dtype, device=q.device) if "q" in wanted else None
     both = "k" in wanted or "v" in wanted  # one kernel computes both
-    parts = group_parts(problem, sms)
+    problem = replace(problem, group_parts=group_parts(problem, sms))
     for name, t in (("dk", k), ("dv", v)):
-        shape, dtype = _shape_of_parts(t.shape, layout, parts), torch.float32 if parts > 1 else problem.out_dtype
+        shape, dtype = _room_for_parts(t, layout, problem)
         tensors[name] = torch.empty(shape, dtype=dtype, device=q.device) if both else None
     tensors["dsink"] = torch.empty_like(lse) if "sinks" in wanted else None
     tensors["sinks"] = fp32_contiguous(a.sinks)
@@ -156,15 +156,16 @@ def prepare_backward(
     named = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
     strides = {n: inside_strides(tensors[n], layout) for n in named if tensors[n] is not None}
     rows, keys = replace(problem.q, strides=(strides["q"],)), replace(problem.k, strides=(strides["k"], strides["v"]))
-    return tensors, replace(problem, q=rows, k=keys, group_parts=parts), strides
+    return tensors, replace(problem, q=rows, k=keys), strides
 
 
-def _shape_of_parts(shape: torch.Size, layout: Layout, parts: int) -> torch.Size:
-    """Of dK or dV: one for each part of a group of query heads."""
+def _room_for_parts(t: torch.Tensor, layout: Layout, problem: Problem) -> tuple[torch.Size, torch.dtype]:
+    """Shape and dtype of dK or dV, which is like `t`: one for each part of a group of query heads."""
+    shape, parts = t.shape, problem.group_parts
     if parts == 1:
-        return shape
+        return shape, problem.out_dtype
     heads = layout.value.index("h")
-    return torch.Size((*shape[:heads], shape[heads] * parts, *shape[heads + 1 :]))
+    return torch.Size((*shape[:heads], shape[heads] * parts, *shape[heads + 1 :])), torch.float32
 
 
 def _sum_of_parts(t: torch.Tensor | None, layout: Layout, problem: Problem) -> torch.Tensor | None:
@@ -229,8 +230,7 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
     wanted, dtype, device = problem.gradients, problem.out_dtype, problem.device
     want_q, want_k, want_v, want_sinks = (name in wanted for name in ("q", "k", "v", "sinks"))
     parts, shape_q = problem.group_parts, a.q.shape
-    shape_k, shape_v = (_shape_of_parts(t.shape, layout, parts) for t in (a.k, a.v))
-    dtype_kv = torch.float32 if parts > 1 else dtype
+    (shape_k, dtype_kv), (shape_v, _) = (_room_for_parts(t, layout, problem) for t in (a.k, a.v))
     plain, empty = _is_plain(a), torch.empty
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

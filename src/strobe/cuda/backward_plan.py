@@ -53,6 +53,11 @@ class Wanted:
     sinks: bool = False
     deterministic: bool = False
 
+    @property
+    def turns(self) -> bool:
+        """Blocks of keys add to dQ in a fixed order."""
+        return self.deterministic and self.dq
+
     @staticmethod
     def of(problem: Problem) -> Wanted:
         names = problem.gradients
@@ -113,7 +118,7 @@ def grad_scale(problem: Problem) -> float:
     return form.before * form.after
 
 
-LONG_LOOP = 64  # steps of 1 to 3 us each on an H200: to sum up parts takes some 20 us
+LONG_LOOP = 64  # blocks of queries; an estimate: shorter loops are not worth the launches that sum up the parts
 
 
 def group_parts(problem: Problem, sms: int) -> int:

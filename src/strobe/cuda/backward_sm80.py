@@ -239,7 +239,7 @@ def kernels(
     the head dims are not rounded up. `parts`: groups of query heads are divided."""
     features = replace(features, sinks=False)
     smem = tile.smem(features.dim, features.dim_v, features.dropout)
-    ordered = wanted.deterministic and wanted.dq
+    turns = wanted.turns
     vector = has_dependent_launch(arch)
     config = {
         **features.config(),
@@ -249,14 +249,14 @@ def kernels(
         "kPackGqa": 1,
         "kExactDims": exact_dims,
         "kVector": vector,
-        "kDeterministic": ordered,
-        "kLastFirst": ordered,
+        "kDeterministic": turns,
+        "kLastFirst": turns,
         "kWantQ": wanted.dq,
         "kWantKV": wanted.dkv,
         "kGroupParts": parts,
     }
     only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
-    flags = f"{only}{' deterministic' if ordered else ''}{' parts' if parts else ''}{'' if exact_dims else ' padded'}"
+    flags = f"{only}{' deterministic' if turns else ''}{' parts' if parts else ''}{'' if exact_dims else ' padded'}"
     main = TemplateKernel(
         name=f"backward_sm80[{features.name} {tile}{flags}]",
         arch=arch,
@@ -272,7 +272,7 @@ def kernels(
         facts={**features.facts(), **vars(wanted), "tile": str(tile), "exact_dims": exact_dims},
     )
     zeros = tile.block_m * features.dim if wanted.dq else 0
-    delta = delta_kernel(features, wanted, arch, tile.block_m, zeros, turns=ordered)
+    delta = delta_kernel(features, wanted, arch, tile.block_m, zeros, turns=turns)
     smem = tile.block_m * (2 * features.dim + 16)
     of_sums: dict[str, int | bool] = {
         "kStatBlock": tile.block_m,
@@ -296,7 +296,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     delta, main, convert = kernels(features, tile, wanted, arch, exact, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
     key_blocks = -(-problem.len_k // tile.block_n)
-    ordered = wanted.deterministic and wanted.dq
+    turns = wanted.turns
     q, k, v = problem.strides
     values = {
         **backward_values(parts),
@@ -304,7 +304,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
         **gradient_strides(strides, "dk", "dv"),
         "key_blocks": key_blocks,
-        "section": 1 if ordered else section_of_keys(parts, machine.l2_bytes),
+        "section": 1 if turns else section_of_keys(parts, machine.l2_bytes),
         "group_parts": problem.group_parts,
     }
     grid, overlaps = key_blocks * problem.batch * parts.heads_k, has_dependent_launch(arch)
@@ -314,7 +314,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         rounding = convert_values(problem, statistics, strides)
         launches.append(Launch(convert, launches[0].grid, rounding, overlaps=overlaps))
         workspace["dq_sum"] = statistics.workspace["delta"] * dims[0]
-    if ordered:
+    if turns:
         workspace["turns"] = 2 * statistics.workspace["delta"] // tile.block_m
     details = {"backward kernel": main.name, "backward tile": f"{tile.block_m} queries x {tile.block_n} keys"}
     return Plan(tuple(launches), TENSORS, workspace, {**details, "backward blocks": grid})

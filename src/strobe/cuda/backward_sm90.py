@@ -155,7 +155,7 @@ def kernels(
     heads are divided."""
     features = replace(features, sinks=False)
     smem = tile.smem(features.dim, features.dim_v, features.dropout)
-    turns = wanted.deterministic and wanted.dq
+    turns = wanted.turns
     config = {
         **features.config(),
         "kPartialOut": features.partial_out or parts,  # of dK and dV
@@ -214,7 +214,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, clear_dq, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
     key_blocks = -(-problem.len_k // BLOCK_N)
-    turns = wanted.deterministic and wanted.dq
+    turns = wanted.turns
     values = {
         **backward_values(parts),
         **statistics.values(),
