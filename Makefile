@@ -37,7 +37,7 @@ demo: $(READY) ## strobe against standard attention, on a GPU if there is one
 lint: $(READY) ## ruff, clang-format and mypy
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files "*.cuh" "*.cu" "*.h")
+	PATH="$(VENV)/bin:$$PATH" clang-format --dry-run --Werror $$(git ls-files "*.cuh" "*.cu" "*.h")
 	$(VENV)/bin/python -m mypy
 
 # -rfEs: what failed, and what was skipped and why, in the last lines

@@ -59,6 +59,7 @@ class Toy:
         seed: int = 0,
         specs: dict[str, TensorMapSpec] | None = None,
         workers: int | None = None,
+        together: int = 0,
         **values: object,
     ) -> Counters:
         packed = b"".join(encode_tensor_map((specs or {})[name]) for name in self.maps)
@@ -81,6 +82,7 @@ class Toy:
             mode=mode,
             seed=seed,
             workers=workers,
+            together=together,
         )  # type: ignore[arg-type]
 
 

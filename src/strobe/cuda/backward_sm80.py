@@ -308,7 +308,10 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         "group_parts": problem.group_parts,
     }
     grid, overlaps = key_blocks * problem.batch * parts.heads_k, has_dependent_launch(arch)
-    launches = [delta_launch(problem, delta, statistics, strides), Launch(main, grid, values, overlaps=overlaps)]
+    launches = [
+        delta_launch(problem, delta, statistics, strides),
+        Launch(main, grid, values, overlaps=overlaps, together=int(turns)),
+    ]
     workspace = dict(statistics.workspace)
     if wanted.dq:
         rounding = convert_values(problem, statistics, strides)

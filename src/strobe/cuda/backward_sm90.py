@@ -228,7 +228,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         of_q = (problem.heads, problem.len_q, problem.q.total)
         maps["dq"] = tile_map(problem, False, *of_q, problem.dim, strides["dq"], 64, dims[0])
     grid = key_blocks * problem.batch * parts.heads_k
-    together = key_blocks if rotate else 1
+    together = 0 if not turns else key_blocks if rotate else 1
     launches = [
         delta_launch(problem, delta, statistics, strides),
         Launch(main, grid, values, maps, overlaps=True, together=together),

@@ -68,8 +68,7 @@ def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int) -> Co
     program = build(spec.source, name=spec.name)
     params = bytes(spec.params.pack(values))
     launched = {"grid": part.grid, "threads": spec.threads, "smem": spec.smem, "buffers": buffers}
-    workers = part.grid if part.together > 1 else None
-    return program.run(params, **launched, mode=mode, seed=seed, workers=workers)
+    return program.run(params, **launched, mode=mode, seed=seed, together=part.together)
 
 
 def _bind(problem: Problem, layout: Layout) -> Any:

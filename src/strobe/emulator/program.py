@@ -67,7 +67,7 @@ class _Launch(ctypes.Structure):  # emu/driver.cuh
         ("buffers", ctypes.POINTER(_Buffer)),
         *[
             (name, ctypes.c_uint32)
-            for name in ("buffer_count", "grid", "threads", "smem", "is_async", "seed", "workers")
+            for name in ("buffer_count", "grid", "threads", "smem", "is_async", "seed", "workers", "together")
         ],
         ("counters", ctypes.POINTER(_Counters)),
         ("report", ctypes.c_char_p),
@@ -107,11 +107,16 @@ class Program:
         mode: Mode = "sync",
         seed: int = 0,
         workers: int | None = None,
+        together: int = 0,
     ) -> Counters:
         """Run `grid` blocks of `threads` threads with `smem` bytes of dynamic shared memory.
 
         `params` are the bytes of the kernel's Params. Blocks are shared out over `workers` host threads (default: the
         cores at hand); a block behaves the same whichever of them runs it.
+
+        Blocks that wait for others (`together` > 0) share one host thread, so that their order can be repeated. In sync
+        mode, `together` of them run at once: no more than the plan says they need. In async mode all of them do, and
+        the seed decides who goes on.
         """
         if mode not in ("sync", "async"):
             raise ValueError(f'mode: {mode!r}; must be "sync" or "async"')
@@ -137,7 +142,8 @@ class Program:
             smem=smem,
             is_async=mode == "async",
             seed=seed,
-            workers=max(1, min(grid, workers or _cores())),
+            workers=1 if together else max(1, min(grid, workers or _cores())),
+            together=max(1, grid if together and mode == "async" else together),
             counters=ctypes.pointer(counters),
             report=ctypes.cast(report, ctypes.c_char_p),
             report_capacity=_REPORT_BYTES,

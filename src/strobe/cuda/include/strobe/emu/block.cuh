@@ -24,7 +24,7 @@ struct Buffer {
 };
 
 enum class Scope { warp, warpgroup };
-enum class Waiting { nothing, group, named_barrier, mbarrier, exited };
+enum class Waiting { nothing, group, named_barrier, mbarrier, another_block, exited };
 
 struct CopyInFlight {  // one cp.async
   u32 dst;
@@ -117,6 +117,9 @@ struct Block {
 
   Fiber scheduler;
   u32 running = 0, finished = 0;
+  u32 pausing = 0;  // threads that wait for another block
+  bool paused = false;
+  u64 turns_released = 0;
   std::vector<u32> ready;  // a ring of thread indices
   u32 ready_first = 0, ready_count = 0;
   u64 random_state;
@@ -195,7 +198,19 @@ struct Block {
     leave(thread.fiber);
   }
   static void enter();  // what every fiber runs
-  void run(const Stacks& stacks);
+  void start(const Stacks& stacks);
+  bool run();  // to the end, or until a thread waits for another block; then false
+
+  // A thread that waits for another block: others of this block may go on, and so may the other blocks.
+  void pause(const char* op, Site site) {
+    Thread& thread = self();
+    make_ready(running);
+    thread.waiting = Waiting::another_block, thread.op = op, thread.site = site;
+    paused = true, ++pausing;
+    Fiber::change(thread.fiber, scheduler);
+    thread.waiting = Waiting::nothing, --pausing;
+  }
+  bool only_waits() const { return ready_count == pausing && landings.empty(); }
 
   [[noreturn]] __attribute__((noinline, cold)) void fail(const std::string& what, Site site, int thread = -1) {
     const u32 who = thread < 0 ? running : static_cast<u32>(thread);
@@ -298,21 +313,27 @@ inline void Block::enter() {
   b.leave(thread.fiber);
 }
 
-STROBE_OUTLINE void Block::run(const Stacks& stacks) {
-  current_block() = this;
+inline void Block::start(const Stacks& stacks) {
   for (u32 i = 0; i < thread_count; ++i) {
     threads[i].fiber.start(stacks.top(i), enter);
     make_ready(i);
   }
-  while (failure.empty()) {
+}
+
+STROBE_OUTLINE bool Block::run() {
+  current_block() = this;
+  paused = false;
+  while (failure.empty() && !paused) {
     const int next = next_ready();
     if (next < 0) break;
     running = static_cast<u32>(next);
     Fiber::change(scheduler, threads[next].fiber);
   }
+  if (failure.empty() && paused) return false;
   if (failure.empty()) failure = finished < thread_count ? deadlock() : left_over();
   for (u32 warp = 0; warp < warps.size(); ++warp) count_bank_conflicts(warp);
   current_block() = nullptr;
+  return true;
 }
 
 // ---- who waits for what ---------------------------------------------------------------------------------------------
@@ -341,6 +362,9 @@ STROBE_COLD std::string Block::deadlock() {
     switch (thread.waiting) {
       case Waiting::nothing:
         continue;
+      case Waiting::another_block:
+        what = std::string(thread.op) + " at " + thread.site.text() + "; no other block ends the wait";
+        break;
       case Waiting::exited:
         what = "exited";
         break;

@@ -1,6 +1,5 @@
 // Warp shuffles and votes, block and named barriers.
 #pragma once
-#include <thread>
 #include <strobe/emu/base.cuh>
 
 namespace strobe {
@@ -85,14 +84,13 @@ STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last, Site site = Site::here
 STROBE_DEVICE u32 acquire_turn(const u32* counter, Site site = Site::here()) {
   emu::Block& b = emu::block();
   emu::check_global(counter, 4, 4, false, "acquire_turn", site);
-  b.make_ready(b.running);  // while it waits, the other threads of this block go on,
-  b.leave(b.self().fiber);
-  std::this_thread::yield();  // and so do blocks on other threads of the host
+  b.pause("acquire_turn", site);
   return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
 }
 STROBE_DEVICE void release_turn(u32* counter, Site site = Site::here()) {
   emu::check_global(counter, 4, 4, true, "release_turn", site);
   __atomic_fetch_add(counter, 1u, __ATOMIC_RELEASE);
+  ++emu::block().turns_released;
 }
 STROBE_DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
