@@ -12,6 +12,7 @@ from cases import Case
 from emulator.gradients import Mutation, check, check_case, check_deterministic, check_fp32, finding, gradients
 from oracle import prepare
 
+from strobe.backends.tiled import forward as tiled
 from strobe.cuda import backward_plan, backward_sm80
 from strobe.cuda.backward_sm80 import Tile
 from strobe.cuda.catalogue import FAMILIES
@@ -190,3 +191,15 @@ MUTATIONS = [
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_mutation_is_caught(mutation: Mutation) -> None:
     assert any(finding("sm80", mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"
+
+
+def test_sums_without_turns_are_noticed() -> None:
+    """They are right, but not the same for every order of blocks."""
+    untimely = mutation(
+        "turn_not_awaited", "while (acquire_turn(p.turns + 2 * block) != turn(b.m)) {\n          }", ";"
+    )
+    p, inputs = prepare(CAUSAL, torch.bfloat16)
+    p = replace(p, deterministic=True, partial=True)  # fp32: rounding would hide it
+    forward = tiled.forward(p, inputs)
+    several = [gradients("sm80", p, inputs, SMALL, seed=s, mutation=untimely, forward=forward).q for s in (1, 2, 3)]
+    assert not all(torch.equal(several[0], other) for other in several)
