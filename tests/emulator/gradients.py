@@ -85,7 +85,8 @@ def gradients(
             tensors[name].fill_(torch.nan)
     planner = FAMILIES[family].module(asked).plan
     plan = planner(actual, strides, machine, *([tile] if tile else []))
-    backend.launch(mutation.applied(plan) if mutation else plan, tensors, mode=mode, seed=seed)
+    workers = 1 if mutation else None  # so that what a seed finds does not depend on the host
+    backend.launch(mutation.applied(plan) if mutation else plan, tensors, mode=mode, seed=seed, workers=workers)
     g = cuda_backend.gradients_of(asked, layout, tensors, a)
     return Gradients(*(None if t is None else layout.inside(t) for t in g[:3]), *g[3:])
 

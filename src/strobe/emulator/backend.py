@@ -36,16 +36,19 @@ def _chosen() -> str:
     return chosen
 
 
-def launch(plan: Plan, tensors: dict[str, Any], *, mode: Mode = "sync", seed: int = 0) -> Counters:
-    """Run a plan on CPU tensors, given by name. What its launches did is counted together."""
+def launch(
+    plan: Plan, tensors: dict[str, Any], *, mode: Mode = "sync", seed: int = 0, workers: int | None = None
+) -> Counters:
+    """Run a plan on CPU tensors, given by name. What its launches did is counted together. Which block takes which tile
+    depends on the host's scheduler, unless there is one worker."""
     tensors = {**tensors, COUNTER: torch.zeros(COUNTERS, dtype=torch.int32)}
     for name, size in plan.workspace.items():
         tensors[name] = torch.full((-(-size // 4),), torch.nan)
-    counted = [_launch_one(part, tensors, mode, seed) for part in plan.launches]
+    counted = [_launch_one(part, tensors, mode, seed, workers) for part in plan.launches]
     return Counters(**{f.name: sum(getattr(c, f.name) for c in counted) for f in dataclasses.fields(Counters)})
 
 
-def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int) -> Counters:
+def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int, workers: int | None) -> Counters:
     spec = part.kernel
     values, buffers, mapped = dict(part.values), [], {f"map_{name}" for name in part.maps}
     pointers = {f.name: f.ctype for f in spec.params.fields if f.ctype.endswith("*") or f.name in tensors}
@@ -68,7 +71,7 @@ def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int) -> Co
     program = build(spec.source, name=spec.name)
     params = bytes(spec.params.pack(values))
     launched = {"grid": part.grid, "threads": spec.threads, "smem": spec.smem, "buffers": buffers}
-    return program.run(params, **launched, mode=mode, seed=seed, together=part.together)
+    return program.run(params, **launched, mode=mode, seed=seed, workers=workers, together=part.together)
 
 
 def _bind(problem: Problem, layout: Layout) -> Any:
