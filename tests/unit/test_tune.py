@@ -141,10 +141,13 @@ def test_sustained_tiles_have_a_table(tmp_path: Path) -> None:
             row["joules_per_tflop"] = None if joules is None else joules[row["tile"]]
         results.write({"rows": found, "best": {}}, folder / f"{name}.json")
 
-    assert ledger._sustained_tiles(tmp_path) == []
+    def table() -> list[str]:
+        return ledger._sustained(tmp_path, *ledger.TILES)
+
+    assert table() == []
     file("tiles", {"now": 600.0, "cool": 597.0, "hot": 570.0})
     file("tiles-sustained", {"now": 500.0, "cool": 510.0, "hot": 520.0}, {"now": 1.4, "cool": 1.372, "hot": 1.346})
-    *_, first, second, third = ledger._sustained_tiles(tmp_path)
+    *_, first, second, third = table()
     assert first == "| full | 64 | now | hot | 1.040 | 0.961 | 0.950 |  |"
     assert second == "| full | 64 | now | cool | 1.020 | 0.980 | 0.995 | yes |"
     assert third == "| full | 64 | now | now | 1.000 | 1.000 | 1.000 |  |"

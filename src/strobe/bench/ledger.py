@@ -62,7 +62,8 @@ def block(root: Path) -> str:
             others.append(f"{begin}{dim} | {' | '.join(_gain(experiment['rows'], dim, mask) for mask in MASKS)} |")
     lines += ["", "At other head dims, 16 heads or, in the last rows, heads x dim near 2048:", ""]
     lines += ["| idea | expected | kept | head dim | full | causal |", "|---|---|---|---|---|---|", *others]
-    tables = (_tiles(root), _sustained_tiles(root), studies.inputs_table(root), *studies.variants_tables(root))
+    limit = (_sustained(root, *what) for what in (TILES, IDEAS))
+    tables = (_tiles(root), *limit, studies.inputs_table(root), *studies.variants_tables(root))
     for table in (*tables, _caches(found["caches"]), _one_query(found["one_query"]), _cycles(found["cycles"])):
         lines += ["", *table] if table else []
     return "\n".join(lines) + "\n"
@@ -92,15 +93,20 @@ def _tiles(root: Path) -> list[str]:
 _BETTER = 0.01  # sustained speed that a tile has to bring, of which short turns may take half
 
 
-def _sustained_tiles(root: Path) -> list[str]:
-    """What `strobe tune --method sustained` found: tiles that are faster at the power limit than those in use, and what
-    they do in short turns."""
-    found, turns = studies.load(root, "tiles-sustained"), studies.load(root, "tiles")
+BOUND = "bound: "  # before the name of an idea with wrong results, which shows what something could bring at most
+# The study, its heading, and how many are shown; None: all, and why others did not run.
+TILES = ("tiles", "Tiles at the power limit (`strobe tune --method sustained`), over the tile in use", 3)
+IDEAS = ("ideas", "Ideas at the power limit (`python -m strobe.tools.ideas`), over the kernel in use", None)
+
+
+def _sustained(root: Path, study: str, heading: str, most: int | None) -> list[str]:
+    """Tiles or ideas that are faster at the power limit than what is in use, and what they do in short turns."""
+    found, turns = studies.load(root, f"{study}-sustained"), studies.load(root, study)
     if found is None:
         return []
     lines = [
-        "Tiles at the power limit (`strobe tune --method sustained`), over the tile in use: those with the best sustained",
-        f"speed. One is better if it brings {_BETTER:.0%} and short turns lose less than half of that:",
+        f"{heading}, the best sustained speed first.",
+        f"One is better if it brings {_BETTER:.0%} and short turns lose less than half of that:",
         "",
         "| kernel | head dim | in use | tile | sustained speed | energy per FLOP | short turns | better |",
         "|---|---|---|---|---|---|---|---|",
@@ -111,11 +117,12 @@ def _sustained_tiles(root: Path) -> list[str]:
         if not speeds:
             continue
         in_use = next(iter(speeds))
-        for tile in sorted(speeds, key=lambda tile: -speeds[tile])[:3]:
+        for tile in sorted(speeds, key=lambda tile: -speeds[tile])[:most]:
             gain = speeds[tile] / speeds[in_use]
             energy = f"{joules[tile] / joules[in_use]:.3f}" if tile in joules and in_use in joules else ""
             kept = short[tile] / short[in_use] if tile in short and in_use in short else None
-            better = gain >= 1 + _BETTER and kept is not None and 1 - kept < (gain - 1) / 2
+            right = not tile.startswith(BOUND)
+            better = right and gain >= 1 + _BETTER and kept is not None and 1 - kept < (gain - 1) / 2
             cells = (
                 kind,
                 _dims(dim, dim_v),
@@ -126,6 +133,10 @@ def _sustained_tiles(root: Path) -> list[str]:
                 "" if kept is None else f"{kept:.3f}",
             )
             lines.append(f"| {' | '.join(cells)} | {'yes' if better else ''} |")
+        if most is None:
+            mine = [row for row in found["rows"] if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind)]
+            reasons = {row["tile"]: row["reason"] for row in mine if "reason" in row}
+            lines += [f"| {kind} | {_dims(dim, dim_v)} | {in_use} | {t} | | | | {why} |" for t, why in reasons.items()]
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,8 +81,11 @@ def candidates(dim: int, dim_v: int, kind: str) -> list[Tile]:
     ]
 
 
-def calls(tiles: list[Tile], case: TileCase, device: torch.device, machine: Machine) -> Calls:
-    """Each tile's call. The first is the one in use, which the tests check; the others must agree with it."""
+def calls(
+    tiles: list[Any], case: TileCase, device: torch.device, machine: Machine, *, bounds: Collection[str] = ()
+) -> Calls:
+    """Each tile's call. The first is the one in use, which the tests check; the others must agree with it, except for
+    `bounds`, which are not meant to."""
     q, k, v, out = case.tensors(device)
     found: dict[str, SustainedCall] = {}
     wrong: dict[str, str] = {}
@@ -96,7 +99,7 @@ def calls(tiles: list[Tile], case: TileCase, device: torch.device, machine: Mach
         call()
         if expected is None:
             expected = out.clone()
-        elif not torch.allclose(out, expected, rtol=0.02, atol=0.02):
+        elif str(tile) not in bounds and not torch.allclose(out, expected, rtol=0.02, atol=0.02):
             wrong[str(tile)] = f"wrong: {case}"
             continue
         found[str(tile)] = SustainedCall(call)

@@ -266,11 +266,19 @@ template <class T, int N> struct Wgmma {
   static void ss_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
     for (int i = 0; i < kSteps; ++i) shared_a(d, a + A::step(i), b + B::step(i), i == 0, site);
   }
+  template <int kSteps, class A, class B> static void ss(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
+    for (int i = 0; i < kSteps; ++i) shared_a(d, a + A::step(i), b + B::step(i), false, site);
+  }
   template <int kSteps, class A, class B>
   static void ss_tt_zero(float (&d)[N / 2], u64 a, u64 b, Site site = Site::here()) {
     for (int i = 0; i < kSteps; ++i)
       emu::wgmma<T, N, emu::A::shared_mn, emu::B::mn_major>(emu::WgmmaLane{d, a + A::step(i), b + B::step(i), {}, {}},
                                                             i == 0, site);
+  }
+  template <int kSteps, class B>
+  static void rs_zero(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
+    for (int i = 0; i < kSteps; ++i)
+      register_a<emu::B::k_major>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b + B::step(i), i == 0, site);
   }
   template <int kSteps, class B>
   static void rs_t(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {

@@ -1,0 +1,174 @@
+"""Ideas for the forward kernel on Hopper, timed beside the kernel in use. Each is an edit of its source, so that the
+kernel needs no switch for what is not kept:
+`python -m strobe.tools.ideas --method sustained -o benchmarks/results/MACHINE/studies/ideas-sustained.json`
+
+In short turns they bring nothing. They may save power, and at the power limit speed is energy per FLOP."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strobe.bench import results
+from strobe.bench.ledger import BOUND
+from strobe.cuda import jit
+from strobe.cuda.kernel import KernelSpec, TemplateKernel, TextKernel
+from strobe.cuda.plan import Machine, Plan
+from strobe.measure.method import SUSTAINED, TURNS
+from strobe.tools import tune, tune_forward
+from strobe.tools.tune_forward import TileCase
+
+DIMS = [(64, 64), (128, 128), (256, 256)]
+KINDS = ("full", "bounded")
+LENGTHS = (8192,)
+
+Edit = tuple[str, str]  # what stands in the flattened source, each time it does, and what takes its place
+
+
+@dataclass(frozen=True)
+class Idea:
+    name: str
+    edits: tuple[Edit, ...] = ()
+    part_of_q: int = 0  # one of so many parts of Q is in registers
+    producer: int | None = None  # registers of a thread of the producer; consumers get what that leaves
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_bound(self) -> bool:
+        return self.name.startswith(BOUND)
+
+    def applied(self, kernel: TemplateKernel, target: jit.Target = "ptx") -> KernelSpec:
+        if self.part_of_q:
+            ((_, _, steps), *_) = kernel.products
+            chains = {"rs_zero": steps // self.part_of_q, "ss": steps - steps // self.part_of_q}
+            products = [(n, form, count) for n, _, _ in kernel.products for form, count in chains.items() if count]
+            kernel = replace(kernel, products=tuple(products))
+        if self.producer is not None:
+            consumers = int(kernel.member("kConsumers"))
+            registers = {"kRegsProducer": self.producer, "kRegsConsumer": (512 - self.producer) // consumers // 8 * 8}
+            kernel = replace(kernel, config=tuple((name, registers.get(name, x)) for name, x in kernel.config))
+        edits = _q_in_registers(self.part_of_q) if self.part_of_q else self.edits
+        if not edits:
+            return kernel
+        text = jit.flatten(kernel.source, target)
+        for old, new in edits:
+            if old not in text:
+                raise ValueError(f"{self.name}: {kernel.name} has no {old!r}")
+            text = text.replace(old, new)
+        return TextKernel(
+            f"{kernel.name} {self.name}", kernel.arch, kernel.params, kernel.threads, kernel.smem, text=text
+        )
+
+
+# ---- Q in registers: S = Q K^T reads half as much shared memory ------------------------------------------------------
+_LOAD_Q = """  static constexpr int kSteps = kDim / 16 / %d;  // products whose Q is in registers
+  struct Queries {
+    u32 first[4 * kSteps];
+    u64 others;
+  };
+  STROBE_DEVICE Queries load_fragments() const {
+    const int warp = thread_idx() %% 128 / 32, lane = thread_idx() %% 32;
+    const u32 from = q_tile(consumer) + chunk_offset(64, 16 * warp + lane %% 16, lane / 16);
+    Queries q;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      ldmatrix_x4(step_columns(from, 64, i), q.first[4 * i], q.first[4 * i + 1], q.first[4 * i + 2], q.first[4 * i + 3]);
+    q.others = k_major(q_tile(consumer)) + AlongK<64>::step(kSteps);
+    return q;
+  }
+"""
+_QK = """const u64 keys = k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16));
+    Wgmma<T, kKeys>::template rs_zero<kSteps, AlongK<kBlockN>>(s, q_desc.first, keys);
+"""
+_QK_OTHERS = """    Wgmma<T, kKeys>::template ss<kDim / 16 - kSteps, AlongK<64>, AlongK<kBlockN>>(
+        s, q_desc.others, keys + AlongK<kBlockN>::step(kSteps));
+"""
+
+
+def _q_in_registers(one_of: int) -> tuple[Edit, ...]:
+    """The first of so many parts of Q."""
+    product = "gemm_qk<T, kKeys, kDim, kBlockN>(s, q_desc, k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16)));\n"
+    before = "  // S_n = Q K_n^T of the first kKeys keys.\n"
+    return (
+        ("const u64 q_desc = k_major(q_tile(consumer));", "Queries q_desc = load_fragments();"),
+        ("u64 q_desc", "Queries& q_desc"),
+        (product, _QK if one_of == 1 else _QK + _QK_OTHERS),
+        (before, _LOAD_Q % one_of + before),
+    )
+
+
+# ---- what clusters that share K and V could save at most: two blocks would load half of them each --------------------
+def _without_loads(left_out: str) -> tuple[Edit, ...]:
+    """Where `left_out` holds, a buffer keeps what it has: keys and values, since power depends on the numbers."""
+    edits = [("  bool producer;\n  int consumer;\n", "  bool producer;\n  int consumer;\n  u32 loads = 0;\n")]
+    for ring, size in (("k", "kBytesK"), ("v", "kBytesV")):
+        begin = f"const u32 full = {ring}.begin_load({size});\n"
+        keep = f"{ring}.wait_empty(); mbar_arrive({ring}.full_barrier()); {ring}.next(); return;"
+        edits.append((begin, f"if (loads++ >= 2 * Config::kStages && {left_out}) {{ {keep} }}\n    {begin}"))
+    return tuple(edits)
+
+
+IDEAS = [
+    Idea("in use"),
+    Idea("Q in registers, 24 for the producer", part_of_q=1, producer=24),
+    Idea("half of Q in registers", part_of_q=2),
+    Idea("a quarter of Q in registers", part_of_q=4),
+    Idea("24 registers for the producer", producer=24),
+    Idea(f"{BOUND}half the loads of K and V", _without_loads("n % 2")),
+    Idea(f"{BOUND}no loads of K and V", _without_loads("true")),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdeaCase(TileCase):
+    def plan(self, idea: Any, machine: Machine) -> Plan:
+        made = super().plan(None, machine)
+        (launch,) = made.launches
+        assert isinstance(launch.kernel, TemplateKernel)
+        return replace(made, launches=(replace(launch, kernel=idea.applied(launch.kernel)),))
+
+
+def cases(dim: int, dim_v: int, kind: str, lengths: Any) -> list[IdeaCase]:
+    return [IdeaCase(**vars(case)) for case in tune_forward.cases(dim, dim_v, kind, lengths)]
+
+
+def calls(ideas: list[Idea], case: IdeaCase, device: torch.device, machine: Machine) -> tune.Calls:
+    return tune_forward.calls(ideas, case, device, machine, bounds={idea.name for idea in ideas if idea.is_bound})
+
+
+SUBJECT = tune.Subject(DIMS, KINDS, cases, lambda dim, dim_v, kind: IDEAS, calls)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m strobe.tools.ideas", description="Ideas for the Hopper forward, beside the kernel as it is."
+    )
+    parser.add_argument("--method", choices=[TURNS, SUSTAINED], default=TURNS)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU")
+    found = tune.sweep(
+        SUBJECT,
+        DIMS,
+        KINDS,
+        LENGTHS,
+        torch.device("cuda", torch.cuda.current_device()),
+        lambda what, done, of: print(f"{done}/{of} {what}", flush=True),
+        chosen.method,
+    )
+    del found["best"]  # whether one is kept is not a matter of speed alone
+    results.write({"kind": "ideas", **found}, chosen.out)
+    print(f"wrote {chosen.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Ideas for the Hopper forward as edits of its source: each applies to the kernels as they are now, those that are right
+compute the same, and the table says which of them are better."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from strobe.arguments import Inputs
+from strobe.backends.tiled import forward as tiled
+from strobe.bench import ledger, results
+from strobe.cuda.kernel import TemplateKernel, TextKernel
+from strobe.cuda.plan import Machine
+from strobe.emulator import backend, compiler
+from strobe.mask import causal
+from strobe.tools import ideas, tune
+from strobe.tools.tune_forward import TileCase
+
+H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
+RIGHT = [idea for idea in ideas.IDEAS if not idea.is_bound]
+
+
+def test_every_idea_applies_to_every_kernel() -> None:
+    for dims in ideas.DIMS:
+        for kind in ideas.KINDS:
+            (case,) = ideas.cases(*dims, kind, ideas.LENGTHS)
+            in_use, *others = (case.plan(idea, H200).launches[0].kernel for idea in ideas.IDEAS)
+            assert in_use == TileCase.plan(case, None, H200).launches[0].kernel
+            assert len({kernel.source for kernel in (in_use, *others)}) == len(ideas.IDEAS)
+
+
+def test_an_edit_that_finds_nothing_is_an_error() -> None:
+    (case,) = ideas.cases(64, 64, "full", ideas.LENGTHS)
+    with pytest.raises(ValueError, match="stale: forward_sm90.* has no 'what was renamed'"):
+        case.plan(ideas.Idea("stale", (("what was renamed", ""),)), H200)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("idea", RIGHT[1:], ids=str)
+def test_an_idea_computes_the_same(idea: ideas.Idea) -> None:
+    case = TileCase("small", 150, 200, batch=1, heads=1, heads_k=1, dim=64, dim_v=64, mask=causal, kind="bounded")
+    q, k, v, out = case.tensors("cpu")
+    plan = case.plan(None, dataclasses.replace(H200, sms=1))
+    (launch,) = plan.launches
+    assert isinstance(launch.kernel, TemplateKernel)
+    edited = idea.applied(launch.kernel, "emu")
+    assert isinstance(edited, TextKernel) or idea.producer
+    made = dataclasses.replace(plan, launches=(dataclasses.replace(launch, kernel=edited),))
+    backend.launch(made, {"q": q, "k": k, "v": v, "o": out, "seed": 0}, mode="async", seed=1)
+    expected, _ = tiled.forward(case.problem, Inputs(*(t.transpose(1, 2) for t in (q, k, v))))
+    torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0.02, atol=0.02)
+
+
+def test_half_of_q_fits_into_registers() -> None:
+    (case,) = ideas.cases(128, 128, "full", ideas.LENGTHS)
+    half = next(idea for idea in ideas.IDEAS if idea.name.startswith("half of Q"))
+    assert tune.compiles(case.plan(half, H200).launches[0].kernel) is None
+
+
+def test_the_table_shows_all_ideas_and_why_some_did_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
+    facts = {"dim": 128, "dim_v": 128, "kind": "full"}
+
+    def file(name: str, speeds: dict[str, float]) -> None:
+        timed = [{**facts, "case": "full, 8192", "tile": t, "ms": 1.0, "tflops": s} for t, s in speeds.items()]
+        results.write(
+            {"kind": "ideas", "rows": [*timed, {**facts, "tile": "too large", "reason": "spills"}]},
+            folder / f"{name}.json",
+        )
+
+    file("ideas", {"in use": 600.0, "cooler": 600.0, "bound: nothing": 600.0, "worse": 600.0})
+    file("ideas-sustained", {"in use": 500.0, "cooler": 510.0, "bound: nothing": 550.0, "worse": 400.0})
+    *_, bound, better, used, worse, refused = ledger._sustained(tmp_path, *ledger.IDEAS)
+    assert bound == "| full | 128 | in use | bound: nothing | 1.100 |  | 1.000 |  |"
+    assert better == "| full | 128 | in use | cooler | 1.020 |  | 1.000 | yes |"
+    assert "1.000" in used and "0.800" in worse
+    assert refused == "| full | 128 | in use | too large | | | | spills |"
