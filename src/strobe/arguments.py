@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
     positions: Any = None  # (sequences, 4) int32, the fields of `mask.Positions`
     partial: Any = False  # the output is in fp32
     first_head: Any = 0  # index of the first query head among those of the whole, for dropout
-    earlier_lse: Any = None  # `out` holds a result over other keys, and this is its LSE: the call merges into both
+    earlier_lse: Any = None  # the LSE of a finite result over other keys in `out`: the call merges into both
 
     def mask_tensor(self) -> torch.Tensor | None:
         return self.mask if isinstance(self.mask, torch.Tensor) else None

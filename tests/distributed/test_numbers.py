@@ -78,6 +78,21 @@ def test_the_first_result_of_a_row_is_written_and_not_merged(monkeypatch: pytest
     assert (found_lse == -torch.inf).sum() == 2 * 3 * 3
 
 
+def test_rows_to_merge_into_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read the output of rows without a result, and count it 0 times: 0 times NaN is NaN."""
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, shape, dtype: t.new_full(shape, torch.nan, dtype=dtype))
+    state = State(torch.zeros(1, 10, 2, 4), dim_v=4)
+    assert state.is_empty((2, 5))
+    out, lse = state.rows_to_write_to((2, 5))
+    out.fill_(1.0), lse.fill_(2.0)
+    assert not state.is_empty((2, 5)) and not state.is_empty((3, 8)) and state.is_empty((5, 10))
+    merged, merged_lse = state.rows_to_merge_into((3, 8))
+    assert merged[0, :, 0, 0].tolist() == [1, 1, 0, 0, 0]
+    assert merged_lse[0, 0].tolist() == [2, 2, -torch.inf, -torch.inf, -torch.inf]
+    found, _ = state.results()
+    assert found[0, :, 0, 0].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+
+
 def test_a_result_of_all_rows_is_adopted() -> None:
     state, out, lse = State(torch.zeros(1, 4, 2, 8), dim_v=8), torch.randn(1, 4, 2, 8), torch.randn(1, 2, 4)
     state.add((0, 4), out, lse)

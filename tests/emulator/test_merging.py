@@ -38,6 +38,10 @@ class Rows:
         self.out = self.wide[:, self.rows, :, : problem.dim_v].transpose(1, 2)
         self.lse = self.wide_lse[..., self.rows]
 
+    def begin(self) -> None:
+        """As rows that have seen no key: O may be anything but infinite or NaN."""
+        self.out.fill_(1e30), self.lse.fill_(-torch.inf)
+
     def check_the_rest(self) -> None:
         self.out.fill_(torch.nan), self.lse.fill_(torch.nan)
         assert self.wide.isnan().all() and self.wide_lse.isnan().all()
@@ -100,7 +104,7 @@ CASES = [
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_three_parts_of_the_keys_one_after_the_other(case: Case, kernel: str) -> None:
-    """The state starts as NaN with LSE -inf. Some rows see no key of the first part, others none of the last. Scores of
+    """The state starts with LSE -inf. Some rows see no key of the first part, others none of the last. Scores of
     the parts lie far apart, either way."""
     problem, inputs = prepare(case, torch.bfloat16)
     whole, third = (problem.len_q, problem.len_k), problem.len_k // 3
@@ -110,7 +114,7 @@ def test_three_parts_of_the_keys_one_after_the_other(case: Case, kernel: str) ->
     sms = 6 if "split" in case.name else 2
     for order in ((0, 1, 2), (1, 0, 2)):
         state, results = Rows(problem, inputs), []
-        state.lse.fill_(-torch.inf)
+        state.begin()
         for i in order:
             part = slice(i * third, (i + 1) * third if i < 2 else whole[1])
             call = kernel, *part_of(problem, inputs, slice(0, whole[0]), part)
@@ -132,7 +136,7 @@ def test_varlen_with_positions(kernel: str) -> None:
     case = Case("varlen", 0, 0, heads=2, heads_k=1, dim=64, mask=causal, lengths=lengths)
     problem, inputs = prepare(case, torch.bfloat16)
     state, results = Rows(problem, inputs), []
-    state.lse.fill_(-torch.inf)
+    state.begin()
     for offset in (40, 0, 90):  # the same keys, at other places of longer sequences
         positions = [(offset // 2, n + 100, 100 - offset, k + 100) for n, k in lengths]
         _, alone = run(kernel, problem, inputs, Rows(problem, inputs), merge=False, positions=positions)
@@ -188,7 +192,7 @@ def test_mutations_are_noticed(name: str, kernel: str) -> None:
     _, case, old, new = MUTATIONS[name]
     problem, inputs = prepare(case, torch.bfloat16)
     state = Rows(problem, inputs, more=0)
-    state.lse.fill_(-torch.inf)
+    state.begin()
     half = problem.len_q // 2
     state.out[:, :, half:].normal_(), state.lse[:, :, half:].normal_(4.0)
     before = state.out.nan_to_num(), state.lse.clone()

@@ -133,11 +133,16 @@ def lse_values(problem: Problem, pack_gqa: int = 1) -> dict[str, int]:
 
 def merge_fields(partial_out: bool) -> list[Field]:
     """Of forward kernels: only those with a partial output ask whether to merge (pipeline/output_rows.cuh)."""
-    return [Field("merge", "int")] if partial_out else []
+    return [Field("merge", "int"), Field("unscale", "float")] if partial_out else []
 
 
-def merge_values(problem: Problem) -> dict[str, int]:
-    return {"merge": int(problem.earlier_lse is not None)} if problem.partial else {}
+def merge_values(problem: Problem) -> dict[str, float]:
+    if not problem.partial:
+        return {}
+    return {
+        "merge": int(problem.earlier_lse is not None),
+        "unscale": 1 / problem.score.kernel_form(problem.scale).after,
+    }
 
 
 # ---- what no kernel of ours can do -----------------------------------------------------------------------------------

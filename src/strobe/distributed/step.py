@@ -35,7 +35,7 @@ def rows_of(t: torch.Tensor, rows: Range) -> torch.Tensor:
 
 class State:
     """The output and the LSE of all rows over the keys seen so far, in fp32 (fp64 for fp64). The output of a row
-    without a result is undefined and not read: the first result is written there, later ones are merged into it."""
+    without a result is undefined: the first result is written there, later ones are merged into it."""
 
     def __init__(self, q: torch.Tensor, dim_v: int) -> None:
         self._everything = 0, q.shape[-3]
@@ -60,10 +60,20 @@ class State:
                 merge_(*self._rows(total, total_lse, at), *self._rows(out, lse, at))
         self._untouched = sets.difference(self._untouched, (rows,))
 
-    def rows_to_merge_into(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of these rows, for whoever merges a result into them. Where the LSE is -inf, out is undefined."""
+    def is_empty(self, rows: Range) -> bool:
+        """Whether none of these rows has a result."""
+        return not sets.difference((rows,), self._untouched)
+
+    def rows_to_write_to(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of these rows, for whoever writes their first result there."""
         self._untouched = sets.difference(self._untouched, (rows,))
         return self._rows(self._written_to(), self._lse, rows)
+
+    def rows_to_merge_into(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of these rows, for whoever merges a result into them. Where the LSE is -inf, out is finite."""
+        for part in sets.intersection((rows,), self._untouched):
+            rows_of(self._written_to(), part).zero_()
+        return self.rows_to_write_to(rows)
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """After the last result: (out, lse). Rows that have none saw no key."""
@@ -99,8 +109,12 @@ class Step:
             a = group.arguments(template, q, keys)
             if len(group.places) == 1 and lookup(a).merges:
                 ((rows, _),) = group.places
-                out, lse = state.rows_to_merge_into(rows)
-                call.run(a._replace(out=out, earlier_lse=lse))
+                if state.is_empty(rows):
+                    out, lse = state.rows_to_write_to(rows)
+                    lse.copy_(call.run(a._replace(out=out))[1])
+                else:
+                    out, lse = state.rows_to_merge_into(rows)
+                    call.run(a._replace(out=out, earlier_lse=lse))
                 continue
             out, lse = call.run(a)
             for rows, part in group.places:

@@ -186,9 +186,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     const OutputRows<Config, Params> out{p, tile};
     if (!out.merges()) return;
     const int lane = thread_idx() % 32, first = tile.row0 + warp_offset() + 16 * t + lane / 4;
+    Earlier<true>{{out.earlier_lse(first), out.earlier_lse(first + 8)}}.resume(softmax[t], p);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int columns = out.resume_row(softmax[t], r, first + 8 * r);
+      const int columns = out.earlier_columns(first + 8 * r);
       const float* from = out.o(first + 8 * r) + 2 * (lane % 4);
 #pragma unroll
       for (int i = 0; i < kDimV / 8; ++i) {

@@ -32,8 +32,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   // buffer of its own, some panels at a time, so that the next Q can be on its way already.
   static constexpr bool kPrivateO = Config::kStorePanels > 0, kOneBox = Config::kOneBoxPerTile;
   static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
-  static_assert(kPrivateO || Config::kQSlots > 1,
-                "a Q slot that also stages O is given back only when the next tile is under way");
+  static_assert(kPrivateO || Config::kQSlots > 1, "a Q slot that stages O is given back when the next tile has begun");
   using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
@@ -47,8 +46,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
                        kOffsetBarriersK = kOffsetBarriersQ + RingQ::kBytes,
                        kOffsetBarriersV = kOffsetBarriersK + RingKV::kBytes,
                        kOffsetTileInfo = kOffsetBarriersV + RingKV::kBytes;
-  static_assert(kOffsetTileInfo + Config::kQSlots * kTileInfoBytes<Config> == Config::kSmem,
-                "the shared memory that Python asks for");
+  static_assert(kOffsetTileInfo + Config::kQSlots * kTileInfoBytes<Config> == Config::kSmem, "what Python asks for");
 
   const Params& p;
   u32 smem;
@@ -146,12 +144,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     Accumulators<T, kDimV> o;
     u32 weights[kScores / 2];
     Softmax<> softmax;
+    Earlier<Config::kPartialOut> earlier;
     DropoutMasks < Config::kDropout, kConsumers == 2 && kDim == kDimV&& kDim<256, kScores / 2> dropout;  // if it fits
     STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
-      if constexpr (Config::kPartialOut) OutputRows<Config, Params>{p, tile}.resume(o, softmax, row);
+      if constexpr (Config::kPartialOut) OutputRows<Config, Params>{p, tile}.load_earlier(o, earlier.lse, row);
     }
   };
 
@@ -179,6 +178,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     issue_qk<kKeys>(s, q_desc);
     f.dropout.choose(n * kBlockN);
     wait_qk<0>(s);
+    f.earlier.resume(f.softmax, p);
   }
   // O += P V, nothing else in flight.
   STROBE_DEVICE void pv(Fragments& f) {
@@ -246,8 +246,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     f.dropout.drop(f.weights);
   }
 
-  // Key block n of the tile, of which this consumer's rows see nothing.
-  STROBE_DEVICE void skip_block(bool has_turn) {
+  STROBE_DEVICE void skip_block(bool has_turn) {  // a key block of the tile that this consumer's rows do not see
     if (has_turn) turns.yield_turn();
     k.skip();
     v.skip();
@@ -363,6 +362,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
         if constexpr (kRolled) n = attend_rolled(f, tile, mine, row, n, stored);
         else n = attend(f, tile, mine, row, n, stored);
       } else stored.release();
+      f.earlier.resume(f.softmax, p);
       if (kPrivateO && elected()) q.release();
       if (sees_keys) pv(f);
 

@@ -10,6 +10,24 @@
 
 namespace strobe {
 
+// kPartialOut: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded with O when a tile
+// begins, and waited for by `resume`, which comes behind the first scores.
+template <bool kPartialOut> struct Earlier {
+  float lse[2];
+  bool pending = kPartialOut;
+  template <class S, class Params> STROBE_DEVICE void resume(S& softmax, const Params& p) {
+    if constexpr (kPartialOut) {
+      if (!pending) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        softmax.m[r] = lse[r] * p.unscale;
+        softmax.l[r] = lse[r] != neg_inf() && thread_idx() % 4 == 0 ? 1.f : 0.f;  // a quad adds its four up
+      }
+      pending = false;
+    }
+  }
+};
+
 template <class Config, class Params> struct OutputRows {
   const Params& p;
   const Tile& tile;
@@ -26,21 +44,17 @@ template <class Config, class Params> struct OutputRows {
            i64(tile.first_row + row / Config::kPackGqa) * p.o_row;
   }
   STROBE_DEVICE bool merges() const { return p.merge && (!Config::kSplit || remainder(tile.work, p.splits) == 0); }
-  // m and l of the fragment's row r, which is `row`, as the earlier result has left them, and how many columns of its O
-  // there are. A row that has seen no key yet has none, and nobody looks at what its O is.
-  template <class S> STROBE_DEVICE int resume_row(S& softmax, int r, int row) const {
-    const float earlier = merges() && row < tile.len_q ? ld_global_l2(lse(row)) : neg_inf();
-    const bool seen = earlier != neg_inf();
-    softmax.m[r] = seen ? earlier * kLog2e / p.scale_log2 : neg_inf();
-    softmax.l[r] = seen && thread_idx() % 4 == 0 ? 1.f : 0.f;  // a quad adds its four up
-    return seen ? p.dim_v : 0;
-  }
-  template <class O, class S> STROBE_DEVICE void resume(O& fragment, S& softmax, int row) const {  // and row + 8
+  // An earlier result, if there is one: its LSE, and how many columns of its O there are. A row that has seen no key
+  // yet has the LSE -inf and an O that is finite, so that loads of O need not wait for the LSE.
+  STROBE_DEVICE bool has_earlier(int row) const { return merges() && row < tile.len_q; }
+  STROBE_DEVICE float earlier_lse(int row) const { return has_earlier(row) ? ld_global_l2(lse(row)) : neg_inf(); }
+  STROBE_DEVICE int earlier_columns(int row) const { return has_earlier(row) ? p.dim_v : 0; }
+  template <class O> STROBE_DEVICE void load_earlier(O& fragment, float (&lse)[2], int row) const {  // and row + 8
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {  // without a branch around it, for which ptxas would make wgmmas wait for one another
-      const int columns = resume_row(softmax, r, row + 8 * r);
-      fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), columns);
-    }
+    for (int r = 0; r < 2; ++r) lse[r] = earlier_lse(row + 8 * r);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
+      fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), earlier_columns(row + 8 * r));
   }
   template <class O> STROBE_DEVICE void store_partial(const O& fragment, int row) const {  // and row + 8
 #pragma unroll
