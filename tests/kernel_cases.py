@@ -59,6 +59,9 @@ KERNEL_CASES = [
     Case("k_window_left", 200, 300, batch=1, dim=64, mask=window(30, None)),
     Case("k_rows_without_keys", 400, 60, batch=1, dim=64, mask=window(20, 10)),
     Case("k_scale", 70, 140, batch=1, dim=64, scale=0.7),
+    Case("k_64_dropout", 70, 300, batch=1, heads=3, heads_k=1, dim=64, mask=causal, dropout=0.3),
+    Case("k_128_dropout", 140, 400, batch=1, dim=128, mask=causal, dropout=0.3),  # sm90 decides early what it drops
+    Case("k_192_dropout_packed", 0, 0, dim=192, dropout=0.2, lengths=((70, 200), (0, 3), (65, 129))),
     Case("k_softcap", 70, 140, batch=1, dim=64, softcap=20.0, scores="huge"),
 ]
 

@@ -28,6 +28,7 @@ ASYNC = (
     "k_64_causal_rounds",
     "k_128_rounds",
     "k_128_packed",
+    "k_128_dropout",
     "k_256_rounds",
     "k_96",
     "k_72_packed",

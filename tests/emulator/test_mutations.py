@@ -43,6 +43,7 @@ WIDE_NO_KEYS = replace(NO_KEYS, name="wide_no_keys", len_k=110, heads=4, dim=128
 WIDE_SPLIT = replace(SPLIT, name="wide_split", dim=128)
 LOW = replace(SPLIT, name="low", scores="low")  # scores so low that 0 in their place would be the maximum
 PACKED_GQA = Case("packed_gqa", 9, 150, batch=1, heads=4, heads_k=1, dim=64, mask=causal)
+DROPOUT = replace(CAUSAL, name="dropout", dropout=0.3)
 SOFTCAP = replace(CAUSAL, name="softcap", softcap=5.0)
 VARLEN = Case("varlen", 0, 0, heads=2, dim=64, lengths=((70, 100), (0, 3), (65, 129), (130, 70)))
 TILES: dict[str, Any] = {
@@ -265,6 +266,8 @@ MUTATIONS = [
     *(
         Mutation(*m, tile="sm90_ping_pong")
         for m in [
+            ("mask_of_the_block_before", CHOOSE + "wait_qk<1>(s);", "wait_qk<1>(s);", DROPOUT),
+            ("pairs_swapped", "i % 2 ? 0x3311 : 0x2200", "i % 2 ? 0x2200 : 0x3311", DROPOUT),
             ("turn_not_passed_on", f"turns.pass_turn();\n    {CHOOSE}wait_qk<1>(s);", "wait_qk<1>(s);"),
             ("turn_not_yielded", "wait_turn();\n    pass_turn();\n  }", "wait_turn();\n  }"),
             ("turn_not_taken_by_a_skip", f"if (has_turn) {YIELD}", ""),

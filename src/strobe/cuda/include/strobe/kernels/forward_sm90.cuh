@@ -15,7 +15,7 @@
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/split_kv.cuh>
 #include <strobe/pipeline/tile_boxes.cuh>
-#include <strobe/tile/dropout.cuh>
+#include <strobe/tile/dropout_masks.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include <strobe/tile/softmax.cuh>
 

@@ -78,28 +78,4 @@ template <> struct Dropout<false> {
   template <class X> STROBE_DEVICE void drop(X&, int) const {}
 };
 
-// Dropout of rounded weights that depends on no score: kEarly computes the masks of a fragment when its keys are
-// chosen, while products are in flight, and takes N registers for them. Otherwise it is done when they are dropped.
-template <bool kEnabled, bool kEarly, int N> struct DropoutMasks {
-  Dropout<kEnabled> dropout;
-  u32 masks[N];
-  int column;
-
-  template <class Params> STROBE_DEVICE DropoutMasks(const Params& p, u32 head_key, int query)
-      : dropout(p, head_key, query) {}
-  STROBE_DEVICE void choose(int first_key) {
-    column = first_key + 2 * int(thread_idx() % 4);
-    if constexpr (kEnabled && kEarly) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) masks[i] = dropout.kept(i, column);
-      pin(masks);
-    }
-  }
-  STROBE_DEVICE void drop(u32 (&weights)[N]) const {
-    if (!kEarly) dropout.drop(weights, column);
-#pragma unroll
-    for (int i = 0; kEnabled && kEarly && i < N; ++i) weights[i] &= masks[i];
-  }
-};
-
 }  // namespace strobe
