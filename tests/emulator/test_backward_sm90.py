@@ -17,6 +17,7 @@ from strobe.cuda.catalogue import FAMILIES
 from strobe.emulator import compiler
 from strobe.emulator.backend import MACHINES
 from strobe.mask import Positions, causal, window
+from strobe.tools import ideas
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -164,3 +165,10 @@ MUTATIONS = [
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_mutation_is_caught(mutation: Mutation) -> None:
     assert any(finding("sm90", mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"
+
+
+@pytest.mark.parametrize("idea", [*ideas.BACKWARD[1:3], *ideas.WIDE_BACKWARD[1:]], ids=str)
+def test_an_idea_computes_the_same(idea: ideas.Idea) -> None:
+    ((old, new),) = idea.edits
+    case = WIDE if idea in ideas.WIDE_BACKWARD else CAUSAL
+    check_case("sm90", case, mutation=Mutation(idea.name, old, new, case))

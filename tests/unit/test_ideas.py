@@ -20,20 +20,25 @@ from strobe.tools import ideas, tune
 from strobe.tools.tune_forward import TileCase
 
 H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
-RIGHT = [idea for idea in ideas.IDEAS if not idea.is_bound]
+RIGHT = [idea for idea in ideas.FORWARD if not idea.is_bound]
 
 
-def test_every_idea_applies_to_every_kernel() -> None:
-    for dims in ideas.DIMS:
-        for kind in ideas.KINDS:
-            (case,) = ideas.cases(*dims, kind, ideas.LENGTHS)
-            in_use, *others = (case.plan(idea, H200).launches[0].kernel for idea in ideas.IDEAS)
-            assert in_use == TileCase.plan(case, None, H200).launches[0].kernel
-            assert len({kernel.source for kernel in (in_use, *others)}) == len(ideas.IDEAS)
+@pytest.mark.parametrize("name", ideas.PASSES)
+def test_every_idea_applies_to_every_kernel(name: str) -> None:
+    subject, (length, *_) = ideas.PASSES[name]
+    for dims in subject.dims:
+        for kind in subject.kinds:
+            for case in subject.cases(*dims, kind, [length]):
+                in_use, *others = subject.candidates(*dims, kind)
+                sources = {launch.kernel.source for launch in case.plan(in_use, H200).launches}
+                for idea in others:
+                    edited = {launch.kernel.source for launch in case.plan(idea, H200).launches}
+                    assert edited - sources, idea
+                    sources |= edited
 
 
 def test_an_edit_that_finds_nothing_is_an_error() -> None:
-    (case,) = ideas.cases(64, 64, "full", ideas.LENGTHS)
+    (case,) = ideas.forward_cases(64, 64, "full", [8192])
     with pytest.raises(ValueError, match="stale: forward_sm90.* has no 'what was renamed'"):
         case.plan(ideas.Idea("stale", (("what was renamed", ""),)), H200)
 
@@ -55,8 +60,8 @@ def test_an_idea_computes_the_same(idea: ideas.Idea) -> None:
 
 
 def test_half_of_q_fits_into_registers() -> None:
-    (case,) = ideas.cases(128, 128, "full", ideas.LENGTHS)
-    half = next(idea for idea in ideas.IDEAS if idea.name.startswith("half of Q"))
+    (case,) = ideas.forward_cases(128, 128, "full", [8192])
+    half = next(idea for idea in ideas.FORWARD if idea.name.startswith("half of Q"))
     assert tune.compiles(case.plan(half, H200).launches[0].kernel) is None
 
 

@@ -1,13 +1,17 @@
-"""Ideas for the forward kernel on Hopper, timed beside the kernel in use. Each is an edit of its source, so that the
-kernel needs no switch for what is not kept:
+"""Ideas for the Hopper kernels, timed beside the kernels in use. Each is an edit of a kernel's source, so that it needs
+no switch for what is not kept:
 `python -m strobe.tools.ideas --method sustained -o benchmarks/results/MACHINE/studies/ideas-sustained.json`
+`python -m strobe.tools.ideas --pass backward -o benchmarks/results/MACHINE/studies/ideas-backward.json`
 
-In short turns they bring nothing. They may save power, and at the power limit speed is energy per FLOP."""
+In short turns those for the forward bring nothing. They may save power, and at the power limit speed is energy per
+FLOP. Those for the backward come from its SASS."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +20,13 @@ import torch
 
 from strobe.bench import results
 from strobe.bench.ledger import BOUND
-from strobe.cuda import jit
+from strobe.cuda import backward_sm90, jit
 from strobe.cuda.kernel import KernelSpec, TemplateKernel, TextKernel
-from strobe.cuda.plan import Machine, Plan
+from strobe.cuda.plan import Dims, Machine, Plan
 from strobe.measure.method import SUSTAINED, TURNS
-from strobe.tools import tune, tune_forward
+from strobe.tools import tune, tune_backward, tune_forward
+from strobe.tools.tune_backward import BackwardCase
 from strobe.tools.tune_forward import TileCase
-
-DIMS = [(64, 64), (128, 128), (256, 256)]
-KINDS = ("full", "bounded")
-LENGTHS = (8192,)
 
 Edit = tuple[str, str]  # what stands in the flattened source, each time it does, and what takes its place
 
@@ -36,6 +37,8 @@ class Idea:
     edits: tuple[Edit, ...] = ()
     part_of_q: int = 0  # one of so many parts of Q is in registers
     producer: int | None = None  # registers of a thread of the producer; consumers get what that leaves
+    turns: bool = False  # deterministic sums
+    header: str = "forward_sm90"  # of the kernels that are edited
 
     def __str__(self) -> str:
         return self.name
@@ -65,6 +68,14 @@ class Idea:
         return TextKernel(
             f"{kernel.name} {self.name}", kernel.arch, kernel.params, kernel.threads, kernel.smem, text=text
         )
+
+    def planned(self, made: Plan) -> Plan:
+        launches = []
+        for launch in made.launches:
+            kernel = launch.kernel
+            assert isinstance(kernel, TemplateKernel)
+            launches.append(replace(launch, kernel=self.applied(kernel)) if kernel.header == self.header else launch)
+        return replace(made, launches=tuple(launches))
 
 
 # ---- Q in registers: S = Q K^T reads half as much shared memory ------------------------------------------------------
@@ -115,7 +126,21 @@ def _without_loads(left_out: str) -> tuple[Edit, ...]:
     return tuple(edits)
 
 
-IDEAS = [
+# ---- exponentials of the backward: ptxas moves most of them behind the wait for dP -----------------------------------
+_EXPONENTIALS = {
+    "backward_sm90": "if (Score::kIdentity) exponentials(s, keys, m, masked);\n",
+    "dq_sm90": "exponentials(s, slope, r, n, masked);\n",
+}
+
+
+def _exponentials_above(name: str, header: str, count: str = "kScores", turns: bool = False) -> Idea:
+    """So many of them stay above the wait."""
+    collect = f"u32 any = 0;\n#pragma unroll\n    for (int i = 0; i < {count}; ++i) any |= as_bits(s[i]);\n"
+    after = _EXPONENTIALS[header]
+    return Idea(name, ((after, f"{after}    {{ {collect} keep_above(smem, any); }}\n"),), turns=turns, header=header)
+
+
+FORWARD = [
     Idea("in use"),
     Idea("Q in registers, 24 for the producer", part_of_q=1, producer=24),
     Idea("half of Q in registers", part_of_q=2),
@@ -124,46 +149,87 @@ IDEAS = [
     Idea(f"{BOUND}half the loads of K and V", _without_loads("n % 2")),
     Idea(f"{BOUND}no loads of K and V", _without_loads("true")),
 ]
+BACKWARD = [
+    Idea("in use"),
+    _exponentials_above("exponentials above the wait for dP", "backward_sm90"),
+    _exponentials_above("half of the exponentials above the wait for dP", "backward_sm90", "kScores / 2"),
+    Idea("sums of dQ by turns", turns=True),
+    _exponentials_above("sums of dQ by turns, exponentials above", "backward_sm90", turns=True),
+]
+WIDE_BACKWARD = [Idea("in use"), _exponentials_above("exponentials above the wait for dP, for dQ", "dq_sm90")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IdeaCase(TileCase):
+class ForwardCase(TileCase):
     def plan(self, idea: Any, machine: Machine) -> Plan:
-        made = super().plan(None, machine)
-        (launch,) = made.launches
-        assert isinstance(launch.kernel, TemplateKernel)
-        return replace(made, launches=(replace(launch, kernel=idea.applied(launch.kernel)),))
+        return idea.planned(super().plan(None, machine))
 
 
-def cases(dim: int, dim_v: int, kind: str, lengths: Any) -> list[IdeaCase]:
-    return [IdeaCase(**vars(case)) for case in tune_forward.cases(dim, dim_v, kind, lengths)]
+@dataclass(frozen=True, kw_only=True)
+class GradientCase(BackwardCase):
+    def plan(self, idea: Any, machine: Machine) -> Plan:
+        return idea.planned(BackwardCase.plan(replace(self, deterministic=idea.turns), None, machine))
 
 
-def calls(ideas: list[Idea], case: IdeaCase, device: torch.device, machine: Machine) -> tune.Calls:
-    return tune_forward.calls(ideas, case, device, machine, bounds={idea.name for idea in ideas if idea.is_bound})
+def forward_cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[ForwardCase]:
+    return [ForwardCase(**vars(case)) for case in tune_forward.cases(dim, dim_v, kind, lengths)]
 
 
-SUBJECT = tune.Subject(DIMS, KINDS, cases, lambda dim, dim_v, kind: IDEAS, calls)
+def backward_cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[GradientCase]:
+    return [GradientCase(**vars(case)) for case in tune_backward.cases("sm90", dim, dim_v, kind, lengths)]
+
+
+def forward_ideas(dim: int, dim_v: int, kind: str) -> list[Idea]:
+    return FORWARD
+
+
+def backward_ideas(dim: int, dim_v: int, kind: str) -> list[Idea]:
+    return WIDE_BACKWARD if dim > 128 else BACKWARD  # two kernels, or one
+
+
+_bounds = {idea.name for idea in FORWARD if idea.is_bound}
+DIMS: list[Dims] = [(64, 64), (128, 128), (256, 256)]
+PASSES: dict[str, tuple[tune.Subject, tuple[int, ...]]] = {  # and the lengths
+    "forward": (
+        tune.Subject(
+            DIMS,
+            ("full", "bounded"),
+            forward_cases,
+            forward_ideas,
+            functools.partial(tune_forward.calls, bounds=_bounds),
+        ),
+        (8192,),
+    ),
+    "backward": (
+        tune.Subject(
+            DIMS,
+            tune_backward.kinds("sm90", backward_sm90.ARCH)[:1],
+            backward_cases,
+            backward_ideas,
+            tune_backward.calls,
+        ),
+        (512, 1024, 4096, 16384),
+    ),
+}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m strobe.tools.ideas", description="Ideas for the Hopper forward, beside the kernel as it is."
+        prog="python -m strobe.tools.ideas", description="Ideas for the Hopper kernels, beside the kernels in use."
     )
+    parser.add_argument("--pass", dest="direction", choices=PASSES, default="forward")
     parser.add_argument("--method", choices=[TURNS, SUSTAINED], default=TURNS)
     parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("there is no GPU")
-    found = tune.sweep(
-        SUBJECT,
-        DIMS,
-        KINDS,
-        LENGTHS,
-        torch.device("cuda", torch.cuda.current_device()),
-        lambda what, done, of: print(f"{done}/{of} {what}", flush=True),
-        chosen.method,
-    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    subject, lengths = PASSES[chosen.direction]
+
+    def report(what: str, done: int, of: int) -> None:
+        print(f"{done}/{of} {what}", flush=True)
+
+    found = tune.sweep(subject, subject.dims, subject.kinds, lengths, device, report, chosen.method)
     del found["best"]  # whether one is kept is not a matter of speed alone
     results.write({"kind": "ideas", **found}, chosen.out)
     print(f"wrote {chosen.out}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _META = torch.device("meta")  # plans need no tensors
 class BackwardCase(BenchCase):
     kind: str  # "backward sm_90a": one of KINDS, and whose kernels
     family: str  # of catalogue.FAMILIES
+    deterministic: bool = False
 
     @property
     def tuned_flops(self) -> int:
@@ -43,7 +44,7 @@ class BackwardCase(BenchCase):
 
     @property
     def wanted(self) -> Problem:
-        return self.problem(_META).backward(("q", "k", "v"))
+        return replace(self.problem(_META).backward(("q", "k", "v")), deterministic=self.deterministic)
 
     @property
     def module(self) -> Any:
