@@ -1,4 +1,4 @@
-"""A GPU that is a queue with a clock of its own: for tests of how things are timed."""
+"""GPUs that are not there: an H200 for plans, and a queue with a clock of its own for tests of how things are timed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from strobe.cuda.plan import Machine
 from strobe.measure.stopwatch import SPINS_PER_MS, Call, Settings, Stopwatch, TimedCall
+
+H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
 
 
 class FakeGpu:

@@ -10,6 +10,7 @@ import fake_driver
 import pytest
 import torch
 from fake_driver import Kernel, Recorder
+from fake_gpu import H200
 from oracle import check
 
 import strobe
@@ -18,10 +19,8 @@ from strobe.bound import bind
 from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
 from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.launch import Launcher
-from strobe.cuda.plan import COUNTERS, Machine, Plan
+from strobe.cuda.plan import COUNTERS, Plan
 from strobe.problem import Problem, supposed
-
-H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
 
 
 @pytest.fixture

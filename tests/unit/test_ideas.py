@@ -1,25 +1,25 @@
-"""Ideas for the Hopper forward as edits of its source: each applies to the kernels as they are now, those that are right
-compute the same, and the table says which of them are better."""
+"""Ideas for the Hopper kernels as edits of their source: each applies to the kernels as they are now, those for the
+forward that are right compute the same, and the table says which of them are better."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from fake_gpu import H200
 
 from strobe.arguments import Inputs
 from strobe.backends.tiled import forward as tiled
 from strobe.bench import ledger, results
 from strobe.cuda.kernel import TemplateKernel, TextKernel
-from strobe.cuda.plan import Machine
 from strobe.emulator import backend, compiler
 from strobe.mask import causal
 from strobe.tools import ideas, tune
 from strobe.tools.tune_forward import TileCase
 
-H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
 RIGHT = [idea for idea in ideas.FORWARD if not idea.is_bound]
 
 
@@ -63,6 +63,31 @@ def test_half_of_q_fits_into_registers() -> None:
     (case,) = ideas.forward_cases(128, 128, "full", [8192])
     half = next(idea for idea in ideas.FORWARD if idea.name.startswith("half of Q"))
     assert tune.compiles(case.plan(half, H200).launches[0].kernel) is None
+
+
+def test_the_command_writes_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def sweep(subject: tune.Subject, *rest: object) -> dict[str, object]:
+        asked.append((subject, rest[-1]))
+        return {"method": rest[-1], "rows": [], "best": {}}
+
+    monkeypatch.setattr(tune, "sweep", sweep)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name, (subject, _) in ideas.PASSES.items():
+        out = tmp_path / f"{name}.json"
+        assert ideas.main(["--pass", name, "--method", "sustained", "-o", str(out)]) == 0
+        assert asked.pop() == (subject, "sustained")
+        assert json.loads(out.read_text()) == {"kind": "ideas", "method": "sustained", "rows": []}
+
+
+def test_the_command_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        ideas.main(["-o", str(tmp_path / "ideas.json")])
+    assert "there is no GPU" in capsys.readouterr().err
 
 
 def test_the_table_shows_all_ideas_and_why_some_did_not_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from cases import Case
+from fake_gpu import H200
 from hypothesis import given, settings, strategies as st
 from kernel_cases import SUPPORTED
 from oracle import check, prepare
@@ -34,7 +35,6 @@ def out_strides(p: Problem) -> tuple[int, int, int]:
 
 
 A100 = Machine("sm_80", sms=108, l2_bytes=40 << 20, smem_bytes=163 << 10)
-H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)
 
 
 def plan_sm80(p: Problem) -> Plan:

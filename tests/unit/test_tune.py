@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGpu
+from fake_gpu import H200, FakeGpu
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,7 +25,6 @@ from strobe.measure.sustained import SustainedCall
 from strobe.tools import cli, tune, tune_backward, tune_forward, tune_table
 
 SMEM = forward_sm90.SMEM_BYTES
-H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=SMEM)
 
 
 @pytest.fixture

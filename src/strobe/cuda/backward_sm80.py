@@ -310,7 +310,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     grid, overlaps = key_blocks * problem.batch * parts.heads_k, has_dependent_launch(arch)
     launches = [
         delta_launch(problem, delta, statistics, strides),
-        Launch(main, grid, values, overlaps=overlaps, together=int(turns)),
+        Launch(main, grid, values, overlaps=overlaps, together=int(turns)),  # each waits for those before it
     ]
     workspace = dict(statistics.workspace)
     if wanted.dq:

@@ -46,7 +46,7 @@ class Launch:
     values: Mapping[str, Any]  # the other fields of the arguments
     maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)  # by the name of the tensor
     overlaps: bool = False  # may start before the launch in front of it has ended; waits where its code says so
-    together: int = 0  # where blocks wait for others: so many must be on the GPU at once
+    together: int = 0  # so many blocks must be on the GPU at once, since they wait for others; 0: none waits
 
 
 @dataclass(frozen=True)

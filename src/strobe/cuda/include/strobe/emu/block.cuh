@@ -88,6 +88,14 @@ struct Word {
   bool copy_in_flight = false, generic = false;
 };
 
+struct Random {  // xorshift
+  u64 state;
+  u32 operator()() {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return static_cast<u32>(state >> 32);
+  }
+};
+
 struct Wgmmas;  // in-flight products of one warpgroup, wgmma.cuh
 
 struct Block {
@@ -122,7 +130,7 @@ struct Block {
   u64 turns_released = 0;
   std::vector<u32> ready;  // a ring of thread indices
   u32 ready_first = 0, ready_count = 0;
-  u64 random_state;
+  Random random;
 
   Block(u32 index, u32 grid, u32 thread_count, u32 smem, bool async, u32 seed, const void* params,
         const std::vector<Buffer>& buffers, void (*kernel)(const void*))
@@ -130,7 +138,7 @@ struct Block {
         buffers(buffers), kernel(kernel), threads(thread_count), warps(thread_count / 32),
         warpgroups(thread_count / 128), accesses(thread_count / 32), mbarrier_at(smem / 4 + 1, -1),
         shared(new u8[smem + 1]), products(thread_count / 128), ready(thread_count),
-        random_state((u64(seed) << 32 | index) * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull) {
+        random{(u64(seed) << 32 | index) * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull} {
     memset(shared.get(), 0xff, smem);  // NaN in every format
     for (u32 i = 0; i < warps.size(); ++i) warps[i].first = 32 * i, warps[i].size = 32;
     for (u32 i = 0; i < warpgroups.size(); ++i) warpgroups[i].first = 128 * i, warpgroups[i].size = 128;
@@ -142,11 +150,6 @@ struct Block {
     clocks.assign(size_t(slots) * thread_count, 0);
     for (u32 i = 0; i < thread_count; ++i) clock(i)[i] = 1;
     for (NamedBarrier& barrier : named) barrier.clock.assign(slots, 0);
-  }
-
-  u32 random() {
-    random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;
-    return static_cast<u32>(random_state >> 32);
   }
 
   // ---- vector clocks ------------------------------------------------------------------------------------------------

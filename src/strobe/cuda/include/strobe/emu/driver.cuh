@@ -25,15 +25,14 @@ struct Slot {  // room for one block
 // next goes by number, in async mode by chance (by seed).
 struct Slots {
   std::vector<std::unique_ptr<Slot>> all;
-  u64 random_state;
+  Random random;
   u32 at = ~0u, idle = 0;
 
-  Slots(u32 count, u32 threads, u32 seed) : random_state((u64(seed) + 1) * 0x9e3779b97f4a7c15ull) {
+  Slots(u32 count, u32 threads, u32 seed) : random{(u64(seed) + 1) * 0x9e3779b97f4a7c15ull} {
     for (u32 i = 0; i < count; ++i) all.emplace_back(new Slot(threads));
   }
   Slot* next(bool by_chance) {  // null if all are empty
-    random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;
-    at = u32(by_chance ? (random_state >> 32) % all.size() : at + 1);
+    at = u32(by_chance ? random() % all.size() : at + 1);
     for (u32 i = 0; i < all.size(); ++i, ++at)
       if (all[at % all.size()]->block) return all[at % all.size()].get();
     return nullptr;

@@ -362,7 +362,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
         if constexpr (kRolled) n = attend_rolled(f, tile, mine, row, n, stored);
         else n = attend(f, tile, mine, row, n, stored);
       } else stored.release();
-      f.earlier.resume(f.softmax, p);
+      f.earlier.resume(f.softmax, p);  // if no row has met a score
       if (kPrivateO && elected()) q.release();
       if (sees_keys) pv(f);
 

@@ -46,7 +46,7 @@ STROBE_DEVICE u32 thread_idx_again() {
 STROBE_DEVICE u32 warp_uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Registers of a wgmma in flight belong to the tensor cores: pinned after a wait, they are not used before it. What is
-// pinned before a wait is computed before it, as far as NVRTC is concerned; ptxas needs more (keep_above).
+// pinned before a wait stays before it in PTX; ptxas may still move it (keep_above).
 template <int N> STROBE_DEVICE void pin(float (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
