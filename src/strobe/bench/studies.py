@@ -1,6 +1,6 @@
 """Small experiments beside the benchmark, each with a table of its own in the documents:
-`python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json`; `inputs` and `variants`
-likewise."""
+`python -m strobe.bench.studies turns -o benchmarks/results/MACHINE/studies/turns.json`; `inputs`, `training` and
+`variants` likewise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from strobe.bench import claims, reading, results
+from strobe.bench import claims, reading, results, training_costs
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import make_tensors
 from strobe.bench.provider import to_layout
@@ -243,7 +243,12 @@ def load(root: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-STUDIES: dict[str, Callable[[torch.device], Rows]] = {"turns": turns, "inputs": inputs, "variants": variants}
+STUDIES: dict[str, Callable[[torch.device], Rows]] = {
+    "turns": turns,
+    "inputs": inputs,
+    "training": training_costs.rows,
+    "variants": variants,
+}
 
 
 def main(arguments: list[str]) -> int:
