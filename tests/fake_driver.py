@@ -45,6 +45,7 @@ def install(monkeypatch: pytest.MonkeyPatch, stream: int = 77) -> None:
     Recorder.made.clear()
     monkeypatch.setattr(driver, "Launch", Recorder)
     monkeypatch.setattr(driver, "TensorMapSlot", Slot)
+    monkeypatch.setattr(driver, "address_is_first_word", lambda: True)
     monkeypatch.setattr(driver, "have_context", lambda device: None)
     monkeypatch.setattr(driver.TensorMapSpec, "encode", lambda self: b"\1" * driver.TENSOR_MAP_BYTES)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())

@@ -281,7 +281,7 @@ def test_a_tensor_map_is_encoded_and_pointed_elsewhere(with_stub):
 
 def test_a_slot_calls_the_driver_only_for_a_new_address(with_stub):
     lines, address, message = with_stub("""
-        driver._address_is_first_word = lambda: False
+        driver.address_is_first_word = lambda: False
         buffer = bytearray(256)
         slot = driver.TensorMapSlot(buffer, 64)
         for address in (0x1000, 0x1000, 0x2000, 0x1000, 0x1000):
@@ -297,7 +297,7 @@ def test_a_slot_calls_the_driver_only_for_a_new_address(with_stub):
 
 def test_a_slot_writes_the_address_itself_where_the_driver_keeps_it_plain(with_stub):
     lines, words = with_stub("""
-        driver._address_is_first_word = lambda: True
+        driver.address_is_first_word = lambda: True
         buffer = bytearray(256)
         slot = driver.TensorMapSlot(buffer, 64)
         words = []

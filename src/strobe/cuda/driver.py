@@ -276,7 +276,7 @@ class TensorMapSpec:
 
 
 @functools.cache
-def _address_is_first_word() -> bool:
+def address_is_first_word() -> bool:
     """Whether this driver keeps a tensor map's address, as it is, in the first eight bytes: not documented, so tried
     out."""
     spec = TensorMapSpec(0, 2, (64, 64), (128,), (64, 64), 128)
@@ -292,7 +292,7 @@ class TensorMapSlot:
         self._memory = (ctypes.c_ubyte * TENSOR_MAP_BYTES).from_buffer(buffer, offset)
         self._map = _cuda().CUtensorMap(ctypes.addressof(self._memory))
         self._replace = _cuda().cuTensorMapReplaceAddress
-        self._word = ctypes.c_uint64.from_buffer(buffer, offset) if _address_is_first_word() else None
+        self._word = ctypes.c_uint64.from_buffer(buffer, offset) if address_is_first_word() else None
         self._address: int | None = None
 
     def point_to(self, address: int) -> None:

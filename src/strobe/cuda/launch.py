@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,35 +69,33 @@ class Launcher:
 
 
 class _Prepared:
-    """One launch. It knows where among all addresses its pointers are."""
+    """One launch. It knows which of all addresses go where among the words of its parameters."""
 
     def __init__(self, launch: Launch, names: tuple[str, ...], device: int) -> None:
         spec = launch.kernel
-        fields = spec.params.fields
-        pointers = [f.name for f in fields if f.ctype.endswith("*") or f.name in names]
+        pointers = [f.name for f in spec.params.fields if f.ctype.endswith("*") or f.name in names]
         maps = {f"map_{t}": dataclasses.replace(m, address=_SOMEWHERE).encode() for t, m in launch.maps.items()}
         packed = spec.params.pack({**dict.fromkeys(pointers, 0), **launch.values, **maps})
         function = kernel(spec).function(device)
         self._launch = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
-        known = [name for name in pointers if name in names]  # others stay null
-        self._patch = spec.params.patcher(self._launch.params, *known)
-        indices = [names.index(name) for name in known]
-        in_order = indices == list(range(len(names)))
-        self._pick: Any = None if in_order else _picker(indices)
-        params = self._launch.params
-        slots = [driver.TensorMapSlot(params, spec.params.offsets[f"map_{t}"]) for t in launch.maps]
-        self._maps = list(zip(slots, [names.index(t) for t in launch.maps], strict=True))
+        self._words = memoryview(self._launch.params).cast("Q")
+        offsets = spec.params.offsets
+        at = [(offsets[name], name) for name in pointers if name in names]  # others stay null
+        of_maps = [(offsets[f"map_{t}"], t) for t in launch.maps]
+        self._slots: list[tuple[driver.TensorMapSlot, int]] = []  # of maps that the driver has to move
+        if of_maps and driver.address_is_first_word():  # GPUs before Hopper have no tensor maps to try it out with
+            at += of_maps
+        else:
+            self._slots = [(driver.TensorMapSlot(self._launch.params, o), names.index(t)) for o, t in of_maps]
+        self._places = [(offset // 8, names.index(name)) for offset, name in at]
 
     def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
-        mine = addresses if self._pick is None else self._pick(addresses)
-        self._patch(*mine)
-        for slot, index in self._maps:
+        words = self._words
+        for word, index in self._places:
+            words[word] = addresses[index]
+        for slot, index in self._slots:
             slot.point_to(addresses[index])
         self._launch.launch(stream)
-
-
-def _picker(indices: list[int]) -> Any:
-    return operator.itemgetter(*indices) if len(indices) > 1 else lambda addresses: (addresses[indices[0]],)
 
 
 # ---- zeros that launches count with ----------------------------------------------------------------------------------
