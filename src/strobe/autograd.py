@@ -25,13 +25,13 @@ _GRADIENTS = 5  # of q, k, v, bias, sinks: the first tensors of each operation
 _NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
 
-def attention(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), differentiable in q, k, v, bias and sinks through both."""
+def attention(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse), differentiable in q, k, v, bias and sinks through both; None for an LSE that is not to be returned."""
     return _apply(bound, a, *tensors_of(a))
 
 
 def attention_in_transforms(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and its transformations by `torch.func`."""
+    """The same, and its transformations by `torch.func`; with the LSE in any case."""
     return _InTransforms.apply(bound, a, *tensors_of(a))
 
 
@@ -50,27 +50,27 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
-        output = bound.forward(a)
-        _keep(ctx, bound, a.seed, tensors, output)
-        return output
+        out, lse = bound.forward(a)
+        _keep(ctx, bound, a.seed, tensors, (out, lse))
+        return out, lse if a.return_lse else None  # PyTorch takes time for each tensor that has a history
 
     @staticmethod
     def backward(ctx: Any, *grads: _Maybe) -> Any:
         dout, dlse = grads
-        nothing = (None,) * len(ctx.needs_input_grad)
+        needs = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return nothing
+            return (None,) * len(needs)
         out, lse, *tensors = ctx.saved_tensors
         bound, seed = ctx.call
-        needs = ctx.needs_input_grad[2 : 2 + _GRADIENTS]
+        wanted = needs[2 : 2 + _GRADIENTS]
         if torch.is_grad_enabled() or _transforming():  # perhaps somebody asks for second derivatives
-            found = _Backward.apply(bound, seed, needs, out.detach(), lse.detach(), dout, dlse, *tensors)
+            found = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
         elif _autocasting():
             with without_autocast(out.device):
-                found = bound.backward(needs, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+                found = bound.backward(wanted, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
         else:
-            found = bound.backward(needs, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
-        return None, None, *found, *nothing[2 + _GRADIENTS :]
+            found = bound.backward(wanted, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+        return _fitted((None, None, *found), len(needs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -93,9 +93,9 @@ class _InTransforms(_Attention):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
         dims = in_dims[2:]
-        if bound.layout in (Layout.BSHD, Layout.BHSD) and not a.dropout and tensors[3:] == (None,) * 6:
-            q, k, v = (_batched(t, d, info.batch_size) for t, d in zip(tensors[:3], dims, strict=False))
-            found = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *tensors[3:]))
+        if bound.layout in (Layout.BSHD, Layout.BHSD) and not a.dropout and len(tensors) == 3:
+            q, k, v = (_batched(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))
+            found = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)))
             return tuple(t.view(*q.shape[:2], *t.shape[1:]) for t in found), (0, 0)
         return _one_by_one(lambda *one: _attend(a, one), info, dims, tensors)
 
@@ -104,6 +104,11 @@ def _keep(ctx: Any, bound: Bound, seed: int | None, tensors: Sequence[_Maybe], o
     ctx.save_for_backward(*output, *tensors)  # so that PyTorch notices what is changed in place
     ctx.call = bound, seed
     ctx.set_materialize_grads(False)
+
+
+def _fitted(gradients: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """So many: inputs behind those that can have a gradient get None, and not all of the latter need be there."""
+    return (gradients + (None,) * count)[:count]
 
 
 def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +167,7 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: _Maybe) -> Any:
         """`cotangents` belong to the gradients of q, k, v, bias and sinks."""
         found = _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors)
-        return (None,) * 5 + found + (None,) * (len(ctx.needs_input_grad) - 5 - len(found))
+        return _fitted((None,) * 5 + found, len(ctx.needs_input_grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -57,10 +57,10 @@ class Bound:
         dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        """`needs`: which of GRADIENTS are wanted."""
+        """`needs`: which of GRADIENTS are wanted; the last ones may be missing."""
         run = self._backward.get(needs)
         if run is None:
-            problem = self.problem.backward(tuple(n for n, need in zip(GRADIENTS, needs, strict=True) if need))
+            problem = self.problem.backward(tuple(n for n, need in zip(GRADIENTS, needs, strict=False) if need))
             chosen = dispatch.choose_backward(problem, self.backend)
             run = self._backward[needs] = dispatch.bind(chosen, problem, self.layout)
         return run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
