@@ -204,7 +204,10 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
     repeated: dict[Any, Any] = {}
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-        seen = out.stride(), out.dtype, lse.stride(), dout.stride(), dout.dtype, dlse is None or dlse.is_contiguous()
+        seen = (
+            out.is_contiguous() or out.stride(), out.dtype, lse.is_contiguous() or lse.stride(),
+            dout.is_contiguous() or dout.stride(), dout.dtype, dlse is None or dlse.is_contiguous(),
+        )  # fmt: skip
         again = repeated.get(seen)
         if again is not None and not (out.data_ptr() | dout.data_ptr()) & (ALIGN - 1):
             return again(a, out, lse, dout, dlse)
@@ -229,18 +232,14 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
     copied: allocate, and launch."""
     wanted, dtype, device = problem.gradients, problem.out_dtype, problem.device
     want_q, want_k, want_v, want_sinks = (name in wanted for name in ("q", "k", "v", "sinks"))
-    parts, shape_q = problem.group_parts, a.q.shape
-    (shape_k, dtype_kv), (shape_v, _) = (_room_for_parts(t, layout, problem) for t in (a.k, a.v))
-    plain, empty = _is_plain(a), torch.empty
+    parts, plain, new_dq = problem.group_parts, _is_plain(a), _allocator(a.q.shape, dtype, device)
+    new_dk, new_dv = (_allocator(*_room_for_parts(t, layout, problem), device) for t in (a.k, a.v))
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         q, k, v = a[:3]
-        dq = empty(*shape_q, dtype=dtype, device=device) if want_q else None
-        dk = dv = None
-        if want_k or want_v:
-            dk, dv = empty(*shape_k, dtype=dtype_kv, device=device), empty(*shape_v, dtype=dtype_kv, device=device)
+        dq = new_dq() if want_q else None
+        dk, dv = (new_dk(), new_dv()) if want_k or want_v else (None, None)
         dsink = torch.empty_like(lse) if want_sinks else None
-        rest = _NOTHING if plain else _rest(a)
         launcher(
             q.data_ptr(),
             k.data_ptr(),
@@ -249,12 +248,11 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
             dout.data_ptr(),
             lse.data_ptr(),
             0 if dlse is None else dlse.data_ptr(),
-            *rest[:4],
             0 if dq is None else dq.data_ptr(),
             0 if dk is None else dk.data_ptr(),
             0 if dv is None else dv.data_ptr(),
             0 if dsink is None else dsink.data_ptr(),
-            rest[4],
+            *(_NOTHING if plain else _rest(a)),
         )
         sinks = None if dsink is None else _sum_of_rows(dsink, layout, a)
         if parts > 1:
@@ -291,22 +289,24 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
 
 def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
     """The same call with other tensors. Nothing has to be copied: allocate, and launch."""
-    shape, dtype, device = x.o.shape, x.o.dtype, x.o.device  # torch.empty takes *shape faster than shape
-    rows = None if x.lse is None else x.lse.shape
-    plain, empty, fp32 = _is_plain(a), torch.empty, torch.float32
+    plain, new_out = _is_plain(a), _allocator(x.o.shape, x.o.dtype, x.o.device)
+    new_lse = None if x.lse is None else _allocator(x.lse.shape, x.lse.dtype, x.lse.device)
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = a[:3]
-        out = a.out
-        if out is None:
-            out = empty(*shape, dtype=dtype, device=device)
-        lse = None if rows is None else empty(*rows, dtype=fp32, device=device)
+        out = new_out() if a.out is None else a.out
+        lse = None if new_lse is None else new_lse()
         rest = _NOTHING if plain else _rest(a)
         to = 0 if lse is None else lse.data_ptr()
         launcher(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), to, *rest)
         return out, lse
 
     return run
+
+
+def _allocator(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    """`torch.empty` without arguments; it takes *shape faster than shape."""
+    return functools.partial(torch.empty, *shape, dtype=dtype, device=device)
 
 
 def _nothing_copied(given: Iterable[Any], used: Iterable[Any]) -> bool:

@@ -26,8 +26,8 @@ KINDS = ("backward", "backward-softcap")  # kernels that may want tiles of their
 
 # What whoever runs a backward plan passes. `dsink` is the gradient of the sinks, row by row.
 TENSORS = (
-    *("q", "k", "v", "o", "d_o", "lse", "dlse", "sinks", "cu_q", "cu_k", "positions", "dq", "dk", "dv", "dsink"),
-    "seed",
+    *("q", "k", "v", "o", "d_o", "lse", "dlse", "dq", "dk", "dv", "dsink"),
+    *("sinks", "cu_q", "cu_k", "positions", "seed"),
 )
 
 # Statistics of rows, in whole blocks of each sequence, and where they lie; see first_stat in query_blocks.cuh.
