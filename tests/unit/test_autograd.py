@@ -9,6 +9,7 @@ import torch
 from cases import CASES, Case
 from oracle import attend, finite_part, prepare, with_leaves
 
+import strobe
 from strobe.arguments import Inputs
 from strobe.backends import dispatch, reference
 from strobe.mask import causal, window
@@ -154,3 +155,19 @@ def test_third_derivatives_are_refused() -> None:
         x = g.square().sum()
     with pytest.raises(NotImplementedError, match="no third"):
         torch.autograd.grad(x, q)
+
+
+def test_a_call_without_its_lse_has_the_same_derivatives() -> None:
+    """Autograd does not see an LSE that is not returned."""
+    q, k, v = (torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def attention(*leaves: torch.Tensor) -> torch.Tensor:
+        return strobe.attention(*leaves, mask=causal)
+
+    out, lse = strobe.attention(q, k, v, mask=causal, return_lse=True)
+    expected = torch.autograd.grad(out.sum(), (q, k, v))
+    for found, gradient in zip(torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)), expected, strict=True):
+        assert torch.equal(found, gradient)
+    assert lse.requires_grad
+    assert torch.autograd.gradcheck(attention, (q, k, v))
+    assert torch.autograd.gradgradcheck(attention, (q, k, v))

@@ -12,7 +12,8 @@ import torch
 
 import strobe
 from strobe import bound
-from strobe.arguments import Arguments
+from strobe.arguments import Arguments, tensors_of, with_tensors, without_tensors
+from strobe.score import softcap
 
 q = torch.randn(2, 20, 4, 8)
 BASE: dict[str, Any] = {"q": q, "k": q, "v": q}
@@ -121,3 +122,27 @@ def test_tensors_of_a_call_are_not_kept() -> None:
     del out, x, mask
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "change, count",
+    [
+        ({}, 3),
+        ({"mask": strobe.causal, "score": softcap(2.0), "dropout": 0.5}, 3),
+        ({"bias": torch.zeros(20, 20)}, 9),
+        ({"sinks": torch.zeros(4)}, 9),
+        ({"mask": torch.ones(20, 20, dtype=torch.bool)}, 9),
+        ({"cu_q": torch.tensor([0, 20]), "cu_k": torch.tensor([0, 20]), "max_q": 20, "max_k": 20}, 9),
+        ({"score": strobe.alibi(torch.ones(4))}, 10),
+    ],
+    ids=str,
+)
+def test_arguments_are_made_of_their_tensors_again(change: dict[str, Any], count: int) -> None:
+    a = Arguments(**{**BASE, **change}, return_lse=True)
+    tensors = tensors_of(a)
+    assert len(tensors) == count
+    again = with_tensors(without_tensors(a), 7, tensors)
+    for name, value in a._asdict().items():
+        found = getattr(again, name)
+        assert found is value or name == "seed" or (not isinstance(value, torch.Tensor) and found == value)
+    assert again.seed == 7

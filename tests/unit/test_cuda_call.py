@@ -37,9 +37,13 @@ def call_of(kernel: str) -> tuple[Launcher, Plan]:
     return Launcher(plan, 0), plan
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-def test_a_launch_sends_the_addresses_of_this_call(kernel: str, no_driver: None) -> None:
+@pytest.mark.parametrize("kernel, first_word", [("sm80", None), ("sm90", True), ("sm90", False)])
+def test_a_launch_sends_the_addresses_of_this_call(kernel, first_word, no_driver, monkeypatch) -> None:
+    """Whether or not tensor maps have to be moved by the driver; None: there are none, and it is not asked."""
+    asked: list[str] = []
+    monkeypatch.setattr(driver, "address_is_first_word", lambda: asked.append(kernel) or first_word)
     call, plan = call_of(kernel)
+    assert bool(asked) == (first_word is not None)
     (launch,), (planned,) = Recorder.made, plan.launches
     spec = planned.kernel
     assert (launch.grid, launch.threads, launch.smem) == (planned.grid, spec.threads, spec.smem)
