@@ -1,19 +1,22 @@
 """Which entries dropout keeps: a counter-based generator, a pure function of (seed, batch, head, query, key).
 
 No state is carried along, so the mask depends neither on the tile sizes nor on the order of the tiles nor on the device,
-and the backward pass computes it again instead of storing it. A hash serves a cell of two neighbouring queries and the
-keys k, k + 1, k + 8 and k + 9: those that a thread of the forward and of the backward kernels has. In unsigned 32-bit
-arithmetic, as tile/dropout.cuh has it:
+and the backward pass computes it again instead of storing it. A hash serves a cell of four
+queries and four keys: two neighbours, and those eight further. A thread of the kernels has half of these entries: two
+queries with four keys, or four queries with two keys. In unsigned arithmetic of 32 bits, or of 64 where that is said, as
+tile/dropout.cuh has it:
 
     r = mix(high ^ 0x9e3779b9); r = mix(r ^ low)                              the two halves of the 64-bit seed
     r = mix(r ^ batch); r = mix(r + head)
-    a = mix(r ^ query / 2); b = mix(a ^ 0x85ebca6b)                           two keys for the pair of queries
-    y = fold(a + k, 0xd2511f53) ^ b                                           k: the key without its bits 0 and 3
-    w = fold(y, one of four factors, by query & 1 and key & 8)
+    a = mix(r ^ (query & ~9)); b = mix(a ^ 0x85ebca6b)                        for four queries
+    s = (key & ~9) * 0xd2511f53 + (b * 2^32 + a)                              64 bits
+    z = (s / 2^32 ^ s % 2^32) * 0x9e3779b1                                    64 bits
+    w = z % 2^32 * factor + z / 2^32                                          one of eight factors, by query & 9 and key & 8
     x = key odd ? w >> 16 : w & 0xffff
 
-with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16, a bijection with good avalanche,
-and fold(x, m): the exclusive or of the two halves of the 64-bit product.
+with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16, a bijection with good avalanche.
+The factors are odd, and no two are equal modulo 16: words of a cell are then independent in pairs as far as the halves of
+z are, but for their three lowest bits.
 
 An entry is dropped where x, 16 random bits, is one of n = round(p * 2^16) patterns. Which ones is up to the hardware: it
 compares two fp16 numbers at once, so these are the n least numbers, if the bits are read as fp16. NaN counts as the
@@ -25,8 +28,11 @@ from __future__ import annotations
 import torch
 
 _MIX = (0x7FEB352D, 0x846CA68B)
-_FOLD = 0xD2511F53
-_FOLDS = ((0x9E3779B1, 0xB5297A4D), (0xCD9E8D57, 0xC2B2AE3D))  # by query & 1 and key & 8
+_STEP, _SPREAD = 0xD2511F53, 0x9E3779B1
+_FACTORS = (  # by query & 1; key & 8; query & 8
+    ((0xB5297A4D, 0x68E31DA3), (0x1B56C4E9, 0xC2B2AE3F)),
+    ((0x85EBCA6B, 0x27D4EB21), (0xCD9E8D57, 0x165667B5)),
+)
 _SEED_SALT, _ROW_SALT = 0x9E3779B9, 0x85EBCA6B
 _LOW = 0xFFFFFFFF
 _INF = 0x7C00  # of fp16
@@ -60,9 +66,12 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def _fold(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
-    product = x * by
-    return (product ^ (product >> 32)) & _LOW
+def _word(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`w`. In int64 sums and products of 64 bits wrap around as unsigned ones do."""
+    s = (keys & ~9) * _STEP + ((b << 32) | a)
+    z = ((s ^ (s >> 32)) & _LOW) * _SPREAD
+    factor = torch.tensor(_FACTORS, device=keys.device)[rows & 1, (keys >> 3) & 1, (rows >> 3) & 1]
+    return ((z & _LOW) * factor + ((z >> 32) & _LOW)) & _LOW
 
 
 def _axis(index: torch.Tensor | range, device: torch.device | str | None, axis: int) -> torch.Tensor:
@@ -93,11 +102,9 @@ def keep(
     if device is None:
         device = next((x.device for x in (batch, heads, rows, keys) if isinstance(x, torch.Tensor)), "cpu")
     batch, heads, rows, keys = (_axis(index, device, axis) for axis, index in enumerate((batch, heads, rows, keys)))
-    a = _mix(head_key(seed, batch, heads) ^ (rows >> 1))
+    a = _mix(head_key(seed, batch, heads) ^ (rows & ~9))
     b = _mix(a ^ _ROW_SALT)
-    y = _fold((a + (keys & ~9)) & _LOW, _FOLD) ^ b
-    by = torch.tensor(_FOLDS, device=device)[rows & 1, (keys >> 3) & 1]
-    w = _fold(y, by)
+    w = _word(a, b, rows, keys)
     x = torch.where(keys % 2 == 1, w >> 16, w & 0xFFFF)
     magnitude = x & 0x7FFF
     number = torch.where(x > 0x7FFF, -magnitude, magnitude)

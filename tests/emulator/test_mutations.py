@@ -86,7 +86,6 @@ YIELD, MEET = "turns.yield_turn();", "sync_warpgroup(consumer);"
 PUBLISH = "publish_tile<Config>(tile_info(), tile);"
 LOAD_QUERIES = "if (any_keys) load_queries(tile);\n    else mbar_arrive(q.full_barrier());"
 OVERLAPPED = "qk_overlapped(s, q_desc, f, n);"
-CHOOSE = "f.dropout.choose(n * kBlockN);\n    "
 Q_DESC, RELEASE_Q = "const u64 q_desc = k_major(q_tile(consumer));", "if (elected()) q.release();"
 
 # Wrong for both kernels: the mask, the range of key blocks, the running softmax.
@@ -266,9 +265,8 @@ MUTATIONS = [
     *(
         Mutation(*m, tile="sm90_ping_pong")
         for m in [
-            ("mask_of_the_block_before", CHOOSE + "wait_qk<1>(s);", "wait_qk<1>(s);", DROPOUT),
-            ("pairs_swapped", "i % 2 ? 0x3311 : 0x2200", "i % 2 ? 0x2200 : 0x3311", DROPOUT),
-            ("turn_not_passed_on", f"turns.pass_turn();\n    {CHOOSE}wait_qk<1>(s);", "wait_qk<1>(s);"),
+            ("rows_alike", "bits(factors[i & 3])", "bits(factors[i & 2])", DROPOUT),
+            ("turn_not_passed_on", "turns.pass_turn();\n    wait_qk<1>(s);", "wait_qk<1>(s);"),
             ("turn_not_yielded", "wait_turn();\n    pass_turn();\n  }", "wait_turn();\n  }"),
             ("turn_not_taken_by_a_skip", f"if (has_turn) {YIELD}", ""),
             ("turn_not_taken_on_the_diagonal", f"{YIELD}\n      pv(f);", "pv(f);", DIAGONAL),

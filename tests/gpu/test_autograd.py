@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import tolerance
 import torch
 from cases import Case
-from gpu.kernels import DTYPES, KERNELS, compile_together, kernels_here, problem_of
+from gpu.kernels import DTYPES, KERNELS, compile_together, hopper, kernels_here, problem_of
 from kernel_cases import SUPPORTED
 from oracle import LEAVES, attend, cotangents, finite_part, gradients, prepare, with_leaves
 
 import strobe
 from strobe.backends import dispatch
+from strobe.bound import remembered
+from strobe.cuda import backward_sm90
 from strobe.mask import causal, window
 from strobe.problem import Problem
 
@@ -44,6 +48,16 @@ def compiled() -> None:
         compile_together((k, which(case, d)) for case in CASES for d in DTYPES for k in kernels_here())
 
 
+@pytest.fixture
+def sums_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few keys would take turns. Calls that are remembered have their plans."""
+    monkeypatch.setattr(backward_sm90, "TURNS_UP_TO", 0)
+    remembered.calls.clear()
+    compile_together(("sm90", backward_problem(case, torch.bfloat16)) for case in SUPPORTED)
+    yield
+    remembered.calls.clear()
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -61,6 +75,12 @@ def test_gradients(kernel: str, dtype: torch.dtype, case: Case) -> None:
     for name, gradient, e, s in zip(names, found, exact, same, strict=True):
         floor = tolerance.gradient_floor(name, problem, inputs, lse.detach(), dout, e)
         tolerance.check(f"d{name}", gradient, e, s, tolerance.GRADIENTS, floor)
+
+
+@pytest.mark.skipif(not hopper(), reason="no Hopper GPU")
+def test_gradients_with_sums_in_any_order(sums_in_any_order: None) -> None:
+    for case in SUPPORTED:
+        test_gradients("sm90", torch.bfloat16, case)
 
 
 def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from strobe.cuda.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_
 from strobe.cuda.tensor_maps import FAR
 from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
 from strobe.problem import Problem
+from strobe.tools import tune_backward
 
 FORWARD = {"sm_80": forward_sm80, "sm_90a": forward_sm90}
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -384,3 +385,11 @@ def planned(
 def test_what_is_not_packed(change: dict) -> None:
     problem = problem_of(dataclasses.replace(DECODE, **change))
     assert pack_group(problem, (1, 2, 3)) == (problem, (1, 2, 3))
+
+
+@pytest.mark.parametrize(("keys", "launches"), [(512, 2), (1024, 2), (1025, 3)])
+def test_few_keys_take_turns(keys: int, launches: int) -> None:
+    """Their sums of dQ need no zeros and no rounding."""
+    (case, *_) = tune_backward.cases("sm90", 128, 128, "backward sm_90a", [keys])
+    made = case.plan(None, H200).launches
+    assert len(made) == launches and ("deterministic" in made[1].kernel.name) == (launches == 2)

@@ -137,7 +137,9 @@ def _exponentials_above(name: str, header: str, count: str = "kScores", turns: b
     """So many of them stay above the wait."""
     collect = f"u32 any = 0;\n#pragma unroll\n    for (int i = 0; i < {count}; ++i) any |= as_bits(s[i]);\n"
     after = _EXPONENTIALS[header]
-    return Idea(name, ((after, f"{after}    {{ {collect} keep_above(smem, any); }}\n"),), turns=turns, header=header)
+    return Idea(
+        name, ((after, f"{after}    {{ {collect} keep_above(smem, as_float(any)); }}\n"),), turns=turns, header=header
+    )
 
 
 FORWARD = [

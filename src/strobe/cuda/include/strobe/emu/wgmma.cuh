@@ -370,9 +370,5 @@ STROBE_DEVICE void keep_above(u32 addr, float never_negative, Site site = Site::
   emu::check_shared(addr, 4, 4, "keep_above", site);
   if (never_negative < 0.f) emu::store_shared(addr, &never_negative, 4, "keep_above", site);
 }
-STROBE_DEVICE void keep_above(u32 addr, u32 never_one, Site site = Site::here()) {
-  emu::check_shared(addr, 4, 4, "keep_above", site);
-  if (never_one == 1u) emu::store_shared(addr, &never_one, 4, "keep_above", site);
-}
 
 }  // namespace strobe

@@ -203,14 +203,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   // Weights that are dropped have neither a weight nor a gradient. The scale of those that are kept is dV's as a whole.
   STROBE_DEVICE void drop(float (&kept)[8], float (&dp)[8], const QueryBlock& b, int row, int n) const {
-    DropoutRow keys[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {  // a pair of queries has its two keys where each of them has one
-      float x, y;
-      ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.left) * kBytesRow + 4 * (row / 2 * 2 + 8 * i), x, y);
-      keys[i] = DropoutRow{as_bits(x), as_bits(y)};
-    }
-    const Dropout<true> dropout(p, keys[0], keys[1], row);
+    float x, y;  // two neighbouring queries have one each
+    ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.left) * kBytesRow + 4 * (row / 2 * 2), x, y);
+    const Dropout<true> dropout(p, DropoutRow{as_bits(x), as_bits(y)}, row);
 #pragma unroll
     for (int i = 0; i < 8; ++i) dp[i] *= p.dropout_scale;
     dropout.drop(kept, tile.key0 + column(n));

@@ -228,7 +228,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       }
       if (Config::kDropout) {
         bool keep[4];
-        keys.kept(keep, dropout + 8 * i, p.dropout_threshold);
+        keys.kept(keep, dropout + 8 * i, i, p.dropout_threshold);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           kept[j] = keep[j] ? kept[j] : 0.f;

@@ -135,7 +135,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
 #pragma unroll
       for (int i = 0; i < kScores; i += 4) {
         bool keep[4];
-        keys.kept(keep, rows + kOffsetDropout + q.stage * kBytesRow + 8 * i, p.dropout_threshold);
+        keys.kept(keep, rows + kOffsetDropout + q.stage * kBytesRow + 8 * i, i, p.dropout_threshold);
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[i + j] = keep[j] ? s[i + j] : 0.f;
       }
@@ -178,7 +178,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       ld_shared_x2(delta + 8 * i, d[0], d[1]);
       const u32x4 x = ld_shared_x4(exchange(i));
       const float weight[4] = {as_float(x.x), as_float(x.y), as_float(x.z), as_float(x.w)};
-      if (Config::kDropout) keys.kept(keep, dropout + 8 * i, p.dropout_threshold);
+      if (Config::kDropout) keys.kept(keep, dropout + 8 * i, i, p.dropout_threshold);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (Config::kDropout) dp[i + j] = keep[j] ? dp[i + j] : 0.f;

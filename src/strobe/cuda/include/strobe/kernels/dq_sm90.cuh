@@ -91,7 +91,7 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   struct Rows {  // of a thread: `row` and row + 8
     int row;
     float lse[2], delta[2];
-    DropoutRow dropout[2];
+    DropoutRow dropout;
   };
   STROBE_DEVICE Rows load_rows(int consumer) const {
     Rows r;
@@ -104,8 +104,8 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
       const bool there = row < tile.len_q;
       r.lse[i] = there ? ld_global(p.lse2 + stat + row) : -neg_inf();  // P = 0
       r.delta[i] = there ? ld_global(p.delta + stat + row) : 0.f;
-      if (Config::kDropout) r.dropout[i] = dropout_row(dropout_head_key(p.seed, batch, tile.head), row);
     }
+    if (Config::kDropout) r.dropout = dropout_row(dropout_head_key(p.seed, batch, tile.head), r.row);
     return r;
   }
 
@@ -133,7 +133,7 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   // dS, rounded, from P and dP.
   STROBE_DEVICE void gradients(u32 (&slopes)[kScores / 2], const float (&s)[kScores], float (&dp)[kScores],
                                const float (&slope)[kScores], const Rows& r, int n) const {
-    Dropout<Config::kDropout>(p, r.dropout[0], r.dropout[1], r.row).drop(dp, n * kBlockN + 2 * int(thread_idx() % 4));
+    Dropout<Config::kDropout>(p, r.dropout, r.row).drop(dp, n * kBlockN + 2 * int(thread_idx() % 4));
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       dp[i] = s[i] * centred<Config::kDropout>(dp[i], p.dropout_scale, r.delta[fragment_row(i)]);

@@ -15,7 +15,7 @@
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/split_kv.cuh>
 #include <strobe/pipeline/tile_boxes.cuh>
-#include <strobe/tile/dropout_masks.cuh>
+#include <strobe/tile/dropout.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include <strobe/tile/softmax.cuh>
 
@@ -145,7 +145,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     u32 weights[kScores / 2];
     Softmax<> softmax;
     Earlier<Config::kPartialOut> earlier;
-    DropoutMasks < Config::kDropout, kConsumers == 2 && kDim == kDimV&& kDim<256, kScores / 2> dropout;  // if it fits
+    Dropout<Config::kDropout> dropout;
     STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
@@ -173,10 +173,9 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
 
   // S_n, nothing else in flight.
-  template <int kKeys> STROBE_DEVICE void qk(float (&s)[kKeys / 2], u64 q_desc, Fragments& f, int n) {
+  template <int kKeys> STROBE_DEVICE void qk(float (&s)[kKeys / 2], u64 q_desc, Fragments& f) {
     k.wait_full();
     issue_qk<kKeys>(s, q_desc);
-    f.dropout.choose(n * kBlockN);
     wait_qk<0>(s);
     f.earlier.resume(f.softmax, p);
   }
@@ -188,14 +187,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     v.release_and_advance();
   }
   // S_n, with O += P_{n+1} V_{n+1} in flight until `softmax_overlapped` waits for it.
-  STROBE_DEVICE void qk_overlapped(float (&s)[kScores], u64 q_desc, Fragments& f, int n) {
+  STROBE_DEVICE void qk_overlapped(float (&s)[kScores], u64 q_desc, Fragments& f) {
     k.wait_full();
     turns.wait_turn();
     issue_qk<kBlockN>(s, q_desc);
     v.wait_full();
     issue_pv(f);
     turns.pass_turn();
-    f.dropout.choose(n * kBlockN);
     wait_qk<1>(s);
   }
 
@@ -207,7 +205,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // S_n -> P_n, which replaces P_{n+1}: the first kExpsBeforeWait weights before the wait for P V (0: where ptxas puts
   // them). In the first block there is nothing to wait for, and no maximum to speculate on.
-  STROBE_DEVICE void softmax_overlapped(float (&s)[kScores], Fragments& f, bool first) {
+  STROBE_DEVICE void softmax_overlapped(float (&s)[kScores], Fragments& f, int n, bool first) {
     constexpr int kBefore = Config::kExpsBeforeWait ? Config::kExpsBeforeWait : kScores;
     SpeculativeSoftmax<T, kScores> speculative(f.softmax);
     speculative.template weights<0, kBefore>(s);
@@ -222,7 +220,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       pack_fragment<T>(f.weights, s);
       f.o.scale(f.softmax.alpha);
     }
-    f.dropout.drop(f.weights);
+    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
   }
 
   // S_n -> P_n, nothing else in flight. Where the diagonal hides the second half of the keys, it is not computed.
@@ -236,14 +234,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   template <int kKeys>
   STROBE_DEVICE void qk_softmax_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
     float s[kKeys / 2];
-    qk<kKeys>(s, q_desc, f, n);
+    qk<kKeys>(s, q_desc, f);
     score_and_mask(s, tile, row, n, masked);
     f.softmax.template maxima<true>(s);
     f.softmax.template weights<0, kKeys / 2>(s);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i)
       f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
-    f.dropout.drop(f.weights);
+    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
   }
 
   STROBE_DEVICE void skip_block(bool has_turn) {  // a key block of the tile that this consumer's rows do not see
@@ -303,11 +301,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll 1
     for (; n >= mine.first; --n) {
       float s[kScores];
-      qk_overlapped(s, q_desc, f, n);
+      qk_overlapped(s, q_desc, f);
       const bool masked =
           !kDiagonalAlone && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
       score_and_mask(s, tile, row, n, masked);
-      softmax_overlapped(s, f, false);
+      softmax_overlapped(s, f, n, false);
     }
     return n;
   }
@@ -319,14 +317,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
                                   StoredQ& stored) {
     const u64 q_desc = k_major(q_tile(consumer));
     float s[kScores];
-    qk<kBlockN>(s, q_desc, f, n);
+    qk<kBlockN>(s, q_desc, f);
 #pragma unroll 1
     for (bool first = true;; first = false) {
       score_and_mask(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
-      softmax_overlapped(s, f, first);
+      softmax_overlapped(s, f, n, first);
       if (first) stored.release();
       if (--n < mine.first) return n;
-      qk_overlapped(s, q_desc, f, n);
+      qk_overlapped(s, q_desc, f);
     }
   }
 

@@ -55,16 +55,17 @@ template <class Mask, int kBlockM> struct KeyRows {
     return b;
   }
 
-  // Which of four entries dropout keeps: two queries, whose row keys lie at `row_keys`, times two keys of one octet
-  // each.
-  STROBE_DEVICE void kept(bool (&keep)[4], u32 row_keys, u32 threshold) const {
+  // Which of the fragment's entries i to i + 3 dropout keeps: two neighbouring queries, whose row keys lie at
+  // `row_keys`, times two keys. (The next four have the same cell: to keep it would take registers that are not there.)
+  STROBE_DEVICE void kept(bool (&keep)[4], u32 row_keys, int i, u32 threshold) const {
     float a, b;
     ld_shared_x2(row_keys, a, b);
-    const u32 cell = dropout_cell(DropoutRow{as_bits(a), as_bits(b)}, key & ~1);
+    const DropoutCell cell = dropout_cell(DropoutRow{as_bits(a), as_bits(b)}, key);
     const u32 halves = key % 2 ? 0x7632 : 0x5410;  // those of the key, of two words
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
-      const u32 even = fold(cell, dropout_factor(false, octet)), odd = fold(cell, dropout_factor(true, octet));
+      const int place = 2 * octet + i / 4 % 2;
+      const u32 even = cell.bits(dropout_factor(false, place)), odd = cell.bits(dropout_factor(true, place));
       not_less_f16x2(keep[2 * octet], keep[2 * octet + 1], bytes_of(even, odd, halves), threshold);
     }
   }

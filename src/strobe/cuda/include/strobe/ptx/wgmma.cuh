@@ -38,16 +38,10 @@ template <int Regs> STROBE_DEVICE void regs_dec() { asm volatile("setmaxnreg.dec
 template <int Regs> STROBE_DEVICE void regs_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Regs)); }
 
 // ptxas sinks computations below a following wgmma wait. A side effect that depends on their results keeps them above
-// it: a store that never happens. Row sums are never negative, which ptxas cannot know of a loop-carried value; masks
-// of whole bytes are never 1.
+// it: a store that never happens. Row sums are never negative, which ptxas cannot know of a loop-carried value.
 STROBE_DEVICE void keep_above(u32 addr, float never_negative) {
   asm volatile("{ .reg .pred never; setp.lt.f32 never, %1, 0f00000000; @never st.shared.f32 [%0], %1; }" ::"r"(addr),
                "f"(never_negative)
-               : "memory");
-}
-STROBE_DEVICE void keep_above(u32 addr, u32 never_one) {
-  asm volatile("{ .reg .pred never; setp.eq.u32 never, %1, 1; @never st.shared.u32 [%0], %1; }" ::"r"(addr),
-               "r"(never_one)
                : "memory");
 }
 

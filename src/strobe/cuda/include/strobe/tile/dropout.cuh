@@ -11,16 +11,13 @@ STROBE_DEVICE u32 mix(u32 x) {
   x *= 0x846ca68bu;
   return x ^ x >> 16;
 }
-STROBE_DEVICE u32 fold(u32 x, u32 by) {
-  const u64 product = u64(x) * by;
-  return u32(product) ^ u32(product >> 32);
-}
-// By which a cell is folded for 16 bits a key; for even and odd queries, and for the keys of its two octets.
-constexpr STROBE_DEVICE u32 dropout_factor(bool odd, int octet) {
-  return octet ? (odd ? 0xc2b2ae3du : 0xb5297a4du) : (odd ? 0xcd9e8d57u : 0x9e3779b1u);
+// Of even and odd queries. `place`: 1 for the queries eight further, 2 for the keys eight further, 3 for both.
+constexpr STROBE_DEVICE u32 dropout_factor(bool odd, int place) {
+  return place & 2 ? (place & 1 ? (odd ? 0x165667b5u : 0xc2b2ae3fu) : (odd ? 0xcd9e8d57u : 0x1b56c4e9u))
+                   : (place & 1 ? (odd ? 0x27d4eb21u : 0x68e31da3u) : (odd ? 0x85ebca6bu : 0xb5297a4du));
 }
 
-// Two keys for a pair of queries. `head_key` is that of a sequence and a head.
+// 64 bits for four queries, one of which is `query`. `head_key` is that of a sequence and a head.
 struct DropoutRow {
   u32 a, b;
 };
@@ -29,34 +26,43 @@ STROBE_DEVICE u32 dropout_head_key(u64 seed, int batch, int head) {
   return mix(mix(key ^ u32(batch)) + u32(head));
 }
 STROBE_DEVICE DropoutRow dropout_row(u32 head_key, int query) {
-  const u32 a = mix(head_key ^ u32(query) / 2);
+  const u32 a = mix(head_key ^ u32(query & ~9));
   return DropoutRow{a, mix(a ^ 0x85ebca6bu)};
 }
-// The hash of the keys `key`, key + 1, key + 8 and key + 9: key is a multiple of 16 plus an even number below 8.
-STROBE_DEVICE u32 dropout_cell(const DropoutRow& row, int key) { return fold(row.a + u32(key), 0xd2511f53u) ^ row.b; }
+// The hash of 16 entries: of the four queries with four keys, one of which is `key`. A factor makes 16 bits for each of
+// two neighbouring keys of it, by one instruction.
+struct DropoutCell {
+  u32 by, plus;
+  STROBE_DEVICE u32 bits(u32 factor) const { return by * factor + plus; }
+};
+STROBE_DEVICE DropoutCell dropout_cell(const DropoutRow& row, int key) {
+  const u64 sum = u64(u32(key & ~9)) * 0xd2511f53u + (u64(row.b) << 32 | row.a);
+  const u64 product = u64(u32(sum) ^ u32(sum >> 32)) * 0x9e3779b1u;
+  return DropoutCell{u32(product), u32(product >> 32)};
+}
 
 // dP - delta, where dropout scales those entries of dP that it keeps.
 template <bool kDropout> STROBE_DEVICE float centred(float dp, float scale, float delta) {
   return kDropout ? fma(dp, scale, -delta) : dp - delta;
 }
 
-// What a thread with fragments of P asks: rows are queries `query` and query + 8, which have the same parity, columns
-// are keys, two neighbours a register pair. `column` is the key of the thread's first column; `threshold` is an fp16
-// number, twice.
+// What a thread with fragments of P asks: rows are queries `query` and query + 8, columns are keys, two neighbours a
+// register pair. `column` is the key of the thread's first column; `threshold` is an fp16 number, twice.
 template <bool kEnabled> struct Dropout {
-  DropoutRow rows[2];
-  u32 factors[2], threshold;
+  DropoutRow row;
+  u32 factors[4], threshold;
 
   template <class Params> STROBE_DEVICE Dropout(const Params& p, u32 head_key, int query)
-      : Dropout(p, dropout_row(head_key, query), dropout_row(head_key, query + 8), query) {}
-  template <class Params>
-  STROBE_DEVICE Dropout(const Params& p, const DropoutRow& row, const DropoutRow& other, int query)
-      : rows{row, other}, factors{dropout_factor(query % 2, 0), dropout_factor(query % 2, 1)},
-        threshold(p.dropout_threshold) {}
+      : Dropout(p, dropout_row(head_key, query), query) {}
+  template <class Params> STROBE_DEVICE Dropout(const Params& p, const DropoutRow& row, int query)
+      : row(row), threshold(p.dropout_threshold) {
+#pragma unroll
+    for (int place = 0; place < 4; ++place) factors[place] = dropout_factor(query % 2, place);
+  }
 
-  // Of the i-th pair of the fragment: the bits of the halves that are kept.
+  // Of the i-th pair of the fragment: the bits of the halves that are kept. Four pairs share a cell.
   STROBE_DEVICE u32 kept(int i, int column) const {
-    return not_less_f16x2(fold(dropout_cell(rows[i & 1], column + 16 * (i >> 2)), factors[i >> 1 & 1]), threshold);
+    return not_less_f16x2(dropout_cell(row, column + 16 * (i >> 2)).bits(factors[i & 3]), threshold);
   }
   // P, rounded: weights that are dropped become 0.
   template <int N> STROBE_DEVICE void drop(u32 (&weights)[N], int column) const {
@@ -74,7 +80,7 @@ template <bool kEnabled> struct Dropout {
 };
 template <> struct Dropout<false> {
   template <class Params> STROBE_DEVICE Dropout(const Params&, u32, int) {}
-  template <class Params> STROBE_DEVICE Dropout(const Params&, const DropoutRow&, const DropoutRow&, int) {}
+  template <class Params> STROBE_DEVICE Dropout(const Params&, const DropoutRow&, int) {}
   template <class X> STROBE_DEVICE void drop(X&, int) const {}
 };
 
