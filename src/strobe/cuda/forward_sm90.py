@@ -162,7 +162,12 @@ KINDS: dict[str, set[str]] = {
 }
 
 
-def choose_tile(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> Tile:
+def choose_tile(
+    dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False, dropout: bool = False
+) -> Tile:
+    if dropout:  # the softmax takes longer than the products: who waits for a turn, or holds exponentials, loses time
+        plain = choose_tile(dim, dim_v, bounded, softcap=softcap, split=split)
+        return dataclasses.replace(plain, exps_before_wait=0, ping_pong=False)
     applies = {name for name, does in {"bounded": bounded, "softcap": softcap, "split": split}.items() if does}
     kind = [kind for kind, needs in KINDS.items() if needs <= applies][-1]
     for name in (kind, "split") if kind == "softcap-split" else (kind,):  # where it has none, that for split-KV
@@ -314,7 +319,7 @@ def _tile_and_splits(problem: Problem, dims: Dims, sms: int) -> tuple[Tile, int]
     for tile in meant_for_it:
         if (splits := _splits(problem, tile, sms, meant_for_it[0].block_n)) > 1:
             return tile, splits
-    return choose_tile(*dims, bounded, softcap=scored), 1
+    return choose_tile(*dims, bounded, softcap=scored, dropout=problem.dropout > 0), 1
 
 
 def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
@@ -335,9 +340,10 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
         bounded = features.mask.hi is not None
         one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not features.varlen and not features.positions
         plain = not features.varlen and not scored and not features.sinks
+        whole = choose_tile(*dims, bounded, softcap=scored, dropout=features.dropout)
         splits = (False,) if features.dropout else (False, True) if exhaustive else (not plain,)
         for split in splits:
-            tiles = split_tiles(*dims, bounded, scored) if split else [choose_tile(*dims, bounded, softcap=scored)]
+            tiles = split_tiles(*dims, bounded, scored) if split else [whole]
             for tile in tiles if exhaustive else tiles[:1]:
                 for box in (True, False) if one_box and (exhaustive or plain) else (one_box,):
                     yield kernel(features, tile, split=split, pack_gqa=1, one_box=box)
