@@ -20,7 +20,7 @@ struct KeyTile {
 };
 
 // As in the forward, heads that fit into the L2 together form a section; inside a section blocks of keys go in order:
-// under a causal mask the first has the most queries. Config::kLastFirst turns the order around (see dq_sum.cuh).
+// under a causal mask the first has the most queries. Config::kLastFirst turns the order around (see dq_turns.cuh).
 template <class Config, class Params> STROBE_DEVICE KeyTile decode_key_tile(int index, const Params& p) {
   const int per_section = p.key_blocks * p.section, section = quotient(index, per_section),
             rest = index - section * per_section;
