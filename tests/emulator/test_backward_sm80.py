@@ -138,7 +138,8 @@ def test_gradients_in_fp32(case: Case) -> None:
 def test_a_group_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few key heads leave multiprocessors idle: query heads are divided among blocks that see the same keys."""
     monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
-    case = Case("parts", 70, 90, batch=1, heads=8, heads_k=2, dim=32, mask=causal)
+    case = Case("parts", 70, 90, batch=1, heads=8, heads_k=1, dim=32, mask=causal)
+    assert backward_plan.group_parts(prepare(case, torch.bfloat16)[0], sms=4) == 2
     check_case("sm80", case, machine=replace(machine(), sms=4))
     check_deterministic("sm80", case, seeds=(1,), machine=replace(machine(), sms=4))
 

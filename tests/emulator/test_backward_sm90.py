@@ -106,14 +106,15 @@ def test_gradients_in_fp32(case: Case) -> None:
 def test_a_group_in_parts(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few key heads leave multiprocessors idle: query heads are divided among blocks that see the same keys."""
     monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
-    case = Case("parts", 70, 90, batch=2, heads=8, heads_k=2, dim=dim, mask=causal)
+    case = Case("parts", 70, 90, batch=2, heads=8, heads_k=1, dim=dim, mask=causal)
+    assert backward_plan.group_parts(prepare(case, torch.bfloat16)[0], sms=5) == 2
     check_case("sm90", case, machine=replace(MACHINES["sm90"], sms=8))
     check_deterministic("sm90", case, seeds=(1,), machine=replace(MACHINES["sm90"], sms=5))
 
 
 def test_packed_groups_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
-    case = Case("parts", 0, 0, heads=6, heads_k=2, dim=64, mask=causal, lengths=((70, 90), (0, 40), (33, 0)))
+    case = Case("parts", 0, 0, heads=8, heads_k=1, dim=64, mask=causal, lengths=((70, 90), (0, 40), (33, 0)))
     check_case("sm90", case, machine=replace(MACHINES["sm90"], sms=16))
 
 
@@ -173,7 +174,7 @@ def test_mutation_is_caught(mutation: Mutation) -> None:
     assert any(finding("sm90", mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"
 
 
-@pytest.mark.parametrize("idea", [*ideas.BACKWARD[1:3], *ideas.WIDE_BACKWARD[1:]], ids=str)
+@pytest.mark.parametrize("idea", [*ideas.BACKWARD[1:], *ideas.WIDE_BACKWARD[1:]], ids=str)
 def test_an_idea_computes_the_same(idea: ideas.Idea) -> None:
     ((old, new),) = idea.edits
     case = WIDE if idea in ideas.WIDE_BACKWARD else CAUSAL

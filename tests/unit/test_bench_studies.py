@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench_results import synthetic
 
-from strobe.bench import claims, studies
+from strobe.bench import claims, studies, training_costs
 from strobe.bench.results import save
 from strobe.cuda import forward_sm90, jit
 from strobe.measure.stopwatch import Settings, Stopwatch
@@ -38,6 +38,18 @@ def test_a_call_is_the_providers() -> None:
     call, scope = studies.prepared(case, "strobe-tiled", torch.device("cpu"))
     with scope():
         assert call().shape[-1] == case.dim_v
+
+
+def test_what_training_adds_is_a_pair_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(training_costs, "_CALLS", 1)
+    row = training_costs.cpu_time(cpu, samples=1)
+    assert set(row["us"]) == {"strobe", "sdpa"} and min(row["us"].values()) > 0
+    leaves = training_costs._leaves(cpu, 1, 16, 2, 1, 16)
+    plain, fixed = (training_costs._backward({"deterministic": x}, leaves) for x in (False, True))
+    assert [g.shape for g in fixed()] == [t.shape for t in leaves]
+    ms = training_costs.timed({"plain": plain, "deterministic": fixed}, Stopwatch(cpu, Settings(budget_ms=1, rounds=2)))
+    assert set(ms) == {"plain", "deterministic"} and min(ms.values()) > 0
 
 
 def test_inputs_differ_from_plain_bf16_in_one_thing() -> None:

@@ -220,7 +220,7 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
 def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, monkeypatch) -> None:
     """In the first call and in a repeated one: 32 blocks of keys for 132 multiprocessors, so groups of 16 heads are
     divided into parts, which are written in fp32. Here, part i writes the number i."""
-    heads, parts = layout.index("h"), 16
+    heads, parts = layout.index("h"), 4
     shapes = [torch.Size((2, 512, h, 64) if layout == "bshd" else (2, h, 512, 64)) for h in (64, 4, 4 * parts)]
     numbers = torch.arange(4.0 * parts).view(-1, *(1,) * (3 - heads)).expand(shapes[2])
 
@@ -246,11 +246,19 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, monkeypatch) -
 
 @pytest.mark.parametrize(
     "heads, heads_k, length, parts",
-    [(32, 1, 2048, 16), (32, 8, 2048, 1), (32, 1, 8192, 4), (64, 8, 512, 8), (8, 2, 512, 1), (7, 1, 1024, 7)],
+    [
+        (32, 1, 2048, 8),
+        (32, 8, 2048, 1),
+        (32, 1, 8192, 4),
+        (64, 8, 512, 2),
+        (8, 1, 512, 2),
+        (8, 1, 256, 1),
+        (7, 1, 1024, 1),
+    ],
 )
 def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: int) -> None:
     """If blocks of keys are fewer than multiprocessors: so that they are twice as many, as far as the group can be
-    divided evenly; not if there is little to do."""
+    divided evenly and dK and dV of the parts take no more memory than q; not if there is little to do."""
     q, k = ((2, length, h, 64) for h in (heads, heads_k))
     problem = supposed(torch.device("cpu"), torch.bfloat16, q, k, k, ("q", "k", "v"))
     assert group_parts(problem, H200.sms) == parts

@@ -20,7 +20,7 @@ from strobe.mask import causal
 from strobe.tools import ideas, tune
 from strobe.tools.tune_forward import TileCase
 
-RIGHT = [idea for idea in ideas.FORWARD if not idea.is_bound]
+RIGHT = [idea for idea in ideas.forward_ideas(64, 64, "bounded") if not idea.is_bound]
 
 
 @pytest.mark.parametrize("name", ideas.PASSES)

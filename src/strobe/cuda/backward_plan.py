@@ -123,12 +123,14 @@ LONG_LOOP = 64  # blocks of queries; an estimate: shorter loops are not worth th
 
 def group_parts(problem: Problem, sms: int) -> int:
     """Into how many parts the query heads of a group are divided. Where there are few key heads, there are few blocks of
-    keys, and each loops over the queries of many heads. Each part has blocks of its own, and its dK and dV, which are
-    summed up afterwards. 1 if whole groups occupy the GPU, or if their loops are short."""
+    keys, and each loops over the queries of many heads. Each part has blocks of its own, and its dK and dV in fp32, which
+    are summed up afterwards and take as much memory as q, at most. 1 if whole groups occupy the GPU, or if their loops are
+    short."""
     blocks, steps = problem.batch * problem.heads_k * -(-problem.len_k // 128), problem.group * -(-problem.len_q // 64)
-    if blocks >= sms or steps < LONG_LOOP:
+    if blocks >= sms or steps < LONG_LOOP or problem.group < 8:
         return 1
-    return next((n for n in range(1, problem.group) if problem.group % n == 0 and n * blocks >= 2 * sms), problem.group)
+    able = [n for n in range(1, problem.group // 4 + 1) if problem.group % n == 0]
+    return next((n for n in able if n * blocks >= 2 * sms), able[-1])
 
 
 def in_parts(problem: Problem) -> Problem:

@@ -37,7 +37,6 @@ class Idea:
     edits: tuple[Edit, ...] = ()
     part_of_q: int = 0  # one of so many parts of Q is in registers
     producer: int | None = None  # registers of a thread of the producer; consumers get what that leaves
-    turns: bool = False  # deterministic sums
     header: str = "forward_sm90"  # of the kernels that are edited
 
     def __str__(self) -> str:
@@ -133,20 +132,17 @@ _EXPONENTIALS = {
 }
 
 
-def _exponentials_above(name: str, header: str, count: str = "kScores", turns: bool = False) -> Idea:
+def _exponentials_above(name: str, header: str, count: str = "kScores") -> Idea:
     """So many of them stay above the wait."""
     collect = f"u32 any = 0;\n#pragma unroll\n    for (int i = 0; i < {count}; ++i) any |= as_bits(s[i]);\n"
     after = _EXPONENTIALS[header]
-    return Idea(
-        name, ((after, f"{after}    {{ {collect} keep_above(smem, as_float(any)); }}\n"),), turns=turns, header=header
-    )
+    return Idea(name, ((after, f"{after}    {{ {collect} keep_above(smem, as_float(any)); }}\n"),), header=header)
 
 
 FORWARD = [
     Idea("in use"),
     Idea("Q in registers, 24 for the producer", part_of_q=1, producer=24),
     Idea("half of Q in registers", part_of_q=2),
-    Idea("a quarter of Q in registers", part_of_q=4),
     Idea("24 registers for the producer", producer=24),
     Idea(f"{BOUND}half the loads of K and V", _without_loads("n % 2")),
     Idea(f"{BOUND}no loads of K and V", _without_loads("true")),
@@ -155,8 +151,6 @@ BACKWARD = [
     Idea("in use"),
     _exponentials_above("exponentials above the wait for dP", "backward_sm90"),
     _exponentials_above("half of the exponentials above the wait for dP", "backward_sm90", "kScores / 2"),
-    Idea("sums of dQ by turns", turns=True),
-    _exponentials_above("sums of dQ by turns, exponentials above", "backward_sm90", turns=True),
 ]
 WIDE_BACKWARD = [Idea("in use"), _exponentials_above("exponentials above the wait for dP, for dQ", "dq_sm90")]
 
@@ -170,7 +164,7 @@ class ForwardCase(TileCase):
 @dataclass(frozen=True, kw_only=True)
 class GradientCase(BackwardCase):
     def plan(self, idea: Any, machine: Machine) -> Plan:
-        return idea.planned(BackwardCase.plan(replace(self, deterministic=idea.turns), None, machine))
+        return idea.planned(super().plan(None, machine))
 
 
 def forward_cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[ForwardCase]:
@@ -182,7 +176,8 @@ def backward_cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> l
 
 
 def forward_ideas(dim: int, dim_v: int, kind: str) -> list[Idea]:
-    return FORWARD
+    """A quarter of Q would end within a panel of wider tiles, where the others of its products would begin."""
+    return [*FORWARD, Idea("a quarter of Q in registers", part_of_q=4)] if dim == 64 else FORWARD
 
 
 def backward_ideas(dim: int, dim_v: int, kind: str) -> list[Idea]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ _META = torch.device("meta")  # plans need no tensors
 class BackwardCase(BenchCase):
     kind: str  # "backward sm_90a": one of KINDS, and whose kernels
     family: str  # of catalogue.FAMILIES
-    deterministic: bool = False
 
     @property
     def tuned_flops(self) -> int:
@@ -44,7 +43,7 @@ class BackwardCase(BenchCase):
 
     @property
     def wanted(self) -> Problem:
-        return replace(self.problem(_META).backward(("q", "k", "v")), deterministic=self.deterministic)
+        return self.problem(_META).backward(("q", "k", "v"))
 
     @property
     def module(self) -> Any:
