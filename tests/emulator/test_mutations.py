@@ -85,7 +85,7 @@ SKIPPED_BEFORE = "sees_keys ? mine.end : all.first"
 YIELD, MEET = "turns.yield_turn();", "sync_warpgroup(consumer);"
 PUBLISH = "publish_tile<Config>(tile_info(), tile);"
 LOAD_QUERIES = "if (any_keys) load_queries(tile);\n    else mbar_arrive(q.full_barrier());"
-OVERLAPPED = "qk_overlapped(s, q_desc, f, n);"
+OVERLAPPED = "qk_overlapped(s, q_desc, f);"
 Q_DESC, RELEASE_Q = "const u64 q_desc = k_major(q_tile(consumer));", "if (elected()) q.release();"
 
 # Wrong for both kernels: the mask, the range of key blocks, the running softmax.
@@ -214,7 +214,7 @@ MUTATIONS = [
             (
                 "rolled_loop_without_values",
                 f"return n;\n      {OVERLAPPED}",
-                "return n;\n      qk<kBlockN>(s, q_desc, f, n);",
+                "return n;\n      qk<kBlockN>(s, q_desc, f);",
                 SOFTCAP,
             ),
             (
