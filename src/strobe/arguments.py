@@ -55,34 +55,25 @@ TENSORS = ("q", "k", "v", "bias", "sinks", "mask", "cu_q", "cu_k", "positions") 
 
 def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
     """In the order of TENSORS; q, k and v alone if there are no others, since each costs autograd time."""
-    q, k, v, cu_q, cu_k, _, _, mask, _, _, score, bias, _, _, sinks, _, _, _, _, _, positions, _, _, _ = a
-    mask = mask if isinstance(mask, torch.Tensor) else None
-    of_score = () if score is None else score.tensors
-    if not of_score and bias is None and sinks is None and mask is None and cu_q is None and positions is None:
-        return q, k, v
-    return q, k, v, bias, sinks, mask, cu_q, cu_k, positions, *of_score
+    mask = a.mask if isinstance(a.mask, torch.Tensor) else None
+    of_score = () if a.score is None else a.score.tensors
+    if a.bias is a.sinks is mask is a.cu_q is a.positions is None and not of_score:
+        return a[:3]
+    return *a[:3], a.bias, a.sinks, mask, a.cu_q, a.cu_k, a.positions, *of_score
 
 
 def with_tensors(a: Arguments, seed: int | None, tensors: Sequence[Any]) -> Arguments:
     """The arguments with other tensors, given as by `tensors_of`; without an `out`, and with the LSE."""
-    (
-        _, _, _, _, _, max_q, max_k, mask, scale, softcap, score, _, dropout, _, _, layout, _, _, deterministic, backend,
-        _, partial, first_head, _,
-    ) = a  # fmt: skip
     q, k, v, *others = tensors
-    bias, sinks, mask_tensor, cu_q, cu_k, positions, *of_score = others or _NO_OTHERS
-    return _arguments(
-        Arguments,
-        (
-            q, k, v, cu_q, cu_k, max_q, max_k, mask if mask_tensor is None else mask_tensor, scale, softcap,
-            score.with_tensors(of_score) if of_score else score, bias, dropout, seed, sinks, layout, None, True,
-            deterministic, backend, positions, partial, first_head, None,
-        ),
+    bias, sinks, mask, cu_q, cu_k, positions, *of_score = others or _NO_OTHERS
+    score = a.score.with_tensors(of_score) if of_score else a.score
+    return Arguments(
+        q, k, v, cu_q, cu_k, a.max_q, a.max_k, a.mask if mask is None else mask, a.scale, a.softcap, score, bias,
+        a.dropout, seed, sinks, a.layout, None, True, a.deterministic, a.backend, positions, a.partial, a.first_head,
     )  # fmt: skip
 
 
 _NO_OTHERS = (None,) * 6
-_arguments = tuple.__new__  # what Arguments(...) does, without a call in between
 
 
 def without_tensors(a: Arguments) -> Arguments:

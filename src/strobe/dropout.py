@@ -1,10 +1,9 @@
 """Which entries dropout keeps: a counter-based generator, a pure function of (seed, batch, head, query, key).
 
 No state is carried along, so the mask depends neither on the tile sizes nor on the order of the tiles nor on the device,
-and the backward pass computes it again instead of storing it. A hash serves a cell of four
-queries and four keys: two neighbours, and those eight further. A thread of the kernels has half of these entries: two
-queries with four keys, or four queries with two keys. In unsigned arithmetic of 32 bits, or of 64 where that is said, as
-tile/dropout.cuh has it:
+and the backward pass computes it again instead of storing it. A hash serves a cell of four queries and four keys: two
+neighbours, and those eight further. A thread of the kernels has half of these entries: two queries with four keys, or
+four queries with two keys. In unsigned arithmetic of 32 bits, or of 64 where that is said, as tile/dropout.cuh has it:
 
     r = mix(high ^ 0x9e3779b9); r = mix(r ^ low)                              the two halves of the 64-bit seed
     r = mix(r ^ batch); r = mix(r + head)

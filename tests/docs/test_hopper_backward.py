@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FOUND = json.loads((ROOT / "benchmarks/results/h200/studies/backward.json").read_text(encoding="utf-8"))
-IDEAS = json.loads((ROOT / "benchmarks/results/h200/studies/ideas-backward.json").read_text(encoding="utf-8"))
-TRAINING = json.loads((ROOT / "benchmarks/results/h200/studies/training.json").read_text(encoding="utf-8"))["rows"]
+RESULTS = ROOT / "benchmarks/results/h200"
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+FOUND, IDEAS, TRAINING = (load(f"studies/{name}.json") for name in ("backward", "ideas-backward", "training"))
 PAGE = (ROOT / "docs/design/hopper-backward.md").read_text(encoding="utf-8")
 
 
@@ -39,7 +44,7 @@ def test_the_table_is_what_was_measured() -> None:
 
 def ratios(what: str, **where: Any) -> list[float]:
     """Of the speed without it."""
-    rows = [row for row in TRAINING if row["what"] == what and all(row[key] == x for key, x in where.items())]
+    rows = [row for row in TRAINING["rows"] if row["what"] == what and all(row[key] == x for key, x in where.items())]
     return [row["ms"]["plain"] / row["ms"][what] for row in rows]
 
 
@@ -77,6 +82,39 @@ def test_the_distances_are_those_measured() -> None:
     behind = ratios("grouped", dim=128, mask="causal")
     assert f"{min(behind):.2f} to {max(behind):.2f} of the speed of plain heads" in PAGE
     assert all(ratio > 1 for ratio in ratios("grouped") if ratio not in behind)  # "elsewhere they are faster"
-    (cpu,) = (row["us"] for row in TRAINING if row["what"] == "cpu")
+    (cpu,) = (row["us"] for row in TRAINING["rows"] if row["what"] == "cpu")
     assert f"{cpu['strobe'] / cpu['sdpa']:.2f} × the CPU time" in PAGE
     assert f"{FOUND['extra_memory_in_sizes_of_q']:.2f} times the size of q" in PAGE
+
+
+def times(name: str) -> dict[str, dict[str, float]]:
+    """Milliseconds of a benchmark, by case and provider."""
+    found: dict[str, dict[str, float]] = {}
+    for row in load(name)["rows"]:
+        found.setdefault(row["case"]["label"], {})[row["provider"]] = row["timing"]["summary"]["median"]
+    return found
+
+
+def test_the_distances_to_cudnn_are_those_measured() -> None:
+    grid, few = times("grid36-backward.json"), times("gqa-both.json")
+    second, first, third = (
+        f"{grid[case]['torch-cudnn'] / grid[case]['strobe-sm90']:.2f} ×"
+        for case in ("d64-causal-2k", "d64-causal-1k", "d64-causal-4k")
+    )
+    assert f"{second} cuDNN through autograd, where 1,024 and 4,096 tokens have {first} and {third}" in PAGE
+    slower = {case: ms["strobe-sm90"] / ms["torch-cudnn"] for case, ms in few.items() if case.startswith("32h1-")}
+    assert f"up to {slower.pop('32h1-causal-2k'):.2f} × slower than cuDNN" in PAGE and max(slower.values()) < 1
+
+
+def test_what_was_tried_and_lost() -> None:
+    kept = [x for row in load("studies/dropout-tried.json")["rows"] for x in row["of_plain"].values()]
+    assert f"had {min(kept):.2f} to {max(kept):.2f} (`dropout-tried.json`)" in PAGE
+
+    def short(data: dict[str, Any]) -> list[float]:
+        rows = [row for row in data["rows"] if row["what"] == "deterministic" and row["mask"] == "causal"]
+        return [row["ms"]["deterministic"] for row in rows if row["length"] <= 1024]
+
+    speeds = [
+        ours / other for ours, other in zip(short(TRAINING), short(load("studies/order-tried.json")), strict=True)
+    ]
+    assert f"{min(speeds):.2f} to {max(speeds):.2f} of the speed under a causal mask at 512 and 1,024 keys" in PAGE

@@ -11,7 +11,6 @@ import torch
 from ladder_cases import CASES, GAIN, LARGE_SCORES, WIDE
 
 from strobe.arguments import Arguments
-from strobe.cuda import backward_sm90
 from strobe.emulator import Counters, EmulatorError, compiler
 from strobe.emulator.backend import BACKENDS
 from strobe.learn.ladder import execute, measure, rungs
@@ -150,9 +149,7 @@ WHOLE_TILES = Shape(slices=1, len_q=256, len_k=256, dim=64)  # for every rung bu
 @pytest.fixture(scope="module")
 def counted() -> dict[str, measure.Row]:
     said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward_sm90, "TURNS_UP_TO", 0)  # the model of b4 is that of more keys
-        rows = measure.run(WHOLE_TILES, rungs.RUNGS, torch.device("cpu"), said.append)
+    rows = measure.run(WHOLE_TILES, rungs.RUNGS, torch.device("cpu"), said.append)
     assert len(said) == 2 * len(rungs.RUNGS)
     assert all(row.passed for row in rows)
     return {row.number: row for row in rows}

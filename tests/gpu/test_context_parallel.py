@@ -67,8 +67,7 @@ def test_errors_are_those_of_one_call(method: str, lengths: tuple[int, ...], mas
 
 
 def test_steps_are_nearly_as_fast_as_one_call() -> None:
-    """32k tokens in 4 shards, forward. It has 0.92 on an H200, and should have 0.95: a tile of fp32 results goes from and to
-    memory two numbers at a time."""
+    """32k tokens in 4 shards, forward."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the bound is for Hopper GPUs")
-    assert context_parallel.cut(DEVICE, context_parallel.SIZES["cuda"], calls=20).forward > 0.9
+    assert context_parallel.cut(DEVICE, context_parallel.SIZES["cuda"], calls=20).forward > 0.95

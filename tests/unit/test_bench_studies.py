@@ -15,7 +15,8 @@ from bench_results import synthetic
 from strobe.bench import claims, studies, training_costs
 from strobe.bench.results import save
 from strobe.cuda import forward_sm90, jit
-from strobe.measure.stopwatch import Settings, Stopwatch
+from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
+from strobe.measure.turns import medians
 
 
 def test_times_are_kept_by_place_in_the_turn() -> None:
@@ -48,7 +49,8 @@ def test_what_training_adds_is_a_pair_of_calls(monkeypatch: pytest.MonkeyPatch) 
     leaves = training_costs._leaves(cpu, 1, 16, 2, 1, 16)
     plain, fixed = (training_costs._backward({"deterministic": x}, leaves) for x in (False, True))
     assert [g.shape for g in fixed()] == [t.shape for t in leaves]
-    ms = training_costs.timed({"plain": plain, "deterministic": fixed}, Stopwatch(cpu, Settings(budget_ms=1, rounds=2)))
+    calls = {"plain": TimedCall(plain), "deterministic": TimedCall(fixed)}
+    ms = medians(calls, Stopwatch(cpu, Settings(budget_ms=1, rounds=2)))
     assert set(ms) == {"plain", "deterministic"} and min(ms.values()) > 0
 
 

@@ -82,9 +82,10 @@ def test_the_command_writes_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_
         assert json.loads(out.read_text()) == {"kind": "ideas", "method": "sustained", "rows": []}
 
 
-def test_the_command_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
+def test_the_command_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         ideas.main(["-o", str(tmp_path / "ideas.json")])
     assert "there is no GPU" in capsys.readouterr().err

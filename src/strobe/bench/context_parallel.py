@@ -150,15 +150,15 @@ def _median(
     found = []
     for _ in range(calls + 1):
         before()
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         call()
-        _wait_for(device)
+        wait_for(device)
         found.append(1e3 * (time.perf_counter() - start))
     return statistics.median(found[1:])
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

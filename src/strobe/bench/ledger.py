@@ -104,11 +104,12 @@ def _sustained(root: Path, study: str, heading: str, most: int | None) -> list[s
     found, turns = studies.load(root, f"{study}-sustained"), studies.load(root, study)
     if found is None:
         return []
+    tried = study.removesuffix("s")
     lines = [
         f"{heading}, the best sustained speed first.",
         f"One is better if it brings {_BETTER:.0%} and short turns lose less than half of that:",
         "",
-        "| kernel | head dim | in use | tile | sustained speed | energy per FLOP | short turns | better |",
+        f"| kernel | head dim | in use | {tried} | sustained speed | energy per FLOP | short turns | better |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for dim, dim_v, kind in dict.fromkeys((row["dim"], row["dim_v"], row["kind"]) for row in found["rows"]):

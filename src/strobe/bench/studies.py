@@ -25,9 +25,9 @@ from strobe.bench.suites import cases
 from strobe.cuda import cubin, forward_sm90, jit
 from strobe.cuda.kernel import TemplateKernel
 from strobe.measure import provenance
-from strobe.measure.statistics import percentile, summarise_turns
+from strobe.measure.statistics import percentile
 from strobe.measure.stopwatch import Call, Scope, Settings, Stopwatch, TimedCall
-from strobe.measure.turns import interleave, orders
+from strobe.measure.turns import medians, orders
 
 BEGIN, END = "<!-- turns: begin (python -m strobe.bench.docs --write) -->", "<!-- turns: end -->"
 Rows = Iterator[dict[str, Any]]
@@ -139,13 +139,7 @@ def inputs(device: torch.device) -> Rows:
     watch = Stopwatch(device, Settings(budget_ms=60, rounds=10))
     for problem in input_cases():
         calls = {name: TimedCall(*prepared(case, "strobe-sm90", device)) for name, case in problem.items()}
-        interleave(list(calls.values()), watch)
-        ms = {}
-        for name, call in calls.items():
-            if call.problem is not None:
-                raise call.problem
-            ms[name] = round(summarise_turns(call.turns_ms).median, 5)
-        case = problem["bf16"]
+        case, ms = problem["bf16"], medians(calls, watch)
         yield {"dim": case.dim, "mask": case.mask.name, "length": case.len_q, "heads": case.heads, "ms": ms}
 
 

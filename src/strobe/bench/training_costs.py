@@ -8,7 +8,7 @@ import functools
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,64 +18,49 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import strobe
 from strobe.bench import context_parallel
-from strobe.measure.statistics import summarise_turns
 from strobe.measure.stopwatch import Call, Settings, Stopwatch, TimedCall
-from strobe.measure.turns import interleave
+from strobe.measure.turns import medians
 
 TOKENS, HIDDEN = 16384, 2048  # as in the grid
 DROPOUT = 0.1
 MASKS = {"full": strobe.full, "causal": strobe.causal}
 _CALLS = 50  # of CPU time that are one sample
+Pairs = Iterator[tuple[dict[str, Any], dict[str, Call]]]  # what is added where; the plain call, and the one with it
 
 
 def rows(device: torch.device) -> Iterator[dict[str, Any]]:
     yield cpu_time(device)
     watch = Stopwatch(device, Settings(budget_ms=60, rounds=12, graph_below_ms=0))
+    for facts, calls in itertools.chain(_dropout(device), _fixed_order(device), _grouped(device)):
+        yield facts | {"ms": medians({name: TimedCall(call) for name, call in calls.items()}, watch)}
+    cut = context_parallel.cut(device, context_parallel.SIZES[device.type], calls=20)
+    yield {"what": "context parallel", **asdict(cut)}
+
+
+def _dropout(device: torch.device) -> Pairs:
     for dim, length, mask in itertools.product((64, 128, 256), (4096, 16384), MASKS):
         leaves = _leaves(device, TOKENS // length, length, HIDDEN // dim, HIDDEN // dim, dim)
-        plain, dropped = ({"mask": MASKS[mask], "dropout": p} for p in (0.0, DROPOUT))
-        for name, passes in (("forward", _forward), ("backward", _backward)):
-            calls = {"plain": passes(plain, leaves), "dropout": passes(dropped, leaves)}
-            yield {
-                "what": "dropout",
-                "pass": name,
-                "dim": dim,
-                "length": length,
-                "mask": mask,
-                "ms": timed(calls, watch),
-            }
+        for name, made in (("forward", _forward), ("backward", _backward)):
+            plain, dropped = (made({"mask": MASKS[mask], "dropout": p}, leaves) for p in (0.0, DROPOUT))
+            facts = {"what": "dropout", "pass": name, "dim": dim, "length": length, "mask": mask}
+            yield facts, {"plain": plain, "dropout": dropped}
+
+
+def _fixed_order(device: torch.device) -> Pairs:
     for dim, length, mask in itertools.product((64, 128), (512, 1024, 2048, 4096, 8192, 16384), MASKS):
         leaves = _leaves(device, TOKENS // length, length, HIDDEN // dim, HIDDEN // dim, dim)
-        orders = ({"mask": MASKS[mask], "deterministic": fixed} for fixed in (False, True))
-        calls = dict(zip(("plain", "deterministic"), (_backward(order, leaves) for order in orders), strict=True))
+        plain, fixed = (_backward({"mask": MASKS[mask], "deterministic": x}, leaves) for x in (False, True))
         facts = {"what": "deterministic", "pass": "backward", "dim": dim, "length": length, "mask": mask}
-        yield facts | {"ms": timed(calls, watch)}
+        yield facts, {"plain": plain, "deterministic": fixed}
+
+
+def _grouped(device: torch.device) -> Pairs:
+    """64 heads on 8, beside 64 on 64."""
     for dim, length, mask in itertools.product((64, 128), (2048, 4096, 8192), MASKS):
-        calls = {
-            name: _backward({"mask": MASKS[mask]}, _leaves(device, 8192 // length, length, 64, heads_k, dim))
-            for name, heads_k in (("plain", 64), ("grouped", 8))
-        }
-        yield {
-            "what": "grouped",
-            "pass": "backward",
-            "dim": dim,
-            "length": length,
-            "mask": mask,
-            "ms": timed(calls, watch),
-        }
-    yield {
-        "what": "context parallel",
-        **asdict(context_parallel.cut(device, context_parallel.SIZES[device.type], calls=20)),
-    }
-
-
-def timed(calls: dict[str, Call], watch: Stopwatch) -> dict[str, float]:
-    running = {name: TimedCall(call) for name, call in calls.items()}
-    interleave(list(running.values()), watch)
-    for call in running.values():
-        if call.problem is not None:
-            raise call.problem
-    return {name: round(summarise_turns(call.turns_ms).median, 5) for name, call in running.items()}
+        inputs = (_leaves(device, 8192 // length, length, 64, heads_k, dim) for heads_k in (64, 8))
+        plain, grouped = (_backward({"mask": MASKS[mask]}, leaves) for leaves in inputs)
+        facts = {"what": "grouped", "pass": "backward", "dim": dim, "length": length, "mask": mask}
+        yield facts, {"plain": plain, "grouped": grouped}
 
 
 def cpu_time(device: torch.device, samples: int = 40) -> dict[str, Any]:
@@ -96,18 +81,13 @@ def cpu_time(device: torch.device, samples: int = 40) -> dict[str, Any]:
     gc.collect()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         for name in list(calls) * samples:
-            _wait_for(device)
+            context_parallel.wait_for(device)
             start = time.perf_counter()
             for _ in range(_CALLS):
                 calls[name]()
             best[name] = min(best[name], (time.perf_counter() - start) / _CALLS)
-    _wait_for(device)
+    context_parallel.wait_for(device)
     return {"what": "cpu", "us": {name: round(1e6 * seconds, 1) for name, seconds in best.items()}}
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _leaves(device: torch.device, batch: int, length: int, heads: int, heads_k: int, dim: int) -> list[torch.Tensor]:
@@ -119,7 +99,7 @@ def _leaves(device: torch.device, batch: int, length: int, heads: int, heads_k: 
 
 def _forward(options: dict[str, Any], leaves: list[torch.Tensor]) -> Call:
     detached = [t.detach() for t in leaves]
-    call: Callable[..., Any] = functools.partial(strobe.attention, *detached, **options)
+    call = functools.partial(strobe.attention, *detached, **options)
     call()
     return call
 

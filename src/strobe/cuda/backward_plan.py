@@ -127,9 +127,9 @@ def group_parts(problem: Problem, sms: int) -> int:
     are summed up afterwards and take as much memory as q, at most. 1 if whole groups occupy the GPU, or if their loops are
     short."""
     blocks, steps = problem.batch * problem.heads_k * -(-problem.len_k // 128), problem.group * -(-problem.len_q // 64)
-    if blocks >= sms or steps < LONG_LOOP or problem.group < 8:
+    if blocks >= sms or steps < LONG_LOOP:
         return 1
-    able = [n for n in range(1, problem.group // 4 + 1) if problem.group % n == 0]
+    able = [n for n in range(1, max(problem.group // 4, 1) + 1) if problem.group % n == 0]
     return next((n for n in able if n * blocks >= 2 * sms), able[-1])
 
 

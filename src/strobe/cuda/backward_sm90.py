@@ -60,9 +60,7 @@ __all__ = [
 
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128)]
 BLOCK_N = 128  # keys of a block, 64 a consumer
-# Up to so many keys, waiting for one's turn takes less time than zeros and a third launch. Timed on an H200: up to a third
-# faster at 512 and 1,024 keys, up to 3 % slower at 2,048.
-TURNS_UP_TO = 1024
+TURNS_UP_TO = 1024  # keys: with so few, waiting for turns takes less time than zeros and a third launch
 
 _MAIN = Struct(
     "Params",

@@ -88,10 +88,11 @@ class Rung:
     element: str = "float"
     workspace: Count = lambda shape: 0  # floats
     # The model of its traffic: numbers for each (query, key) pair, by head dim; queries (backward: keys) come in tiles
-    # of `rows`; tensors that move once.
+    # of `rows`; tensors that move once, but for those that a shape does not need.
     moves: Callable[[int], float] = lambda dim: 0.0
     rows: Callable[[int], int] = lambda dim: 1
     once: int = 0
+    spared: Count = lambda shape: 0
     keys: int = 0  # of a tile; of interest to rungs with tensor maps
     divides_every: int = 0  # keys after which O is divided by the row sum, and so rounded; 0: once, at the end
     hopper: bool = False
@@ -163,7 +164,7 @@ class Rung:
         rows = self.rows(shape.dim)
         tiled, other = (shape.len_k, shape.len_q) if self.backward else (shape.len_q, shape.len_k)
         pairs = -(-tiled // rows) * rows * other
-        once = self.once * max(shape.len_q, shape.len_k) * shape.dim
+        once = (self.once - self.spared(shape)) * max(shape.len_q, shape.len_k) * shape.dim
         return (self.moves(shape.dim) * pairs + once) * shape.slices * self.dtype.itemsize
 
     def source(self, dim: int) -> str:

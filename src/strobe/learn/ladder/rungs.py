@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from strobe.cuda.backward_sm90 import BLOCK_N
+from strobe.cuda.backward_sm90 import BLOCK_N, TURNS_UP_TO
 from strobe.cuda.forward_sm90 import choose_tile
 from strobe.cuda.plan import tile_bytes
 from strobe.learn.ladder.rung import Count, Rung, Shape
@@ -268,6 +268,7 @@ BACKWARD = (
         moves=lambda dim: 4 * dim / BLOCK_N,
         rows=lambda dim: BLOCK_N,
         once=11,
+        spared=lambda shape: 4 if shape.len_k <= TURNS_UP_TO else 0,  # zeros and rounded sums of dQ, in fp32
         hopper=True,
         library="backward_sm90.cuh",
         forward="13",
