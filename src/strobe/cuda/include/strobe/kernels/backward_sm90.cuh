@@ -80,11 +80,16 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   // Calls visit(head, m) for each block of queries of each head of the group, beginning with `start`.
   template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
+    if (blocks.first == blocks.end) return;
     int m = start();
 #pragma unroll 1
-    for (int head = tile.head_k * p.group; head < (tile.head_k + 1) * p.group; ++head)
+    for (int i = 0; i < p.group; ++i) {
 #pragma unroll 1
-      for (int i = blocks.first; i < blocks.end; ++i, m = next(m)) visit(head, m);
+      do {
+        visit(tile.head_k * p.group + i, m);
+        m = next(m);
+      } while (m != start());
+    }
   }
   STROBE_DEVICE int start() const {
     return blocks.first + (Config::kRotate ? quotient(tile.key0 / kBlockN * blocks.end, p.key_blocks) : 0);
@@ -130,13 +135,20 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // ---- adding warps: one for each consumer --------------------------------------------------------------------------
   STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + kOffsetDq + consumer * kDqBytes, consumer}; }
   STROBE_DEVICE Turn turn(int m) const { return turn_of<Config>(mask(), tile, blocks.end, p.key_blocks, m); }
-  STROBE_DEVICE void add_dq(int consumer) const {
-    const DqSum sum = dq_sum(consumer);
+  STROBE_DEVICE void add_dq() const {
     wait_for_previous_grid();  // the sums, or the turns, are zero now
     for_each_block([&](int head, int m) {
-      const i64 part = dq_part<Config>(p, tile, head, m, consumer);
-      if constexpr (Config::kTurns) add_in_turn(p, sum, int(part), turn(m));
-      else sum.add(p.dq_sum + part * kDqFloats);
+      const DqSum sum = dq_sum(thread_idx_again() / 32 - 1);  // not before the loop: registers are few
+      const i64 part = dq_part<Config>(p, tile, head, m, sum.consumer);
+      const Turn now = turn(m);
+      if (!Config::kTurns) {
+        sum.add(p.dq_sum + part * kDqFloats);
+      } else if (now.last) {
+        if (now.number > 0) fetch_sums(p, sum, int(part), now.number);
+        store_dq<Config>(p, tile, sum, head, m);
+      } else {
+        add_in_turn(p, sum, int(part), now.number);
+      }
     });
   }
 
@@ -263,9 +275,13 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE void put_dq(float (&dq)[32], int consumer, int m, int left) {
     ds_out.release_and_advance();
     if (Config::kTurns && turn(m).last) {
-      const KeyTile again = tile_again<Config>(p);
-      const int head = (again.head_k + 1) * p.group - 1 - quotient(left - 1, blocks.end - blocks.first);
-      finish_dq<Config>(p, again, dq_sum(consumer), dq, head, m, turn(m).number > 0);
+      finish_dq<Config>(p, dq_sum(consumer), dq, turn(m).number > 0, [&] {
+        const KeyTile again = tile_again<Config>(p);
+        const int head = (again.head_k + 1) * p.group - 1 - quotient(left - 1, blocks.end - blocks.first);
+        const int row = DqRows<Config>::first(m, consumer), column = DqRows<Config>::column(consumer);
+        const i64 first = again.slice * p.dq_batch + head * p.dq_head + i64(again.first_row + row) * p.dq_row + column;
+        return Fp32Rows{p.dq + first, p.dq_row, again.len_q - row, p.dim - column};
+      });
     } else {
       dq_sum(consumer).put(dq);
     }
@@ -378,7 +394,7 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
     regs_dec<Config::kRegsProducer>();
     Backward work(p, tile, true);
     if (thread_idx() == 0) work.produce();
-    else if (Config::kWantQ && (warp == 1 || warp == 2)) work.add_dq(warp - 1);
+    else if (Config::kWantQ && (warp == 1 || warp == 2)) work.add_dq();
   } else {
     regs_inc<Config::kRegsConsumer>();
     Backward(p, tile, false).consume(warpgroup - 1);

@@ -19,8 +19,15 @@ constexpr u32 kDqBytes = 4 * kDqFloats, kDqThreads = 128 + 32;
 template <class Config, class Params>
 STROBE_DEVICE i64 dq_part(const Params& p, const KeyTile& tile, int head, int m, int consumer) {
   constexpr int kRows = Config::kStatBlock;
-  return (first_stat<Config>(p, head, tile.batch, tile.first_row) + m * kRows) / kRows * 2 + consumer;
+  return (first_stat<Config>(p, head, tile.batch, tile.first_row) / kRows + m) * 2 + consumer;
 }
+
+// Which 64 x 64 numbers of a block of queries a consumer has: half of the rows, or half of the columns.
+template <class Config> struct DqRows {
+  static constexpr bool kHalfOfRows = Config::kBlockM == 128;
+  STROBE_DEVICE static int first(int m, int consumer) { return m * Config::kBlockM + (kHalfOfRows ? 64 * consumer : 0); }
+  STROBE_DEVICE static int column(int consumer) { return kHalfOfRows ? 0 : 64 * consumer; }
+};
 
 // One for each consumer and its adding warp; `buffer` is its part of shared memory.
 struct DqSum {
@@ -41,6 +48,17 @@ struct DqSum {
       st_shared(to + i * 2048,
                 u32x4{as_bits(dq[4 * i]), as_bits(dq[4 * i + 1]), as_bits(dq[4 * i + 2]), as_bits(dq[4 * i + 3])});
     announce();
+  }
+  STROBE_DEVICE void add_to(float (&dq)[32]) const {  // what lies in the buffer
+    const u32 from = buffer + thread_idx() % 128 * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const u32x4 x = ld_shared_x4(from + i * 2048);
+      dq[4 * i] += as_float(x.x);
+      dq[4 * i + 1] += as_float(x.y);
+      dq[4 * i + 2] += as_float(x.z);
+      dq[4 * i + 3] += as_float(x.w);
+    }
   }
 
   // ---- adding warp --------------------------------------------------------------------------------------------------

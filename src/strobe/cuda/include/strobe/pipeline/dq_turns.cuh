@@ -25,7 +25,7 @@ STROBE_DEVICE Turn turn_of(const Mask& mask, const KeyTile& tile, int query_bloc
     return Turn{u32(number), number == key_blocks - 1};
   }
   const int last_query = min((m + 1) * kBlockM, tile.len_q) - 1;
-  return Turn{u32((mask.hi(last_query) + kBlockN - 1) / kBlockN - 1 - n), n == mask.lo(m * kBlockM) / kBlockN};
+  return Turn{u32((mask.hi(last_query) + kBlockN - 1) / kBlockN - 1 - n), mask.lo(m * kBlockM) >= tile.key0};
 }
 
 STROBE_DEVICE void await_turn(const u32* counter, u32 number) {
@@ -33,57 +33,62 @@ STROBE_DEVICE void await_turn(const u32* counter, u32 number) {
   }
 }
 
-// Consumer, the last turn: adds what the others have summed up, if there are `others`, and stores dQ: as fp32 straight
-// from the registers, or rounded, by way of the buffer.
-template <class Config, class Params> STROBE_DEVICE void finish_dq(const Params& p, const KeyTile& tile,
-                                                                   const DqSum& sum, float (&dq)[32], int head, int m,
-                                                                   bool others) {
+// Consumer, the last turn: adds what the others have summed up, if there are `others`, which lies in the buffer, and
+// rounds dQ into it; or stores dQ as fp32, straight from the registers to where `rows` says.
+template <class Config, class Params, class Rows>
+STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32], bool others, Rows rows) {
   using Tile = Rounded<typename Config::Element, 64>;
-  const float* sums = p.dq_sum + dq_part<Config>(p, tile, head, m, sum.consumer) * kDqFloats;
-  sum.await_empty();  // the other turns are over, too: see add_in_turn
-#pragma unroll
-  for (int half = 0; half < 32; half += 16) {  // all at once would take 32 registers
-    float x[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ld_global_l2(x[i], sums + thread_idx_again() % 128 * 4 + (half + 4 * i) * 128, others);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) dq[half + i] += x[i / 4][i % 4];
-  }
-  const int row = m * Config::kBlockM + (Config::kBlockM == 128 ? 64 * sum.consumer : 0), rows = tile.len_q - row,
-            column = Config::kBlockM == 128 ? 0 : 64 * sum.consumer;
+  sum.await_empty();
+  if (others) sum.add_to(dq);
   if constexpr (Config::kPartialDq) {
-    const i64 first = tile.slice * p.dq_batch + head * p.dq_head + i64(tile.first_row + row) * p.dq_row + column;
-    Fp32Rows{p.dq + first, p.dq_row, rows, p.dim - column}.store(Tile{dq, p.scale_grad}, 0);
+    rows().store(Tile{dq, p.scale_grad}, 0);
   } else {
     const float both[2] = {p.scale_grad, p.scale_grad};
+    sync_warpgroup(sum.consumer);  // all have read the buffer
     Staging<false, 64, 1, false>{sum.buffer, sum.consumer}.fill(Tile{dq}, both);
-    fence_proxy_async();
-    sync_warpgroup(sum.consumer);
-    if (thread_idx() % 128 == 0 && rows > 0) {
-      const Box box = box_of_rows<Config::kVarlen, 64>(tile.first_row + row, rows, head, tile.slice);
-      tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, column / kPanel, 1);
-      tma_store_commit();
-      tma_store_wait_read<0>();
-    }
   }
   sum.announce();
 }
 
-// Adding warp. For the last turn the buffer is called empty when all other turns are over, so the consumer waits for
-// both.
-template <class Params> STROBE_DEVICE void add_in_turn(const Params& p, const DqSum& sum, int part, const Turn& turn) {
-  const bool leader = thread_idx() % 32 == 0;
-  if (leader && turn.last) await_turn(p.turns + part, turn.number);
-  sync_warp();
+// Adding warp, a turn that is not the last.
+template <class Params> STROBE_DEVICE void add_in_turn(const Params& p, const DqSum& sum, int part, u32 number) {
   sum.exchange();
-  if (leader && !turn.last) {
-    await_turn(p.turns + part, turn.number);
-    float* sums = p.dq_sum + i64(part) * kDqFloats;
-    if (turn.number == 0) bulk_store(sums, sum.buffer, kDqBytes);
+  if (thread_idx() % 32 == 0) {
+    await_turn(p.turns + part, number);
+    float* const sums = p.dq_sum + i64(part) * kDqFloats;
+    if (number == 0) bulk_store(sums, sum.buffer, kDqBytes);
     else bulk_add(sums, sum.buffer, kDqBytes);
     tma_store_commit();
     bulk_wait_written();
     release_turn(p.turns + part);
+  }
+  sync_warp();
+}
+
+// Adding warp, before the last turn: what the others have summed up is copied into the buffer as soon as their turns
+// are over, ahead of the consumer, who then gets the buffer.
+template <class Params> STROBE_DEVICE void fetch_sums(const Params& p, const DqSum& sum, int part, u32 number) {
+  const int lane = thread_idx_again() % 32;
+  if (lane == 0) await_turn(p.turns + part, number);
+  sync_warp();
+  const float* from = p.dq_sum + i64(part) * kDqFloats + 4 * lane;
+#pragma unroll
+  for (int i = 0; i < kDqFloats / 128; ++i) cp_async_16(sum.buffer + 16 * lane + 512 * i, from + 128 * i);
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
+// Adding warp, the last turn: the buffer comes back with dQ in it.
+template <class Config, class Params> STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& sum, int head, int m) {
+  sum.exchange();
+  if (!Config::kPartialDq && thread_idx() % 32 == 0) {
+    const int row = DqRows<Config>::first(m, sum.consumer), rows = tile.len_q - row;
+    if (rows > 0) {
+      const Box box = box_of_rows<Config::kVarlen, 64>(tile.first_row + row, rows, head, tile.slice);
+      tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, DqRows<Config>::column(sum.consumer) / kPanel, 1);
+      tma_store_commit();
+      tma_store_wait_read<0>();
+    }
   }
   sync_warp();
 }
