@@ -51,6 +51,7 @@ struct Thread {
   u32 copy_groups = 0;
   std::vector<StoreInFlight> stores;
   u32 store_groups = 0;
+  std::vector<std::function<void()>> writes;  // of bulk copies that have read shared memory
   std::vector<std::pair<u32, u32>> fences;  // (stamp, own clock) of every fence_proxy_async
 };
 
@@ -333,6 +334,8 @@ STROBE_OUTLINE bool Block::run() {
     Fiber::change(scheduler, threads[next].fiber);
   }
   if (failure.empty() && paused) return false;
+  for (const Thread& thread : threads)
+    for (const auto& write : thread.writes) write();
   if (failure.empty()) failure = finished < thread_count ? deadlock() : left_over();
   for (u32 warp = 0; warp < warps.size(); ++warp) count_bank_conflicts(warp);
   current_block() = nullptr;

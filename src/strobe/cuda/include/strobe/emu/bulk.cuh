@@ -1,5 +1,5 @@
-// Hopper: bulk copies of contiguous bytes. A load lands as a TMA load does; a store or a sum is taken as late as a TMA
-// store is read.
+// Hopper: bulk copies of contiguous bytes. A load lands as a TMA load does; a store or a sum is read as late as a TMA
+// store is, and written when it is waited for, or when the block ends.
 #pragma once
 #include <mutex>
 #include <strobe/emu/tma.cuh>
@@ -52,16 +52,19 @@ inline void bulk_out(float* dst, u32 src, u32 bytes, const char* op, Site site, 
     note_read(b.running, src, bytes, Proxy::async, op, site);
     note_reader_in_flight(src, bytes, 1);
   }
-  auto read = [=, &b] {
-    {
+  auto read = [=, &b, &thread = b.self()] {
+    std::vector<float> taken(bytes / 4);
+    memcpy(taken.data(), shared_at(src), bytes);
+    auto write = [=] {
       std::lock_guard<std::mutex> one_at_a_time(sums());
-      for (u32 i = 0; i < bytes / 4; ++i) {
-        float x;
-        memcpy(&x, shared_at(src + 4 * i), 4);
-        dst[i] = combine(dst[i], x);
-      }
+      for (size_t i = 0; i < taken.size(); ++i) dst[i] = combine(dst[i], taken[i]);
+    };
+    if (b.async) {
+      note_reader_in_flight(src, bytes, -1);
+      thread.writes.push_back(write);
+    } else {
+      write();
     }
-    if (b.async) note_reader_in_flight(src, bytes, -1);
   };
   if (b.async) b.self().stores.push_back(StoreInFlight{read, b.self().store_groups + 1, site});
   else read();
@@ -74,6 +77,11 @@ STROBE_DEVICE void bulk_add(float* dst, u32 src, u32 bytes, Site site = Site::he
 STROBE_DEVICE void bulk_store(float* dst, u32 src, u32 bytes, Site site = Site::here()) {
   emu::bulk_out(dst, src, bytes, "bulk_store", site, [](float, float x) { return x; });
 }
-STROBE_DEVICE void bulk_wait_written() { tma_store_wait_read<0>(); }
+STROBE_DEVICE void bulk_wait_written() {
+  tma_store_wait_read<0>();
+  emu::Thread& thread = emu::self();
+  for (const auto& write : thread.writes) write();
+  thread.writes.clear();
+}
 
 }  // namespace strobe

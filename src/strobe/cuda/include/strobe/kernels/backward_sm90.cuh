@@ -136,20 +136,14 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + kOffsetDq + consumer * kDqBytes, consumer}; }
   STROBE_DEVICE Turn turn(int m) const { return turn_of<Config>(mask(), tile, blocks.end, p.key_blocks, m); }
   STROBE_DEVICE void add_dq() const {
+    [[maybe_unused]] int sent = -1;
     wait_for_previous_grid();  // the sums, or the turns, are zero now
     for_each_block([&](int head, int m) {
       const DqSum sum = dq_sum(thread_idx_again() / 32 - 1);  // not before the loop: registers are few
-      const i64 part = dq_part<Config>(p, tile, head, m, sum.consumer);
-      const Turn now = turn(m);
-      if (!Config::kTurns) {
-        sum.add(p.dq_sum + part * kDqFloats);
-      } else if (now.last) {
-        if (now.number > 0) fetch_sums(p, sum, int(part), now.number);
-        store_dq<Config>(p, tile, sum, head, m);
-      } else {
-        add_in_turn(p, sum, int(part), now.number);
-      }
+      if constexpr (Config::kTurns) add_in_turn<Config>(p, tile, sum, head, m, turn(m), sent);
+      else sum.add(p.dq_sum + dq_part<Config>(p, tile, head, m, sum.consumer) * kDqFloats);
     });
+    if constexpr (Config::kTurns) pass_turn(p, sent);
   }
 
   // ---- consumers: the products --------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ struct DqSum {
 
   // ---- adding warp --------------------------------------------------------------------------------------------------
   STROBE_DEVICE void add(float* sums) const {
-    exchange();
+    offer();
+    await_full();
     if (thread_idx() % 32 == 0) {
       bulk_add(sums, buffer, kDqBytes);
       tma_store_commit();
@@ -71,10 +72,8 @@ struct DqSum {
     }
     sync_warp();
   }
-  STROBE_DEVICE void exchange() const {  // an empty buffer for a full one
-    bar_arrive(kBarrierDqEmpty + consumer, kDqThreads);
-    bar_sync(kBarrierDqFull + consumer, kDqThreads);
-  }
+  STROBE_DEVICE void offer() const { bar_arrive(kBarrierDqEmpty + consumer, kDqThreads); }
+  STROBE_DEVICE void await_full() const { bar_sync(kBarrierDqFull + consumer, kDqThreads); }
 };
 
 }  // namespace strobe

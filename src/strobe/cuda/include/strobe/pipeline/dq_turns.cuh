@@ -33,7 +33,8 @@ STROBE_DEVICE void await_turn(const u32* counter, u32 number) {
   }
 }
 
-// Consumer, the last turn: adds what the others have summed up, if there are `others`, which lies in the buffer, and
+// ---- consumer: the last turn ----------------------------------------------------------------------------------------
+// Adds what the others have summed up, if there are `others`, which lies in the buffer, and
 // rounds dQ into it; or stores dQ as fp32, straight from the registers to where `rows` says.
 template <class Config, class Params, class Rows>
 STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32], bool others, Rows rows) {
@@ -50,46 +51,62 @@ STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32],
   sum.announce();
 }
 
-// Adding warp, a turn that is not the last.
-template <class Params> STROBE_DEVICE void add_in_turn(const Params& p, const DqSum& sum, int part, u32 number) {
-  sum.exchange();
+// ---- adding warp -----------------------------------------------------------------------------------------------------
+// Its turn is passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
+template <class Params> STROBE_DEVICE void pass_turn(const Params& p, int sent) {
+  if (thread_idx() % 32 == 0 && sent >= 0) {
+    bulk_wait_written();
+    release_turn(p.turns + sent);
+  }
+}
+template <class Params> STROBE_DEVICE void send_sums(const Params& p, const DqSum& sum, int part, u32 number) {
   if (thread_idx() % 32 == 0) {
-    await_turn(p.turns + part, number);
     float* const sums = p.dq_sum + i64(part) * kDqFloats;
     if (number == 0) bulk_store(sums, sum.buffer, kDqBytes);
     else bulk_add(sums, sum.buffer, kDqBytes);
     tma_store_commit();
-    bulk_wait_written();
-    release_turn(p.turns + part);
+    tma_store_wait_read<0>();
   }
-  sync_warp();
 }
-
-// Adding warp, before the last turn: what the others have summed up is copied into the buffer as soon as their turns
-// are over, ahead of the consumer, who then gets the buffer.
-template <class Params> STROBE_DEVICE void fetch_sums(const Params& p, const DqSum& sum, int part, u32 number) {
+// What the others have summed up, into the buffer.
+template <class Params> STROBE_DEVICE void fetch_sums(const Params& p, const DqSum& sum, int part) {
   const int lane = thread_idx_again() % 32;
-  if (lane == 0) await_turn(p.turns + part, number);
-  sync_warp();
   const float* from = p.dq_sum + i64(part) * kDqFloats + 4 * lane;
 #pragma unroll
   for (int i = 0; i < kDqFloats / 128; ++i) cp_async_16(sum.buffer + 16 * lane + 512 * i, from + 128 * i);
   cp_async_commit();
   cp_async_wait<0>();
 }
-
-// Adding warp, the last turn: the buffer comes back with dQ in it.
-template <class Config, class Params> STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& sum, int head, int m) {
-  sum.exchange();
-  if (!Config::kPartialDq && thread_idx() % 32 == 0) {
-    const int row = DqRows<Config>::first(m, sum.consumer), rows = tile.len_q - row;
-    if (rows > 0) {
-      const Box box = box_of_rows<Config::kVarlen, 64>(tile.first_row + row, rows, head, tile.slice);
-      tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, DqRows<Config>::column(sum.consumer) / kPanel, 1);
-      tma_store_commit();
-      tma_store_wait_read<0>();
-    }
+template <class Config, class Params>
+STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& sum, int head, int m) {
+  const int row = DqRows<Config>::first(m, sum.consumer), rows = tile.len_q - row;
+  if (thread_idx() % 32 == 0 && rows > 0) {
+    const Box box = box_of_rows<Config::kVarlen, 64>(tile.first_row + row, rows, head, tile.slice);
+    tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, DqRows<Config>::column(sum.consumer) / kPanel, 1);
+    tma_store_commit();
+    tma_store_wait_read<0>();
   }
+}
+
+// One block of queries. Whatever takes long passes while the consumer computes: the sums of the block before are
+// written, its turn is passed on, and this one's turn comes. For the last turn the buffer goes to the consumer with the
+// sums of the others, and comes back with dQ.
+template <class Config, class Params> STROBE_DEVICE void add_in_turn(const Params& p, const KeyTile& tile,
+                                                                     const DqSum& sum, int head, int m, Turn turn,
+                                                                     int& sent) {
+  if (!turn.last) sum.offer();
+  pass_turn(p, sent);
+  const int part = int(dq_part<Config>(p, tile, head, m, sum.consumer));
+  sent = turn.last ? -1 : part;
+  if (thread_idx() % 32 == 0 && turn.number > 0) await_turn(p.turns + part, turn.number);
+  sync_warp();
+  if (turn.last) {
+    if (turn.number > 0) fetch_sums(p, sum, part);
+    sum.offer();
+  }
+  sum.await_full();
+  if (!turn.last) send_sums(p, sum, part, turn.number);
+  else if (!Config::kPartialDq) store_dq<Config>(p, tile, sum, head, m);
   sync_warp();
 }
 
