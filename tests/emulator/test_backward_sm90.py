@@ -28,6 +28,7 @@ CASES = [
     CAUSAL,
     Case("full", 140, 200, batch=2, heads=1, heads_k=1, dim=64),
     Case("sinks", 140, 200, batch=1, heads=2, heads_k=1, dim=64, mask=causal, sinks=True),
+    Case("sections_of_heads", 40, 130, batch=3, heads=4, heads_k=4, dim=64, mask=causal),  # of four, and the rest
     Case("varlen", 0, 0, heads=2, heads_k=1, dim=64, mask=causal, lengths=VARLEN),
     Case("dropout", 140, 200, batch=2, heads=2, heads_k=1, dim=64, dropout=0.3),
     Case("padded_dims", 70, 140, batch=1, heads=2, heads_k=1, dim=72, dim_v=40, memory="sliced", mask=causal),
@@ -153,7 +154,7 @@ MUTATIONS = [
              CAUSAL),
     Mutation("gradients_staged_over_keys_in_use", "bar_sync(kBarrierConsumers, 256);", ";", CAUSAL),
     Mutation("lse_without_gradient", "if (there && p.dlse) delta -=", "if (false) delta -=", CAUSAL),
-    Mutation("dropped_for_another_query", "row % 2 ? keys.b : keys.a", "row % 2 ? keys.a : keys.b", CASES[4]),
+    Mutation("dropped_for_another_query", "row % 2 ? keys.b : keys.a", "row % 2 ? keys.a : keys.b", CASES[5]),
     Mutation("first_turn_adds", "if (number == 0) bulk_store(", "if (false) bulk_store(", CAUSAL, turns=True),
     Mutation("last_turn_not_awaited",
              "if (thread_idx() % 32 == 0 && turn.number > 0) await_turn(p.turns + part, turn.number);", "", CAUSAL,
@@ -169,7 +170,7 @@ MUTATIONS = [
              "    tma_store_wait_read<0>();", "box, DqRows<Config>::column(sum.consumer) / kPanel, 1);\n"
              "    tma_store_commit();", CAUSAL, turns=True),
     Mutation("last_turn_offered_too_soon", "if (!turn.last) sum.offer();", "sum.offer();", CAUSAL, turns=True),
-    Mutation("rows_without_keys_left_as_they_are", "if (Config::kClearDq) clear_dq(row, lane);", "", CASES[6],
+    Mutation("rows_without_keys_left_as_they_are", "if (Config::kClearDq) clear_dq(row, lane);", "", CASES[7],
              turns=True),
 ]  # fmt: skip
 

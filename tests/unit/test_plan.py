@@ -15,6 +15,7 @@ from kernel_cases import SUPPORTED
 from oracle import check, prepare
 
 from strobe.cuda import catalogue, forward_sm80, forward_sm90, jit
+from strobe.cuda.backward_plan import sections_of_keys
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims, section, tile_bytes
 from strobe.cuda.tensor_maps import FAR
@@ -393,3 +394,15 @@ def test_few_keys_take_turns(keys: int, launches: int) -> None:
     (case, *_) = tune_backward.cases("sm90", 128, 128, "backward sm_90a", [keys])
     made = case.plan(None, H200).launches
     assert len(made) == launches and ("deterministic" in made[1].kernel.name) == (launches == 2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys", "heads", "section", "sections"),
+    [(full, 2048, 32, 1, 32), (window(9, 0), 2048, 32, 1, 32), (causal, 2048, 32, 4, 7), (causal, 1024, 33, 8, 3),
+     (causal, 8192, 32, 4, 7), (causal, 2048, 3, 4, 1), (causal, 0, 3, 66, 1)],
+)  # fmt: skip
+def test_sections_of_keys(mask: Mask, keys: int, heads: int, section: int, sections: int) -> None:
+    """Heads run together only where blocks of keys differ. The last section is the longest: from two to three others."""
+    problem = problem_of(Case("section", 256, max(keys, 1), batch=1, heads=heads, heads_k=heads, dim=64, mask=mask))
+    found = sections_of_keys(problem, keys // 128, H200.sms)
+    assert found == {"section": section, "sections": sections} and section * (sections - 1) < heads

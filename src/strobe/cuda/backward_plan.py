@@ -14,7 +14,6 @@ from strobe.cuda.plan import (
     Launch,
     lse_values,
     problem_values,
-    section,
     stride_fields,
     stride_values,
 )
@@ -138,9 +137,15 @@ def in_parts(problem: Problem) -> Problem:
     return replace(problem, k=replace(problem.k, heads=problem.heads_k * problem.group_parts))
 
 
-def section_of_keys(problem: Problem, l2_bytes: int) -> int:
-    """Key heads that run together. One at a time where all blocks of keys cost the same: see `section`."""
-    return max(1, section(problem, l2_bytes) // problem.group)
+def sections_of_keys(problem: Problem, key_blocks: int, sms: int, *, alone: bool = False) -> dict[str, int]:
+    """Key heads that run together, and how many such sections there are; the last one takes the rest. One at a time where
+    all blocks of keys cost the same, or if they run `alone`. Under a right bound the first block of a head has the most
+    queries, so several heads begin together; as few as occupy half of the GPU, because blocks that share queries and
+    sums of dQ meet in the L2. The last section is twice as large, so that it ends with short blocks."""
+    heads = problem.batch * problem.heads_k
+    uneven = problem.mask.lo is None and problem.mask.hi is not None and not alone
+    together = max(4, sms // (2 * max(1, key_blocks))) if uneven else 1
+    return {"section": together, "sections": max(1, heads // together - 1) if uneven else heads}
 
 
 # ---- delta -----------------------------------------------------------------------------------------------------------

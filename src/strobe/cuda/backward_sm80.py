@@ -27,7 +27,7 @@ from strobe.cuda.backward_plan import (
     delta_launch,
     gradient_strides,
     in_parts,
-    section_of_keys,
+    sections_of_keys,
     side_kernel,
     tuned_name,
 )
@@ -60,7 +60,7 @@ _MAIN = Struct(
         *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
         *stride_fields("q", "k", "v", "do", "dk", "dv"),
         *STATISTICS,
-        *(Field(n, "int") for n in ("key_blocks", "section")),
+        *(Field(n, "int") for n in ("key_blocks", "section", "sections")),
         *BACKWARD_FIELDS,
         *PART_FIELDS,
     ],
@@ -304,7 +304,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
         **gradient_strides(strides, "dk", "dv"),
         "key_blocks": key_blocks,
-        "section": 1 if turns else section_of_keys(parts, machine.l2_bytes),
+        **sections_of_keys(parts, key_blocks, machine.sms, alone=turns),
         "group_parts": problem.group_parts,
     }
     grid, overlaps = key_blocks * problem.batch * parts.heads_k, has_dependent_launch(arch)

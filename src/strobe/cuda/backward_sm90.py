@@ -30,7 +30,7 @@ from strobe.cuda.backward_plan import (
     delta_launch,
     gradient_strides,
     in_parts,
-    section_of_keys,
+    sections_of_keys,
     side_kernel,
     tuned_name,
 )
@@ -70,7 +70,7 @@ _MAIN = Struct(
         *GRADIENTS_OF_KEYS,
         *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
         *STATISTICS,
-        *(Field(n, "int") for n in ("key_blocks", "section")),
+        *(Field(n, "int") for n in ("key_blocks", "section", "sections")),
         *BACKWARD_FIELDS,
         *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv", "dq")),
         Field("dq", "float*"),
@@ -223,7 +223,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         **statistics.values(),
         **gradient_strides(strides, "dk", "dv", "dq"),
         "key_blocks": key_blocks,
-        "section": 1 if turns else section_of_keys(parts, machine.l2_bytes),
+        **sections_of_keys(parts, key_blocks, machine.sms, alone=turns),
         "group_parts": problem.group_parts,
     }
     maps = backward_maps(problem, strides, dims, one_box, tile.block_m, BLOCK_N, wanted.dkv)

@@ -27,7 +27,7 @@ from strobe.cuda.backward_plan import (
     delta_launch,
     gradient_strides,
     in_parts,
-    section_of_keys,
+    sections_of_keys,
     tuned_name,
 )
 from strobe.cuda.backward_sm90 import backward_maps
@@ -63,7 +63,7 @@ _DKV = Struct(
         *_INTS,
         *STATISTICS,
         *GRADIENTS_OF_KEYS,
-        *(Field(n, "int") for n in ("key_blocks", "section")),
+        *(Field(n, "int") for n in ("key_blocks", "section", "sections")),
         *BACKWARD_FIELDS,
         *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv")),
         *PART_FIELDS,
@@ -188,7 +188,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     if wanted.dkv:
         kernel, key_blocks = dkv_kernel(features, one_box, problem.group_parts > 1), -(-problem.len_k // 64)
         grid = key_blocks * problem.batch * parts.heads_k
-        schedule = {"key_blocks": key_blocks, "section": section_of_keys(parts, machine.l2_bytes)}
+        schedule = {"key_blocks": key_blocks, **sections_of_keys(parts, key_blocks, machine.sms)}
         schedule |= {**gradient_strides(strides, "dk", "dv"), **backward_values(parts)}
         schedule |= {"group_parts": problem.group_parts}
         maps = backward_maps(problem, strides, dims, one_box, 64, 64, True)

@@ -19,12 +19,12 @@ struct KeyTile {
   }
 };
 
-// As in the forward, heads that fit into the L2 together form a section; inside a section blocks of keys go in order:
-// under a causal mask the first has the most queries. Config::kLastFirst turns the order around (see dq_turns.cuh).
+// Some heads form a section, and the last section takes the rest; inside a section blocks of keys go in order: under a
+// causal mask the first has the most queries. Config::kLastFirst turns the order around (see dq_turns.cuh).
 template <class Config, class Params> STROBE_DEVICE KeyTile decode_key_tile(int index, const Params& p) {
-  const int per_section = p.key_blocks * p.section, section = quotient(index, per_section),
+  const int per_section = p.key_blocks * p.section, section = min(quotient(index, per_section), p.sections - 1),
             rest = index - section * per_section;
-  const int head0 = section * p.section, width = min(p.section, p.batch * p.heads_k - head0);
+  const int head0 = section * p.section, width = section + 1 < p.sections ? p.section : p.batch * p.heads_k - head0;
   const int block = quotient(rest, width), bh = head0 + rest - block * width;
   KeyTile t;
   t.batch = quotient(bh, p.heads_k);
