@@ -25,8 +25,8 @@ _GRADIENTS = 5  # of q, k, v, bias, sinks: the first tensors of each operation
 _NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
 
-def attention(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse), differentiable in q, k, v, bias and sinks through both; None for an LSE that is not to be returned."""
+def attention(bound: Bound, a: Arguments) -> Any:
+    """(out, lse), differentiable in q, k, v, bias and sinks through both; `out` alone if no LSE is to be returned."""
     return _apply(bound, a, *tensors_of(a))
 
 
@@ -52,11 +52,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
         out, lse = bound.forward(a)
         _keep(ctx, bound, a.seed, tensors, (out, lse))
-        return out, lse if a.return_lse else None  # PyTorch takes time for each tensor that has a history
+        return (out, lse) if a.return_lse else out  # PyTorch takes time for each result, be it None
 
     @staticmethod
-    def backward(ctx: Any, *grads: _Maybe) -> Any:
-        dout, dlse = grads
+    def backward(ctx: Any, dout: _Maybe, dlse: _Maybe = None) -> Any:  # type: ignore[override]
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
@@ -117,7 +116,10 @@ def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch
     return attention_in_transforms(bind(a, needs_grad=True), a)
 
 
+# What PyTorch calls in each pass, without functions in between that look for what is known: no transformation is
+# active, and there is a `backward`.
 _apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
+_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 def _batched(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:
