@@ -66,9 +66,9 @@ class _Attention(torch.autograd.Function):
             found = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
         elif _autocasting():
             with without_autocast(out.device):
-                found = bound.backward(wanted, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+                found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse)
         else:
-            found = bound.backward(wanted, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+            found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse)
         return _fitted((None, None, *found), len(needs))
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Backward(torch.autograd.Function):
         *tensors: _Maybe,
     ) -> Any:
         with without_autocast(out.device):
-            a = with_tensors(bound.template, seed, tensors)
+            a = bound.arguments(seed, tensors)
             return tuple(bound.backward(needs, a, out, lse, dout, dlse))
 
     @staticmethod
@@ -188,7 +188,7 @@ class _Second(torch.autograd.Function):
     @staticmethod
     def forward(bound: Bound, seed: int | None, *tensors: _Maybe) -> Any:
         cotangents, (dout, dlse, *rest) = tensors[:_GRADIENTS], tensors[_GRADIENTS:]
-        a = with_tensors(bound.template, seed, tuple(rest))
+        a = bound.arguments(seed, rest)
         with without_autocast(a.q.device):
             return second_derivatives(bound.problem, bound.layout, a, cotangents, dout, dlse)
 
