@@ -168,8 +168,9 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: _Maybe) -> Any:
         """`cotangents` belong to the gradients of q, k, v, bias and sinks."""
-        found = _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors)
-        return _fitted((None,) * 5 + found, len(ctx.needs_input_grad))
+        needs = ctx.needs_input_grad  # not of a `dout` that was None, and has become zeros
+        found = _fitted((None,) * 5 + _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors), len(needs))
+        return tuple(g if need else None for g, need in zip(found, needs, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
