@@ -25,8 +25,8 @@ _GRADIENTS = 5  # of q, k, v, bias, sinks: the first tensors of each operation
 _NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
 
-def attention(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse), differentiable in q, k, v, bias and sinks through both; None for an LSE that is not to be returned."""
+def attention(bound: Bound, a: Arguments) -> Any:
+    """(out, lse), differentiable in q, k, v, bias and sinks through both; `out` alone if no LSE is to be returned."""
     return _apply(bound, a, *tensors_of(a))
 
 
@@ -52,11 +52,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
         out, lse = bound.forward(a)
         _keep(ctx, bound, a.seed, tensors, (out, lse))
-        return out, lse if a.return_lse else None  # PyTorch takes time for each tensor that has a history
+        return (out, lse) if a.return_lse else out  # PyTorch takes time for each result, be it None
 
     @staticmethod
-    def backward(ctx: Any, *grads: _Maybe) -> Any:
-        dout, dlse = grads
+    def backward(ctx: Any, dout: _Maybe, dlse: _Maybe = None) -> Any:  # type: ignore[override]
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
@@ -67,9 +66,9 @@ class _Attention(torch.autograd.Function):
             found = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
         elif _autocasting():
             with without_autocast(out.device):
-                found = bound.backward(wanted, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+                found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse)
         else:
-            found = bound.backward(wanted, with_tensors(bound.template, seed, tensors), out, lse, dout, dlse)
+            found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse)
         return _fitted((None, None, *found), len(needs))
 
     @staticmethod
@@ -117,7 +116,10 @@ def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch
     return attention_in_transforms(bind(a, needs_grad=True), a)
 
 
+# What PyTorch calls in each pass, without functions in between that look for what is known: no transformation is
+# active, and there is a `backward`.
 _apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
+_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 def _batched(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:
@@ -152,7 +154,7 @@ class _Backward(torch.autograd.Function):
         *tensors: _Maybe,
     ) -> Any:
         with without_autocast(out.device):
-            a = with_tensors(bound.template, seed, tensors)
+            a = bound.arguments(seed, tensors)
             return tuple(bound.backward(needs, a, out, lse, dout, dlse))
 
     @staticmethod
@@ -166,8 +168,9 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: _Maybe) -> Any:
         """`cotangents` belong to the gradients of q, k, v, bias and sinks."""
-        found = _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors)
-        return _fitted((None,) * 5 + found, len(ctx.needs_input_grad))
+        needs = ctx.needs_input_grad  # not of a `dout` that was None, and has become zeros
+        found = _fitted((None,) * 5 + _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors), len(needs))
+        return tuple(g if need else None for g, need in zip(found, needs, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -186,7 +189,7 @@ class _Second(torch.autograd.Function):
     @staticmethod
     def forward(bound: Bound, seed: int | None, *tensors: _Maybe) -> Any:
         cotangents, (dout, dlse, *rest) = tensors[:_GRADIENTS], tensors[_GRADIENTS:]
-        a = with_tensors(bound.template, seed, tuple(rest))
+        a = bound.arguments(seed, rest)
         with without_autocast(a.q.device):
             return second_derivatives(bound.problem, bound.layout, a, cotangents, dout, dlse)
 

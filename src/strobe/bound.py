@@ -8,11 +8,12 @@ varlen, traced or not.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, without_tensors
+from strobe.arguments import Arguments, with_tensors, without_tensors
 from strobe.backends import dispatch
 from strobe.backends.backend import Backward, Forward, Gradients
 from strobe.memory import same_storage
@@ -37,16 +38,23 @@ remembered = _Remembered()
 
 class Bound:
     """`forward` is a function of the arguments; backward passes are bound when they are needed. `differentiable`: some
-    of the tensors need a gradient. `template`: the arguments without tensors. `merges`: the same call could merge its
-    result into an earlier one (`Arguments.earlier_lse`)."""
+    of the tensors need a gradient. `merges`: the same call could merge its result into an earlier one
+    (`Arguments.earlier_lse`)."""
 
     def __init__(self, a: Arguments, needs_grad: bool) -> None:
         self.problem, self.layout = Problem.of(a, needs_grad)
-        self.differentiable, self.template = needs_grad, without_tensors(a)
+        self.differentiable, self._template = needs_grad, without_tensors(a)
+        self._behind_qkv = self._template[3:]
         self.backend = dispatch.choose(self.problem, a.backend)
         self.forward: Forward = dispatch.bind(self.backend, self.problem, self.layout)
         self.merges = self.backend.can_merge(self.problem) and not needs_grad
         self._backward: dict[tuple[bool, ...], Backward] = {}
+
+    def arguments(self, seed: int | None, tensors: Sequence[Any]) -> Arguments:
+        """Of the call, with these tensors (`tensors_of`), as a backward pass has them; with the LSE."""
+        if seed is None and len(tensors) == 3:
+            return Arguments._make((*tensors, *self._behind_qkv))
+        return with_tensors(self._template, seed, tensors)
 
     def backward(
         self,

@@ -22,7 +22,9 @@ def run(a: Arguments) -> Any:
         out, lse = autograd.attention_in_transforms(bind(a, needs_grad=True), a)
     else:
         bound = lookup(a)
-        out, lse = autograd.attention(bound, a) if bound.differentiable else bound.forward(a)  # type: ignore[assignment]
+        if bound.differentiable:
+            return autograd.attention(bound, a)
+        out, lse = bound.forward(a)  # type: ignore[assignment]
     return (out, lse) if a.return_lse else out
 
 

@@ -140,6 +140,18 @@ def test_through_one_result_only(which: int) -> None:
         torch.testing.assert_close(torch.zeros_like(t) if g is None else g, torch.zeros_like(t) if e is None else e)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_second_derivatives_through_one_result_only(which: int) -> None:
+    """The gradient of the other one is no tensor that could be differentiated."""
+    p, inputs = prepare(by_name("ragged_causal"), torch.float64)
+    results = []
+    for compute in (attend, reference.attention):
+        held, (q, k, _) = with_leaves(inputs)
+        first = torch.autograd.grad(finite_part(compute(p, held)[which]).sin().sum(), (q, k), create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), (q, k)))
+    torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
+
+
 def test_no_graph_without_grad() -> None:
     p, inputs = prepare(by_name("plain"), torch.float32)
     out, lse = attend(p, inputs)

@@ -222,8 +222,6 @@ def test_the_librarys_backward_is_launched_from_its_plan(monkeypatch: pytest.Mon
     monkeypatch.setattr(launching, "kernel", lambda spec: fake_driver.Kernel())
     monkeypatch.setattr(execute, "machine_of", lambda device: MACHINES["sm90"])
     monkeypatch.setattr(backward_sm90, "TURNS_UP_TO", 0)  # as with more keys: all three launches
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
     rung, shape = rungs.get("b4"), Shape(slices=3, len_q=70, len_k=150, dim=64, causal=True)
     x = execute.make(rung, shape)
     assert x.d_o is not None and x.dq is not None and x.dk is not None and x.dv is not None

@@ -146,3 +146,14 @@ def test_arguments_are_made_of_their_tensors_again(change: dict[str, Any], count
         found = getattr(again, name)
         assert found is value or name == "seed" or (not isinstance(value, torch.Tensor) and found == value)
     assert again.seed == 7
+
+
+@pytest.mark.parametrize("seed, sinks", [(None, None), (7, None), (None, torch.zeros(4))])
+def test_a_bound_call_knows_its_arguments_but_the_tensors(seed: int | None, sinks: torch.Tensor | None) -> None:
+    """With those that its caller passed for results or not: a backward pass has an LSE, and no `out`."""
+    a = Arguments(**BASE, mask=strobe.causal, scale=0.25, sinks=sinks, dropout=0.5 if seed else 0.0, seed=seed)
+    for passed in (a, a._replace(out=torch.empty_like(a.q), return_lse=True)):
+        found = bound.bind(passed).arguments(seed, tensors_of(a))
+        assert type(found) is Arguments
+        for name, value, expected in zip(a._fields, found, a._replace(return_lse=True), strict=True):
+            assert value is expected or value == expected, name

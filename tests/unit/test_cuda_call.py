@@ -116,12 +116,18 @@ class Addresses:
         Addresses.calls.append(dict(zip(self.names, addresses, strict=True)))
 
 
-@pytest.mark.parametrize("kernel", [forward_sm80, forward_sm90])
-def test_a_call_that_merges_sends_the_earlier_result(kernel, monkeypatch) -> None:
-    """Rows 40 to 190 of a state: the LSE's strides are those of all rows. Later calls allocate nothing. An `odd` output is
-    not aligned and must be copied, there and back."""
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are made for an H200, and `Addresses` keeps them."""
+    fake_driver.install(monkeypatch)
     monkeypatch.setattr(cuda_backend, "Launcher", Addresses)
     monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+
+
+@pytest.mark.parametrize("kernel", [forward_sm80, forward_sm90])
+def test_a_call_that_merges_sends_the_earlier_result(kernel, addresses) -> None:
+    """Rows 40 to 190 of a state: the LSE's strides are those of all rows. Later calls allocate nothing. An `odd` output is
+    not aligned and must be copied, there and back."""
     plans = []
     planner = lambda *x: plans.append(kernel.plan(*x)) or plans[-1]  # noqa: E731
     q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
@@ -169,10 +175,8 @@ def test_what_an_earlier_result_must_be(change, message) -> None:
 @pytest.mark.parametrize(
     "sinks, turns", [(None, 1), (torch.zeros(4), 1), (torch.zeros(4).bfloat16(), 3), (torch.zeros(8)[::2], 3)]
 )
-def test_a_repeated_forward_sends_what_the_first_would(sinks, turns, monkeypatch) -> None:
+def test_a_repeated_forward_sends_what_the_first_would(sinks, turns, addresses, monkeypatch) -> None:
     """Tensors are prepared once, or in each of three calls where the sinks must be copied."""
-    monkeypatch.setattr(cuda_backend, "Launcher", Addresses)
-    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
     prepared = []
     original = cuda_backend.prepare
     monkeypatch.setattr(cuda_backend, "prepare", lambda *x: prepared.append(original(*x)) or prepared[-1])
@@ -188,11 +192,9 @@ def test_a_repeated_forward_sends_what_the_first_would(sinks, turns, monkeypatch
 
 
 @pytest.mark.parametrize("wanted", [("q", "k", "v"), ("q",), ("v",), ("q", "k", "v", "sinks")], ids=str)
-def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...], monkeypatch) -> None:
+def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...], addresses, monkeypatch) -> None:
     """The first call prepares tensors one by one; the second, whose tensors are like its, launches at once; the third has
     a gradient that must be copied."""
-    monkeypatch.setattr(cuda_backend, "Launcher", Addresses)
-    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
     sinks = torch.zeros(4) if "sinks" in wanted else None
     q, k, v = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2), (130, 2)))
     a = Arguments(q, k, v, mask=strobe.causal, sinks=sinks)
@@ -216,8 +218,44 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
         assert len(prepared) == (1, 1, 2)[turn]
 
 
+def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch) -> None:
+    """While another one is current, which stays so. Memory is allocated on the current device, the workspace too."""
+    current, used = 1, []
+
+    class Current:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            nonlocal current
+            self.before, current = current, self.index
+
+        def __exit__(self, *_: object) -> None:
+            nonlocal current
+            current = self.before
+
+    guards = torch._C._dynamo.guards
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current)
+    empty = guards._empty_strided_cpu
+    monkeypatch.setattr(guards, "_empty_strided_cuda", lambda *x: used.append(current) or empty(*x))
+    monkeypatch.setattr(launching, "kernel", lambda spec: Kernel())
+    monkeypatch.setattr(launching, "zeros", lambda device, stream: used.append(current) or (4096, None))
+    monkeypatch.setattr(cuda_backend, "Launcher", Launcher)
+    q = torch.randn(2, 130, 4, 64).bfloat16()
+    a = Arguments(q, q, q)
+    problem, layout = Problem.of(a, needs_grad=True)
+    forward = cuda_backend._bind_forward(forward_sm90.plan, problem, layout)
+    backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    for _ in range(2):
+        out, lse = forward(a)
+        found = backward(a, out, lse, torch.empty_like(out), None)
+        assert [t.is_contiguous() and t.shape for t in (out, lse, *found[:3])] == [q.shape, (2, 4, 130), *[q.shape] * 3]
+    assert current == 1 and used == [0] * (1 + 1 + 3 + 4)  # counters, workspace; both again, with two and three results
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, monkeypatch) -> None:
+def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, monkeypatch) -> None:
     """In the first call and in a repeated one: 32 blocks of keys for 132 multiprocessors, so groups of 16 heads are
     divided into parts, which are written in fp32. Here, part i writes the number i."""
     heads, parts = layout.index("h"), 4
@@ -232,7 +270,6 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, monkeypatch) -
                     torch.frombuffer(memory, dtype=torch.float32).view(shapes[2]).copy_(numbers)
 
     monkeypatch.setattr(cuda_backend, "Launcher", Writes)
-    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
     q, k = (torch.zeros(shape).bfloat16() for shape in shapes[:2])
     a = Arguments(q, k, k, layout=layout)
     problem, order = Problem.of(a, needs_grad=True)

@@ -110,6 +110,7 @@ int cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph
 }
 
 int cuGetProcAddress_v2(const char* symbol, void** address, int version, uint64_t flags, int* status) {
+  if (!strcmp(symbol, "cuGetProcAddress")) symbol = "cuGetProcAddress_v2";
   *address = dlsym(RTLD_DEFAULT, symbol);
   if (!*address) *address = dlsym(dlopen("libcuda.so.1", RTLD_LAZY), symbol);
   if (status) *status = *address ? 0 : 1;

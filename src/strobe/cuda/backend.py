@@ -14,7 +14,7 @@ from strobe.backends.backend import Backend, Gradients
 from strobe.cuda import driver, forward_sm90, jit
 from strobe.cuda.backward_plan import TENSORS, group_parts
 from strobe.cuda.catalogue import FAMILIES, Family
-from strobe.cuda.launch import Launcher, address
+from strobe.cuda.launch import Launcher, address, allocator
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.problem import Problem, Strides
 
@@ -199,11 +199,14 @@ def _bind(family: Family, problem: Problem, layout: Layout) -> Any:
 def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
     """A launcher for each set of strides of those tensors that the signature of the forward call does not know. Where
     no tensor of the first call had to be copied, later ones like it are launched at once."""
-    machine = machine_of(problem.device)
+    machine, device = machine_of(problem.device), problem.device.index or 0
     launchers: dict[Any, Launcher] = {}
     repeated: dict[Any, Any] = {}
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return run(a, out, lse, dout, dlse)
         seen = (
             out.is_contiguous() or out.stride(), out.dtype, lse.is_contiguous() or lse.stride(),
             dout.is_contiguous() or dout.stride(), dout.dtype, dlse is None or dlse.is_contiguous(),
@@ -216,7 +219,7 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
         launcher = launchers.get(key)
         if launcher is None:
             plan = module.plan(actual, strides, machine)
-            launcher = launchers[key] = Launcher(plan, problem.device.index or 0)
+            launcher = launchers[key] = Launcher(plan, device)
         launcher(*[address(tensors[name]) for name in TENSORS])
         given = {"q": a.q, "k": a.k, "v": a.v, "o": out, "d_o": dout, "lse": lse, "dlse": dlse, "sinks": a.sinks}
         given |= {"cu_q": a.cu_q, "cu_k": a.cu_k, "positions": a.positions}
@@ -230,10 +233,9 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
 def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: Arguments) -> Any:
     """The same call with other tensors, as `prepare_backward`, a launch and `gradients_of` would do it. Nothing has to be
     copied: allocate, and launch."""
-    wanted, dtype, device = problem.gradients, problem.out_dtype, problem.device
-    want_q, want_k, want_v, want_sinks = (name in wanted for name in ("q", "k", "v", "sinks"))
-    parts, plain, new_dq = problem.group_parts, _is_plain(a), _allocator(a.q.shape, dtype, device)
-    new_dk, new_dv = (_allocator(*_room_for_parts(t, layout, problem), device) for t in (a.k, a.v))
+    want_q, want_k, want_v, want_sinks = (name in problem.gradients for name in ("q", "k", "v", "sinks"))
+    parts, plain, new_dq = problem.group_parts, _is_plain(a), allocator(a.q.shape, problem.out_dtype)
+    new_dk, new_dv = (allocator(*_room_for_parts(t, layout, problem)) for t in (a.k, a.v))
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         q, k, v = a[:3]
@@ -267,15 +269,19 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
     strides and alignment (`strobe.bound.signature`)."""
     launcher: Launcher | None = None
     again: Any = None
+    device = problem.device.index or 0
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         nonlocal launcher, again
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return run(a)
         if again is not None:
             return again(a)
         x, actual = prepare(problem, layout, a)
         if launcher is None:
             plan = planner(actual, inside_strides(x.o, layout), machine_of(problem.device))
-            launcher = Launcher(plan, problem.device.index or 0)
+            launcher = Launcher(plan, device)
             given = (a.q, a.k, a.v, x.o if a.out is None else a.out, a.sinks, a.cu_q, a.cu_k, a.positions)
             if _nothing_copied(given, (x.q, x.k, x.v, x.o, x.sinks, x.cu_q, x.cu_k, x.positions)):
                 again = _repeated(launcher, a, x) if a.earlier_lse is None else _merged_again(launcher)
@@ -289,8 +295,8 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
 
 def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
     """The same call with other tensors. Nothing has to be copied: allocate, and launch."""
-    plain, new_out = _is_plain(a), _allocator(x.o.shape, x.o.dtype, x.o.device)
-    new_lse = None if x.lse is None else _allocator(x.lse.shape, x.lse.dtype, x.lse.device)
+    plain, new_out = _is_plain(a), allocator(x.o.shape, x.o.dtype)
+    new_lse = None if x.lse is None else allocator(x.lse.shape, x.lse.dtype)
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = a[:3]
@@ -302,11 +308,6 @@ def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
         return out, lse
 
     return run
-
-
-def _allocator(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
-    """`torch.empty` without arguments; it takes *shape faster than shape."""
-    return functools.partial(torch.empty, *shape, dtype=dtype, device=device)
 
 
 def _nothing_copied(given: Iterable[Any], used: Iterable[Any]) -> bool:

@@ -121,6 +121,13 @@ class Kernel:
         return function
 
 
+@functools.cache
+def _launch_kernel() -> Any:
+    """cuLaunchKernelEx by its address: the bindings' own function takes more time than ctypes needs for addresses."""
+    address = _check("cuGetProcAddress", _cuda().cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0))
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(address)
+
+
 class Launch:
     """A prepared launch: owns the configuration, its attributes and the parameters; a call costs one driver call.
 
@@ -139,7 +146,6 @@ class Launch:
         pdl: bool = False,
     ) -> None:
         cuda = _cuda()
-        self._function = function
         self._cluster = cluster
         self._config = config = cuda.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
@@ -164,9 +170,9 @@ class Launch:
 
         self._memory, self.params = _aligned(params)
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory) + _padding(self._memory))
-        self._arguments_address = ctypes.addressof(self._arguments)
         self._stream = 0
-        self._launch = cuda.cuLaunchKernelEx
+        addresses = (config.getPtr(), int(function), ctypes.addressof(self._arguments), 0)
+        self._launch = functools.partial(_launch_kernel(), *map(ctypes.c_void_p, addresses))
 
     def set_grid(self, blocks: int) -> None:
         if blocks < 1 or blocks >= 2**31:
@@ -180,9 +186,9 @@ class Launch:
         if stream != self._stream:
             self._config.hStream = stream
             self._stream = stream
-        (error,) = self._launch(self._config, self._function, self._arguments_address, 0)
+        error = self._launch()
         if error:
-            _check("cuLaunchKernelEx", (error,))
+            _check("cuLaunchKernelEx", (_cuda().CUresult(error),))
 
 
 def _padding(memory: ctypes.Array) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,14 @@ def addresses_of(plan: Plan, tensors: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(address(tensors.get(name)) for name in plan.tensors)
 
 
+def allocator(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """`torch.empty` of this shape on the current GPU. It is the function with which code made by torch.compile
+    allocates: parsing and dispatching the arguments of `torch.empty` takes longer than the allocation."""
+    strides = torch.empty(shape, device="meta").stride()
+    empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+    return functools.partial(empty_strided, tuple(shape), strides, dtype)
+
+
 class Launcher:
     """A plan that is ready for all calls that differ in nothing but addresses. Belongs to one thread."""
 
@@ -43,7 +51,7 @@ class Launcher:
         for size in plan.workspace.values():
             self._workspace.append(at)
             at += padded(size)
-        self._workspace_bytes = at
+        self._new_workspace = allocator((at,), torch.uint8) if at else None
         used = {f.name for launch in plan.launches for f in launch.kernel.params.fields}
         self._counts = COUNTER in used
         names = (*plan.tensors, *((COUNTER,) if self._counts else ()), *plan.workspace)
@@ -60,8 +68,8 @@ class Launcher:
         if self._counts:
             counter, _alive = zeros(self._device, stream)
             addresses = (*addresses, counter)
-        if self._workspace_bytes:
-            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+        if self._new_workspace is not None:
+            workspace = self._new_workspace()
             start = workspace.data_ptr()
             addresses = (*addresses, *[start + offset for offset in self._workspace])
         for launch in self._launches:
