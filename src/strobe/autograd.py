@@ -119,7 +119,8 @@ def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch
 # What PyTorch calls in each pass, without functions in between that look for what is known: no transformation is
 # active, and there is a `backward`.
 _apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
-_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
+if hasattr(_Attention, "_backward_cls"):
+    _Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 def _batched(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:

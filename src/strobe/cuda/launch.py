@@ -34,11 +34,12 @@ def addresses_of(plan: Plan, tensors: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def allocator(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """`torch.empty` of this shape on the current GPU. It is the function with which code made by torch.compile
-    allocates: parsing and dispatching the arguments of `torch.empty` takes longer than the allocation."""
-    strides = torch.empty(shape, device="meta").stride()
-    empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-    return functools.partial(empty_strided, tuple(shape), strides, dtype)
+    """`torch.empty` of this shape on the current GPU. Where PyTorch has it, it is the function with which code made by
+    torch.compile allocates: parsing and dispatching the arguments of `torch.empty` takes longer than the allocation."""
+    empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if empty_strided is None:
+        return functools.partial(torch.empty, *shape, dtype=dtype, device="cuda")
+    return functools.partial(empty_strided, tuple(shape), torch.empty(shape, device="meta").stride(), dtype)
 
 
 class Launcher:
