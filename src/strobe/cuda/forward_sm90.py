@@ -284,11 +284,11 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         "q": tile_map(problem, one_box, *of_q, problem.dim, q, 64, dims[0]),
         "k": tile_map(problem, one_box, *of_k, problem.dim, k, tile.block_n, dims[0], clipped),
         "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, tile.block_n, dims[1], clipped),
-        "o": tile_map(problem, one_box, *of_q, problem.dim_v, out_strides, 64, store_columns),
+        "o": tile_map(problem, one_box, *of_q, problem.dim_v, out_strides, 64, store_columns, fp32=problem.partial),
     }
     if pack > 1:
         maps["q"] = packed_gqa_map(problem, pack, len_q, problem.dim, q)
-        maps["o"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, out_strides)
+        maps["o"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, out_strides, fp32=problem.partial)
     grid = min(tiles, machine.sms)
     unusual = {"packed GQA": pack, "splits of the keys": splits}
     details = {

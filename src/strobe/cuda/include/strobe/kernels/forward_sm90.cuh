@@ -33,7 +33,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static constexpr bool kPrivateO = Config::kStorePanels > 0, kOneBox = Config::kOneBoxPerTile;
   static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
   static_assert(kPrivateO || Config::kQSlots > 1, "a Q slot that stages O is given back when the next tile has begun");
-  using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO>;
+  static constexpr bool kPartialRows = Config::kPartialOut && !Config::kSplit;  // O in fp32, by TMA as well
+  using StagingO = Staging<kOneBox && !kPartialRows, kDimV, kStorePanels, kPrivateO, kPartialRows>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
 
@@ -264,14 +265,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       if (Config::kDropout) inverse[r] *= p.dropout_scale;
       if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.len_q) out.store_lse(row + 8 * r, lse);
     }
-    if constexpr (Config::kPartialOut) {
-      f.o.scale(inverse);
-      out.store_partial(f.o, row);
-      sync_warpgroup(consumer);  // every warp is done with Q
-    } else {
-      const int first = tile.row0 + 64 * consumer;
-      staging().store(f.o, inverse, &p.map_o, query_box<Config, 64>(tile, first), first < tile.len_q);
-    }
+    const int first = tile.row0 + 64 * consumer;
+    staging().store(f.o, inverse, &p.map_o, query_box<Config, 64>(tile, first), first < tile.len_q);
   }
   STROBE_DEVICE void store_split(const Fragments& f, const Tile& tile) const {
     const StagingO buffer = staging();
@@ -381,7 +376,7 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Forward = ForwardSm90<Config, Mask, Score, Params>;
   if (thread_idx() == 0) {
     for (const TensorMap* map : {&p.map_q, &p.map_k, &p.map_v}) tma_prefetch_map(map);
-    if (!Config::kPartialOut) tma_prefetch_map(&p.map_o);
+    if (!Config::kPartialOut || Forward::kPartialRows) tma_prefetch_map(&p.map_o);
     Forward::init_barriers();
   }
   sync_block();

@@ -56,11 +56,6 @@ template <class Config, class Params> struct OutputRows {
     for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
       fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), earlier_columns(row + 8 * r));
   }
-  template <class O> STROBE_DEVICE void store_partial(const O& fragment, int row) const {  // and row + 8
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (row + 8 * r < tile.len_q) fragment.store_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), p.dim_v);
-  }
   STROBE_DEVICE void store_o(int row, int column, const float (&x)[4]) const {
     st_global(static_cast<void*>(o(row) + column), u32x4{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});
   }
