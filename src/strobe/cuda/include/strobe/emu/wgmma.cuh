@@ -323,6 +323,13 @@ template <class T, int N> struct Accumulators {
       st_shared(address + 1024 * r, u32x2{as_bits(sum[4 * I + 2 * r] * by[r]), as_bits(sum[4 * I + 2 * r + 1] * by[r])},
                 site);
   }
+  template <int I> void add_staged(u32 address, bool there, Site site = Site::here()) {
+    for (int r = 0; there && r < 2; ++r) {
+      float x, y;
+      ld_shared_x2(address + 1024 * r, x, y, site);
+      sum[4 * I + 2 * r] += x, sum[4 * I + 2 * r + 1] += y;
+    }
+  }
   void load_row(int r, const float* from, int columns, Site site = Site::here()) {
     for (int i = 0; i < columns / 8; ++i) {
       float x[2];

@@ -49,12 +49,14 @@ template <class Config, class Params> struct OutputRows {
   STROBE_DEVICE bool has_earlier(int row) const { return merges() && row < tile.len_q; }
   STROBE_DEVICE float earlier_lse(int row) const { return has_earlier(row) ? ld_global_l2(lse(row)) : neg_inf(); }
   STROBE_DEVICE int earlier_columns(int row) const { return has_earlier(row) ? p.dim_v : 0; }
-  template <class O> STROBE_DEVICE void load_earlier(O& fragment, float (&lse)[2], int row) const {  // and row + 8
+  // Of `row` and `row + 8`: the LSE and, with kLoadO, O.
+  template <bool kLoadO, class O> STROBE_DEVICE void load_earlier(O& fragment, float (&lse)[2], int row) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) lse[r] = earlier_lse(row + 8 * r);
+    if constexpr (kLoadO)
 #pragma unroll
-    for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
-      fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), earlier_columns(row + 8 * r));
+      for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
+        fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), earlier_columns(row + 8 * r));
   }
   STROBE_DEVICE void store_o(int row, int column, const float (&x)[4]) const {
     st_global(static_cast<void*>(o(row) + column), u32x4{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});

@@ -56,7 +56,8 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
     fence_proxy_async();
     sync_warpgroup(consumer);
     if (thread_idx() % 128 == 0 && any_rows) {
-      tma_store_panels<kOneBox, 64, kPanelColumns>(map, buffer, box, panel, min(kPanels, kPanelsInAll - panel));
+      tma_store_panels<kOneBox && !kFp32, 64, kPanelColumns>(map, buffer, box, panel,
+                                                             min(kPanels, kPanelsInAll - panel));
       tma_store_commit();
     }
   }

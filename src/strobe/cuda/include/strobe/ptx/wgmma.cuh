@@ -21,6 +21,7 @@ template <class T, int N> struct Wgmma;
 //   stage_fp32<I>(address, by) columns 8 I and on, scaled: this thread's two of its first row at `address`, those of
 //   its
 //                              second 1024 bytes, eight rows of a panel, further
+//   add_staged<I>(address, there)  adds what was so staged; without `there` nothing is read
 //   load_row(r, from, columns) row r from fp32, likewise; further columns stay as they are
 //   store_row(r, to, columns)  row r as fp32, up to `columns` (a multiple of 8); of every eight, this thread has two
 template <class T, int N> struct Accumulators;

@@ -34,6 +34,14 @@ STROBE_DEVICE void tma_load_tile(u32 dst, const TensorMap* map, u32 bar, const B
     tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel, b.c1, b.c2, b.c3, b.c4);
 }
 
+// Panels [panel, panel + count) of a tile, one box each, to `dst`.
+template <int kRows, int kPanelColumns>
+STROBE_DEVICE void tma_load_panels(u32 dst, const TensorMap* map, u32 bar, const Box& b, int panel, int count) {
+#pragma unroll
+  for (int i = 0; i < count; ++i)
+    tma_load_5d(dst + i * (kRows * kPanelRowBytes), map, bar, (panel + i) * kPanelColumns, b.c1, b.c2, b.c3, b.c4);
+}
+
 // Panels [panel, panel + count) of a tile; in shared memory they lie at `src`. kOneBox: the map's box has as many.
 template <bool kOneBox, int kRows, int kPanelColumns = kPanel>
 STROBE_DEVICE void tma_store_panels(const TensorMap* map, u32 src, const Box& b, int panel, int count) {
