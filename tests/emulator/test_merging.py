@@ -174,7 +174,7 @@ def test_nan_is_handed_on_and_an_earlier_result_outweighs(kernel: str) -> None:
 RESUMED = Case("resumed", 150, 300, batch=1, heads=2, heads_k=1, dim=64, mask=causal)
 RESUMED_SPLIT = Case("resumed_split", 60, 800, batch=1, heads=1, heads_k=1, dim=64, mask=causal)
 WIDE = dataclasses.replace(RESUMED, name="wide", dim=128)
-TWO_PARTS = dataclasses.replace(RESUMED, name="two_parts", len_k=100, dim=256)  # of a consumer's O
+TWO_PARTS = dataclasses.replace(RESUMED, name="two_parts", len_k=200, dim=256)  # of a consumer's O
 FEW_KEYS = dataclasses.replace(WIDE, name="few_keys", len_q=600, len_k=50, mask=full)  # one V a tile
 PART_LANDED = "mbar_wait(full + 8 * i, merge ? parity_of(q, false) : 1);"
 GIVE_BACK = "if (elected()) mbar_arrive(empty + 8 * i);"

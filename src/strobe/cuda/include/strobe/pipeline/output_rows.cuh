@@ -2,7 +2,7 @@
 //
 // kPartialOut with p.merge: what is there already is a result over other keys, and this one is merged into it. That is
 // the online softmax going on where it had stopped: a row starts with m = LSE, l = 1 and its O, and the epilogue is the
-// same. All that a row needs is read before any of it is written: by the same threads or, with split-KV, by the first
+// same. All that a row needs is read before any of it is written: by the same warpgroup or, with split-KV, by the first
 // split, which counts itself in before the last one writes.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
@@ -10,8 +10,8 @@
 
 namespace strobe {
 
-// kPartialOut: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded with O when a tile
-// begins, and waited for by `resume`, which comes behind the first scores.
+// kPartialOut: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded when a tile begins,
+// and waited for by `resume`, which comes behind the first scores.
 template <bool kPartialOut> struct Earlier {
   float lse[2];
   bool pending = kPartialOut;
