@@ -16,7 +16,7 @@ from strobe.arguments import Inputs
 from strobe.distributed.merging import merge_
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.emulator.program import Mode
-from strobe.mask import causal, window
+from strobe.mask import causal, full, window
 from strobe.problem import Problem
 
 pytestmark = [
@@ -58,6 +58,7 @@ def run(
     sms: int = 2,
     mode: Mode = "async",
     edit: Any = None,
+    seed: int = 1,
 ) -> Any:
     if positions is not None:
         inputs = inputs._replace(positions=torch.tensor(positions, dtype=torch.int32))
@@ -67,7 +68,7 @@ def run(
     made = plan_of(kernel, asked, into.out.stride()[:3], sms)  # type: ignore[arg-type]
     if edit is not None:
         made = with_source(made, edit)
-    backend.launch(made, tensors_of(inputs, into.out, lse), mode=mode, seed=1)
+    backend.launch(made, tensors_of(inputs, into.out, lse), mode=mode, seed=seed)
     return made, (into.out.clone(), lse.clone())
 
 
@@ -172,14 +173,32 @@ def test_nan_is_handed_on_and_an_earlier_result_outweighs(kernel: str) -> None:
 
 RESUMED = Case("resumed", 150, 300, batch=1, heads=2, heads_k=1, dim=64, mask=causal)
 RESUMED_SPLIT = Case("resumed_split", 60, 800, batch=1, heads=1, heads_k=1, dim=64, mask=causal)
+WIDE = dataclasses.replace(RESUMED, name="wide", dim=128)
+TWO_PARTS = dataclasses.replace(RESUMED, name="two_parts", len_k=200, dim=256)  # of a consumer's O
+FEW_KEYS = dataclasses.replace(WIDE, name="few_keys", len_q=600, len_k=50, mask=full)  # one V a tile
+PART_LANDED = "mbar_wait(full + 8 * i, merge ? parity_of(q, false) : 1);"
+GIVE_BACK = "if (elected()) mbar_arrive(empty + 8 * i);"
 MUTATIONS = {
     "every_split_resumes": ("sm90", RESUMED_SPLIT, "remainder(tile.work, p.splits) == 0)", "true)"),
-    "every_lane_counts": (None, RESUMED, "seen && thread_idx() % 4 == 0 ? 1.f", "seen ? 1.f"),
-    "maximum_in_other_units": (None, RESUMED, "earlier * kLog2e / p.scale_log2", "earlier"),
+    "every_lane_counts": (None, RESUMED, "neg_inf() && thread_idx() % 4 == 0 ? 1.f", "neg_inf() ? 1.f"),
+    "maximum_in_other_units": (None, RESUMED, "lse[r] * p.unscale", "lse[r]"),
     "first_block_not_rescaled": ("sm90", RESUMED, "if (!first || Config::kPartialOut) f.o.scale", "if (!first) f.o.scale"),
-    "rows_beyond_the_end": (None, RESUMED, "merges() && row < tile.len_q ?", "merges() ?"),
-    "unwritten_output_read": (None, RESUMED, "return seen ? p.dim_v : 0;", "return p.dim_v;"),
-    "other_half_of_the_row": ("sm90", RESUMED, "fragment.load_row(r, o(row + 8 * r)", "fragment.load_row(r, o(row)"),
+    "rows_beyond_the_end": (None, RESUMED, "merges() && row < tile.len_q;", "merges();"),
+    "other_half_of_the_row": (
+        "sm90", RESUMED_SPLIT, "fragment.load_row(r, o(row + 8 * r)", "fragment.load_row(r, o(row)"
+    ),
+    # ---- sm90: O by TMA, in the buffers of V and out of those of Q ----
+    "part_not_awaited": ("sm90", RESUMED, PART_LANDED, ""),
+    "part_given_back_unread": ("sm90", RESUMED, PART_LANDED, f"{PART_LANDED} {GIVE_BACK} return;"),
+    "part_given_back_by_one_warp": ("sm90", RESUMED, GIVE_BACK, "if (thread_idx() % 128 == 0) mbar_arrive(empty + 8 * i);"),
+    "part_given_back_before_all_lanes_have_read": ("sm90", RESUMED, "sync_warp();  // all lanes have read it", ""),
+    "part_of_another_consumer": ("sm90", RESUMED, "tile.row0 + i / kEach * 64", "tile.row0"),
+    "values_over_an_unread_part": ("sm90", RESUMED, "if (!kInTurn) wait_read(parity);", ""),
+    "values_over_an_unread_part_wide": ("sm90", WIDE, "if (kInTurn && n < kStages", "if (false && n < kStages"),
+    "part_over_an_unread_one": ("sm90", FEW_KEYS, "if (kInTurn) wait_read(parity ^ 1);", ""),
+    "part_over_values": ("sm90", WIDE, "if (i < kStages) v.wait_empty();", "if (i < kStages) ;"),
+    "part_over_a_part": ("sm90", TWO_PARTS, "else wait_read(i - kStages, parity);", ""),
+    "staged_over_output_in_flight": ("sm90", RESUMED, "acquire<kPrivate || (kFrom > 0)>();", "acquire<kPrivate>();"),
 }  # fmt: skip
 
 
@@ -190,18 +209,27 @@ def test_mutations_are_noticed(name: str, kernel: str) -> None:
     """A kernel with one thing wrong must not pass for right: nothing is written beyond the state, and half of the rows
     have no earlier result."""
     _, case, old, new = MUTATIONS[name]
+    result_of_merging(kernel, case)
+
+    def edit(source: str) -> str:
+        if source.count(old) != 1:
+            raise LookupError(f"{old!r} occurs {source.count(old)} times")
+        return source.replace(old, new)
+
+    with pytest.raises((AssertionError, EmulatorError)):
+        for seed in (1, 2, 3):
+            result_of_merging(kernel, case, seed, edit)
+
+
+def result_of_merging(kernel: str, case: Case, seed: int = 1, edit: Any = None) -> None:
+    """Compared with that of merging afterwards."""
     problem, inputs = prepare(case, torch.bfloat16)
     state = Rows(problem, inputs, more=0)
     state.begin()
     half = problem.len_q // 2
     state.out[:, :, half:].normal_(), state.lse[:, :, half:].normal_(4.0)
     before = state.out.nan_to_num(), state.lse.clone()
-    _, alone = run(kernel, problem, inputs, Rows(problem, inputs), merge=False, sms=6)
-
-    def edit(source: str) -> str:
-        assert source.count(old) == 1
-        return source.replace(old, new)
-
-    with pytest.raises((AssertionError, EmulatorError)):
-        _, found = run(kernel, problem, inputs, state, merge=True, sms=6, edit=edit)
-        compare(found, merged([before, alone]))
+    sms = 6 if "split" in case.name else 2
+    _, alone = run(kernel, problem, inputs, Rows(problem, inputs), merge=False, sms=sms)
+    _, found = run(kernel, problem, inputs, state, merge=True, sms=sms, edit=edit, seed=seed)
+    compare(found, merged([before, alone]))

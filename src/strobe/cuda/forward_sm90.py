@@ -206,6 +206,8 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     it, because the head dims are multiples of 64."""
     dim, dim_v, keys = features.dim, features.dim_v, tile.block_n
     smem = tile.smem(dim, dim_v) + (16 * tile.q_slots if features.positions else 0)
+    if features.partial_out and not split:
+        smem += 16 * earlier_parts(tile, dim_v)
     config = {
         **features.config(),
         **tile.config(),
@@ -238,6 +240,12 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
 def partial_floats(tile: Tile, dim_v: int) -> int:
     """What one split of a tile leaves in memory: O, m and l of every row."""
     return tile.block_m * (dim_v + 2)
+
+
+def earlier_parts(tile: Tile, dim_v: int) -> int:
+    """In how many parts the O of an earlier result comes into the buffers of V (pipeline/earlier_parts.cuh)."""
+    panels, fit = -(-dim_v // 32), tile_bytes(tile.block_n, dim_v) // tile_bytes(64, 64)
+    return tile.consumers * -(-panels // fit) if fit and tile.q_slots <= 2 else 0
 
 
 def pack_gqa_of(problem: Problem) -> int:
@@ -284,11 +292,11 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         "q": tile_map(problem, one_box, *of_q, problem.dim, q, 64, dims[0]),
         "k": tile_map(problem, one_box, *of_k, problem.dim, k, tile.block_n, dims[0], clipped),
         "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, tile.block_n, dims[1], clipped),
-        "o": tile_map(problem, one_box, *of_q, problem.dim_v, out_strides, 64, store_columns),
+        "o": tile_map(problem, one_box, *of_q, problem.dim_v, out_strides, 64, store_columns, fp32=problem.partial),
     }
     if pack > 1:
         maps["q"] = packed_gqa_map(problem, pack, len_q, problem.dim, q)
-        maps["o"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, out_strides)
+        maps["o"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, out_strides, fp32=problem.partial)
     grid = min(tiles, machine.sms)
     unusual = {"packed GQA": pack, "splits of the keys": splits}
     details = {

@@ -6,6 +6,7 @@ from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.plan import ELEMENTS
 from strobe.problem import Problem, Strides
 
+PANEL_BYTES = 128  # of a row: 64 columns of 16 bits, or 32 of fp32
 FAR = 1 << 30  # see `tile_map`; also in tile/tma_tile.cuh
 
 
@@ -20,6 +21,7 @@ def tile_map(
     box_rows: int,
     columns: int,
     clipped: bool | None = None,
+    fp32: bool = False,
 ) -> TensorMapSpec:
     """(columns, rows, panels, heads, batch): a box is a tile of `box_rows` x `columns`. If the head dim is not a multiple
     of 64 it is one panel of a tile (not `one_box`).
@@ -31,26 +33,33 @@ def tile_map(
     the tensor. Coordinates must not be negative, though, so it is raised by FAR, and the last coordinate, also FAR,
     takes that back: its stride of 2^34 bytes less a row, FAR = 2^30 times, is less than nothing by FAR rows, modulo the
     2^64 of an address. (The obvious way, to encode an address before the tensor, faults if no memory is mapped there.)
-    `clipped`: such a map for buffers of which sequences fill a part; rows count through all of them.
+    `clipped`: such a map for buffers of which sequences fill a part; rows count through all of them. `fp32`: of a partial
+    output; a panel has 32 columns then, and there is one box a panel.
     """
     clipped = problem.varlen if clipped is None else clipped
-    batch_stride, head_stride, row_stride = (2 * s for s in strides)
+    kind, size = _element(problem, fp32)
+    batch_stride, head_stride, row_stride = (size * s for s in strides)
     # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
     alone = batch_stride if clipped and problem.batch > 1 else 128
     row_stride = row_stride if (total if problem.varlen else length) > 1 else alone
     head_stride = head_stride if heads > 1 else row_stride
     batch_stride = batch_stride if problem.batch > 1 else row_stride
     steps: tuple[int, ...] = (row_stride, 128, head_stride, batch_stride)
-    box: tuple[int, ...] = (64, box_rows, 1, 1, 1)
+    box: tuple[int, ...] = (PANEL_BYTES // size, box_rows, 1, 1, 1)
     if clipped:
         dims: tuple[int, ...] = (dim, box_rows, heads, 2 * FAR, FAR + 1)
         steps = (row_stride, head_stride, row_stride, (1 << 34) - row_stride)
-    elif one_box:
+    elif one_box and not fp32:
         dims = (64, length, dim // 64, heads, problem.batch)
         box = (64, box_rows, -(-columns // 64), 1, 1)
     else:
         dims = (dim, length, 1, heads, problem.batch)
-    return TensorMapSpec(0, 2, dims, steps, box, 128, ELEMENTS[problem.dtype])  # type: ignore[arg-type]
+    return TensorMapSpec(0, size, dims, steps, box, PANEL_BYTES, kind)  # type: ignore[arg-type]
+
+
+def _element(problem: Problem, fp32: bool) -> tuple[str, int]:
+    """What a map calls it, and its bytes."""
+    return ("fp32", 4) if fp32 else (ELEMENTS[problem.dtype], 2)
 
 
 def buffer_rows(length: int, strides: Strides) -> int:
@@ -58,11 +67,14 @@ def buffer_rows(length: int, strides: Strides) -> int:
     return strides[0] // strides[2] if length > 1 else 1
 
 
-def packed_gqa_map(problem: Problem, pack: int, len_q: int, dim: int, strides: Strides) -> TensorMapSpec:
+def packed_gqa_map(
+    problem: Problem, pack: int, len_q: int, dim: int, strides: Strides, fp32: bool = False
+) -> TensorMapSpec:
     """(columns, heads of a group, queries, groups, batch): a box is 64 rows, each query's heads one after the other."""
-    batch_stride, head_stride, row_stride = (2 * s for s in strides)
+    kind, size = _element(problem, fp32)
+    batch_stride, head_stride, row_stride = (size * s for s in strides)
     dims = (dim, pack, len_q, problem.heads_k, problem.batch)
     wanted = (head_stride, row_stride, pack * head_stride, batch_stride)
     known = tuple(s if n > 1 else 128 for n, s in zip(dims[1:], wanted, strict=True))  # a size of 1 may have any stride
-    element = ELEMENTS[problem.dtype]
-    return TensorMapSpec(0, 2, dims, known, (64, pack, 64 // pack, 1, 1), 128, element)  # type: ignore[arg-type]
+    box = (PANEL_BYTES // size, pack, 64 // pack, 1, 1)
+    return TensorMapSpec(0, size, dims, known, box, PANEL_BYTES, kind)  # type: ignore[arg-type]

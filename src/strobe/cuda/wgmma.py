@@ -73,6 +73,19 @@ def accumulators(element: str, n: int, steps: int) -> str:
     ]
     write = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {p0, p1, p2, p3};"
     stage = f"{{ .reg .b32 p<4>; .reg .f32 x, y; {''.join(pairs)}{write} }}"
+    # Likewise, with the numbers of four registers.
+    scaled = " ".join(f"mul.ftz.f32 x{i}, d%{3 + i}, %{1 + i // 2};" for i in range(4))
+    stage_fp32 = (
+        f"{{ .reg .f32 x<4>; {scaled} st.shared.v2.f32 [%0], {{x0, x1}}; st.shared.v2.f32 [%0 + 1024], {{x2, x3}}; }}"
+    )
+    four = ", ".join(f'"n"(4 * I + {i})' for i in range(4))
+    # Operands: the address, whether something is there, the numbers of four registers.
+    add_staged = (
+        "{ .reg .pred there; .reg .f32 x<4>; setp.ne.s32 there, %1, 0; "
+        f"{' '.join(f'mov.f32 x{i}, 0f00000000;' for i in range(4))} "
+        "@there ld.shared.v2.f32 {x0, x1}, [%0]; @there ld.shared.v2.f32 {x2, x3}, [%0 + 1024]; "
+        f"{' '.join(f'add.ftz.f32 d%{2 + i}, d%{2 + i}, x{i};' for i in range(4))} }}"
+    )
     numbers = ", ".join(f'"n"(8 * J + {i})' for i in range(8))
     chain, inputs = _products(element, n, "rs_t", steps, d, 0)
     return _for_the_gpu(
@@ -86,6 +99,12 @@ def accumulators(element: str, n: int, steps: int) -> str:
         "  }\n"
         "  template <int J> static STROBE_DEVICE void stage(u32 address, const float (&by)[2]) {\n"
         f'    asm volatile("{stage}" ::"r"(address), "f"(by[0]), "f"(by[1]), {numbers} : "memory");\n'
+        "  }\n"
+        "  template <int I> static STROBE_DEVICE void stage_fp32(u32 address, const float (&by)[2]) {\n"
+        f'    asm volatile("{stage_fp32}" ::"r"(address), "f"(by[0]), "f"(by[1]), {four} : "memory");\n'
+        "  }\n"
+        "  template <int I> static STROBE_DEVICE void add_staged(u32 address, bool there) {\n"
+        f'    asm volatile("{add_staged}" ::"r"(address), "r"(int(there)), {four} : "memory");\n'
         "  }\n"
         f"{_of_row('load_row', 'const float* from', loaded)}"
         f"{_of_row('store_row', 'float* to', stored)}"

@@ -11,10 +11,9 @@
 // (keys are visited from the last to the first, so n + 1 comes before n). The row maximum m is speculative: that of the
 // blocks before. Should a score be far above it, the weights are computed again, and O *= exp(m_old - m_new).
 #pragma once
+#include <strobe/pipeline/earlier_parts.cuh>
 #include <strobe/pipeline/ping_pong.cuh>
-#include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/split_kv.cuh>
-#include <strobe/pipeline/tile_boxes.cuh>
 #include <strobe/tile/dropout.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 #include <strobe/tile/softmax.cuh>
@@ -33,9 +32,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static constexpr bool kPrivateO = Config::kStorePanels > 0, kOneBox = Config::kOneBoxPerTile;
   static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
   static_assert(kPrivateO || Config::kQSlots > 1, "a Q slot that stages O is given back when the next tile has begun");
-  using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO>;
+  using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO, Config::kPartialOut && !Config::kSplit>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
+  using Parts = EarlierParts<Config>;  // of an O to merge with
 
   // ---- shared memory: Q slots, one part a consumer | K buffers | V buffers | O | barriers | tile info slots ---------
   static constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kBlockN, kDim),
@@ -45,26 +45,30 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static constexpr u32 kOffsetBarriersQ = kOffsetO + (kPrivateO ? kConsumers * kBytesO : 0),
                        kOffsetBarriersK = kOffsetBarriersQ + RingQ::kBytes,
                        kOffsetBarriersV = kOffsetBarriersK + RingKV::kBytes,
-                       kOffsetTileInfo = kOffsetBarriersV + RingKV::kBytes;
+                       kOffsetBarriersParts = kOffsetBarriersV + RingKV::kBytes,
+                       kOffsetTileInfo = kOffsetBarriersParts + Parts::kBytes;
   static_assert(kOffsetTileInfo + Config::kQSlots * kTileInfoBytes<Config> == Config::kSmem, "what Python asks for");
 
   const Params& p;
   u32 smem;
   RingQ q;
   RingKV k, v;
+  Parts parts;
   bool producer;
   int consumer;
   PingPong<Config::kPingPong, kConsumers> turns;  // one turn for every key block of the tile but the first
 
   STROBE_DEVICE ForwardSm90(const Params& params, bool producer, int consumer = 0)
       : p(params), smem(smem_base()), q(smem + kOffsetBarriersQ, producer), k(smem + kOffsetBarriersK, producer),
-        v(smem + kOffsetBarriersV, producer), producer(producer), consumer(consumer), turns{consumer} {}
+        v(smem + kOffsetBarriersV, producer), parts(p, smem + kOffsetBarriersParts, smem + kOffsetV),
+        producer(producer), consumer(consumer), turns{consumer} {}
 
   STROBE_DEVICE static void init_barriers() {
     // A Q slot is empty once every warp is done with Q, or every warpgroup's O has left from there.
     RingQ::init(smem_base() + kOffsetBarriersQ, kPrivateO ? 4 * kConsumers : kConsumers);
     RingKV::init(smem_base() + kOffsetBarriersK, 4 * kConsumers);  // one arrival a warp
     RingKV::init(smem_base() + kOffsetBarriersV, 4 * kConsumers);
+    Parts::init(smem_base() + kOffsetBarriersParts);
     mbar_init_fence();
   }
 
@@ -132,9 +136,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     if (any_keys) load_queries(tile);
     else mbar_arrive(q.full_barrier());
     q.next();
+    if (parts.merge) parts.load(&p.map_o, tile, v, q);
 #pragma unroll 1
     for (; n >= blocks.first; --n) {  // V one block behind K: the order in which the consumers need them
       if (n > blocks.first) load_keys(tile, head_k, n - 1);
+      if (parts.merge) parts.make_room(blocks.end - 1 - n, q);
       load_values(tile, head_k, n);
     }
   }
@@ -150,7 +156,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
-      if constexpr (Config::kPartialOut) OutputRows<Config, Params>{p, tile}.load_earlier(o, earlier.lse, row);
+      if constexpr (Config::kPartialOut)
+        OutputRows<Config, Params>{p, tile}.template load_earlier<!Parts::kEnabled>(o, earlier.lse, row);
     }
   };
 
@@ -264,14 +271,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       if (Config::kDropout) inverse[r] *= p.dropout_scale;
       if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.len_q) out.store_lse(row + 8 * r, lse);
     }
-    if constexpr (Config::kPartialOut) {
-      f.o.scale(inverse);
-      out.store_partial(f.o, row);
-      sync_warpgroup(consumer);  // every warp is done with Q
-    } else {
-      const int first = tile.row0 + 64 * consumer;
-      staging().store(f.o, inverse, &p.map_o, query_box<Config, 64>(tile, first), first < tile.len_q);
-    }
+    const int first = tile.row0 + 64 * consumer;
+    staging().store(f.o, inverse, &p.map_o, query_box<Config, 64>(tile, first), first < tile.len_q);
   }
   STROBE_DEVICE void store_split(const Fragments& f, const Tile& tile) const {
     const StagingO buffer = staging();
@@ -349,6 +350,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       const int row = tile.row0 + thread_row, last = all.end - 1;
       const bool sees_keys = mine.first < mine.end;
       Fragments f(p, tile, row);
+      if constexpr (Parts::kEnabled) parts.take(f.o, consumer, v, q);
       int n = last;
       if (sees_keys || !kSkipsAfter)
 #pragma unroll 1
@@ -381,7 +383,7 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Forward = ForwardSm90<Config, Mask, Score, Params>;
   if (thread_idx() == 0) {
     for (const TensorMap* map : {&p.map_q, &p.map_k, &p.map_v}) tma_prefetch_map(map);
-    if (!Config::kPartialOut) tma_prefetch_map(&p.map_o);
+    if (!Config::kPartialOut || !Config::kSplit) tma_prefetch_map(&p.map_o);
     Forward::init_barriers();
   }
   sync_block();

@@ -2,7 +2,7 @@
 //
 // kPartialOut with p.merge: what is there already is a result over other keys, and this one is merged into it. That is
 // the online softmax going on where it had stopped: a row starts with m = LSE, l = 1 and its O, and the epilogue is the
-// same. All that a row needs is read before any of it is written: by the same threads or, with split-KV, by the first
+// same. All that a row needs is read before any of it is written: by the same warpgroup or, with split-KV, by the first
 // split, which counts itself in before the last one writes.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
@@ -10,8 +10,8 @@
 
 namespace strobe {
 
-// kPartialOut: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded with O when a tile
-// begins, and waited for by `resume`, which comes behind the first scores.
+// kPartialOut: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded when a tile begins,
+// and waited for by `resume`, which comes behind the first scores.
 template <bool kPartialOut> struct Earlier {
   float lse[2];
   bool pending = kPartialOut;
@@ -49,17 +49,14 @@ template <class Config, class Params> struct OutputRows {
   STROBE_DEVICE bool has_earlier(int row) const { return merges() && row < tile.len_q; }
   STROBE_DEVICE float earlier_lse(int row) const { return has_earlier(row) ? ld_global_l2(lse(row)) : neg_inf(); }
   STROBE_DEVICE int earlier_columns(int row) const { return has_earlier(row) ? p.dim_v : 0; }
-  template <class O> STROBE_DEVICE void load_earlier(O& fragment, float (&lse)[2], int row) const {  // and row + 8
+  // Of `row` and `row + 8`: the LSE and, with kLoadO, O.
+  template <bool kLoadO, class O> STROBE_DEVICE void load_earlier(O& fragment, float (&lse)[2], int row) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) lse[r] = earlier_lse(row + 8 * r);
+    if constexpr (kLoadO)
 #pragma unroll
-    for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
-      fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), earlier_columns(row + 8 * r));
-  }
-  template <class O> STROBE_DEVICE void store_partial(const O& fragment, int row) const {  // and row + 8
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (row + 8 * r < tile.len_q) fragment.store_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), p.dim_v);
+      for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
+        fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), earlier_columns(row + 8 * r));
   }
   STROBE_DEVICE void store_o(int row, int column, const float (&x)[4]) const {
     st_global(static_cast<void*>(o(row) + column), u32x4{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});

@@ -1,5 +1,5 @@
 // The epilogue's way out: a warpgroup stages its 64 rows of a result in shared memory, kPanels panels of 64 columns at
-// a time, and one thread issues the TMA store, which clips what lies beyond the sequence.
+// a time, or of 32 columns as fp32, and one thread issues the TMA store, which clips what lies beyond the sequence.
 #pragma once
 #include <strobe/pipeline/barriers.cuh>
 #include <strobe/ptx/math.cuh>
@@ -41,37 +41,40 @@ struct Fp32Rows {
 
 // kPrivate: the buffer serves nothing else, so an earlier store may still be reading it. Else it is a buffer that the
 // warps of this warpgroup have read until now.
-template <bool kOneBox, int kColumns, int kPanels, bool kPrivate> struct Staging {
+template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = false> struct Staging {
   u32 buffer;
   int consumer;
-  static constexpr int kPanelsAtOnce = kPanels;
+  static constexpr int kPanelsAtOnce = kPanels, kPanelColumns = kFp32 ? kPanelFp32 : kPanel,
+                       kPanelsInAll = (kColumns + kPanelColumns - 1) / kPanelColumns;
 
-  STROBE_DEVICE void acquire() const {
-    if (kPrivate && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
-    sync_warpgroup(consumer);                                           // or: every warp is done with what lies here
+  template <bool kStagedBefore = kPrivate> STROBE_DEVICE void acquire() const {
+    if (kStagedBefore && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
+    sync_warpgroup(consumer);  // or: every warp is done with what lies here
   }
   // Panels from `panel` on have been staged; without `any_rows` nothing is stored.
   STROBE_DEVICE void send(const TensorMap* map, const Box& box, int panel, bool any_rows) const {
     fence_proxy_async();
     sync_warpgroup(consumer);
     if (thread_idx() % 128 == 0 && any_rows) {
-      tma_store_panels<kOneBox, 64>(map, buffer, box, panel, min(kPanels, panels(kColumns) - panel));
+      tma_store_panels<kOneBox && !kFp32, 64, kPanelColumns>(map, buffer, box, panel,
+                                                             min(kPanels, kPanelsInAll - panel));
       tma_store_commit();
     }
   }
-  // All columns of an accumulator, the thread's two rows multiplied by scale[0] and scale[1], and rounded.
+  // All columns of an accumulator, the thread's two rows multiplied by scale[0] and scale[1]; rounded, or as fp32.
   template <int kFrom = 0, class D> STROBE_DEVICE void store(const D& d, const float (&scale)[2], const TensorMap* map,
                                                              const Box& box, bool any_rows) const {
-    if constexpr (kFrom < panels(kColumns)) {
-      acquire();
-      stage<kFrom * 4, 0>(d, scale);
+    if constexpr (kFrom < kPanelsInAll) {
+      acquire<kPrivate || (kFrom > 0)>();
+      if constexpr (kFp32) stage_fp32<kFrom * 4, 0>(d, scale);
+      else stage<kFrom * 4, 0>(d, scale);
       send(map, box, kFrom, any_rows);
       store<kFrom + kPanels>(d, scale, map, box, any_rows);
     }
   }
   // The same without sending: all panels are staged, and whoever is told so sends them.
   template <class D> STROBE_DEVICE void fill(const D& d, const float (&scale)[2]) const {
-    static_assert(kPanels == panels(kColumns), "they fit");
+    static_assert(kPanels == kPanelsInAll, "they fit");
     stage<0, 0, true>(d, scale);
   }
 
@@ -84,6 +87,13 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate> struct Staging
       const u32 tid = (kInLoop ? thread_idx_again() : thread_idx()) % 128, lane = tid % 32;
       d.template stage<kFrom + J>(buffer + chunk_offset(64, 16 * (tid / 32) + (lane & 15), 2 * J + (lane >> 4)), scale);
       stage<kFrom, J + 1, kInLoop>(d, scale);
+    }
+  }
+  // 8 columns at a time.
+  template <int kFrom, int J, class D> STROBE_DEVICE void stage_fp32(const D& d, const float (&scale)[2]) const {
+    if constexpr (J < kPanels * 4 && kFrom + J < kColumns / 8) {
+      d.template stage_fp32<kFrom + J>(buffer + fp32_offset(64, thread_idx() % 128, J), scale);
+      stage_fp32<kFrom, J + 1>(d, scale);
     }
   }
 };

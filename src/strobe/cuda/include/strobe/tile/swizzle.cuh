@@ -9,6 +9,7 @@ namespace strobe {
 
 constexpr int kPanel = 64;                  // columns of a panel
 constexpr u32 kPanelRowBytes = kPanel * 2;  // bytes of one of its rows
+constexpr int kPanelFp32 = kPanel / 2;      // columns of a panel of fp32 numbers, whose rows are as long
 
 constexpr STROBE_DEVICE int panels(int columns) { return (columns + kPanel - 1) / kPanel; }
 constexpr STROBE_DEVICE u32 tile_bytes(int rows, int columns) { return panels(columns) * rows * kPanelRowBytes; }
@@ -16,6 +17,12 @@ constexpr STROBE_DEVICE u32 tile_bytes(int rows, int columns) { return panels(co
 // Byte offset of a 16-byte chunk (8 columns) in a tile of `rows` rows.
 STROBE_DEVICE u32 chunk_offset(int rows, int row, int chunk) {
   return (chunk / 8) * (rows * kPanelRowBytes) + row * kPanelRowBytes + (((chunk % 8) ^ (row & 7)) << 4);
+}
+
+// Of the two fp32 columns that a thread of a warpgroup has among columns 8 * eight and on, in the first of its two rows
+// as a wgmma leaves them. The other lies eight rows on, 1024 bytes.
+STROBE_DEVICE u32 fp32_offset(int rows, int thread, int eight) {
+  return chunk_offset(rows, thread / 32 * 16 + thread % 32 / 4, 2 * eight + thread % 4 / 2) + thread % 2 * 8;
 }
 
 // The address one lane gives to ldmatrix.x4 for the 16x16 block of chunks 2*step, 2*step + 1, from the address for step

@@ -1,6 +1,7 @@
 // Tiles between global and shared memory by TMA: where a tile lies in a 5-D tensor map, and the copies that move it.
 //
-// A box is 64 columns wide, one panel of the swizzled tile. There are three kinds of maps (see _tensor_map in plan.py):
+// A box is 64 columns wide, 32 of fp32: one panel of the swizzled tile. There are three kinds of maps (see _tensor_map
+// in plan.py):
 //   dense       (columns, rows, panels, heads, batch). If the head dim is a multiple of 64 one box holds all panels of
 //               a tile (kOneBox); else there is one box a panel, and what lies beyond the head dim reads as zero.
 //   varlen      (columns, rows in the box, heads, rows in memory, kFar). A box that starts at row `clip` of itself ends
@@ -33,15 +34,23 @@ STROBE_DEVICE void tma_load_tile(u32 dst, const TensorMap* map, u32 bar, const B
     tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel, b.c1, b.c2, b.c3, b.c4);
 }
 
+// Panels [panel, panel + count) of a tile, one box each, to `dst`.
+template <int kRows, int kPanelColumns>
+STROBE_DEVICE void tma_load_panels(u32 dst, const TensorMap* map, u32 bar, const Box& b, int panel, int count) {
+#pragma unroll
+  for (int i = 0; i < count; ++i)
+    tma_load_5d(dst + i * (kRows * kPanelRowBytes), map, bar, (panel + i) * kPanelColumns, b.c1, b.c2, b.c3, b.c4);
+}
+
 // Panels [panel, panel + count) of a tile; in shared memory they lie at `src`. kOneBox: the map's box has as many.
-template <bool kOneBox, int kRows>
+template <bool kOneBox, int kRows, int kPanelColumns = kPanel>
 STROBE_DEVICE void tma_store_panels(const TensorMap* map, u32 src, const Box& b, int panel, int count) {
   if constexpr (kOneBox) {
     tma_store_5d(map, src, 0, b.c1, panel, b.c3, b.c4);
   } else {
 #pragma unroll
     for (int i = 0; i < count; ++i)
-      tma_store_5d(map, src + i * (kRows * kPanelRowBytes), (panel + i) * kPanel, b.c1, b.c2, b.c3, b.c4);
+      tma_store_5d(map, src + i * (kRows * kPanelRowBytes), (panel + i) * kPanelColumns, b.c1, b.c2, b.c3, b.c4);
   }
 }
 

@@ -1,0 +1,95 @@
+// kPartialOut with p.merge: the O of an earlier result, in fp32, on its way in. The producer loads it by TMA into the
+// buffers of V, before the first V of the tile, as many panels of a consumer's 64 rows at a time as a buffer holds: a
+// part. Only the consumer whose part it is waits for it and gives it back, so that none waits for another. Hence parts
+// have barriers of their own, each used once a tile, and the ring of V does not count them. Their
+// parity is that of the tile's number, which the ring of Q tells, if it has one slot or two.
+#pragma once
+#include <strobe/pipeline/ring.cuh>
+#include <strobe/pipeline/tile_boxes.cuh>
+
+namespace strobe {
+
+template <class Config> struct EarlierParts {
+  static constexpr int kStages = Config::kStages, kDimV = Config::kDimV;
+  static constexpr u32 kBytesBuffer = tile_bytes(Config::kBlockN, kDimV), kBytesPanel = 64 * kPanelRowBytes;
+  static constexpr int kPanels = (kDimV + kPanelFp32 - 1) / kPanelFp32, kFit = kBytesBuffer / kBytesPanel,
+                       kAtOnce = kFit < kPanels ? kFit : kPanels;
+  static constexpr bool kEnabled = Config::kPartialOut && !Config::kSplit && kAtOnce > 0 && Config::kQSlots <= 2;
+  static constexpr int kEach = kEnabled ? (kPanels + kAtOnce - 1) / kAtOnce : 1,  // of a consumer
+      kParts = kEnabled ? Config::kConsumers * kEach : 0;
+  // With three consumers the producer has no register left to count its V's: all parts are read before the first.
+  static constexpr bool kInTurn = Config::kConsumers < 3;
+  static constexpr u32 kBytes = 16 * kParts;
+
+  using RingV = Ring<kStages>;
+  using RingQ = Ring<Config::kQSlots>;
+
+  u32 full, empty;  // shared-memory addresses of the first barrier of each kind
+  u32 buffers;      // of the first buffer of V
+  bool merge = false;
+
+  template <class Params> STROBE_DEVICE EarlierParts(const Params& p, u32 barriers, u32 buffers)
+      : full(barriers), empty(barriers + 8 * kParts), buffers(buffers) {
+    if constexpr (kEnabled) merge = p.merge;
+  }
+  STROBE_DEVICE static void init(u32 barriers) {
+    for (int i = 0; i < kParts; ++i) {
+      mbar_init(barriers + 8 * i, 1);
+      mbar_init(barriers + 8 * (kParts + i), 4);  // one arrival a warp
+    }
+  }
+
+  // Producer: all parts of a tile, one buffer after the other from where the ring of V is, when what lies there has
+  // been read: a V, another part, or a part of the tile before, if that had too few V's to wait for it.
+  STROBE_DEVICE void load(const TensorMap* map, const Tile& tile, RingV v, const RingQ& q) const {
+    const u32 parity = parity_of(q, true);
+    if (kInTurn) wait_read(parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      if (i < kStages) v.wait_empty();
+      else wait_read(i - kStages, parity);
+      const int panel = i % kEach * kAtOnce, count = min(kAtOnce, kPanels - panel);
+      mbar_arrive_expect_tx(full + 8 * i, count * kBytesPanel);
+      tma_load_panels<64, kPanelFp32>(buffers + v.stage * kBytesBuffer, map, full + 8 * i,
+                                      query_box<Config, 64>(tile, tile.row0 + i / kEach * 64), panel, count);
+      v.next();
+    }
+    if (!kInTurn) wait_read(parity);
+  }
+  // Producer: before V number n of the tile is loaded, over parts n, n + kStages, ...
+  STROBE_DEVICE void make_room(int n, const RingQ& q) const {
+    if (kInTurn && n < kStages && n < kParts) wait_read(n + (kParts - 1 - n) / kStages * kStages, parity_of(q, true));
+  }
+
+  // Consumer: its parts, added to accumulators that are zero. Without a merge nothing is read, but there is no branch,
+  // for which ptxas would make wgmmas wait for one another.
+  template <int kPart = 0, class O> STROBE_DEVICE void take(O& o, int consumer, const RingV& v, const RingQ& q) const {
+    if constexpr (kPart < kEach) {
+      const int i = consumer * kEach + kPart, thread = thread_idx_again() % 128;  // holds no register between tiles
+      mbar_wait(full + 8 * i, merge ? parity_of(q, false) : 1);  // a barrier that was never used: nobody waits
+      take_columns<4 * kPart * kAtOnce, 0>(o, buffers + (v.stage + i) % kStages * kBytesBuffer, thread);
+      sync_warp();  // all lanes have read it
+      if (elected()) mbar_arrive(empty + 8 * i);
+      take<kPart + 1>(o, consumer, v, q);
+    }
+  }
+
+ private:
+  // The producer's ring of Q has gone on to the next tile.
+  STROBE_DEVICE static u32 parity_of(const RingQ& q, bool producer) {
+    return Config::kQSlots == 1 ? q.parity : q.stage ^ u32(producer);
+  }
+  STROBE_DEVICE void wait_read(int part, u32 parity) const { mbar_wait(empty + 8 * part, parity); }
+  STROBE_DEVICE void wait_read(u32 parity) const {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) wait_read(i, parity);
+  }
+  template <int kFrom, int J, class O> STROBE_DEVICE void take_columns(O& o, u32 buffer, int thread) const {
+    if constexpr (J < 4 * kAtOnce && kFrom + J < kDimV / 8) {
+      o.template add_staged<kFrom + J>(buffer + fp32_offset(64, thread, J), merge);
+      take_columns<kFrom, J + 1>(o, buffer, thread);
+    }
+  }
+};
+
+}  // namespace strobe
