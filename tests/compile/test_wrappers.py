@@ -191,6 +191,7 @@ ACCUMULATORS = f"""{CHAIN_OF_TWO}
   d.scale(by);
   d.stage<N / 16 - 1>(smem_base() + 16 * thread_idx(), by);
   d.stage_fp32<N / 8 - 1>(smem_base() + 8 * thread_idx(), by);
+  d.add_staged<N / 8 - 1>(smem_base() + 8 * thread_idx(), by[0] > 0.f);
   for (int r = 0; r < 2; ++r) d.store_row(r, p.sums + thread_idx() * N, N - 8);
 }}}}
 }}}}  // namespace strobe
