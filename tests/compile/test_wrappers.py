@@ -190,8 +190,8 @@ ACCUMULATORS = f"""{CHAIN_OF_TWO}
   wgmma_wait<0>();
   d.scale(by);
   d.stage<N / 16 - 1>(smem_base() + 16 * thread_idx(), by);
-  d.stage_fp32<N / 8 - 1>(smem_base() + 8 * thread_idx(), by);
-  d.add_staged<N / 8 - 1>(smem_base() + 8 * thread_idx(), by[0] > 0.f);
+  d.stage_fp32<N / 32 - 1>(smem_base() + 8 * thread_idx(), thread_idx() & 1, by);
+  d.add_staged<N / 32 - 1>(smem_base() + 8 * thread_idx(), thread_idx() & 1, by[0] > 0.f);
   for (int r = 0; r < 2; ++r) d.store_row(r, p.sums + thread_idx() * N, N - 8);
 }}}}
 }}}}  // namespace strobe
@@ -240,6 +240,14 @@ def test_accumulators_declared_in_ptx_compile(element, n):
     assert staged == [("xy"[i & 1], f"{3 + i}", f"{1 + (i >> 1 & 1)}") for i in range(8)]
     kind = "bf16" if element == "bf16" else "f16"
     assert re.findall(rf"cvt\.rn\.{kind}x2\.f32 p(\d), y, x", text) == ["0", "1", "2", "3"]  # the upper half first
+    chosen = re.findall(r"selp\.f32 x(\d), d%(\d+), d%(\d+), odd; mul\.ftz\.f32 x\1, x\1, %(\d)", text)
+    assert chosen == [  # in fp32: the fourth operand is the first register, and rows follow each other
+        (f"{j}", f"{4 + 4 * (i ^ 2) + j}", f"{4 + 4 * i + j}", f"{2 + j // 2}") for i in range(4) for j in range(4)
+    ]
+    moved = r"xor\.b32 a, %0, (\d+); (?:@there )?(?:ld|st)\.shared"
+    assert re.findall(moved, text) == 2 * ["0", "32", "64", "96"]
+    added = re.findall(r"selp\.f32 y, x(\d+), x(\d+), odd; add\.ftz\.f32 d%(\d+), d%(\d+), y", text)
+    assert added == [(f"{i ^ 8}", f"{i}", f"{3 + i}", f"{3 + i}") for i in range(16)]
     pair = r"setp\.gt\.s32 there, %1, (\d+); @there st\.global\.v2\.f32 \[%0 \+ (\d+)\], {d(\d+), d(\d+)}"
     stored = [[int(x) for x in found] for found in re.findall(pair, text)]
     assert sorted(d for _, _, *registers in stored for d in registers) == list(range(n // 2))  # each of them once

@@ -171,6 +171,17 @@ def test_nan_is_handed_on_and_an_earlier_result_outweighs(kernel: str) -> None:
     torch.testing.assert_close(lse, before[1], atol=1e-4, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_output_in_shared_memory_has_no_bank_conflicts(dim: int) -> None:
+    case = Case("causal", 150, 200, batch=1, heads=1, heads_k=1, dim=dim, mask=causal)
+    problem, inputs = prepare(case, torch.bfloat16)
+    state = Rows(problem, inputs)
+    state.begin()
+    made, _ = run("sm90", problem, inputs, state, merge=True)
+    counters = backend.launch(made, tensors_of(inputs, state.out, state.lse))
+    assert not member(made, "kSplit") and counters.bank_conflicts == 0
+
+
 RESUMED = Case("resumed", 150, 300, batch=1, heads=2, heads_k=1, dim=64, mask=causal)
 RESUMED_SPLIT = Case("resumed_split", 60, 800, batch=1, heads=1, heads_k=1, dim=64, mask=causal)
 WIDE = dataclasses.replace(RESUMED, name="wide", dim=128)

@@ -73,19 +73,29 @@ def accumulators(element: str, n: int, steps: int) -> str:
     ]
     write = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {p0, p1, p2, p3};"
     stage = f"{{ .reg .b32 p<4>; .reg .f32 x, y; {''.join(pairs)}{write} }}"
-    # Likewise, with the numbers of four registers.
-    scaled = " ".join(f"mul.ftz.f32 x{i}, d%{3 + i}, %{1 + i // 2};" for i in range(4))
-    stage_fp32 = (
-        f"{{ .reg .f32 x<4>; {scaled} st.shared.v2.f32 [%0], {{x0, x1}}; st.shared.v2.f32 [%0 + 1024], {{x2, x3}}; }}"
-    )
-    four = ", ".join(f'"n"(4 * I + {i})' for i in range(4))
-    # Operands: the address, whether something is there, the numbers of four registers.
-    add_staged = (
-        "{ .reg .pred there; .reg .f32 x<4>; setp.ne.s32 there, %1, 0; "
-        f"{' '.join(f'mov.f32 x{i}, 0f00000000;' for i in range(4))} "
-        "@there ld.shared.v2.f32 {x0, x1}, [%0]; @there ld.shared.v2.f32 {x2, x3}, [%0 + 1024]; "
-        f"{' '.join(f'add.ftz.f32 d%{2 + i}, d%{2 + i}, x{i};' for i in range(4))} }}"
-    )
+    # Odd rows move the four groups of a panel in another order than even ones (tile/swizzle.cuh): registers are chosen.
+    # Operands: the address, whether the row is odd, a factor for either row, the numbers of 16 registers.
+    odd = "setp.ne.s32 odd, %1, 0;"
+    stage_fp32 = f"{{ .reg .pred odd; .reg .b32 a; .reg .f32 x<4>; {odd} "
+    for i in range(4):
+        for j in range(4):
+            stage_fp32 += f"selp.f32 x{j}, d%{4 + 4 * (i ^ 2) + j}, d%{4 + 4 * i + j}, odd; "
+            stage_fp32 += f"mul.ftz.f32 x{j}, x{j}, %{2 + j // 2}; "
+        stage_fp32 += f"xor.b32 a, %0, {32 * i}; "
+        stage_fp32 += "st.shared.v2.f32 [a], {x0, x1}; st.shared.v2.f32 [a + 1024], {x2, x3}; "
+    stage_fp32 += "}"
+    # Operands: the address, whether the row is odd, whether something is there, the numbers of 16 registers.
+    add_staged = f"{{ .reg .pred odd, there; .reg .b32 a; .reg .f32 x<16>, y; {odd} setp.ne.s32 there, %2, 0; "
+    add_staged += " ".join(f"mov.f32 x{i}, 0f00000000;" for i in range(16)) + " "
+    for i in range(4):
+        add_staged += f"xor.b32 a, %0, {32 * i}; "
+        add_staged += f"@there ld.shared.v2.f32 {{x{4 * i}, x{4 * i + 1}}}, [a]; "
+        add_staged += f"@there ld.shared.v2.f32 {{x{4 * i + 2}, x{4 * i + 3}}}, [a + 1024]; "
+    for i in range(16):
+        add_staged += f"selp.f32 y, x{i ^ 8}, x{i}, odd; add.ftz.f32 d%{3 + i}, d%{3 + i}, y; "
+    add_staged += "}"
+    panel = ", ".join(f'"n"(16 * J + {i})' for i in range(16))
+    whole_panel = f'static_assert(32 * J + 32 <= {n}, "a whole panel");'
     numbers = ", ".join(f'"n"(8 * J + {i})' for i in range(8))
     chain, inputs = _products(element, n, "rs_t", steps, d, 0)
     return _for_the_gpu(
@@ -100,11 +110,13 @@ def accumulators(element: str, n: int, steps: int) -> str:
         "  template <int J> static STROBE_DEVICE void stage(u32 address, const float (&by)[2]) {\n"
         f'    asm volatile("{stage}" ::"r"(address), "f"(by[0]), "f"(by[1]), {numbers} : "memory");\n'
         "  }\n"
-        "  template <int I> static STROBE_DEVICE void stage_fp32(u32 address, const float (&by)[2]) {\n"
-        f'    asm volatile("{stage_fp32}" ::"r"(address), "f"(by[0]), "f"(by[1]), {four} : "memory");\n'
+        "  template <int J> static STROBE_DEVICE void stage_fp32(u32 address, bool odd, const float (&by)[2]) {\n"
+        f"    {whole_panel}\n"
+        f'    asm volatile("{stage_fp32}" ::"r"(address), "r"(int(odd)), "f"(by[0]), "f"(by[1]), {panel} : "memory");\n'
         "  }\n"
-        "  template <int I> static STROBE_DEVICE void add_staged(u32 address, bool there) {\n"
-        f'    asm volatile("{add_staged}" ::"r"(address), "r"(int(there)), {four} : "memory");\n'
+        "  template <int J> static STROBE_DEVICE void add_staged(u32 address, bool odd, bool there) {\n"
+        f"    {whole_panel}\n"
+        f'    asm volatile("{add_staged}" ::"r"(address), "r"(int(odd)), "r"(int(there)), {panel} : "memory");\n'
         "  }\n"
         f"{_of_row('load_row', 'const float* from', loaded)}"
         f"{_of_row('store_row', 'float* to', stored)}"

@@ -292,7 +292,7 @@ struct Block {
   __attribute__((noinline)) void count_bank_conflicts(u32 warp) {
     if (accesses[warp].empty()) return;
     for (const Access& access : accesses[warp]) {
-      const u32 lanes = access.bytes == 16 ? 8 : 32;  // 16-byte accesses go a quarter warp at a time
+      const u32 lanes = access.bytes > 4 ? 128 / access.bytes : 32;  // as many at a time as move 128 bytes
       for (u32 i = 0; i < 32; i += lanes)
         counters.bank_conflicts += extra_wavefronts(access.address + i, access.mask >> i, lanes, access.bytes);
     }

@@ -318,17 +318,22 @@ template <class T, int N> struct Accumulators {
     stmatrix_x4(address, pack2<T>(x[0] * by[0], x[1] * by[0]), pack2<T>(x[2] * by[1], x[3] * by[1]),
                 pack2<T>(x[4] * by[0], x[5] * by[0]), pack2<T>(x[6] * by[1], x[7] * by[1]), site);
   }
-  template <int I> void stage_fp32(u32 address, const float (&by)[2], Site site = Site::here()) const {
-    for (int r = 0; r < 2; ++r)
-      st_shared(address + 1024 * r, u32x2{as_bits(sum[4 * I + 2 * r] * by[r]), as_bits(sum[4 * I + 2 * r + 1] * by[r])},
-                site);
+  template <int J> void stage_fp32(u32 address, bool odd, const float (&by)[2], Site site = Site::here()) const {
+    static_assert(32 * J + 32 <= N, "a whole panel");
+    for (int i = 0; i < 4; ++i)
+      for (int r = 0; r < 2; ++r) {
+        const float* x = sum + 16 * J + 4 * (odd ? i ^ 2 : i) + 2 * r;
+        st_shared((address ^ 32 * i) + 1024 * r, u32x2{as_bits(x[0] * by[r]), as_bits(x[1] * by[r])}, site);
+      }
   }
-  template <int I> void add_staged(u32 address, bool there, Site site = Site::here()) {
-    for (int r = 0; there && r < 2; ++r) {
-      float x, y;
-      ld_shared_x2(address + 1024 * r, x, y, site);
-      sum[4 * I + 2 * r] += x, sum[4 * I + 2 * r + 1] += y;
-    }
+  template <int J> void add_staged(u32 address, bool odd, bool there, Site site = Site::here()) {
+    static_assert(32 * J + 32 <= N, "a whole panel");
+    for (int i = 0; there && i < 4; ++i)
+      for (int r = 0; r < 2; ++r) {
+        float x, y, *d = sum + 16 * J + 4 * (odd ? i ^ 2 : i) + 2 * r;
+        ld_shared_x2((address ^ 32 * i) + 1024 * r, x, y, site);
+        d[0] += x, d[1] += y;
+      }
   }
   void load_row(int r, const float* from, int columns, Site site = Site::here()) {
     for (int i = 0; i < columns / 8; ++i) {

@@ -67,7 +67,7 @@ template <class Config> struct EarlierParts {
     if constexpr (kPart < kEach) {
       const int i = consumer * kEach + kPart, thread = thread_idx_again() % 128;  // holds no register between tiles
       mbar_wait(full + 8 * i, merge ? parity_of(q, false) : 1);  // a barrier that was never used: nobody waits
-      take_columns<4 * kPart * kAtOnce, 0>(o, buffers + (v.stage + i) % kStages * kBytesBuffer, thread);
+      take_panels<kPart * kAtOnce, 0>(o, buffers + (v.stage + i) % kStages * kBytesBuffer, thread);
       sync_warp();  // all lanes have read it
       if (elected()) mbar_arrive(empty + 8 * i);
       take<kPart + 1>(o, consumer, v, q);
@@ -84,10 +84,10 @@ template <class Config> struct EarlierParts {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) wait_read(i, parity);
   }
-  template <int kFrom, int J, class O> STROBE_DEVICE void take_columns(O& o, u32 buffer, int thread) const {
-    if constexpr (J < 4 * kAtOnce && kFrom + J < kDimV / 8) {
-      o.template add_staged<kFrom + J>(buffer + fp32_offset(64, thread, J), merge);
-      take_columns<kFrom, J + 1>(o, buffer, thread);
+  template <int kFrom, int J, class O> STROBE_DEVICE void take_panels(O& o, u32 buffer, int thread) const {
+    if constexpr (J < kAtOnce && kFrom + J < kPanels) {
+      o.template add_staged<kFrom + J>(buffer + J * kBytesPanel + fp32_offset(thread), in_odd_row(thread), merge);
+      take_panels<kFrom, J + 1>(o, buffer, thread);
     }
   }
 };

@@ -66,7 +66,7 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
                                                              const Box& box, bool any_rows) const {
     if constexpr (kFrom < kPanelsInAll) {
       acquire<kPrivate || (kFrom > 0)>();
-      if constexpr (kFp32) stage_fp32<kFrom * 4, 0>(d, scale);
+      if constexpr (kFp32) stage_fp32<kFrom, 0>(d, scale);
       else stage<kFrom * 4, 0>(d, scale);
       send(map, box, kFrom, any_rows);
       store<kFrom + kPanels>(d, scale, map, box, any_rows);
@@ -89,10 +89,12 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
       stage<kFrom, J + 1, kInLoop>(d, scale);
     }
   }
-  // 8 columns at a time.
+  // A panel at a time.
   template <int kFrom, int J, class D> STROBE_DEVICE void stage_fp32(const D& d, const float (&scale)[2]) const {
-    if constexpr (J < kPanels * 4 && kFrom + J < kColumns / 8) {
-      d.template stage_fp32<kFrom + J>(buffer + fp32_offset(64, thread_idx() % 128, J), scale);
+    if constexpr (J < kPanels && kFrom + J < kPanelsInAll) {
+      const int thread = thread_idx() % 128;
+      d.template stage_fp32<kFrom + J>(buffer + J * 64 * kPanelRowBytes + fp32_offset(thread), in_odd_row(thread),
+                                       scale);
       stage_fp32<kFrom, J + 1>(d, scale);
     }
   }

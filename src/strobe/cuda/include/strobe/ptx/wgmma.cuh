@@ -18,10 +18,8 @@ template <class T, int N> struct Wgmma;
 //   zero(), scale(by)          by[0] for the thread's first row, by[1] for its second
 //   rs_t<kSteps, B>(a, b)      the chain
 //   stage<J>(address, by)      columns 16 J and on, scaled and rounded, by stmatrix
-//   stage_fp32<I>(address, by) columns 8 I and on, scaled: this thread's two of its first row at `address`, those of
-//   its
-//                              second 1024 bytes, eight rows of a panel, further
-//   add_staged<I>(address, there)  adds what was so staged; without `there` nothing is read
+//   stage_fp32<J>(address, odd, by)     the 32 columns of panel J, scaled, where tile/swizzle.cuh says; odd: in_odd_row
+//   add_staged<J>(address, odd, there)  adds what was so staged; without `there` nothing is read
 //   load_row(r, from, columns) row r from fp32, likewise; further columns stay as they are
 //   store_row(r, to, columns)  row r as fp32, up to `columns` (a multiple of 8); of every eight, this thread has two
 template <class T, int N> struct Accumulators;

@@ -19,10 +19,14 @@ STROBE_DEVICE u32 chunk_offset(int rows, int row, int chunk) {
   return (chunk / 8) * (rows * kPanelRowBytes) + row * kPanelRowBytes + (((chunk % 8) ^ (row & 7)) << 4);
 }
 
-// Of the two fp32 columns that a thread of a warpgroup has among columns 8 * eight and on, in the first of its two rows
-// as a wgmma leaves them. The other lies eight rows on, 1024 bytes.
-STROBE_DEVICE u32 fp32_offset(int rows, int thread, int eight) {
-  return chunk_offset(rows, thread / 32 * 16 + thread % 32 / 4, 2 * eight + thread % 4 / 2) + thread % 2 * 8;
+// A panel of fp32 numbers as a wgmma leaves them: of each of its four groups of 8 columns a thread has two, in a row
+// and in that eight rows, 1024 bytes, further. Half a warp, which is served at once, has four rows. Rows 2n and 2n + 1
+// have a group in the same banks. Hence threads of even rows move groups 0, 1, 2, 3, in this order, and those of odd
+// rows groups 2, 3, 0, 1: the i-th lies at byte `fp32_offset(thread) ^ 32 * i` of the panel.
+constexpr STROBE_DEVICE bool in_odd_row(int thread) { return thread / 4 % 2; }
+STROBE_DEVICE u32 fp32_offset(int thread) {
+  const int first = in_odd_row(thread) ? 2 : 0;
+  return chunk_offset(64, thread / 32 * 16 + thread % 32 / 4, 2 * first + thread % 4 / 2) + thread % 2 * 8;
 }
 
 // The address one lane gives to ldmatrix.x4 for the 16x16 block of chunks 2*step, 2*step + 1, from the address for step
