@@ -52,7 +52,7 @@ struct Thread {
   std::vector<StoreInFlight> stores;
   u32 store_groups = 0;
   std::vector<std::function<void()>> writes;  // of bulk copies that have read shared memory
-  std::vector<std::pair<u32, u32>> fences;  // (stamp, own clock) of every fence_proxy_async
+  std::vector<std::pair<u32, u32>> fences;    // (stamp, own clock) of every fence_proxy_async
 };
 
 struct Group {  // a warp or a warpgroup

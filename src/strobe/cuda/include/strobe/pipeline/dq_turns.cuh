@@ -51,8 +51,9 @@ STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32],
   sum.announce();
 }
 
-// ---- adding warp -----------------------------------------------------------------------------------------------------
-// Its turn is passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
+// ---- adding warp
+// ----------------------------------------------------------------------------------------------------- Its turn is
+// passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
 template <class Params> STROBE_DEVICE void pass_turn(const Params& p, int sent) {
   if (thread_idx() % 32 == 0 && sent >= 0) {
     bulk_wait_written();
