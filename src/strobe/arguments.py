@@ -42,6 +42,7 @@ class Arguments(NamedTuple):
     partial: Any = False  # the output is in fp32
     first_head: Any = 0  # index of the first query head among those of the whole, for dropout
     earlier_lse: Any = None  # the LSE of a finite result over other keys in `out`: the call merges into both
+    earlier_out: Any = None  # where that result is instead; `out` gets the merged one, in the dtype of q
 
     def mask_tensor(self) -> torch.Tensor | None:
         return self.mask if isinstance(self.mask, torch.Tensor) else None

@@ -7,6 +7,7 @@ varlen, traced or not.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,7 @@ remembered = _Remembered()
 class Bound:
     """`forward` is a function of the arguments; backward passes are bound when they are needed. `differentiable`: some
     of the tensors need a gradient. `merges`: the same call could merge its result into an earlier one
-    (`Arguments.earlier_lse`)."""
+    (`Arguments.earlier_lse`); `finishes`: and round it on its way to another tensor (`Arguments.earlier_out`)."""
 
     def __init__(self, a: Arguments, needs_grad: bool) -> None:
         self.problem, self.layout = Problem.of(a, needs_grad)
@@ -49,6 +50,10 @@ class Bound:
         self.forward: Forward = dispatch.bind(self.backend, self.problem, self.layout)
         self.merges = self.backend.can_merge(self.problem) and not needs_grad
         self._backward: dict[tuple[bool, ...], Backward] = {}
+
+    @functools.cached_property
+    def finishes(self) -> bool:
+        return self.merges and self.backend.finishes(self.problem)
 
     def arguments(self, seed: int | None, tensors: Sequence[Any]) -> Arguments:
         """Of the call, with these tensors (`tensors_of`), as a backward pass has them; with the LSE."""
@@ -79,7 +84,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     None for tensors of a kind that is not remembered. Numbers come with their classes, since 1 == True == Decimal(1)."""
     (
         q, k, v, cu_q, _, _, _, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out, return_lse,
-        deterministic, backend, positions, partial, first_head, _,
+        deterministic, backend, positions, partial, first_head, _, _,
     ) = a  # fmt: skip
     if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
         return None
@@ -116,7 +121,7 @@ def _rest(a: Arguments) -> tuple[Any, ...] | None:
         return None
     facts: list[Any] = []
     tensors = () if score is None else score.tensors
-    for t in (bias, sinks, a.cu_q, a.cu_k, out, a.earlier_lse, a.positions, *tensors):
+    for t in (bias, sinks, a.cu_q, a.cu_k, out, a.earlier_lse, a.earlier_out, a.positions, *tensors):
         if t is None:
             facts.append(None)
         elif t.__class__ in PLAIN and t.layout is _strided:
@@ -124,9 +129,11 @@ def _rest(a: Arguments) -> tuple[Any, ...] | None:
         else:
             return None
     if out is not None:
-        if any(t is not None and same_storage(t, out) for t in (a.q, a.k, a.v, bias, sinks)):
+        if any(t is not None and same_storage(t, out) for t in (a.q, a.k, a.v, bias, sinks, a.earlier_out)):
             return None  # whether they overlap depends on their addresses
         facts.append(out.data_ptr() & 15)
+    if a.earlier_out is not None:
+        facts.append(a.earlier_out.data_ptr() & 15)
     needs_grad = (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
     structure = None if score is None else score.structure
     return needs_grad and _is_grad_enabled(), tuple(facts), a.max_q, a.max_k, a.partial, structure

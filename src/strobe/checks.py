@@ -246,20 +246,31 @@ def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
         raise ValueError(f"the last axis of out must be contiguous, its stride is {out.stride(-1)}")
     if overlaps_itself(out):
         raise ValueError(f"out has strides {out.stride()}: several of its elements share memory")
-    for name, t in (("q", a.q), ("k", a.k), ("v", a.v), ("bias", a.bias), ("mask", a.mask), ("sinks", a.sinks)):
+    for name in ("q", "k", "v", "bias", "mask", "sinks", "earlier_out"):
+        t = getattr(a, name)
         if isinstance(t, torch.Tensor) and not _same_view(t, out, name) and share_memory(t, out):
             raise ValueError(f"out shares memory with {name}, which is read while out is written")
 
 
-def check_earlier_lse(a: Arguments, layout: Layout) -> None:
-    """The LSE of the partial result that `out` holds."""
+def check_earlier(a: Arguments, layout: Layout) -> None:
+    """The LSE of the partial result that `out` or `earlier_out` holds, and the latter."""
     lse, want = checked_tensor("earlier_lse", a.earlier_lse), layout.rows_shape(tuple(a.q.shape))
-    if a.out is None or not a.partial:
+    wide = a.out
+    if a.earlier_out is not None:
+        wide = checked_tensor("earlier_out", a.earlier_out)
+        if a.out is None or a.partial:
+            raise ValueError(f"earlier_out goes with a rounded out, got out={a.out!r} and partial={a.partial!r}")
+        if wide.shape != a.out.shape or wide.dtype != lse_dtype(a.q.dtype) or wide.device != a.out.device:
+            found = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
+            raise ValueError(f"earlier_out is {found}, out has shape {tuple(a.out.shape)} on {a.out.device}")
+        if wide.shape[-1] > 1 and wide.stride(-1) != 1:
+            raise ValueError(f"the last axis of earlier_out must be contiguous, its stride is {wide.stride(-1)}")
+    elif wide is None or not a.partial:
         raise ValueError(f"earlier_lse goes with a partial out, got out={a.out!r} and partial={a.partial!r}")
     if tuple(lse.shape) != want:
         raise ValueError(f"earlier_lse has shape {tuple(lse.shape)}, the LSE has {want}")
-    if lse.dtype != a.out.dtype or lse.device != a.out.device:
-        raise ValueError(f"earlier_lse is {lse.dtype} on {lse.device}, out is {a.out.dtype} on {a.out.device}")
+    if lse.dtype != wide.dtype or lse.device != wide.device:
+        raise ValueError(f"earlier_lse is {lse.dtype} on {lse.device}, out is {wide.dtype} on {wide.device}")
     if lse.shape[-1] > 1 and lse.stride(-1) != 1:
         raise ValueError(f"the last axis of earlier_lse must be contiguous, its stride is {lse.stride(-1)}")
     if overlaps_itself(lse):

@@ -14,7 +14,7 @@ import torch
 from strobe.arguments import Arguments, Layout
 from strobe.checks import (
     check_dims,
-    check_earlier_lse,
+    check_earlier,
     check_mask,
     check_out,
     check_pairs,
@@ -73,6 +73,7 @@ class Problem:
     lse: bool
     partial: bool  # an output in fp32, to be merged with others
     earlier_lse: tuple[int, int] | None  # (batch, head) strides of the LSE to merge into; None: nothing to merge into
+    earlier_out: Strides | None  # of the fp32 output to merge with, if the merged one is rounded and goes elsewhere
     deterministic: bool
     # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
     group_parts: int = 1
@@ -123,7 +124,7 @@ class Problem:
 
     def backward(self, gradients: tuple[str, ...]) -> Problem:
         """The problem of computing these gradients."""
-        return replace(self, gradients=gradients, lse=False, earlier_lse=None)
+        return replace(self, gradients=gradients, lse=False, earlier_lse=None, earlier_out=None)
 
     def pairs(self) -> int:
         """Visible (query, key) pairs of all heads. Mask tensors are counted as if everything were visible; varlen
@@ -167,8 +168,8 @@ class Problem:
             raise TypeError(f"seed must be an int, got {a.seed!r}")
         if a.out is not None:
             check_out(a, dim_v, needs_grad)
-        if a.earlier_lse is not None:
-            check_earlier_lse(a, layout)
+        if a.earlier_lse is not None or a.earlier_out is not None:
+            check_earlier(a, layout)
         totals = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
         problem = Problem(
             dtype=a.q.dtype,
@@ -192,6 +193,7 @@ class Problem:
             lse=bool(a.return_lse) or needs_grad,
             partial=bool(a.partial),
             earlier_lse=None if a.earlier_lse is None else layout.rows_inside(a.earlier_lse).stride()[:2],  # type: ignore[arg-type]
+            earlier_out=None if a.earlier_out is None else layout.inside(a.earlier_out).stride()[:3],  # type: ignore[arg-type]
             deterministic=bool(a.deterministic),
         )
         return problem, layout

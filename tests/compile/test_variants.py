@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 
 def selected(arch: str) -> list[TemplateKernel]:
     """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
-    plain kernels of the other type, dropout, and results in fp32."""
+    plain kernels of the other type, dropout, results in fp32, and those that are merged with such."""
     if EXHAUSTIVE:
         return list(catalogue.variants(arch, exhaustive=True)) + packed_gqa(arch)
     found = []
@@ -38,6 +38,7 @@ def selected(arch: str) -> list[TemplateKernel]:
         dropped = kernel.element == "bf16" and facts.get("dropout", False) and facts["dim"] in (64, 128)
         plain = kernel.element == "fp16" and not window and not facts.get("varlen", False)
         shards = kernel.element == "bf16" and has(kernel, "kPartialOut") and facts.get("dim", 64) in (64, 128)
+        shards = shards or (kernel.element == "bf16" and facts.get("finishes", False))
         if everything or dropped or shards or (plain and facts.get("dim", 64) in (64, 128)):
             found.append(kernel)
     return found + packed_gqa(arch)

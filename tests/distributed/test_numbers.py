@@ -13,7 +13,8 @@ import strobe
 from strobe.distributed import ShardPlan, simulator
 from strobe.distributed.merging import merge_
 from strobe.distributed.methods import rank_of
-from strobe.distributed.step import State
+from strobe.distributed.pieces import Piece
+from strobe.distributed.step import State, Step, last_calls
 
 METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")
 
@@ -91,6 +92,32 @@ def test_rows_to_merge_into_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert merged_lse[0, 0].tolist() == [2, 2, -torch.inf, -torch.inf, -torch.inf]
     found, _ = state.results()
     assert found[0, :, 0, 0].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_rows_that_are_not_finished_are_rounded_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, shape, dtype: t.new_full(shape, torch.nan, dtype=dtype))
+    state = State(torch.zeros(1, 10, 2, 4, dtype=torch.bfloat16), dim_v=6)
+    out, lse = state.rows_to_write_to((2, 7))
+    out.fill_(1.001), lse.fill_(2.0)
+    for rows, value in (((3, 5), 3.0), ((8, 9), 4.0)):
+        out, lse = state.rows_to_finish(rows)
+        out.fill_(value), lse.fill_(value)
+    found, found_lse = state.rounded()
+    assert found.dtype == torch.bfloat16 and found.is_contiguous() and found.shape == (1, 10, 2, 6)
+    assert found[0, :, 1, 5].tolist() == [0, 0, 1, 3, 3, 1, 1, 0, 4, 0]
+    inf = torch.inf
+    assert found_lse[0, 1].tolist() == [-inf, -inf, 2, 3, 3, 2, 2, -inf, 4, -inf]
+
+
+def test_the_last_calls_of_all_rows() -> None:
+    def step(*ranges: tuple[int, int]) -> Step:
+        return Step(tuple(Piece(rows, (0, 5), 0, None) for rows in ranges), strobe.causal, 0)
+
+    steps = [step((0, 10)), step((0, 4), (3, 10)), step(), step((4, 8)), step((5, 7))]
+    assert last_calls(steps) == [(False,), (False, False), (), (False,), (True,)]
+    assert last_calls([step((0, 4), (4, 10)), step((4, 10))]) == [(True, False), (True,)]
+    packed = Step(tuple(Piece((9 * d, 9 * d + 9), (0, 5), d, None) for d in (0, 1)), strobe.causal, 2)
+    assert last_calls([packed]) == [(True,)] and last_calls([packed, step((17, 18))]) == [(False,), (True,)]
 
 
 def test_a_result_of_all_rows_is_adopted() -> None:

@@ -46,6 +46,16 @@ CHANGES: dict[str, dict[str, Any]] = {
         "out": torch.empty_like(q),
         "earlier_lse": torch.zeros(2, 4, 30)[..., :20],
     },
+    "earlier output": {
+        "out": torch.empty_like(q),
+        "earlier_out": torch.empty_like(q),
+        "earlier_lse": torch.zeros(2, 4, 20),
+    },
+    "earlier output with other strides": {
+        "out": torch.empty_like(q),
+        "earlier_out": torch.empty(2, 30, 4, 8)[:, :20],
+        "earlier_lse": torch.zeros(2, 4, 20),
+    },
 }
 
 

@@ -153,6 +153,58 @@ def test_a_call_that_merges_sends_the_earlier_result(kernel, addresses) -> None:
     )
 
 
+def test_a_call_that_rounds_what_it_merges_sends_both_outputs(addresses) -> None:
+    """An `odd` earlier output is copied, since TMA could not read it."""
+    plans = []
+    planner = lambda *x: plans.append(forward_sm90.plan(*x)) or plans[-1]  # noqa: E731
+    q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
+    lse, out = torch.randn(2, 4, 300)[..., 40:190], torch.empty_like(q)
+    for odd in (False, True):
+        state = torch.randn(2 * 300 * 4 * 64 + 1)[int(odd) : 2 * 300 * 4 * 64 + int(odd)].view(2, 300, 4, 64)
+        earlier = state[:, 40:190]
+        a = Arguments(q, k, k, out=out, return_lse=True, earlier_lse=lse, earlier_out=earlier)
+        run = cuda_backend._bind_forward(planner, *Problem.of(a))
+        for _ in range(2):
+            assert run(a)[0] is out and run(a)[1] is lse
+            sent = Addresses.calls[-1]
+            assert sent["lse"] == lse.data_ptr() and sent["o"] == out.data_ptr()
+            assert (sent["earlier"] == earlier.data_ptr()) != odd
+        launch = plans[-1].launches[0]
+        assert launch.values["merge"] == 1
+        assert launch.maps["earlier"].strides[-1] == 4 * (150 if odd else 300) * 4 * 64
+
+
+def test_long_keys_of_few_rows_are_split_and_rounded_afterwards(monkeypatch) -> None:
+    """A call that rounds what it merges cannot split its keys: it is offered where none would be."""
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    for rows, finishes in ((64, False), (8192, True)):
+        q, k = torch.empty(1, rows, 4, 64).bfloat16(), torch.empty(1, 8192, 4, 64).bfloat16()
+        problem = Problem.of(Arguments(q, k, k, partial=True))[0]
+        assert cuda_backend.BACKENDS["sm90"].finishes(problem) == finishes
+        assert not cuda_backend.BACKENDS["sm80"].finishes(problem)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"out": None}, "earlier_out goes with a rounded out"),
+        ({"partial": True, "out": torch.zeros(1, 8, 4, 64)}, "earlier_out goes with a rounded out"),
+        ({"earlier_out": torch.zeros(1, 9, 4, 64)}, "earlier_out is torch.float32 of shape"),
+        ({"earlier_out": torch.zeros(1, 8, 4, 64).bfloat16()}, "earlier_out is torch.bfloat16"),
+        ({"earlier_out": torch.zeros(1, 8, 64, 4).mT}, "the last axis of earlier_out must be contiguous"),
+        ({"earlier_lse": None}, "earlier_lse must be a torch.Tensor"),
+        ({"backend": "tiled"}, "an earlier result to merge into"),
+        ({"backend": "emulator"}, "an earlier result that is merged and rounded"),  # as sm80
+    ],
+)
+def test_what_an_earlier_output_must_be(change, message, monkeypatch) -> None:
+    monkeypatch.delenv("STROBE_EMULATE", raising=False)
+    q = torch.zeros(1, 8, 4, 64).bfloat16()
+    a = Arguments(q, q, q, out=torch.empty_like(q), earlier_out=q.float(), earlier_lse=torch.zeros(1, 4, 8))
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        bind(a._replace(**change))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -55,17 +55,23 @@ class Backend:
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
     merges: bool = False  # its forward pass takes an `earlier_lse`
+    # Whether it takes an `earlier_out`, too, and had better for a problem that it could merge.
+    finishes: Callable[[Problem], bool] = field(default=lambda problem: False)
 
     def supports(self, problem: Problem) -> str | None:
         """None, or the reason why not."""
         if problem.earlier_lse is not None and not self.can_merge(problem):
             return "an earlier result to merge into"
-        return self.limits(problem) or self.machine(problem.device)
+        reason = self.limits(problem) or self.machine(problem.device)
+        if reason is None and problem.earlier_out is not None and not self.finishes(problem):
+            return "an earlier result that is merged and rounded"
+        return reason
 
     def can_merge(self, problem: Problem) -> bool:
         """Whether it could merge the result of this problem, which it supports, into an earlier one. An empty problem
         is not run; and with dropout, kernels scale all of the output at the end, which would scale an earlier one too."""
-        return self.merges and problem.partial and not problem.dropout and not problem.empty
+        wide = problem.partial or problem.earlier_out is not None
+        return self.merges and wide and not problem.dropout and not problem.empty
 
 
 ViewsForward = Callable[[Problem, Inputs, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]

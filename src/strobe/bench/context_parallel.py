@@ -194,17 +194,20 @@ def cut(device: torch.device, size: Size, seed: int = 0, calls: int = 5) -> Cut:
 
 
 def _steps(plan: ShardPlan, rank: int) -> tuple[Task, Any]:
+    """Of a rank, with the shard that the keys of each step come from; in the order of a ring."""
     task = Task(plan, rank, Arguments(None, None, None))
-    return task, [(source, task.step(plan.shards[source])) for source in range(plan.ranks)]
+    sources = [(rank - distance) % plan.ranks for distance in range(plan.ranks)]
+    return task, [(source, task.step(plan.shards[source])) for source in sources]
 
 
 def _forward(plan: ShardPlan, shards: list[tuple[torch.Tensor, ...]]) -> None:
     for rank, (q, _, _) in enumerate(shards):
         task, steps = _steps(plan, rank)
         state = State(q, q.shape[-1])
-        for source, step in steps:
-            step.forward(task.steps, q, Keys(*shards[source][1:]), state)
-        task.finished(state, q.dtype)
+        last = task.last_calls([step for _, step in steps])
+        for (source, step), calls in zip(steps, last, strict=True):
+            step.forward(task.steps, q, Keys(*shards[source][1:]), state, calls)
+        task.finished(state)
 
 
 def _backward(plan: ShardPlan, whole: list[torch.Tensor], rest: Rest) -> None:

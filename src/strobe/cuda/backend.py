@@ -96,6 +96,7 @@ class Tensors:
     cu_k: torch.Tensor | None
     positions: torch.Tensor | None
     seed: int
+    earlier: torch.Tensor | None
 
 
 def seed_of(a: Arguments) -> int:
@@ -118,8 +119,10 @@ def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Pr
     cu_q, cu_k, positions = (None if t is None else t.contiguous() for t in (a.cu_q, a.cu_k, a.positions))
     strides = [inside_strides(t, layout) for t in (q, k, v)]
     rows, keys = replace(problem.q, strides=(strides[0],)), replace(problem.k, strides=tuple(strides[1:]))
-    tensors = Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), cu_q, cu_k, positions, seed_of(a))
-    return tensors, replace(problem, q=rows, k=keys)
+    earlier = None if a.earlier_out is None else aligned(a.earlier_out)
+    of_earlier = None if earlier is None else inside_strides(earlier, layout)
+    tensors = Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), cu_q, cu_k, positions, seed_of(a), earlier)
+    return tensors, replace(problem, q=rows, k=keys, earlier_out=of_earlier)
 
 
 def prepare_backward(
@@ -282,10 +285,12 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
         if launcher is None:
             plan = planner(actual, inside_strides(x.o, layout), machine_of(problem.device))
             launcher = Launcher(plan, device)
-            given = (a.q, a.k, a.v, x.o if a.out is None else a.out, a.sinks, a.cu_q, a.cu_k, a.positions)
-            if _nothing_copied(given, (x.q, x.k, x.v, x.o, x.sinks, x.cu_q, x.cu_k, x.positions)):
+            out = x.o if a.out is None else a.out
+            given = (a.q, a.k, a.v, out, a.sinks, a.cu_q, a.cu_k, a.positions, a.earlier_out)
+            if _nothing_copied(given, (x.q, x.k, x.v, x.o, x.sinks, x.cu_q, x.cu_k, x.positions, x.earlier)):
                 again = _repeated(launcher, a, x) if a.earlier_lse is None else _merged_again(launcher)
-        launcher(*map(address, (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)))
+        tensors = (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)
+        launcher(*map(address, tensors if x.earlier is None else (*tensors, x.earlier)))
         if a.out is None:
             return x.o, x.lse
         return a.out if x.o is a.out else a.out.copy_(x.o), x.lse
@@ -336,7 +341,7 @@ def _merged_again(launcher: Launcher) -> Any:
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         tensors = (a.q, a.k, a.v, a.out, a.earlier_lse, a.sinks, a.cu_q, a.cu_k, a.positions, seed_of(a))
-        launcher(*map(address, tensors))
+        launcher(*map(address, tensors if a.earlier_out is None else (*tensors, a.earlier_out)))
         return a.out, a.earlier_lse
 
     return run
@@ -364,6 +369,7 @@ def _backend(name: str, summary: str) -> Backend:
         details=lambda problem: dict(_plan(family.forward.plan, problem).details),
         extra_bytes=lambda problem: _plan(family.forward.plan, problem).workspace_bytes,
         merges=True,
+        finishes=lambda problem: name == "sm90" and forward_sm90.splits_of(_plan(family.forward.plan, problem)) == 1,
     )
 
 

@@ -12,7 +12,7 @@ from strobe.mask import Mask, causal, full, used_keys, window
 from strobe.problem import Problem
 from strobe.score import Score, identity, softcap
 
-_FLAGS = ("varlen", "sinks", "positions", "partial_out", "dropout")
+_FLAGS = ("varlen", "sinks", "positions", "partial_out", "dropout", "finishes")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Features:
     positions: bool = False
     partial_out: bool = False
     dropout: bool = False
+    finishes: bool = False  # merges with an earlier result in fp32, and rounds
 
     @staticmethod
     def of(problem: Problem, dims: Dims) -> Features:
@@ -40,6 +41,7 @@ class Features:
             problem.positions,
             problem.partial,
             problem.dropout > 0,
+            problem.earlier_out is not None,
         )
 
     @property
@@ -70,9 +72,11 @@ class Features:
         return ("Mask", self.mask.cpp(self.positions)), ("Score", self.score.cpp())
 
 
-def common_features(dims: list[Dims], exhaustive: bool, backward: bool = False) -> Iterator[Features]:
+def common_features(
+    dims: list[Dims], exhaustive: bool, backward: bool = False, finishes: bool = False
+) -> Iterator[Features]:
     """Those that calls have, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are the
-    common ones. `exhaustive` adds every combination."""
+    common ones. `exhaustive` adds every combination. `finishes`: there are kernels that do."""
     every = list(itertools.product((False, True), (False, True), (False, True)))
     flags = every if exhaustive else [every[0], every[-1]]
     for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, (full, causal, window(1, 1))):
@@ -87,5 +91,11 @@ def common_features(dims: list[Dims], exhaustive: bool, backward: bool = False) 
         for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, whose results are merged
             if exhaustive or not backward or mask is causal:
                 yield replace(plain, varlen=varlen, positions=True, partial_out=True)
+        if finishes:  # the last of those merges: rows and keys of a shard that all see each other, or packed documents
+            if exhaustive or mask is full:
+                yield replace(plain, finishes=True)
+            for varlen in (False, True) if exhaustive else (True,):
+                if exhaustive or mask is not full:
+                    yield replace(plain, varlen=varlen, positions=True, finishes=True)
         if not backward and (exhaustive or mask is causal):  # buffers of which sequences fill a part
             yield replace(plain, mask=mask & used_keys, positions=True)

@@ -41,7 +41,7 @@ DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed")
 
 
-def _params(partial_out: bool) -> Struct:
+def _params(partial_out: bool, finishes: bool) -> Struct:
     return Struct(
         "Params",
         [  # pointers first: they change with every call and are patched together
@@ -57,14 +57,14 @@ def _params(partial_out: bool) -> Struct:
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
             *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows")),
-            *merge_fields(partial_out),
+            *merge_fields(partial_out or finishes),
             *PROBLEM_FIELDS,
-            *(Field(f"map_{t}", "TensorMap") for t in "qkvo"),
+            *(Field(f"map_{t}", "TensorMap") for t in (*"qkvo", *(("earlier",) if finishes else ()))),
         ],
     )
 
 
-PARAMS = {partial: _params(partial) for partial in (False, True)}
+PARAMS = {kind: _params(*kind) for kind in ((False, False), (True, False), (False, True))}
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,8 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     it, because the head dims are multiples of 64."""
     dim, dim_v, keys = features.dim, features.dim_v, tile.block_n
     smem = tile.smem(dim, dim_v) + (16 * tile.q_slots if features.positions else 0)
-    if features.partial_out and not split:
+    merging = features.partial_out or features.finishes
+    if merging and not split:
         smem += 16 * earlier_parts(tile, dim_v)
     config = {
         **features.config(),
@@ -216,6 +217,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
         "kPackGqa": pack_gqa,
         "kPartialFloats": partial_floats(tile, dim_v),
         "kSplit": split,
+        "kMerge": merging,
         "kOneBoxPerTile": one_box,
     }
     flags = f"{' split' if split else ''}{f' pack_gqa{pack_gqa}' if pack_gqa > 1 else ''}{'' if one_box else ' panels'}"
@@ -223,7 +225,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     return TemplateKernel(
         name=f"forward_sm90[{features.name} {tile}{flags}]",
         arch=ARCH,
-        params=PARAMS[features.partial_out],
+        params=PARAMS[features.partial_out, features.finishes],
         threads=tile.threads,
         smem=smem,
         header="forward_sm90",
@@ -267,6 +269,8 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         tile, splits = _tile_and_splits(problem, dims, machine.sms)
     else:
         splits = _splits(problem, tile, machine.sms, tile.block_n)
+    if problem.earlier_out is not None and not earlier_parts(tile, dims[1]):
+        tile = _TILES[dims]  # has room for the parts of an earlier O
     clipped = problem.varlen or problem.positions
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not clipped and pack == 1
     spec = kernel(Features.of(problem, dims), tile, split=splits > 1, pack_gqa=pack, one_box=one_box)
@@ -297,6 +301,10 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
     if pack > 1:
         maps["q"] = packed_gqa_map(problem, pack, len_q, problem.dim, q)
         maps["o"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, out_strides, fp32=problem.partial)
+    if (earlier := problem.earlier_out) is not None and pack > 1:
+        maps["earlier"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, earlier, fp32=True)
+    elif earlier is not None:
+        maps["earlier"] = tile_map(problem, one_box, *of_q, problem.dim_v, earlier, 64, dims[1], fp32=True)
     grid = min(tiles, machine.sms)
     unusual = {"packed GQA": pack, "splits of the keys": splits}
     details = {
@@ -309,7 +317,12 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         **{name: number for name, number in unusual.items() if number != 1},
     }
     workspace = {"partial": 4 * tiles * partial_floats(tile, dims[1])} if splits > 1 else {}
-    return Plan((Launch(spec, grid, values, maps),), POINTERS, workspace, details)
+    tensors = POINTERS if problem.earlier_out is None else (*POINTERS, "earlier")
+    return Plan((Launch(spec, grid, values, maps),), tensors, workspace, details)
+
+
+def splits_of(plan: Plan) -> int:
+    return int(plan.launches[0].values["splits"])
 
 
 # Where splits are merged, every row of the tile is written and read once more. Tried out on an H200, but not swept as
@@ -335,7 +348,8 @@ def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
     busy: decode, or chunked prefill."""
     tiles = row_blocks(problem, tile.block_m) * problem.batch * problem.heads
     least = LEAST_SPLIT * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
-    if problem.dropout or problem.len_k < FEWEST_SPLITS * least or tiles * tile.consumers >= COUNTERS:
+    whole = problem.dropout or problem.earlier_out is not None  # no kernel for them splits
+    if whole or problem.len_k < FEWEST_SPLITS * least or tiles * tile.consumers >= COUNTERS:
         return 1
     return max(1, min(sms // max(1, tiles), problem.len_k // least))
 
@@ -343,13 +357,13 @@ def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for. Head dims that are no multiples of 64 fetch a tile panel by panel, and so do
     packed sequences and packed GQA; eight heads stand for all groups."""
-    for features in common_features(DIMS, exhaustive):
+    for features in common_features(DIMS, exhaustive, finishes=True):
         dims, scored = (features.dim, features.dim_v), not features.score.is_identity
         bounded = features.mask.hi is not None
         one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not features.varlen and not features.positions
         plain = not features.varlen and not scored and not features.sinks
         whole = choose_tile(*dims, bounded, softcap=scored, dropout=features.dropout)
-        splits = (False,) if features.dropout else (False, True) if exhaustive else (not plain,)
+        splits = (False,) if features.dropout or features.finishes else (False, True) if exhaustive else (not plain,)
         for split in splits:
             tiles = split_tiles(*dims, bounded, scored) if split else [whole]
             for tile in tiles if exhaustive else tiles[:1]:

@@ -131,13 +131,13 @@ def lse_values(problem: Problem, pack_gqa: int = 1) -> dict[str, int]:
     return {"lse_batch": batch, "lse_head": head}
 
 
-def merge_fields(partial_out: bool) -> list[Field]:
-    """Of forward kernels: only those with a partial output ask whether to merge (pipeline/output_rows.cuh)."""
-    return [Field("merge", "int"), Field("unscale", "float")] if partial_out else []
+def merge_fields(merging: bool) -> list[Field]:
+    """Of forward kernels: only those that can merge ask whether to do so (pipeline/output_rows.cuh)."""
+    return [Field("merge", "int"), Field("unscale", "float")] if merging else []
 
 
 def merge_values(problem: Problem) -> dict[str, float]:
-    if not problem.partial:
+    if not problem.partial and problem.earlier_out is None:
         return {}
     return {
         "merge": int(problem.earlier_lse is not None),
@@ -202,7 +202,8 @@ def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides
         strides=(packed(problem.q.strides[0]),),
     )
     earlier = None if problem.earlier_lse is None else (problem.earlier_lse[0], group)
-    return replace(problem, q=rows, earlier_lse=earlier), packed(out_strides)
+    earlier_out = None if problem.earlier_out is None else packed(problem.earlier_out)
+    return replace(problem, q=rows, earlier_lse=earlier, earlier_out=earlier_out), packed(out_strides)
 
 
 # ---- the order of tiles ----------------------------------------------------------------------------------------------

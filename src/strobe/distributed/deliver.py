@@ -26,6 +26,7 @@ class Deliver:
         if key not in prepared:
             prepared[key] = ticks(chains(task.plan, kind), task.rank)
         self.ticks: tuple[Tick, ...] = prepared[key]
+        self.kind = kind
 
     def kept_shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[Any, ...]]:
         return []
@@ -33,13 +34,23 @@ class Deliver:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Result:
         task, own, state = self.task, Keys(k, v), State(q, v.shape[-1])
         held: _Held = {}
+        last = iter(self._last_calls())
         for t in range(len(self.ticks) + 1):
             coming, pending = self._send_keys(t, own, held)
             for spans, keys in held.values() if t else [(task.mine, own)]:
-                task.step(spans).forward(task.steps, q, keys, state)
+                task.step(spans).forward(task.steps, q, keys, state, next(last))
             pending.wait()
             held = coming
-        return task.finished(state, q.dtype)
+        return task.finished(state)
+
+    def _last_calls(self) -> list[tuple[bool, ...]]:
+        """Of the steps of `forward`, in their order."""
+        task, prepared = self.task, self.task.plan.prepared
+        key = ("last", self.kind, task.rank, task.positional, task.invariant, task.template.sinks is None)
+        if key not in prepared:
+            arriving = [parcel.spans for tick in self.ticks for parcel in tick.arriving]
+            prepared[key] = task.last_calls([task.step(spans) for spans in (task.mine, *arriving)])
+        return prepared[key]
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: Rest, kept: tuple[torch.Tensor, ...]

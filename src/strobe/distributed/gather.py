@@ -39,7 +39,7 @@ class Gather:
             of_q = slice(group * heads.start, group * heads.stop)
             task, state = self.task.of_heads(of_q.start, of_q.stop), State(q[..., of_q, :], v.shape[-1])
             task.step(self.everything).forward(task.steps, q[..., of_q, :], keys, state)
-            out[..., of_q, :], lse[..., of_q, :], _ = task.finished(state, q.dtype)
+            out[..., of_q, :], lse[..., of_q, :], _ = task.finished(state)
         return Result(out, lse)
 
     def backward(

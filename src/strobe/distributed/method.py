@@ -5,6 +5,7 @@ Tensors are (batch, rows, heads, dim) or, for several documents, (rows, heads, d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ from strobe.distributed.merging import add_sinks_, gradient_of_sinks
 from strobe.distributed.pieces import Axis, pieces
 from strobe.distributed.plan import ShardPlan
 from strobe.distributed.spans import Spans
-from strobe.distributed.step import Rest, State, Step
+from strobe.distributed.step import Rest, State, Step, last_calls
 
 
 class Result(NamedTuple):
@@ -75,12 +76,18 @@ class Task:
         sinks = None if a.sinks is None else a.sinks[start:stop]
         return replace(self, template=a._replace(score=score, sinks=sinks, first_head=a.first_head + start))
 
-    def finished(self, state: State, dtype: torch.dtype) -> Result:
-        """After the last merge: the sinks, once, and the rounding."""
-        out, lse = state.results()
+    def last_calls(self, steps: Sequence[Step]) -> list[tuple[bool, ...]]:
+        """Of all steps, in the order in which they run, for each call whether it may round the rows that it has: no later
+        one has any of them. Nothing: none may, since sinks are still to come, or bits must not depend on the cut."""
+        if self.invariant or self.template.sinks is not None:
+            return [()] * len(steps)
+        return last_calls(steps)
+
+    def finished(self, state: State) -> Result:
+        """After the last merge: the sinks, once, and the rounding, in the dtype of q, of rows that are not rounded yet."""
         if self.template.sinks is not None:
-            add_sinks_(out, lse, self.template.sinks)
-        return Result(out.to(dtype).contiguous(), lse)
+            add_sinks_(*state.results(), self.template.sinks)
+        return Result(*state.rounded())
 
     def gradient_of_sinks(self, rest: Rest) -> torch.Tensor | None:
         sinks = self.template.sinks

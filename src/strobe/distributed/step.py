@@ -35,7 +35,8 @@ def rows_of(t: torch.Tensor, rows: Range) -> torch.Tensor:
 
 class State:
     """The output and the LSE of all rows over the keys seen so far, in fp32 (fp64 for fp64). The output of a row
-    without a result is undefined: the first result is written there, later ones are merged into it."""
+    without a result is undefined: the first result is written there, later ones are merged into it. Rows whose last
+    result was rounded where it was computed are finished: their output is in the dtype of q, in a tensor of its own."""
 
     def __init__(self, q: torch.Tensor, dim_v: int) -> None:
         self._everything = 0, q.shape[-3]
@@ -43,6 +44,8 @@ class State:
         wide = lse_dtype(q.dtype)
         self._room = q, (*q.shape[:-1], dim_v), wide  # from which `_written_to` makes `_out`
         self._out: torch.Tensor | None = None
+        self._rounded: torch.Tensor | None = None
+        self._finished: sets.Spans = ()  # rows whose output is in `_rounded`
         self._lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=wide)
 
     def add(self, rows: Range, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -75,8 +78,27 @@ class State:
             rows_of(self._written_to(), part).zero_()
         return self.rows_to_write_to(rows)
 
+    def rows_to_finish(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of these rows, out in the dtype of q, for whoever rounds their last result."""
+        self._untouched = sets.difference(self._untouched, (rows,))
+        self._finished = sets.union(self._finished, (rows,))
+        return self._rows(self._final(), self._lse, rows)
+
+    def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """After the last result: (out, lse), out in the dtype of q and contiguous."""
+        if not self._finished:
+            out, lse = self.results()
+            return out.to(self._room[0].dtype).contiguous(), lse
+        out = self._final()
+        for rows in sets.difference((self._everything,), self._finished):
+            for part in sets.intersection((rows,), self._untouched):
+                rows_of(out, part).zero_()
+            for part in sets.difference((rows,), self._untouched):
+                rows_of(out, part).copy_(rows_of(self._written_to(), part))
+        return out, self._lse
+
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """After the last result: (out, lse). Rows that have none saw no key."""
+        """After the last result, where no row is finished: (out, lse). Rows that have no result saw no key."""
         out = self._written_to()
         for rows in self._untouched:
             rows_of(out, rows).zero_()
@@ -87,6 +109,12 @@ class State:
             like, shape, dtype = self._room
             self._out = like.new_empty(shape, dtype=dtype)
         return self._out
+
+    def _final(self) -> torch.Tensor:
+        if self._rounded is None:
+            like, shape, _ = self._room
+            self._rounded = like.new_empty(shape, dtype=like.dtype)
+        return self._rounded
 
     @staticmethod
     def _rows(out: torch.Tensor, lse: torch.Tensor, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,18 +131,17 @@ class Step:
     apart: bool = False  # never two documents in one call
     _groups: dict[tuple[torch.device, int], list[_Group]] = field(default_factory=dict)  # by device and batch
 
-    def forward(self, template: Arguments, q: torch.Tensor, keys: Keys, state: State) -> None:
-        """`template`: what the caller asked for, without tensors."""
-        for group in self._prepared(q):
+    def forward(
+        self, template: Arguments, q: torch.Tensor, keys: Keys, state: State, last: Sequence[bool] = ()
+    ) -> None:
+        """`template`: what the caller asked for, without tensors. `last`: of each call whether no later one, of this step
+        or another, has any of its rows (`last_calls`); nothing: not known."""
+        groups = self._prepared(q)
+        for group, is_last in zip(groups, last or [False] * len(groups), strict=True):
             a = group.arguments(template, q, keys)
-            if len(group.places) == 1 and lookup(a).merges:
+            if len(group.places) == 1 and (bound := lookup(a)).merges:
                 ((rows, _),) = group.places
-                if state.is_empty(rows):
-                    out, lse = state.rows_to_write_to(rows)
-                    lse.copy_(call.run(a._replace(out=out))[1])
-                else:
-                    out, lse = state.rows_to_merge_into(rows)
-                    call.run(a._replace(out=out, earlier_lse=lse))
+                _run_in_place(a, rows, state, is_last and bound.finishes)
                 continue
             out, lse = call.run(a)
             for rows, part in group.places:
@@ -153,8 +180,38 @@ class Step:
             self._groups[key] = [_Group.of(pieces, self, q) for pieces in self._rounds()]
         return self._groups[key]
 
+    @property
+    def rows(self) -> list[sets.Spans]:
+        """Of each call, in their order."""
+        return [sets.spans(p.rows for p in pieces) for pieces in self._rounds()] if self.found else []
+
     def _rounds(self) -> Sequence[tuple[Piece, ...]]:
         return rounds(self.found) if self.documents and not self.apart else [(p,) for p in self.found]
+
+
+def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None:
+    """A call that reads and writes these rows of the state itself. `finish`: it is their last one, and rounds."""
+    if state.is_empty(rows):
+        out, lse = state.rows_to_finish(rows) if finish else state.rows_to_write_to(rows)
+        lse.copy_(call.run(a._replace(out=out, partial=not finish))[1])
+        return
+    out, lse = state.rows_to_merge_into(rows)
+    if finish:
+        a, out = a._replace(earlier_out=out, partial=False), state.rows_to_finish(rows)[0]
+    call.run(a._replace(out=out, earlier_lse=lse))
+
+
+def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:
+    """Of steps in the order in which they run, for each of their calls: whether it is the last one of all its rows."""
+    found: list[tuple[bool, ...]] = []
+    later: sets.Spans = ()
+    for step in reversed(steps):
+        flags = []
+        for rows in reversed(step.rows):
+            flags.append(not sets.intersection(rows, later))
+            later = sets.union(later, rows)
+        found.append(tuple(reversed(flags)))
+    return found[::-1]
 
 
 class Rest(NamedTuple):

@@ -121,5 +121,6 @@ BACKENDS = {
         bind=_bind,
         automatic=False,
         merges=True,
+        finishes=lambda problem: _chosen() == "sm90",
     )
 }

@@ -136,7 +136,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     if (any_keys) load_queries(tile);
     else mbar_arrive(q.full_barrier());
     q.next();
-    if (parts.merge) parts.load(&p.map_o, tile, v, q);
+    if (parts.merge) parts.load(p, tile, v, q);
 #pragma unroll 1
     for (; n >= blocks.first; --n) {  // V one block behind K: the order in which the consumers need them
       if (n > blocks.first) load_keys(tile, head_k, n - 1);
@@ -150,13 +150,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     Accumulators<T, kDimV> o;
     u32 weights[kScores / 2];
     Softmax<> softmax;
-    Earlier<Config::kPartialOut> earlier;
+    Earlier<Config::kMerge> earlier;
     Dropout<Config::kDropout> dropout;
     STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
-      if constexpr (Config::kPartialOut)
+      if constexpr (Config::kMerge)
         OutputRows<Config, Params>{p, tile}.template load_earlier<!Parts::kEnabled>(o, earlier.lse, row);
     }
   };
@@ -293,7 +293,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll 1
     for (bool first = true;; first = false) {
       qk_softmax(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full);
-      if (!first || Config::kPartialOut) f.o.scale(f.softmax.alpha);
+      if (!first || Config::kMerge) f.o.scale(f.softmax.alpha);
       stored.release();
       if (--n < mine.end_full || !kDiagonalAlone) break;
       turns.yield_turn();

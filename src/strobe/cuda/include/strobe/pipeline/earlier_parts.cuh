@@ -1,4 +1,4 @@
-// kPartialOut with p.merge: the O of an earlier result, in fp32, on its way in. The producer loads it by TMA into the
+// kMerge with p.merge: the O of an earlier result, in fp32, on its way in. The producer loads it by TMA into the
 // buffers of V, before the first V of the tile, as many panels of a consumer's 64 rows at a time as a buffer holds: a
 // part. Only the consumer whose part it is waits for it and gives it back, so that none waits for another. Hence parts
 // have barriers of their own, each used once a tile, and the ring of V does not count them. Their
@@ -14,7 +14,9 @@ template <class Config> struct EarlierParts {
   static constexpr u32 kBytesBuffer = tile_bytes(Config::kBlockN, kDimV), kBytesPanel = 64 * kPanelRowBytes;
   static constexpr int kPanels = (kDimV + kPanelFp32 - 1) / kPanelFp32, kFit = kBytesBuffer / kBytesPanel,
                        kAtOnce = kFit < kPanels ? kFit : kPanels;
-  static constexpr bool kEnabled = Config::kPartialOut && !Config::kSplit && kAtOnce > 0 && Config::kQSlots <= 2;
+  static constexpr bool kEnabled = Config::kMerge && !Config::kSplit && kAtOnce > 0 && Config::kQSlots <= 2;
+  static constexpr bool kApart = Config::kMerge && !Config::kPartialOut;  // O goes to another tensor, and rounded
+  static_assert(kEnabled || !kApart, "an O of its own is read by TMA alone");
   static constexpr int kEach = kEnabled ? (kPanels + kAtOnce - 1) / kAtOnce : 1,  // of a consumer
       kParts = kEnabled ? Config::kConsumers * kEach : 0;
   // With three consumers the producer has no register left to count its V's: all parts are read before the first.
@@ -41,7 +43,8 @@ template <class Config> struct EarlierParts {
 
   // Producer: all parts of a tile, one buffer after the other from where the ring of V is, when what lies there has
   // been read: a V, another part, or a part of the tile before, if that had too few V's to wait for it.
-  STROBE_DEVICE void load(const TensorMap* map, const Tile& tile, RingV v, const RingQ& q) const {
+  template <class Params> STROBE_DEVICE void load(const Params& p, const Tile& tile, RingV v, const RingQ& q) const {
+    const TensorMap* map = map_of(p);
     const u32 parity = parity_of(q, true);
     if (kInTurn) wait_read(parity ^ 1);
 #pragma unroll
@@ -75,6 +78,10 @@ template <class Config> struct EarlierParts {
   }
 
  private:
+  template <class Params> STROBE_DEVICE static const TensorMap* map_of(const Params& p) {
+    if constexpr (kApart) return &p.map_earlier;
+    else return &p.map_o;
+  }
   // The producer's ring of Q has gone on to the next tile.
   STROBE_DEVICE static u32 parity_of(const RingQ& q, bool producer) {
     return Config::kQSlots == 1 ? q.parity : q.stage ^ u32(producer);

@@ -1,22 +1,23 @@
 // Where the rows of a forward tile go: their heads, sinks, LSE and, for fp32 partial outputs, O.
 //
-// kPartialOut with p.merge: what is there already is a result over other keys, and this one is merged into it. That is
-// the online softmax going on where it had stopped: a row starts with m = LSE, l = 1 and its O, and the epilogue is the
-// same. All that a row needs is read before any of it is written: by the same warpgroup or, with split-KV, by the first
-// split, which counts itself in before the last one writes.
+// kMerge with p.merge: there is already a result over other keys, and this one is merged with it. That is the online
+// softmax going on where it had stopped: a row starts with m = LSE, l = 1 and its O, and the epilogue is the same. With
+// kPartialOut the O to merge with lies where the merged one goes, without it in a tensor of its own. All that a row
+// needs is read before any of it is written: by the same warpgroup or, with split-KV, by the first split, which counts
+// itself in before the last one writes.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/tile/softmax.cuh>
 
 namespace strobe {
 
-// kPartialOut: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded when a tile begins,
+// kMerge: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded when a tile begins,
 // and waited for by `resume`, which comes behind the first scores.
-template <bool kPartialOut> struct Earlier {
+template <bool kMerge> struct Earlier {
   float lse[2];
-  bool pending = kPartialOut;
+  bool pending = kMerge;
   template <class S, class Params> STROBE_DEVICE void resume(S& softmax, const Params& p) {
-    if constexpr (kPartialOut) {
+    if constexpr (kMerge) {
       if (!pending) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
