@@ -9,10 +9,11 @@ Without torchrun there is one rank: then the methods show what they add to `stro
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -177,20 +178,37 @@ def _largest(group: Any, value: float) -> float:
     return float(found)
 
 
-def cut(device: torch.device, size: Size, seed: int = 0, calls: int = 5) -> Cut:
-    """What many smaller calls, their merges and their sums cost on one device."""
+def cut(device: torch.device, size: Size, seed: int = 0, seconds: float = 0.5) -> Cut:
+    """What many smaller calls, their merges and their sums cost on one device. All of them run back to back, `seconds`
+    at a time in turns, as in a model: a call for which the host waits would count the host's way to its first launch."""
     whole = _inputs(size, device, seed)
     plan = ShardPlan(size.length, ranks=size.shards, mask=strobe.causal)
+    attend = functools.partial(strobe.attention, mask=strobe.causal)
     with torch.no_grad():
-        one = _median(device, lambda: strobe.attention(*whole, mask=strobe.causal), calls)
         shards = [shard(plan, *whole, rank=rank) for rank in range(plan.ranks)]  # untimed: ranks hold their shards
-        steps = _median(device, lambda: _forward(plan, shards), calls)
-        out, lse = strobe.attention(*whole, mask=strobe.causal, return_lse=True)
+        out, lse = attend(*whole, return_lse=True)
         rest = Rest(out, lse, torch.ones_like(out), None)
-        steps_back = _median(device, lambda: _backward(plan, whole, rest), calls)
-    call = lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal)  # noqa: E731
-    one_both = _median(device, _passes(call, whole, True), calls)
+        forward, backward = (lambda: _forward(plan, shards)), (lambda: _backward(plan, whole, rest))
+        one, steps, steps_back = _back_to_back(device, (lambda: attend(*whole), forward, backward), seconds)
+    (one_both,) = _back_to_back(device, (_passes(attend, whole, True),), seconds)
     return Cut(size.shards, one / steps, one_both / (steps + steps_back))
+
+
+def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
+    """Milliseconds of each call: medians over turns, after a first one that nobody counts."""
+    found: list[list[float]] = [[] for _ in calls]
+    ahead = 10 if device.type == "cuda" else 1  # by so many calls the host may be ahead
+    for _ in range(4):
+        for call, turns in zip(calls, found, strict=True):
+            wait_for(device)
+            start, done = time.perf_counter(), 0
+            while not done or time.perf_counter() - start < seconds:
+                for _ in range(ahead):
+                    call()
+                wait_for(device)
+                done += ahead
+            turns.append(1e3 * (time.perf_counter() - start) / done)
+    return [statistics.median(turns[1:]) for turns in found]
 
 
 def _steps(plan: ShardPlan, rank: int) -> tuple[Task, Any]:

@@ -33,7 +33,7 @@ def rows(device: torch.device) -> Iterator[dict[str, Any]]:
     watch = Stopwatch(device, Settings(budget_ms=60, rounds=12, graph_below_ms=0))
     for facts, calls in itertools.chain(_dropout(device), _fixed_order(device), _grouped(device)):
         yield facts | {"ms": medians({name: TimedCall(call) for name, call in calls.items()}, watch)}
-    cut = context_parallel.cut(device, context_parallel.SIZES[device.type], calls=20)
+    cut = context_parallel.cut(device, context_parallel.SIZES[device.type])
     yield {"what": "context parallel", **asdict(cut)}
 
 
