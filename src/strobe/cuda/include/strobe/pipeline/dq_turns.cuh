@@ -28,18 +28,14 @@ STROBE_DEVICE Turn turn_of(const Mask& mask, const KeyTile& tile, int query_bloc
   return Turn{u32((mask.hi(last_query) + kBlockN - 1) / kBlockN - 1 - n), mask.lo(m * kBlockM) >= tile.key0};
 }
 
-// Whole warps wait.
 STROBE_DEVICE void await_turn(const u32* counter, u32 number) {
-  if (thread_idx() % 32 == 0) {
-    while (acquire_turn(counter) != number) {
-    }
+  while (acquire_turn(counter) != number) {
   }
-  sync_warp();
 }
 
 // ---- consumer: the last turn ----------------------------------------------------------------------------------------
-// Adds what the others have summed up, if there are `others`, which lies in the buffer, and rounds dQ into it; or
-// stores dQ as fp32, straight from the registers to where `rows` says.
+// Adds what the others have summed up, if there are `others`, which lies in the buffer, and
+// rounds dQ into it; or stores dQ as fp32, straight from the registers to where `rows` says.
 template <class Config, class Params, class Rows>
 STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32], bool others, Rows rows) {
   using Tile = Rounded<typename Config::Element, 64>;
@@ -55,10 +51,9 @@ STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32],
   sum.announce();
 }
 
-// ---- adding warp ----------------------------------------------------------------------------------------------------
-constexpr int kFewKeyBlocks = 32;  // up to here it waits for its turn ahead of time
-
-// Its turn is passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
+// ---- adding warp
+// ----------------------------------------------------------------------------------------------------- Its turn is
+// passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
 template <class Params> STROBE_DEVICE void pass_turn(const Params& p, int sent) {
   if (thread_idx() % 32 == 0 && sent >= 0) {
     bulk_wait_written();
@@ -95,9 +90,8 @@ STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& s
 }
 
 // One block of queries. Whatever takes long passes while the consumer computes: the sums of the block before are
-// written, its turn is passed on, and this one's turn comes. (With many blocks of keys, so many that ask for their turn
-// all the time would slow down the sums: then it is asked for when the buffer is full.) For the last turn the buffer
-// goes to the consumer with the sums of the others, and comes back with dQ.
+// written, its turn is passed on, and this one's turn comes. For the last turn the buffer goes to the consumer with the
+// sums of the others, and comes back with dQ.
 template <class Config, class Params> STROBE_DEVICE void add_in_turn(const Params& p, const KeyTile& tile,
                                                                      const DqSum& sum, int head, int m, Turn turn,
                                                                      int& sent) {
@@ -105,14 +99,13 @@ template <class Config, class Params> STROBE_DEVICE void add_in_turn(const Param
   pass_turn(p, sent);
   const int part = int(dq_part<Config>(p, tile, head, m, sum.consumer));
   sent = turn.last ? -1 : part;
-  const bool ahead = turn.last || p.key_blocks <= kFewKeyBlocks;
-  if (ahead && turn.number > 0) await_turn(p.turns + part, turn.number);
+  if (thread_idx() % 32 == 0 && turn.number > 0) await_turn(p.turns + part, turn.number);
+  sync_warp();
   if (turn.last) {
     if (turn.number > 0) fetch_sums(p, sum, part);
     sum.offer();
   }
   sum.await_full();
-  if (!ahead && turn.number > 0) await_turn(p.turns + part, turn.number);
   if (!turn.last) send_sums(p, sum, part, turn.number);
   else if (!Config::kPartialDq) store_dq<Config>(p, tile, sum, head, m);
   sync_warp();
