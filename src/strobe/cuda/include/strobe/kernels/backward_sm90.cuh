@@ -81,14 +81,15 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // Calls visit(head, m) for each block of queries of each head of the group, beginning with `start`.
   template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
     if (blocks.first == blocks.end) return;
-    int m = start();
+    const int begin = start();  // a division: not in the loop, where turns are passed on
+    int m = begin;
 #pragma unroll 1
     for (int i = 0; i < p.group; ++i) {
 #pragma unroll 1
       do {
         visit(tile.head_k * p.group + i, m);
         m = next(m);
-      } while (m != start());
+      } while (m != begin);
     }
   }
   STROBE_DEVICE int start() const {

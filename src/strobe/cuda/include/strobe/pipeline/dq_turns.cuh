@@ -1,5 +1,5 @@
 // Deterministic dQ: blocks of keys add to its sums by turns. Then nobody needs zeros before, nor a kernel that rounds
-// afterwards: the first turn stores, and in the last one the consumer adds the sums to its registers and stores dQ.
+// afterwards: the first turn stores, and in the last one the consumer adds the sums to its registers and rounds.
 #pragma once
 #include <strobe/pipeline/dq_sum.cuh>
 #include <strobe/pipeline/staging.cuh>
@@ -34,8 +34,8 @@ STROBE_DEVICE void await_turn(const u32* counter, u32 number) {
 }
 
 // ---- consumer: the last turn ----------------------------------------------------------------------------------------
-// Adds what the others have summed up, if there are `others`, which lies in the buffer, and
-// rounds dQ into it; or stores dQ as fp32, straight from the registers to where `rows` says.
+// Adds what the others have summed up, which lies in the buffer if there are `others`, and rounds dQ into the buffer;
+// or stores dQ as fp32, straight from the registers to where `rows` says.
 template <class Config, class Params, class Rows>
 STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32], bool others, Rows rows) {
   using Tile = Rounded<typename Config::Element, 64>;
@@ -51,9 +51,8 @@ STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32],
   sum.announce();
 }
 
-// ---- adding warp
-// ----------------------------------------------------------------------------------------------------- Its turn is
-// passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
+// ---- adding warp ----------------------------------------------------------------------------------------------------
+// A turn is passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
 template <class Params> STROBE_DEVICE void pass_turn(const Params& p, int sent) {
   if (thread_idx() % 32 == 0 && sent >= 0) {
     bulk_wait_written();

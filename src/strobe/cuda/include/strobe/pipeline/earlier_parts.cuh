@@ -1,8 +1,8 @@
 // kMerge with p.merge: the O of an earlier result, in fp32, on its way in. The producer loads it by TMA into the
 // buffers of V, before the first V of the tile, as many panels of a consumer's 64 rows at a time as a buffer holds: a
 // part. Only the consumer whose part it is waits for it and gives it back, so that none waits for another. Hence parts
-// have barriers of their own, each used once a tile, and the ring of V does not count them. Their
-// parity is that of the tile's number, which the ring of Q tells, if it has one slot or two.
+// have barriers of their own, each used once a tile, and the ring of V does not count them. Their parity is that of the
+// tile's number, which the ring of Q tells, if it has one slot or two.
 #pragma once
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/tile_boxes.cuh>
