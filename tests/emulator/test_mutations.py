@@ -187,7 +187,7 @@ MUTATIONS = [
             ("output_not_begun_at_zero", "      o.zero();", "", SHORT),
             (
                 "output_not_rescaled_on_the_diagonal",
-                "if (!first || Config::kPartialOut) f.o.scale(f.softmax.alpha);",
+                "if (!first || Config::kMerge) f.o.scale(f.softmax.alpha);",
                 "",
                 DIAGONAL,
             ),
@@ -196,7 +196,7 @@ MUTATIONS = [
             ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
             # ---- output through shared memory ----
             ("no_proxy_fence", f"fence_proxy_async();\n    {MEET}", MEET, CAUSAL),
-            ("staged_over_queries_in_use", f"{MEET}{43 * ' '}// or: every warp", "//", CAUSAL),
+            ("staged_over_queries_in_use", f"{MEET}  // or: every warp", "//", CAUSAL),
             ("stored_before_staged", f"fence_proxy_async();\n    {MEET}", "fence_proxy_async();", CAUSAL),
             ("store_not_committed", "tma_store_commit();", "", CAUSAL),
             ("store_not_awaited", "tma_store_wait_read<0>();\n      ring.release();", "ring.release();", CAUSAL),
