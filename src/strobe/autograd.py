@@ -116,8 +116,8 @@ def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch
     return attention_in_transforms(bind(a, needs_grad=True), a)
 
 
-# What PyTorch calls in each pass, without functions in between that look for what is known: no transformation is
-# active, and there is a `backward`.
+# PyTorch's own `apply` of each pass first looks for a transformation, and for a `backward`. Here no transformation is
+# active and there is one, so both are passed by.
 _apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
 if hasattr(_Attention, "_backward_cls"):
     _Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]

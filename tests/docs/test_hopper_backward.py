@@ -59,7 +59,8 @@ def ratios(what: str, data: dict[str, Any] = TRAINING, **where: Any) -> list[flo
 
 
 def test_the_order_of_sums_costs_what_the_documents_say() -> None:
-    slower = 1 - min(ratios("deterministic"))
+    slower, *others = sorted((1 - ratio for ratio in ratios("deterministic")), reverse=True)
+    assert max(others) <= 0.15  # the bound, which one cell misses
     where = {"dim": 128, "mask": "full"}
     (at_8k,) = ratios("deterministic", length=8192, **where)
     before = ratios("deterministic", load("studies/order-tried.json")["in_use"], **where)

@@ -180,7 +180,6 @@ def test_a_digest_depends_on_the_numbers() -> None:
 
 
 def test_cutting_costs_what_the_page_says() -> None:
-    root = Path(__file__).resolve().parents[2]
-    found = json.loads((root / "benchmarks/results/h200/studies/cut.json").read_text(encoding="utf-8"))["speed"]
-    text = " ".join((root / "docs/context-parallel.md").read_text(encoding="utf-8").split())
+    found = json.loads((ROOT / "benchmarks/results/h200/studies/cut.json").read_text(encoding="utf-8"))["speed"]
+    text = " ".join((ROOT / "docs/context-parallel.md").read_text(encoding="utf-8").split())
     assert {f"{x:.2f}" for x in found} == {"0.95"} and "with their merges, have 0.95 of the speed of one call" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from typing import Any
 
 import fake_driver
 import pytest
@@ -124,17 +125,32 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
 
 
+def planning(kernel: Any) -> tuple[list[Any], Any]:
+    """(the plans that were made, what makes them)."""
+    plans: list[Any] = []
+    return plans, lambda *x: plans.append(kernel.plan(*x)) or plans[-1]
+
+
+def of_a_step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, keys, and the LSE of rows 40 to 190 of a state."""
+    q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
+    return q, k, torch.randn(2, 4, 300)[..., 40:190]
+
+
+def of_a_state(odd: bool) -> torch.Tensor:
+    """Its output at those rows. `odd`: not aligned."""
+    size = 2 * 300 * 4 * 64
+    return torch.randn(size + 1)[int(odd) : size + int(odd)].view(2, 300, 4, 64)[:, 40:190]
+
+
 @pytest.mark.parametrize("kernel", [forward_sm80, forward_sm90])
 def test_a_call_that_merges_sends_the_earlier_result(kernel, addresses) -> None:
     """Rows 40 to 190 of a state: the LSE's strides are those of all rows. Later calls allocate nothing. An `odd` output is
     not aligned and must be copied, there and back."""
-    plans = []
-    planner = lambda *x: plans.append(kernel.plan(*x)) or plans[-1]  # noqa: E731
-    q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
-    lse = torch.randn(2, 4, 300)[..., 40:190]
+    plans, planner = planning(kernel)
+    q, k, lse = of_a_step()
     for odd in (False, True):
-        state = torch.randn(2 * 300 * 4 * 64 + 1)[int(odd) : 2 * 300 * 4 * 64 + int(odd)].view(2, 300, 4, 64)
-        out = state[:, 40:190]
+        out = of_a_state(odd)
         a = Arguments(q, k, k, out=out, partial=True, return_lse=True, earlier_lse=lse)
         run = cuda_backend._bind_forward(planner, *Problem.of(a))
         for _ in range(2):
@@ -155,13 +171,10 @@ def test_a_call_that_merges_sends_the_earlier_result(kernel, addresses) -> None:
 
 def test_a_call_that_rounds_what_it_merges_sends_both_outputs(addresses) -> None:
     """An `odd` earlier output is copied, since TMA could not read it."""
-    plans = []
-    planner = lambda *x: plans.append(forward_sm90.plan(*x)) or plans[-1]  # noqa: E731
-    q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
-    lse, out = torch.randn(2, 4, 300)[..., 40:190], torch.empty_like(q)
+    plans, planner = planning(forward_sm90)
+    (q, k, lse), out = of_a_step(), torch.empty(2, 150, 4, 64).bfloat16()
     for odd in (False, True):
-        state = torch.randn(2 * 300 * 4 * 64 + 1)[int(odd) : 2 * 300 * 4 * 64 + int(odd)].view(2, 300, 4, 64)
-        earlier = state[:, 40:190]
+        earlier = of_a_state(odd)
         a = Arguments(q, k, k, out=out, return_lse=True, earlier_lse=lse, earlier_out=earlier)
         run = cuda_backend._bind_forward(planner, *Problem.of(a))
         for _ in range(2):

@@ -12,6 +12,7 @@ from strobe.cuda.params import Field, Struct
 from strobe.cuda.plan import (
     PROBLEM_FIELDS,
     Launch,
+    costs_differ,
     lse_values,
     problem_values,
     stride_fields,
@@ -143,7 +144,7 @@ def sections_of_keys(problem: Problem, key_blocks: int, sms: int, *, alone: bool
     queries, so several heads begin together; as few as occupy half of the GPU, because blocks that share queries and
     sums of dQ meet in the L2. The last section is twice as large, so that it ends with short blocks."""
     heads = problem.batch * problem.heads_k
-    uneven = problem.mask.lo is None and problem.mask.hi is not None and not alone
+    uneven = costs_differ(problem) and not alone
     together = max(4, sms // (2 * max(1, key_blocks))) if uneven else 1
     return {"section": together, "sections": max(1, heads // together - 1) if uneven else heads}
 

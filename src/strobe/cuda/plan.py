@@ -213,12 +213,17 @@ def row_blocks(problem: Problem, block_m: int) -> int:
     return -(-problem.len_q // block_m)
 
 
+def costs_differ(problem: Problem) -> bool:
+    """Under a right bound alone later rows see more keys, and earlier keys are seen by more rows."""
+    return problem.mask.lo is None and problem.mask.hi is not None
+
+
 def section(problem: Problem, l2_bytes: int) -> int:
     """Heads that run together (pipeline/schedule.cuh). Where all rows cost the same, one head at a time reuses its keys
     best; else about as many as half of the L2 holds, so that the longest rows of all of them can go first. A few in any
     case, 16 at head dim 128: some eight blocks of a large GPU then share the keys of a head at any time, and memory keeps
     up without the L2. Sections are alike: a small one at the end would leave multiprocessors idle."""
-    if problem.mask.lo is not None or problem.mask.hi is None:
+    if not costs_differ(problem):
         return 1
     width = problem.dim + problem.dim_v
     per_head = max(1, problem.len_k * width * problem.dtype.itemsize)

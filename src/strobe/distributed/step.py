@@ -90,11 +90,10 @@ class State:
             out, lse = self.results()
             return out.to(self._room[0].dtype).contiguous(), lse
         out = self._final()
-        for rows in sets.difference((self._everything,), self._finished):
-            for part in sets.intersection((rows,), self._untouched):
-                rows_of(out, part).zero_()
-            for part in sets.difference((rows,), self._untouched):
-                rows_of(out, part).copy_(rows_of(self._written_to(), part))
+        for rows in self._untouched:
+            rows_of(out, rows).zero_()
+        for rows in sets.difference((self._everything,), sets.union(self._finished, self._untouched)):
+            rows_of(out, rows).copy_(rows_of(self._written_to(), rows))
         return out, self._lse
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:

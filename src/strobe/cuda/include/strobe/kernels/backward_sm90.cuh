@@ -273,7 +273,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       finish_dq<Config>(p, dq_sum(consumer), dq, turn(m).number > 0, [&] {
         const KeyTile again = tile_again<Config>(p);
         const int head = (again.head_k + 1) * p.group - 1 - quotient(left - 1, blocks.end - blocks.first);
-        const int row = DqRows<Config>::first(m, consumer), column = DqRows<Config>::column(consumer);
+        const int row = DqRows<kBlockM>::first(m, consumer), column = DqRows<kBlockM>::column(consumer);
         const i64 first = again.slice * p.dq_batch + head * p.dq_head + i64(again.first_row + row) * p.dq_row + column;
         return Fp32Rows{p.dq + first, p.dq_row, again.len_q - row, p.dim - column};
       });

@@ -24,8 +24,8 @@ template <class Config, class Params> struct ConvertDq {
     wait_for_previous_grid();
     const i64 block = first_stat<Config>(p, head, batch, first_row) / kBlockM + m;
     const int consumer = thread_idx() / 128, t = thread_idx() % 128;
-    const int row = 16 * (t / 32) + t % 32 / 4 + (kBlockM == 128 ? 64 * consumer : 0),
-              column = 2 * (t % 4) + (kBlockM == 128 ? 0 : 64 * consumer);
+    const int row = 16 * (t / 32) + t % 32 / 4 + DqRows<kBlockM>::first(0, consumer),
+              column = 2 * (t % 4) + DqRows<kBlockM>::column(consumer);
     const float* sums = p.dq_sum + (block * 2 + consumer) * kDqFloats + 4 * t;
     const i64 first =
         (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;

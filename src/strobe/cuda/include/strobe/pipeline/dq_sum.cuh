@@ -23,11 +23,9 @@ STROBE_DEVICE i64 dq_part(const Params& p, const KeyTile& tile, int head, int m,
 }
 
 // Which 64 x 64 numbers of a block of queries a consumer has: half of the rows, or half of the columns.
-template <class Config> struct DqRows {
-  static constexpr bool kHalfOfRows = Config::kBlockM == 128;
-  STROBE_DEVICE static int first(int m, int consumer) {
-    return m * Config::kBlockM + (kHalfOfRows ? 64 * consumer : 0);
-  }
+template <int kBlockM> struct DqRows {
+  static constexpr bool kHalfOfRows = kBlockM == 128;
+  STROBE_DEVICE static int first(int m, int consumer) { return m * kBlockM + (kHalfOfRows ? 64 * consumer : 0); }
   STROBE_DEVICE static int column(int consumer) { return kHalfOfRows ? 0 : 64 * consumer; }
 };
 

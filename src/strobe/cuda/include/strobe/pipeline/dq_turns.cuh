@@ -79,10 +79,10 @@ template <class Params> STROBE_DEVICE void fetch_sums(const Params& p, const DqS
 }
 template <class Config, class Params>
 STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& sum, int head, int m) {
-  const int row = DqRows<Config>::first(m, sum.consumer), rows = tile.len_q - row;
+  const int row = DqRows<Config::kBlockM>::first(m, sum.consumer), rows = tile.len_q - row;
   if (thread_idx() % 32 == 0 && rows > 0) {
     const Box box = box_of_rows<Config::kVarlen, 64>(tile.first_row + row, rows, head, tile.slice);
-    tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, DqRows<Config>::column(sum.consumer) / kPanel, 1);
+    tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel, 1);
     tma_store_commit();
     tma_store_wait_read<0>();
   }
