@@ -72,9 +72,10 @@ def test_gradients_by_turns(case: Case) -> None:
     check_deterministic("sm90", case, seeds=(1,))
 
 
-def test_turns_that_wait_for_many() -> None:
+@pytest.mark.parametrize("dim", [64, 128])
+def test_turns_that_wait_for_many(dim: int) -> None:
     """Several blocks of queries and keys, a group of heads, no mask: the order of turns is cyclic."""
-    case = Case("many", 300, 400, batch=1, heads=2, heads_k=1, dim=64)
+    case = Case("many", 300, 400, batch=1, heads=2, heads_k=1, dim=dim)
     check_deterministic("sm90", case, seeds=(1,))
 
 
@@ -156,8 +157,9 @@ MUTATIONS = [
     Mutation("lse_without_gradient", "if (there && p.dlse) delta -=", "if (false) delta -=", CAUSAL),
     Mutation("dropped_for_another_query", "row % 2 ? keys.b : keys.a", "row % 2 ? keys.a : keys.b", CASES[5]),
     Mutation("first_turn_adds", "if (number == 0) bulk_store(", "if (false) bulk_store(", CAUSAL, turns=True),
-    Mutation("last_turn_not_awaited",
-             "if (thread_idx() % 32 == 0 && turn.number > 0) await_turn(p.turns + part, turn.number);", "", CAUSAL,
+    Mutation("last_turn_not_awaited", "if (waits && !came) await_turn(p.turns + part, turn.number);", "", CAUSAL,
+             turns=True),
+    Mutation("turn_not_come_yet", "&& acquire_turn(p.turns + part) == turn.number;", ";", replace(CAUSAL, dim=128),
              turns=True),
     Mutation("turn_passed_on_before_its_sums", "bulk_wait_written();\n    release_turn(p.turns + sent);",
              "release_turn(p.turns + sent);", CAUSAL, turns=True),

@@ -30,8 +30,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   static constexpr int kDimQ = kBlockM == 128 ? 64 : 128;
   static_assert(kBlockN == 128 && kBlockM * kDimQ == 2 * kDqFloats && kDim <= kDimQ, "two warpgroups cover dQ");
 
-  // ---- shared memory: K | V | Q x 2 | dO x 2 | dS x 2 | dQ x 2 | statistics of rows x 2 | of keys | barriers
-  // ----------
+  // ---- shared memory: K | V | Q x 2 | dO x 2 | dS x 2 | dQ x 2 | statistics of rows x 2, of keys | barriers ----
   using Pair = Ring<2>;
   static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV),
                        kBytesQ = tile_bytes(kBlockM, kDim), kBytesDo = tile_bytes(kBlockM, kDimV),
@@ -81,7 +80,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // Calls visit(head, m) for each block of queries of each head of the group, beginning with `start`.
   template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
     if (blocks.first == blocks.end) return;
-    const int begin = start();  // a division: not in the loop, where turns are passed on
+    const int begin = start();
     int m = begin;
 #pragma unroll 1
     for (int i = 0; i < p.group; ++i) {

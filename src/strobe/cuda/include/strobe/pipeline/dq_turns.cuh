@@ -95,10 +95,17 @@ template <class Config, class Params> STROBE_DEVICE void add_in_turn(const Param
                                                                      const DqSum& sum, int head, int m, Turn turn,
                                                                      int& sent) {
   if (!turn.last) sum.offer();
-  pass_turn(p, sent);
+  // Neighbours are kBlockN queries apart. With two blocks of 64 between them this turn has mostly come by now, and to
+  // look at it costs nothing while the sums of the block before are being written. With one block of 128 it has not,
+  // and the look would delay the next neighbour.
+  constexpr bool kLooks = Config::kBlockM < Config::kBlockN;
+  if (!kLooks) pass_turn(p, sent);
   const int part = int(dq_part<Config>(p, tile, head, m, sum.consumer));
+  const bool waits = thread_idx() % 32 == 0 && turn.number > 0;
+  const bool came = kLooks && waits && acquire_turn(p.turns + part) == turn.number;
+  if (kLooks) pass_turn(p, sent);
   sent = turn.last ? -1 : part;
-  if (thread_idx() % 32 == 0 && turn.number > 0) await_turn(p.turns + part, turn.number);
+  if (waits && !came) await_turn(p.turns + part, turn.number);
   sync_warp();
   if (turn.last) {
     if (turn.number > 0) fetch_sums(p, sum, part);
