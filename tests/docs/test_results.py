@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from bench_results import synthetic
 
-from strobe.bench import docs, figures, results as files
+from strobe.bench import docs, figures, results as files, studies
 from strobe.measure.method import SUSTAINED, TURNS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,6 +179,10 @@ def test_a_digest_depends_on_the_numbers() -> None:
 
 
 def test_cutting_costs_what_the_page_says() -> None:
-    found = json.loads((ROOT / "benchmarks/results/h200/studies/cut.json").read_text(encoding="utf-8"))["speed"]
+    training, cut = (studies.load(ROOT, name) for name in ("training", "cut"))
+    assert training and cut
+    (short,) = (row["forward"] for row in training["rows"] if row["what"] == "context parallel")
+    (limit,) = {f"{x:.2f}" for x in cut["speed"]}
     text = " ".join((ROOT / "docs/context-parallel.md").read_text(encoding="utf-8").split())
-    assert {f"{x:.2f}" for x in found} == {"0.95"} and "with their merges, have 0.95 of the speed of one call" in text
+    assert f"have {short:.2f} of the speed of one call in turns of half a second" in text
+    assert f"and {limit} at the power limit" in text

@@ -67,7 +67,7 @@ def test_errors_are_those_of_one_call(method: str, lengths: tuple[int, ...], mas
 
 
 def test_steps_are_nearly_as_fast_as_one_call() -> None:
-    """32k tokens in 4 shards, forward, back to back: 0.95 of the speed, and 0.94 with what one run differs from another."""
+    """32k tokens in 4 shards, forward, timed as the study of training times them."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the bound is for Hopper GPUs")
-    assert context_parallel.cut(DEVICE, context_parallel.SIZES["cuda"], seconds=1.0).forward > 0.94
+    assert context_parallel.cut(DEVICE, context_parallel.SIZES["cuda"]).forward > 0.95

@@ -178,9 +178,9 @@ def _largest(group: Any, value: float) -> float:
     return float(found)
 
 
-def cut(device: torch.device, size: Size, seed: int = 0, seconds: float = 0.5) -> Cut:
-    """What many smaller calls, their merges and their sums cost on one device. All of them run back to back, `seconds`
-    at a time in turns, as in a model: a call for which the host waits would count the host's way to its first launch."""
+def cut(device: torch.device, size: Size, seed: int = 0) -> Cut:
+    """What many smaller calls, their merges and their sums cost on one device. All of them run back to back,
+    as in a model: a call for which the host waits would count the host's way to its first launch."""
     whole = _inputs(size, device, seed)
     plan = ShardPlan(size.length, ranks=size.shards, mask=strobe.causal)
     attend = functools.partial(strobe.attention, mask=strobe.causal)
@@ -189,20 +189,20 @@ def cut(device: torch.device, size: Size, seed: int = 0, seconds: float = 0.5) -
         out, lse = attend(*whole, return_lse=True)
         rest = Rest(out, lse, torch.ones_like(out), None)
         forward, backward = (lambda: _forward(plan, shards)), (lambda: _backward(plan, whole, rest))
-        one, steps, steps_back = _back_to_back(device, (lambda: attend(*whole), forward, backward), seconds)
-    (one_both,) = _back_to_back(device, (_passes(attend, whole, True),), seconds)
+        one, steps, steps_back = _back_to_back(device, (lambda: attend(*whole), forward, backward))
+    (one_both,) = _back_to_back(device, (_passes(attend, whole, True),))
     return Cut(size.shards, one / steps, one_both / (steps + steps_back))
 
 
-def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
-    """Milliseconds of each call: medians over turns, after a first one that nobody counts."""
+def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Milliseconds of each call: medians over turns of half a second, after a first one that nobody counts."""
     found: list[list[float]] = [[] for _ in calls]
     ahead = 10 if device.type == "cuda" else 1  # by so many calls the host may be ahead
     for _ in range(4):
         for call, turns in zip(calls, found, strict=True):
             wait_for(device)
             start, done = time.perf_counter(), 0
-            while not done or time.perf_counter() - start < seconds:
+            while not done or time.perf_counter() - start < 0.5:
                 for _ in range(ahead):
                     call()
                 wait_for(device)

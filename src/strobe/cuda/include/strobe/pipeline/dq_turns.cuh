@@ -95,9 +95,9 @@ template <class Config, class Params> STROBE_DEVICE void add_in_turn(const Param
                                                                      const DqSum& sum, int head, int m, Turn turn,
                                                                      int& sent) {
   if (!turn.last) sum.offer();
-  // Neighbours are kBlockN queries apart. With two blocks of 64 between them this turn has mostly come by now, and to
-  // look at it costs nothing while the sums of the block before are being written. With one block of 128 it has not,
-  // and the look would delay the next neighbour.
+  // Neighbouring blocks of keys are kBlockN queries apart. With kBlockM = 64 that is two steps: this turn has mostly
+  // come, and a look at its counter overlaps with the sums that are being written. With kBlockM = 128 it is one step:
+  // the neighbour waits for the release, which a look would delay.
   constexpr bool kLooks = Config::kBlockM < Config::kBlockN;
   if (!kLooks) pass_turn(p, sent);
   const int part = int(dq_part<Config>(p, tile, head, m, sum.consumer));
