@@ -327,9 +327,54 @@ def test_a_glide_can_be_interrupted(page: Page) -> None:
     for step in ("words", "attention", "first-bars", "tile"):
         page.evaluate(f"strobePage.goTo({step!r}, {{ instant: false }})")
         page.wait_for_timeout(60)
+    page.wait_for_function("strobePage.story.pinned === null")
     page.wait_for_selector("html[data-settled=yes]", state="attached")
+    assert page.evaluate("strobePage.story.active.id") == "tile"
     left = page.locator("#stage .mark").count()
     assert left == page.evaluate("strobePage.sceneOf('tile').marks.length")
+
+
+def test_a_step_stays_active_while_the_page_scrolls_to_it(page: Page) -> None:
+    """A busy machine takes long to scroll; the steps that pass by are not shown."""
+    page.emulate_media(reduced_motion="no-preference")
+    page.evaluate(_SLOW_SCROLLING)
+    shown = page.evaluate(
+        """async () => {
+          const shown = new Set();
+          strobePage.goTo("vanish");
+          while (!window.arrived) {
+            shown.add(strobePage.story.active.id);
+            await new Promise(requestAnimationFrame);
+          }
+          return [...shown];
+        }"""
+    )
+    assert shown == ["vanish"]
+    page.wait_for_function("strobePage.story.pinned === null")
+    assert page.evaluate("strobePage.story.active.id") == "vanish"
+
+
+def test_a_reader_who_scrolls_is_not_held(page: Page) -> None:
+    """The wheel ends the way to a step at once."""
+    page.emulate_media(reduced_motion="no-preference")
+    page.evaluate(_SLOW_SCROLLING)
+    page.evaluate("strobePage.goTo('vanish')")
+    page.mouse.wheel(0, 100)
+    page.wait_for_function("strobePage.story.pinned === null && !window.arrived")
+
+
+_SLOW_SCROLLING = """() => {
+  window.scrollTo = ({ top }) => {
+    const from = scrollY, steps = 40;
+    let step = 0;
+    const timer = setInterval(() => {
+      document.documentElement.scrollTop = from + ((top - from) * ++step) / steps;
+      if (step < steps) return;
+      clearInterval(timer);
+      window.arrived = true;
+    }, 50);
+  };
+}"""
 
 
 def test_chapters_can_be_jumped_to(page: Page) -> None:

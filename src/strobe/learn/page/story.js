@@ -79,6 +79,19 @@ function scrolled() {
 }
 /** Whether the reader has arrived at the last chapter. */
 const playing = () => $(PLAY_ID).getBoundingClientRect().top < innerHeight * 0.5;
+/** Keeps the step that the page scrolls to, until nothing moves any more. A busy machine scrolls for seconds. */
+function hold(ms) {
+  const from = scrollY;
+  clearTimeout(story.timer);
+  story.timer = setTimeout(() => (scrollY === from ? letGo() : hold(200)), ms);
+}
+function letGo() {
+  if (!story.pinned) return;
+  clearTimeout(story.timer);
+  story.pinned = null;
+  scrolled();
+  remember();
+}
 /** Scrolls so that a step stands at the reading line; it is active at once, and stays so until the scrolling ends. */
 function goTo(id, { instant = false } = {}) {
   const step = byId(id),
@@ -94,15 +107,8 @@ function goTo(id, { instant = false } = {}) {
       : scrollY + (box.height < free_ ? box.top + box.height / 2 : box.top + free_ * 0.45) - line;
   if (step) activate(step, instant);
   story.pinned = id;
-  clearTimeout(story.timer);
-  const free = () => {
-    story.pinned = null;
-    document.documentElement.dataset.part = playing() ? "play" : "story";
-    markRail();
-    remember();
-  };
   scrollTo({ top: Math.max(0, to), behavior: instant || stillness.matches ? "instant" : "smooth" });
-  story.timer = setTimeout(free, instant || stillness.matches ? 60 : 900);
+  hold(instant || stillness.matches ? 60 : 900);
 }
 function stepBy(by) {
   const order = [...STEPS.map(step => step.id), PLAY_ID];
@@ -293,6 +299,7 @@ function startStory() {
   for (const kind of ["pointerover", "click"]) $("stage").addEventListener(kind, event => pickFrom(event.target));
   $("stage").addEventListener("keydown", movePick);
   addEventListener("scroll", () => requestAnimationFrame(scrolled), { passive: true });
+  for (const kind of ["wheel", "touchmove"]) addEventListener(kind, letGo, { passive: true });
   addEventListener("hashchange", () => followAddress(false));
   document.addEventListener("keydown", storyKeys);
   new ResizeObserver(() => drawStory(true)).observe($("stage"));
