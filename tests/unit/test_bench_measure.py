@@ -103,8 +103,8 @@ def test_all_are_replayed_from_graphs_where_one_is_short(monkeypatch: pytest.Mon
 
 def test_the_best_of_few_calls() -> None:
     watch = Stopwatch(torch.device("cpu"), Settings(l2="warm"))
-    slow = iter([0.02, 0.001, 0.01, *[0.03] * 50])
-    assert 1 <= watch.best_ms(lambda: time.sleep(next(slow)), budget_ms=60) < 10
+    slow = iter([0.1, 0.001, 0.08, *[0.15] * 50])
+    assert 1 <= watch.best_ms(lambda: time.sleep(next(slow)), budget_ms=300) < 80  # a busy machine may be late
     count = itertools.count()
     watch.best_ms(lambda: (next(count), time.sleep(0.02)), budget_ms=1)
     assert next(count) == 1  # a slow one is called once
