@@ -1,5 +1,5 @@
 """The numbers in the documents, made from the committed results: a block of README.md, the whole of docs/results.md,
-the tables of three other pages, the figures.
+the tables of four other pages, the figures.
 
     python -m strobe.bench.docs            say what differs; exit 1 if anything does
     python -m strobe.bench.docs --write    bring everything up to date
@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from strobe.bench import claims, figures, ledger, reading, studies, training
+from strobe.bench import backward_page, claims, figures, ledger, reading, studies, training
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
 from strobe.bench.results import Results
@@ -42,13 +42,17 @@ def texts(root: Path) -> dict[Path, str]:
     readme = root / "README.md"
     if readme.exists() and BEGIN in (text := readme.read_text(encoding="utf-8")):
         files[readme] = replace_between(text, BEGIN, END, readme_block(machines))
+    hopper_backward = root / backward_page.PAGE
     for path, begin, end, block in (
         (root / "docs" / "design" / "hopper-forward.md", ledger.BEGIN, ledger.END, ledger.block(root)),
+        (hopper_backward, backward_page.BEGIN, backward_page.END, backward_page.block(root)),
+        (hopper_backward, studies.BEGIN, studies.END, backward_page.turns_block(root)),
         (root / "benchmarks" / "README.md", studies.BEGIN, studies.END, studies.turns_block(root)),
         (root / training.PAGE, training.BEGIN, training.END, training.block(root)),
     ):
         if path.exists():
-            files[path] = replace_between(path.read_text(encoding="utf-8"), begin, end, block)
+            text = files.get(path) or path.read_text(encoding="utf-8")
+            files[path] = replace_between(text, begin, end, block)
     return files
 
 
