@@ -7,16 +7,15 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import claims, reading, studies
+from strobe.bench import claims, reading, studies, training_costs
 from strobe.bench.results import Results
-from strobe.measure import units
+from strobe.bench.results_page import cells_table
 from strobe.measure.method import SUSTAINED
 from strobe.measure.statistics import geometric_mean
 
 PAGE = Path("docs/design/hopper-backward.md")
 BEGIN, END = "<!-- measured: begin (python -m strobe.bench.docs --write) -->", "<!-- measured: end -->"
 OURS, CUDNN = "strobe-sm90", "torch-cudnn"
-_FOLDER = Path("benchmarks/results/h200")
 
 
 def speeds(study: dict[str, Any], what: str, **where: Any) -> list[float]:
@@ -26,18 +25,20 @@ def speeds(study: dict[str, Any], what: str, **where: Any) -> list[float]:
 
 
 def block(root: Path) -> str:
-    paths = [root / _FOLDER / f"{name}.json" for name in ("grid36-backward", "grid36-backward-sustained", "gqa-both")]
+    names = ("grid36-backward", "grid36-backward-sustained", "gqa-both")
+    paths = [root / studies.RESULTS / f"{name}.json" for name in names]
     study = studies.load(root, "training")
     if study is None or not all(path.exists() for path in paths):
         return ""
     grid, sustained, grouped = map(reading.load, paths)
     ahead = claims.ratios(grid, "grid36", OURS, CUDNN, "backward")
+    cases = {row.case.key: row.case for row in grid.rows if row.case.key in ahead}
     lines = [
         "cuDNN's time over ours on an H200, in short turns through `torch.autograd.grad`, bfloat16, 16,384 tokens, "
-        f"heads × dim = 2,048; geometric mean {geometric_mean(list(ahead.values())):.2f}, least "
-        f"{min(ahead.values()):.2f} (`grid36-backward.json` in `{_FOLDER}`):",
+        f"heads × dim = 2,048; geometric mean {_mean(ahead):.2f}, least "
+        f"{min(ahead.values()):.2f} (`grid36-backward.json` in `{studies.RESULTS}`):",
         "",
-        *_cells(grid, ahead),
+        *cells_table(cases, {key: f"{ratio:.2f}" for key, ratio in ahead.items()}),
         "",
         "Beside the grid:",
         "",
@@ -48,21 +49,11 @@ def block(root: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(grid: Results, ahead: dict[str, float]) -> list[str]:
-    cases = {row.case.key: row.case for row in grid.rows if row.case.key in ahead}
-    lengths = sorted({case.len_k for case in cases.values()})
-    lines = [f"| head dim, mask | {' | '.join(map(units.length, lengths))} |", "|---" * (len(lengths) + 1) + "|"]
-    for line in dict.fromkeys((case.dim, case.mask.name) for case in cases.values()):
-        found = {c.len_k: f"{ahead[key]:.2f}" for key, c in cases.items() if (c.dim, c.mask.name) == line}
-        lines.append(f"| {line[0]}, {line[1]} | {' | '.join(found.get(n, '') for n in lengths)} |")
-    return lines
-
-
 def _facts(grid: Results, sustained: Results, grouped: Results, study: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, what was found, where)."""
-    long = geometric_mean(list(claims.ratios(sustained, "grid36", OURS, CUDNN, "backward", SUSTAINED).values()))
-    energy = geometric_mean(list(claims.energy_ratios(sustained, "grid36", OURS, CUDNN, "backward").values()))
-    ampere = geometric_mean(list(claims.ratios(grid, "grid36", "strobe-sm80", "torch-flash", "backward").values()))
+    long = _mean(claims.ratios(sustained, "grid36", OURS, CUDNN, "backward", SUSTAINED))
+    energy = _mean(claims.energy_ratios(sustained, "grid36", OURS, CUDNN, "backward"))
+    ampere = _mean(claims.ratios(grid, "grid36", "strobe-sm80", "torch-flash", "backward"))
     memory = claims.memory_in_q(claims.selected(grid.rows, "grid36", "backward"))[OURS]
     both = list(claims.ratios(grouped, "gqa", OURS, CUDNN, "both").values())
     (cpu,) = (row["us"]["strobe"] / row["us"]["sdpa"] for row in study["rows"] if row["what"] == "cpu")
@@ -90,22 +81,38 @@ def _facts(grid: Results, sustained: Results, grouped: Results, study: dict[str,
             f"head dim 128, causal: {_range(causal)}; others: {_range(others)}",
             "studies/training",
         ),
-        ("dropout 0.1, head dim 128, of the speed without", ", ".join(dropout), "studies/training"),
+        (
+            f"dropout {training_costs.DROPOUT}, head dim 128, of the speed without",
+            ", ".join(dropout),
+            "studies/training",
+        ),
         ("CPU time of a small forward and backward", f"{cpu:.2f} × PyTorch's", "studies/training"),
     ]
 
 
 def turns_block(root: Path) -> str:
+    """What each way to wait for a turn costs."""
     study = studies.load(root, "turns-tried")
     if study is None:
         return ""
-    cells = [(dim, mask) for dim in (64, 128) for mask in ("full", "causal")]
-    lines = ["| the turn is | " + " | ".join(f"{dim}, {mask}" for dim, mask in cells) + " |"]
-    lines += ["|---" * (len(cells) + 1) + "|"]
+    (length,) = {row["length"] for row in study["rows"]}
+    cells = list(dict.fromkeys((row["dim"], row["mask"]) for row in study["rows"]))
+    table = ["| the turn is | " + " | ".join(f"{dim}, {mask}" for dim, mask in cells) + " |"]
+    table += ["|---" * (len(cells) + 1) + "|"]
+    runs = set()
     for name in dict.fromkeys(row["variant"] for row in study["rows"]):
-        found = (speeds(study, "deterministic", variant=name, dim=dim, mask=mask) for dim, mask in cells)
-        lines.append(f"| {name} | {' | '.join(f'{100 * (1 - statistics.median(x)):.0f} %' for x in found)} |")
-    return "\n".join(lines) + "\n"
+        found = [speeds(study, "deterministic", variant=name, dim=dim, mask=mask) for dim, mask in cells]
+        runs |= set(map(len, found))
+        table.append(f"| {name} | {' | '.join(f'{100 * (1 - statistics.median(x)):.0f} %' for x in found)} |")
+    head = (
+        f"How much slower than sums in any order, at {length:,} keys: medians of {min(runs)} to {max(runs)} runs in which "
+        "both alternate."
+    )
+    return "\n".join([head, "", *table]) + "\n"
+
+
+def _mean(ratios: dict[str, float]) -> float:
+    return geometric_mean(list(ratios.values()))
 
 
 def _range(found: list[float]) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from strobe.bench import claims, figures, model_page
+from strobe.bench.case import BenchCase
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
@@ -140,16 +141,17 @@ def _grid(
     if not any(claims.fastest(rows, "ours") for rows in cases.values()):
         return []
     facts = {key: rows[0].case for key, rows in cases.items()}
-    lengths = sorted({case.len_k for case in facts.values()})
-    lines = [head, "", "| head dim, mask | " + " | ".join(units.length(n) for n in lengths) + " |"]
+    return [head, "", *cells_table(facts, {key: _pair(rows, value, written) for key, rows in cases.items()})]
+
+
+def cells_table(cases: dict[str, BenchCase], cells: dict[str, str]) -> list[str]:
+    """A line for each head dim and mask, a column for each length."""
+    lengths = sorted({case.len_k for case in cases.values()})
+    lines = ["| head dim, mask | " + " | ".join(units.length(n) for n in lengths) + " |"]
     lines += ["|---|" + "---|" * len(lengths)]
-    for dim, mask in dict.fromkeys((case.dim, case.mask.name) for case in facts.values()):
-        cells = {
-            case.len_k: _pair(cases[key], value, written)
-            for key, case in facts.items()
-            if (case.dim, case.mask.name) == (dim, mask)
-        }
-        lines.append(f"| {dim}, {mask} | " + " | ".join(cells.get(n, units.MISSING) for n in lengths) + " |")
+    for dim, mask in dict.fromkeys((case.dim, case.mask.name) for case in cases.values()):
+        mine = {case.len_k: cells[key] for key, case in cases.items() if (case.dim, case.mask.name) == (dim, mask)}
+        lines.append(f"| {dim}, {mask} | " + " | ".join(mine.get(n, units.MISSING) for n in lengths) + " |")
     return lines
 
 

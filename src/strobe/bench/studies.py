@@ -30,6 +30,7 @@ from strobe.measure.stopwatch import Call, Scope, Settings, Stopwatch, TimedCall
 from strobe.measure.turns import medians, orders
 
 BEGIN, END = "<!-- turns: begin (python -m strobe.bench.docs --write) -->", "<!-- turns: end -->"
+RESULTS = Path("benchmarks", "results", "h200")
 Rows = Iterator[dict[str, Any]]
 _ALL = ("strobe-sm90", "strobe-sm80", "torch-cudnn", "torch-flash")
 _BOTH = ("strobe-sm90", "torch-cudnn")
@@ -108,7 +109,7 @@ def turns_block(root: Path) -> str:
 
 def _best_moments(root: Path) -> list[str]:
     """How far the ratio of the whole grid depends on the medians."""
-    path = _folder(root).parent / "grid36.json"
+    path = root / RESULTS / "grid36.json"
     if not path.exists():
         return []
     grid = reading.load(path)
@@ -228,12 +229,8 @@ def _feature(row: Mapping[str, Any]) -> str:
     return "softcap" if row["softcap"] else "varlen" if row.get("varlen", row.get("packed")) else "none"
 
 
-def _folder(root: Path) -> Path:
-    return root / "benchmarks" / "results" / "h200" / "studies"
-
-
 def load(root: Path, name: str) -> dict[str, Any] | None:
-    path = _folder(root) / f"{name}.json"
+    path = root / RESULTS / "studies" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
