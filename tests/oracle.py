@@ -12,7 +12,7 @@ from strobe import autograd
 from strobe.arguments import Arguments, Inputs, layout_of
 from strobe.backends import dispatch, reference
 from strobe.backends.backend import Gradients
-from strobe.bound import bind
+from strobe.bound_call import bind
 from strobe.checks import with_longest
 from strobe.problem import Problem
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING or not _is_command():
     from strobe.api import attention, attention_varlen, backends, flash_attention
-    from strobe.drop_in import sdpa
     from strobe.explain import explain
     from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
     from strobe.problem import Unsupported
+    from strobe.scaled_dot_product import sdpa
     from strobe.score import Score, alibi
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-_HOMES = ("api", "drop_in", "explain", "mask", "problem", "score")  # of the public names
+_HOMES = ("api", "scaled_dot_product", "explain", "mask", "problem", "score")  # of the public names
 
 
 def __getattr__(name: str) -> object:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from strobe import autograd, compiled
+from strobe import autograd, traced
 from strobe.arguments import Arguments
 from strobe.backends import dispatch
-from strobe.bound import PLAIN
+from strobe.bound_call import PLAIN
 from strobe.call import run
 from strobe.mask import Mask
 from strobe.score import Score
@@ -117,8 +117,8 @@ _tracing = torch._C._is_tracing
 
 def attend(a: Arguments) -> Any:
     """The one way from arguments to a result: traced, cast by autocast, or run."""
-    if _is_compiling() or _dispatch_modes() or _tracing() or (a.q.__class__ not in PLAIN and compiled.is_traced(a.q)):
-        return compiled.attention(a)
+    if _is_compiling() or _dispatch_modes() or _tracing() or (a.q.__class__ not in PLAIN and traced.is_traced(a.q)):
+        return traced.attention(a)
     if _autocasting() and isinstance(a.q, torch.Tensor) and torch.is_autocast_enabled(a.q.device.type):
         with autograd.without_autocast(a.q.device):
             return run(cast_for_autocast(a, torch.get_autocast_dtype(a.q.device.type)))

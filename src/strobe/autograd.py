@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from strobe.arguments import Arguments, Layout, tensors_of, with_tensors
-from strobe.bound import Bound, bind
+from strobe.bound_call import BoundCall, bind
 from strobe.second_derivatives import second_derivatives
 
 _Maybe = torch.Tensor | None
@@ -25,12 +25,12 @@ _GRADIENTS = 5  # of q, k, v, bias, sinks: the first tensors of each operation
 _NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
 
-def attention(bound: Bound, a: Arguments) -> Any:
+def attention(bound: BoundCall, a: Arguments) -> Any:
     """(out, lse), differentiable in q, k, v, bias and sinks through both; `out` alone if no LSE is to be returned."""
     return _apply(bound, a, *tensors_of(a))
 
 
-def attention_in_transforms(bound: Bound, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_in_transforms(bound: BoundCall, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and its transformations by `torch.func`; with the LSE in any case."""
     return _InTransforms.apply(bound, a, *tensors_of(a))
 
@@ -49,7 +49,7 @@ class _Attention(torch.autograd.Function):
     """Outside of `torch.func`: `forward` with a context costs less than `forward` and `setup_context`."""
 
     @staticmethod
-    def forward(ctx: Any, bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
+    def forward(ctx: Any, bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:
         out, lse = bound.forward(a)
         _keep(ctx, bound, a.seed, tensors, (out, lse))
         return (out, lse) if a.return_lse else out  # PyTorch takes time for each result, be it None
@@ -80,7 +80,7 @@ class _InTransforms(_Attention):
     """Inside of `torch.func`, which asks for `setup_context`."""
 
     @staticmethod
-    def forward(bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:  # type: ignore[override]
+    def forward(bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:  # type: ignore[override]
         same = a.q is tensors[0]  # a transformation hands over others
         return bound.forward(a if same else with_tensors(a, a.seed, tensors))
 
@@ -90,7 +90,7 @@ class _InTransforms(_Attention):
         _keep(ctx, bound, a.seed, tensors, output)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, a: Arguments, *tensors: _Maybe) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:
         dims = in_dims[2:]
         if bound.layout in (Layout.BSHD, Layout.BHSD) and not a.dropout and len(tensors) == 3:
             q, k, v = (_batched(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))
@@ -99,7 +99,7 @@ class _InTransforms(_Attention):
         return _one_by_one(lambda *one: _attend(a, one), info, dims, tensors)
 
 
-def _keep(ctx: Any, bound: Bound, seed: int | None, tensors: Sequence[_Maybe], output: tuple[Any, Any]) -> None:
+def _keep(ctx: Any, bound: BoundCall, seed: int | None, tensors: Sequence[_Maybe], output: tuple[Any, Any]) -> None:
     ctx.save_for_backward(*output, *tensors)  # so that PyTorch notices what is changed in place
     ctx.call = bound, seed
     ctx.set_materialize_grads(False)
@@ -145,7 +145,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        bound: Bound,
+        bound: BoundCall,
         seed: int | None,
         needs: tuple[bool, ...],
         out: torch.Tensor,
@@ -178,7 +178,7 @@ class _Backward(torch.autograd.Function):
         raise NotImplementedError(_NO_FORWARD_MODE)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, seed: Any, needs: Any, *tensors: _Maybe) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, needs: Any, *tensors: _Maybe) -> Any:
         apply = _Backward.apply
         return _one_by_one(lambda *one: apply(bound, seed, needs, *one), info, in_dims[3:], tensors)
 
@@ -188,7 +188,7 @@ class _Second(torch.autograd.Function):
     differentiated any further."""
 
     @staticmethod
-    def forward(bound: Bound, seed: int | None, *tensors: _Maybe) -> Any:
+    def forward(bound: BoundCall, seed: int | None, *tensors: _Maybe) -> Any:
         cotangents, (dout, dlse, *rest) = tensors[:_GRADIENTS], tensors[_GRADIENTS:]
         a = bound.arguments(seed, rest)
         with without_autocast(a.q.device):
@@ -203,12 +203,12 @@ class _Second(torch.autograd.Function):
         raise NotImplementedError("strobe.attention has first and second derivatives, but no third")
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], bound: Bound, seed: Any, *tensors: _Maybe) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, *tensors: _Maybe) -> Any:
         return _one_by_one(lambda *one: _Second.apply(bound, seed, *one), info, in_dims[2:], tensors)
 
 
 def second(
-    bound: Bound, a: Arguments, cotangents: Sequence[_Maybe], dout: torch.Tensor, dlse: _Maybe
+    bound: BoundCall, a: Arguments, cotangents: Sequence[_Maybe], dout: torch.Tensor, dlse: _Maybe
 ) -> tuple[_Maybe, ...]:
     """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks)."""
     return _Second.apply(bound, a.seed, *cotangents, dout, dlse, *tensors_of(a))

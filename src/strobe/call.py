@@ -8,7 +8,7 @@ import torch
 
 from strobe import autograd
 from strobe.arguments import Arguments
-from strobe.bound import bind, lookup
+from strobe.bound_call import bind, lookup
 from strobe.checks import with_longest
 
 _transforming = torch._C._are_functorch_transforms_active

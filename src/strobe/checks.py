@@ -13,7 +13,7 @@ import torch
 
 from strobe.arguments import LAYOUTS, Arguments, Layout, four_axes, layout_of
 from strobe.mask import MAX_CONSTANTS, Mask, full
-from strobe.memory import overlaps_itself, share_memory
+from strobe.overlap import overlaps_itself, share_memory
 from strobe.score import Score, identity, softcap
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

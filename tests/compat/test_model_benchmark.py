@@ -13,7 +13,7 @@ import torch
 from bench_results import synthetic
 from typer.testing import CliRunner
 
-from strobe.bench import llama, reading, request, results as files, runner, suites
+from strobe.bench import llama, read_results, request, results as files, runner, suites
 from strobe.bench.report import page
 from strobe.bench.request import Request
 from strobe.measure import stopwatch
@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows(small: None, tmp_path: Path) -> None:
     asked = Request(("llama",), CPU, settings=stopwatch.Settings(5, 2, 0), out=tmp_path / "r.json")
     runner.Runner(asked).run()
-    found = reading.load(tmp_path / "r.json")
+    found = read_results.load(tmp_path / "r.json")
     names = [f"model-{name}" for name in ("strobe", "sdpa", "flex_attention", "eager")]
     assert [(r.case.label, r.provider) for r in found.rows] == [
         (case.label, name) for case in (PREFILL, TRAINING) for name in names

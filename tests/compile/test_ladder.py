@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cubins
 import pytest
 
-from strobe.cuda import cubin, jit
+from strobe.cuda import jit, ptxas_log
 from strobe.cuda.forward_sm80 import SMEM_BYTES
 from strobe.learn.ladder.rung import PARAMS, Rung
 from strobe.learn.ladder.rungs import RUNGS
@@ -27,8 +27,8 @@ def test_rungs_compile_without_spills() -> None:
     for (rung, arch, dim), artifact in zip(WANTED, built, strict=True):
         info = cubins.inspect(artifact.cubin)["kernel"]
         what = f"{rung.name}, {arch}, head dim {dim}"
-        assert not info.stack_frame and not cubin.spills(artifact.log), what
-        assert not cubin.warnings(artifact.log), f"{what}: {cubin.warnings(artifact.log)}"
+        assert not info.stack_frame and not ptxas_log.spills(artifact.log), what
+        assert not ptxas_log.warnings(artifact.log), f"{what}: {ptxas_log.warnings(artifact.log)}"
         assert [size for _, size in info.params] == [PARAMS.size], what
         assert rung.smem(dim) <= SMEM_BYTES["sm_90" if rung.hopper else "sm_80"], what
         assert info.registers * rung.threads <= 65536, what

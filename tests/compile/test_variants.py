@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cubins
 import pytest
 
-from strobe.cuda import catalogue, cubin, forward_sm90, jit
+from strobe.cuda import families, forward_sm90, jit, ptxas_log
 from strobe.cuda.features import Features
 from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
 from strobe.cuda.kernel import TemplateKernel
@@ -29,9 +29,9 @@ def selected(arch: str) -> list[TemplateKernel]:
     """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
     plain kernels of the other type, dropout, results in fp32, and those that are merged with such."""
     if EXHAUSTIVE:
-        return list(catalogue.variants(arch, exhaustive=True)) + packed_gqa(arch)
+        return list(families.variants(arch, exhaustive=True)) + packed_gqa(arch)
     found = []
-    for kernel in catalogue.variants(arch):
+    for kernel in families.variants(arch):
         facts = kernel.facts
         window = facts.get("mask") == "window"
         everything = kernel.element == "bf16" and window and facts["varlen"]
@@ -67,8 +67,8 @@ def test_variants_compile_without_spills(arch: str) -> None:
     wrong = []
     for kernel, artifact in built:
         info = cubins.inspect(artifact.cubin)["kernel"]
-        if info.stack_frame > allowed_stack(kernel) or cubin.warnings(artifact.log):
-            wrong.append(f"{kernel.name}: {info.stack_frame} bytes of stack, {cubin.warnings(artifact.log)}")
+        if info.stack_frame > allowed_stack(kernel) or ptxas_log.warnings(artifact.log):
+            wrong.append(f"{kernel.name}: {info.stack_frame} bytes of stack, {ptxas_log.warnings(artifact.log)}")
         assert [size for _, size in info.params] == [kernel.params.size], kernel.name
         assert kernel.smem <= SMEM_BYTES[generation(arch)], kernel.name
         assert info.registers * kernel.threads * kernel.blocks_per_sm <= 65536, kernel.name

@@ -6,7 +6,7 @@ from pathlib import Path
 import cubins
 import pytest
 
-from strobe.cuda import cubin, jit, wgmma
+from strobe.cuda import jit, ptxas_log, wgmma
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
@@ -201,8 +201,8 @@ ACCUMULATORS = f"""{CHAIN_OF_TWO}
 def check(source, arch):
     compiled = jit.compile(source, arch)
     info = cubins.inspect(compiled.cubin)["kernel"]
-    assert cubin.spills(compiled.log) == 0, compiled.log
-    assert cubin.warnings(compiled.log) == [], compiled.log
+    assert ptxas_log.spills(compiled.log) == 0, compiled.log
+    assert ptxas_log.warnings(compiled.log) == [], compiled.log
     assert info.stack_frame == 0
     return info
 

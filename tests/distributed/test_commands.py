@@ -17,9 +17,9 @@ import strobe
 from strobe.bench import context_parallel
 from strobe.distributed import Counted, ShardPlan, simulator
 from strobe.distributed.cost import METHODS, Machine, Shape, estimate
-from strobe.distributed.cut import STRATEGIES
 from strobe.distributed.report import size
-from strobe.tools import cli, plan as planning
+from strobe.distributed.shard_strategies import STRATEGIES
+from strobe.tools import cli, plan_command as planning
 
 SMALL = context_parallel.Size(96, 4, 2, 8, torch.float32)
 

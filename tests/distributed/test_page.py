@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import strobe
 from strobe.distributed import ShardPlan
 from strobe.distributed.cost import METHODS, Shape, sent
-from strobe.distributed.cut import STRATEGIES
+from strobe.distributed.shard_strategies import STRATEGIES
 from strobe.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]

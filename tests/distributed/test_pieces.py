@@ -9,8 +9,8 @@ from shard_cases import MASKS
 
 import strobe
 from strobe.distributed import ShardPlan, spans as sets
-from strobe.distributed.cut import STRATEGIES
 from strobe.distributed.pieces import Axis, pieces, rounds
+from strobe.distributed.shard_strategies import STRATEGIES
 
 ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=4)
 

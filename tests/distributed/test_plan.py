@@ -11,8 +11,8 @@ from shard_cases import MASKS
 
 import strobe
 from strobe.distributed import ShardPlan, join, shard, spans as sets
-from strobe.distributed.cut import STRATEGIES
-from strobe.distributed.plan import parse_plan
+from strobe.distributed.shard_plan import parse_plan
+from strobe.distributed.shard_strategies import STRATEGIES
 
 lengths = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 plans = st.builds(

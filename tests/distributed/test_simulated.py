@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from shard_cases import DENSE, MASKS, PACKED, Case, compare, expected, joined, on_one_rank
 
 from strobe.distributed import Counted, ShardPlan, simulator
+from strobe.distributed.choose_method import rank_of
 from strobe.distributed.cost import Shape, sent
-from strobe.distributed.methods import rank_of
 from strobe.distributed.transport import Failed
 
 METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")

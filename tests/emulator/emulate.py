@@ -10,7 +10,7 @@ import torch
 
 from strobe.arguments import Inputs
 from strobe.cuda import jit
-from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.families import FAMILIES
 from strobe.cuda.kernel import TemplateKernel, TextKernel
 from strobe.cuda.plan import Launch, Plan
 from strobe.emulator import backend

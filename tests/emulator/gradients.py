@@ -17,7 +17,7 @@ from strobe.arguments import Inputs, layout_of
 from strobe.backends.backend import Gradients
 from strobe.backends.tiled import forward as tiled
 from strobe.cuda import backend as cuda_backend, jit
-from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.families import FAMILIES
 from strobe.cuda.kernel import TextKernel
 from strobe.cuda.plan import Launch, Machine, Plan
 from strobe.emulator import EmulatorError, backend

@@ -15,7 +15,7 @@ from oracle import prepare
 from strobe.backends.tiled import forward as tiled
 from strobe.cuda import backward_plan, backward_sm80
 from strobe.cuda.backward_sm80 import Tile
-from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.families import FAMILIES
 from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
 from strobe.cuda.plan import Machine
 from strobe.emulator import compiler

@@ -13,7 +13,7 @@ from emulator.gradients import Mutation, check, check_case, check_deterministic,
 from oracle import prepare
 
 from strobe.cuda import backward_plan, backward_sm90
-from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.families import FAMILIES
 from strobe.emulator import compiler
 from strobe.emulator.backend import MACHINES
 from strobe.mask import Positions, causal, window

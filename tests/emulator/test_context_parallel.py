@@ -9,8 +9,8 @@ import torch
 
 import strobe
 from strobe.distributed import ShardPlan, attention, join, shard, simulator, spans, step
-from strobe.distributed.deliver import Deliver
 from strobe.distributed.method import Task
+from strobe.distributed.ring import Deliver
 from strobe.emulator import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

@@ -10,7 +10,7 @@ import pytest
 import tolerance
 import torch
 
-from strobe import bound
+from strobe import bound_call
 from strobe.backends import dispatch
 from strobe.backends.backend import Backend
 from strobe.compat import flash_attn, flash_attn_interface as fa3
@@ -33,7 +33,7 @@ def emulated(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call], 
         with monkeypatch.context() as patch:
             patch.setenv("STROBE_EMULATE", request.param)
             patch.setattr(dispatch, "_fastest", emulator)
-            patch.setattr(bound, "remembered", bound._Remembered())
+            patch.setattr(bound_call, "remembered", bound_call._Remembered())
             return call(torch.bfloat16)
 
     return run

@@ -18,7 +18,7 @@ from strobe.backends import dispatch, reference
 from strobe.cuda import jit
 from strobe.cuda.backend import machine_of
 from strobe.cuda.backward_plan import group_parts
-from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.families import FAMILIES
 from strobe.cuda.plan import Plan
 from strobe.problem import Problem, Rows
 

@@ -14,7 +14,7 @@ from oracle import LEAVES, attend, cotangents, finite_part, gradients, prepare, 
 
 import strobe
 from strobe.backends import dispatch
-from strobe.bound import remembered
+from strobe.bound_call import remembered
 from strobe.cuda import backward_sm90
 from strobe.mask import causal, window
 from strobe.problem import Problem

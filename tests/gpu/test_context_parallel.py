@@ -11,7 +11,7 @@ import torch
 import strobe
 from strobe.bench import context_parallel
 from strobe.distributed import ShardPlan, attention, join, shard, simulator
-from strobe.distributed.methods import rank_of
+from strobe.distributed.choose_method import rank_of
 
 DEVICE = torch.device("cuda")
 MASKS = {"full": strobe.full, "causal": strobe.causal, "window": strobe.causal & strobe.window(200, 0)}

@@ -18,7 +18,7 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
-    ["expression", "dropout", "memory"],
+    ["expression", "dropout", "overlap"],
     ["mask", "score"],
     ["arguments"],
     ["checks"],
@@ -26,12 +26,12 @@ LAYERS = [
     ["backends.backend"],
     ["backends", "cuda", "emulator"],
     ["backends.dispatch", "second_derivatives"],
-    ["bound"],
+    ["bound_call"],
     ["autograd"],
     ["call"],
-    ["compiled"],
+    ["traced"],
     ["api", "explain", "tiled"],
-    ["drop_in"],
+    ["scaled_dot_product"],
     ["nn"],
     ["distributed"],
     ["compat"],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bench_results import synthetic
 
-from strobe.bench import compile_time, first_call, providers, results_page
+from strobe.bench import compile_time, first_call, registry, results_page
 from strobe.bench.case import case
 from strobe.bench.provider import Refusal
 from strobe.bench.results import Row, Timing
@@ -26,7 +26,7 @@ SMALL = case("t", "small", batch=2, heads=2, heads_k=1, length=40, len_k=70, dim
 
 def rows(device: torch.device) -> dict[str, Row]:
     found = compile_time.rows(
-        cases("compile")[0], providers.select(["ours"]), device, lambda what, name: f"again {name}"
+        cases("compile")[0], registry.select(["ours"]), device, lambda what, name: f"again {name}"
     )
     assert all(row.timed or row.reason for row in found)
     return {row.provider: row for row in found}

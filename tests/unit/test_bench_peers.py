@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from strobe.bench import installed, megatron, peers, providers
+from strobe.bench import installed, megatron, peers, registry
 from strobe.bench.case import BenchCase, case
 from strobe.bench.exactness import Judge
 from strobe.bench.inputs import make_tensors
@@ -97,7 +97,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdict(name: str, what: BenchCase) -> Any:
-    (provider,) = providers.select([name])
+    (provider,) = registry.select([name])
     x = make_tensors(what, CPU, 0)
     prepared = provider.prepare(what, x)
     gradients = what.direction != "forward"
@@ -139,7 +139,7 @@ def test_xformers(what: BenchCase, anywhere: None, monkeypatch: pytest.MonkeyPat
 def test_what_is_not_installed_says_so(name: str, anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "xformers", "flashinfer", "megatron"):
         monkeypatch.setitem(sys.modules, module, None)
-    (provider,) = providers.select([name])
+    (provider,) = registry.select([name])
     with pytest.raises(Refusal) as refused:
         provider.prepare(case("t", "x", heads=2, length=32, dim=16), make_tensors(FULL, CPU, 0))
     assert refused.value.status == "not installed" and "install" in refused.value.reason
@@ -231,7 +231,7 @@ def test_megatrons_local_attention(what: BenchCase, fake_megatron: FakeMegatron)
 
 
 def test_apexs_softmax_is_used_or_the_row_says_so(fake_megatron: FakeMegatron, monkeypatch: pytest.MonkeyPatch) -> None:
-    (provider,) = providers.select(["megatron-fused-softmax"])
+    (provider,) = registry.select(["megatron-fused-softmax"])
     with pytest.raises(Refusal, match="Apex's fused softmax is not installed"):
         provider.prepare(CAUSAL, make_tensors(CAUSAL, CPU, 0))
     for name in megatron._APEX:

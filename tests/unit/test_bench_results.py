@@ -13,7 +13,7 @@ import pytest
 from bench_results import synthetic
 from typer.testing import CliRunner
 
-from strobe.bench import ceilings, claims, figures, reading, results as files, results_page
+from strobe.bench import ceilings, claims, figures, read_results, results as files, results_page
 from strobe.bench.compare import comparable, compare, other_neighbours
 from strobe.bench.conclusions import conclusions
 from strobe.bench.report import page
@@ -45,7 +45,7 @@ def test_a_file_holds_everything(methods: tuple[str, ...], tmp_path: Path) -> No
     made = synthetic(SMALL, methods=methods)
     path = tmp_path / "a" / "r.json"
     files.save(made, path)
-    again = reading.load(path)
+    again = read_results.load(path)
     assert [(r.identity, r.case, r.status, r.reason, r.kernels) for r in again.rows] == [
         (r.identity, r.case, r.status, r.reason, r.kernels) for r in made.rows
     ]
@@ -68,7 +68,7 @@ def test_not_a_number_survives(tmp_path: Path) -> None:
     row.error = Verdict("every head", float("nan"), 1.0, problem="3 of 4 are NaN")
     files.save(run, tmp_path / "r.json")
     json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    again = reading.load(tmp_path / "r.json").rows[0]
+    again = read_results.load(tmp_path / "r.json").rows[0]
     assert again.error is not None and not again.error.passed and again.error.problem == "3 of 4 are NaN"
     assert "Attention on" in page.html([run])
 
@@ -93,7 +93,7 @@ def test_files_of_the_first_schema_are_read(tmp_path: Path) -> None:
             row["case"]["label"].replace("speculative8-", "guess8-").replace("prefill256-", "piece256-")
         )
     files.write(data, tmp_path / "old.json")
-    found = reading.load(tmp_path / "old.json")
+    found = read_results.load(tmp_path / "old.json")
     timed = next(row for row in found.rows if row.timed)
     assert timed.method == TURNS and timed.timing is not None
     assert timed.timing.how == "device events" and timed.timing.host_bound == 7
@@ -103,16 +103,16 @@ def test_files_of_the_first_schema_are_read(tmp_path: Path) -> None:
 
 def test_gradients_were_extra_memory_before_schema_3() -> None:
     data = files.to_json(synthetic(("gqa",), direction="backward"))
-    new = [row.extra_bytes for row in reading.from_json(data).rows if row.timed]
+    new = [row.extra_bytes for row in read_results.from_json(data).rows if row.timed]
     data["schema"] = 2
-    old = [row for row in reading.from_json(data).rows if row.timed]
+    old = [row for row in read_results.from_json(data).rows if row.timed]
     for row, before in zip(old, new, strict=True):
         c, item = row.case, row.case.torch_dtype.itemsize
         gradients = c.tensor_bytes() // 2 - item * c.batch * c.heads * c.len_q * c.value_dim  # as large as q, k and v
         assert before is not None and row.extra_bytes == before + c.tensor_bytes() // 2 - gradients
     forward = files.to_json(synthetic(("gqa",)))
-    assert [r.extra_bytes for r in reading.from_json({**forward, "schema": 2}).rows] == [
-        r.extra_bytes for r in reading.from_json(forward).rows
+    assert [r.extra_bytes for r in read_results.from_json({**forward, "schema": 2}).rows] == [
+        r.extra_bytes for r in read_results.from_json(forward).rows
     ]
 
 
@@ -121,7 +121,7 @@ def test_other_files_are_refused_by_name(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="other.json"):
-        reading.load(path)
+        read_results.load(path)
 
 
 def places(data: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -156,7 +156,7 @@ def test_a_field_of_another_type_is_named() -> None:
                 holder = holder[key]
             holder[place[-1]] = value
             try:
-                found = reading.from_json(data)
+                found = read_results.from_json(data)
             except ValueError as error:
                 refused += 1
                 assert str(error), (place, value)

@@ -14,7 +14,7 @@ from fake_driver import Recorder
 
 import strobe
 from strobe import emulator
-from strobe.bench import compile_time, figures, providers, results as files, results_page, rungs as bench_rungs, runner
+from strobe.bench import compile_time, figures, registry, results as files, results_page, rungs as bench_rungs, runner
 from strobe.bench.case import BenchCase, case
 from strobe.bench.inputs import make_tensors
 from strobe.bench.report import page
@@ -58,15 +58,15 @@ def as_on_a_gpu(any_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rungs_run_only_when_asked_for() -> None:
     assert NAMES[0] == "ladder-01-standard" and NAMES[-1] == "ladder-b4-hopper"
-    assert not {p.name for p in providers.select([])} & set(NAMES)
-    assert not {p.name for p in providers.select(["ours"])} & set(NAMES)
-    assert [p.name for p in providers.select(["ladder"])] == NAMES
-    assert [p.name for p in providers.select(["ladder-05"])] == ["ladder-05-queries-outside"]
-    assert [p.name for p in providers.select(["ladder-07-swizzle", "ladder-b1"])] == [
+    assert not {p.name for p in registry.select([])} & set(NAMES)
+    assert not {p.name for p in registry.select(["ours"])} & set(NAMES)
+    assert [p.name for p in registry.select(["ladder"])] == NAMES
+    assert [p.name for p in registry.select(["ladder-05"])] == ["ladder-05-queries-outside"]
+    assert [p.name for p in registry.select(["ladder-07-swizzle", "ladder-b1"])] == [
         "ladder-07-swizzle",
         "ladder-b1-backward",
     ]
-    assert {p.kind for p in providers.every()} == set(palette.KINDS)
+    assert {p.kind for p in registry.every()} == set(palette.KINDS)
 
 
 def test_every_rung_runs_something_of_its_suite(any_machine: None) -> None:
@@ -138,7 +138,7 @@ def test_on_a_cpu_every_row_says_why(no_ceilings: None) -> None:
 
 
 def test_the_compile_suite_answers_too() -> None:
-    rows = compile_time.rows(cases("compile")[0], providers.select(["ladder"]), CPU, lambda what, name: "")
+    rows = compile_time.rows(cases("compile")[0], registry.select(["ladder"]), CPU, lambda what, name: "")
     assert [r.provider for r in rows] == NAMES and all(r.status == "unsupported" and r.reason for r in rows)
 
 
@@ -148,9 +148,9 @@ def test_slow_rungs_wait_until_they_are_named(any_machine: None) -> None:
     many = bench_rungs.expected_s(rungs.get("03"), Shape(128, 2048, 2048, 128))  # a block for each of 128 heads
     assert many < bench_rungs.expected_s(rungs.get("03"), Shape(16, 2048, 2048, 128)) * 1.01
     big = case("t", "big", heads=16, length=16384, dim=128, dtype="float32")
-    three, five = providers.select(["ladder-03", "ladder-05"])
+    three, five = registry.select(["ladder-03", "ladder-05"])
     assert "--provider ladder-03-fused-16" in str(three.skipped(big, CUDA)) and five.skipped(big, CUDA) is None
-    assert providers.select(["ladder-01"])[0].matrices(big) == 4 * big.score_elements() and five.matrices(big) == 0
+    assert registry.select(["ladder-01"])[0].matrices(big) == 4 * big.score_elements() and five.matrices(big) == 0
 
 
 # ---- what they compute
@@ -172,7 +172,7 @@ def test_rows_are_right_by_the_benchmarks_rule(
     as_on_a_gpu: None, no_ceilings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execute, "Call", EmulatedCall)
-    chosen = providers.select(["ladder-01", "ladder-05", "ladder-09", "ladder-b1", "ladder-b3"])
+    chosen = registry.select(["ladder-01", "ladder-05", "ladder-09", "ladder-b1", "ladder-b3"])
     monkeypatch.setattr(runner, "select", lambda names: [dataclasses.replace(p, device=None) for p in chosen])
     shape = {"batch": 2, "length": 33, "len_k": 70, "mask": "causal"}
     small = {number: fitting(rungs.get(number), **shape) for number in ("05", "09", "b1", "b3")}
@@ -248,7 +248,7 @@ def test_the_librarys_backward_is_the_gradient_of_a_call(as_on_a_gpu: None, monk
     monkeypatch.setattr(strobe, "attention", lambda q, k, v, **how: asked.append(how) or v)
     what = fitting(rungs.get("b4"))
     x = make_tensors(what, CPU, 0)
-    prepared = providers.select(["ladder-b4"])[0].prepare(what, x)
+    prepared = registry.select(["ladder-b4"])[0].prepare(what, x)
     assert prepared.forward(x.q, x.k, x.v) is x.v and prepared.note == "the kernels of strobe-sm90"
     assert asked == [{"mask": strobe.full, "layout": "bhsd", "backend": "sm90"}]
 
@@ -258,7 +258,7 @@ def test_every_call_has_an_output_of_its_own(as_on_a_gpu: None, monkeypatch: pyt
     monkeypatch.setattr(execute, "Call", lambda rung, shape, device: seen.append)
     what = fitting(rungs.get("01"), batch=3, length=40)
     x = make_tensors(what, CPU, 0)
-    prepared = providers.select(["ladder-01"])[0].prepare(what, x)
+    prepared = registry.select(["ladder-01"])[0].prepare(what, x)
     first, second = (prepared.forward(x.q, x.k, x.v) for _ in range(2))
     assert prepared.layout == "bhsd" and first.shape == x.q.shape and first.data_ptr() != second.data_ptr()
     assert [t.o.data_ptr() for t in seen] == [first.data_ptr(), second.data_ptr()]
@@ -286,7 +286,7 @@ def test_reports_and_documents_know_the_kind() -> None:
 def test_only_scalar_rungs_may_round_more() -> None:
     """What a rung's way of adding up explains is allowed to that rung and to nobody else."""
     what = case("t", "x", heads=1, length=1024, dim=64)
-    found = {p.name: p.roundings(what) for p in providers.every()}
+    found = {p.name: p.roundings(what) for p in registry.every()}
     scalar = {n: found[name] for name in found for n in ("01", "03", "04", "05") if name.startswith(f"ladder-{n}")}
     assert scalar["03"] > scalar["04"] > scalar["05"] == scalar["01"] > 0
     allowed = {bench_rungs.name_of(rung) for rung in rungs.RUNGS if rung.element == "float"}

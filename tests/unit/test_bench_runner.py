@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strobe.backends.dispatch import get as provider_backend
-from strobe.bench import exactness, providers, reading, request, results as files, runner, suites
+from strobe.bench import exactness, read_results, registry, request, results as files, runner, suites
 from strobe.bench.case import BenchCase, case
 from strobe.bench.exactness import Judge
 from strobe.bench.inputs import Tensors, make_tensors
@@ -139,7 +139,7 @@ def test_a_run_that_is_stopped_leaves_what_it_had(zoo: None, tmp_path: Path) -> 
 
     with pytest.raises(KeyboardInterrupt):
         runner.Runner(Request(("t",), CPU, settings=QUICK, out=out)).run(stop)
-    found = reading.load(out)
+    found = read_results.load(out)
     assert not found.complete and len(found.rows) == 2 * len(ZOO)
 
 
@@ -147,7 +147,7 @@ def test_real_providers_agree_on_the_cpu(zoo: None) -> None:
     """Ours and PyTorch's, with softcap, sinks, bias and a window; those that cannot say so."""
     request = Request(("models",), CPU, settings=QUICK, profile=False)
     work = runner.Runner(request)
-    work.providers = providers.select(["strobe-tiled", "strobe-aten_cpu", "eager", "torch-math", "torch-flash"])
+    work.providers = registry.select(["strobe-tiled", "strobe-aten_cpu", "eager", "torch-math", "torch-flash"])
     shape = {"heads": 4, "heads_k": 2, "length": 40, "dim": 16, "dtype": "float32"}
     work.cases = [
         case("t", "softcap", **shape, mask="window(9, 0)", softcap=5.0),
@@ -179,7 +179,7 @@ def test_every_method_has_its_rows(zoo: None, tmp_path: Path) -> None:
     """One check of each provider serves both methods; what is refused is refused in both."""
     asked = Request(("t",), CPU, (TURNS, SUSTAINED), settings=QUICK, sustained=SHORT, out=tmp_path / "r.json")
     runner.Runner(asked).run()
-    found = reading.load(tmp_path / "r.json")
+    found = read_results.load(tmp_path / "r.json")
     assert len(found.rows) == 2 * len(ZOO) * len(CASES) and found.methods() == [TURNS, SUSTAINED]
     assert len({row.identity for row in found.rows}) == len(found.rows)
     assert found.method["sustained"]["repeats"] == 2 and SUSTAINED in found.method["methods"]
@@ -301,7 +301,7 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
     unlike = {(c.dim, c.value_dim, c.mask, c.group, c.softcap, c.sinks, c.bias): c for c in made}
     monkeypatch.setattr(request, "cases", lambda suite, direction, on_gpu: list(unlike.values()))
     work = runner.Runner(Request(("t",), CPU, settings=QUICK, profile=False))
-    work.providers = providers.select(asked)
+    work.providers = registry.select(asked)
     found = work.run()
     for row in found.rows:
         assert row.timed or (row.status == "unsupported" and row.reason and "\n" not in row.reason), row
@@ -315,7 +315,7 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
 
 def test_tiles_of_a_backward_are_tuned_elsewhere() -> None:
     what = case("t", "x", heads=1, length=64, dim=64, tile=(64, 64), direction="backward")
-    (provider,) = providers.select(["strobe-sm90"])
+    (provider,) = registry.select(["strobe-sm90"])
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(Refusal, match="strobe tune --pass backward"),

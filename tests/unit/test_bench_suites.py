@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strobe.bench import names, providers, reading, suites
+from strobe.bench import names, read_results, registry, suites
 from strobe.bench.case import case
 from strobe.bench.suites import cases
 
@@ -32,7 +32,7 @@ def test_keys_are_unique_and_survive_json(suite: str, direction: str) -> None:
     for on_gpu in (False, True):
         made = cases(suite, direction, on_gpu)
         assert len({c.key for c in made}) == len(made) > 0
-        assert [reading._case(c.to_dict(), "case") for c in made] == made
+        assert [read_results._case(c.to_dict(), "case") for c in made] == made
 
 
 def test_flops_and_bytes() -> None:
@@ -75,14 +75,14 @@ def test_names_are_refused_with_the_allowed_ones() -> None:
     with pytest.raises(ValueError, match="forward, backward, both"):
         cases("grid36", "sideways")
     with pytest.raises(ValueError, match="strobe-tiled.*got 'nobody'"):
-        providers.select(["nobody"])
+        registry.select(["nobody"])
 
 
 def test_providers_are_selected_by_name_kind_and_prefix() -> None:
-    assert [p.name for p in providers.select(["eager"])] == ["eager"]
-    assert {p.kind for p in providers.select(["standard"])} == {"standard"}
-    assert all(p.name.startswith("torch-") for p in providers.select(["torch"]))
-    names = [p.name for p in providers.every()]
+    assert [p.name for p in registry.select(["eager"])] == ["eager"]
+    assert {p.kind for p in registry.select(["standard"])} == {"standard"}
+    assert all(p.name.startswith("torch-") for p in registry.select(["torch"]))
+    names = [p.name for p in registry.every()]
     assert len(set(names)) == len(names)
     for wanted in (
         "torch-math",

@@ -481,9 +481,9 @@ needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason="no NVRT
 @pytest.fixture
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernel of each (dtype, head dim): every one takes its half second."""
-    from strobe.cuda import catalogue
+    from strobe.cuda import families
 
-    every = catalogue.variants
+    every = families.variants
 
     def first_of_each(arch: str):
         seen = set()
@@ -495,19 +495,19 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
                 seen.add(key)
                 yield variant
 
-    monkeypatch.setattr(catalogue, "variants", first_of_each)
+    monkeypatch.setattr(families, "variants", first_of_each)
 
 
 @needs_nvrtc
 def test_compile_makes_a_layer(strobe_command, few_variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strobe.cuda import catalogue
+    from strobe.cuda import families
 
     out = tmp_path / "kernels"
     result = strobe_command("compile", "--arch", "sm_80", "--out", str(out), "--dtype", "bfloat16", "--head-dim", "60")
     assert result.code == 0, result.err
     assert f"STROBE_CUBIN_PATH={out}" in result.out
     wanted = ("bf16", 64, 64)
-    variants = [v for v in catalogue.variants("sm_80") if (v.element, v.facts["dim"], v.facts["dim_v"]) == wanted]
+    variants = [v for v in families.variants("sm_80") if (v.element, v.facts["dim"], v.facts["dim_v"]) == wanted]
     assert len(list(out.glob("*.cubin"))) == len(list(out.glob("*.cu"))) == len(variants) == 1
     monkeypatch.setenv("STROBE_CUBIN_PATH", str(out))
     monkeypatch.setenv("STROBE_NO_COMPILE", "1")

@@ -16,7 +16,7 @@ from oracle import check
 
 import strobe
 from strobe.arguments import Arguments
-from strobe.bound import bind
+from strobe.bound_call import bind
 from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
 from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.launch import Launcher

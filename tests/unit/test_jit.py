@@ -15,7 +15,7 @@ from pathlib import Path
 import cubins
 import pytest
 
-from strobe.cuda import cache as store, cubin, jit
+from strobe.cuda import cache as store, jit, ptxas_log
 
 needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 SOURCE = 'extern "C" __global__ void kernel(float* p) { p[threadIdx.x] = 1.5f; }\n'
@@ -106,7 +106,7 @@ def test_the_shipped_headers_resolve():
 def test_compile_gives_machine_code_and_the_assemblers_log():
     compiled = jit.compile(SOURCE, "sm_90a")
     assert set(cubins.inspect(compiled.cubin)) == {"kernel"}
-    assert "registers" in compiled.log and cubin.spills(compiled.log) == 0
+    assert "registers" in compiled.log and ptxas_log.spills(compiled.log) == 0
     assert compiled.nvrtc == jit.nvrtc_version() and compiled.seconds > 0
 
 
@@ -123,7 +123,7 @@ def test_the_log_and_the_cubin_show_what_a_kernel_costs():
     assert info.registers == int(re.search(r"Used (\d+) registers", roomy.log)[1])
     assert (info.static_smem, info.max_threads, info.stack_frame) == (256, 256, 0)
     assert [size for _, size in info.params] == [8, 8]
-    assert cubin.spills(roomy.log) == 0 < cubin.spills(tight.log)
+    assert ptxas_log.spills(roomy.log) == 0 < ptxas_log.spills(tight.log)
     assert cubins.inspect(tight.cubin)["kernel"].stack_frame > 0
 
 
@@ -138,7 +138,7 @@ def test_options_reach_the_compiler():
 def test_warnings_are_found_in_a_log():
     log = "ptxas info : (C7512) wgmma.mma_async instructions are serialized due to x\nptxas info : Used 24 registers\n"
     log += "ptxas info : (C7508) Potential: 'setmaxnreg' ignored to maintain minimum register requirements.\n"
-    assert [line[13:20] for line in cubin.warnings(log)] == ["(C7512)", "(C7508)"]
+    assert [line[13:20] for line in ptxas_log.warnings(log)] == ["(C7512)", "(C7508)"]
 
 
 @needs_nvrtc

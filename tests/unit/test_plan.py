@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from kernel_cases import SUPPORTED
 from oracle import check, prepare
 
-from strobe.cuda import catalogue, forward_sm80, forward_sm90, jit
+from strobe.cuda import families, forward_sm80, forward_sm90, jit
 from strobe.cuda.backward_plan import sections_of_keys
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims, section, tile_bytes
@@ -89,7 +89,7 @@ def test_a_tile_is_whole_panels() -> None:
 # ---- variants --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arch", [*ARCHS, "sm_90a"])
 def test_variants_fit_into_shared_memory(arch: str) -> None:
-    found = list(catalogue.variants(arch, exhaustive=True))
+    found = list(families.variants(arch, exhaustive=True))
     assert found and len({v.name for v in found}) == len(set(found)), "two variants of one name"
     for variant in found:
         most = forward_sm80.SMEM_BYTES[forward_sm80.generation(arch)] // variant.blocks_per_sm
@@ -99,7 +99,7 @@ def test_variants_fit_into_shared_memory(arch: str) -> None:
 
 def test_common_variants_are_among_all() -> None:
     for arch in ("sm_80", "sm_90a"):
-        assert set(catalogue.variants(arch)) <= set(catalogue.variants(arch, exhaustive=True))
+        assert set(families.variants(arch)) <= set(families.variants(arch, exhaustive=True))
 
 
 def facts(kernel: TemplateKernel) -> tuple[object, ...]:

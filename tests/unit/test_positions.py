@@ -11,7 +11,7 @@ import strobe
 from strobe import call
 from strobe.api import attend
 from strobe.arguments import Arguments
-from strobe.bound import bind, lookup
+from strobe.bound_call import bind, lookup
 from strobe.mask import Positions
 
 LENGTH = 29

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import claims, reading, studies, training_costs
+from strobe.bench import claims, read_results, studies, training_costs
 from strobe.bench.results import Results
 from strobe.bench.results_page import cells_table
 from strobe.measure.method import SUSTAINED
@@ -30,7 +30,7 @@ def block(root: Path) -> str:
     study = studies.load(root, "training")
     if study is None or not all(path.exists() for path in paths):
         return ""
-    grid, sustained, grouped = map(reading.load, paths)
+    grid, sustained, grouped = map(read_results.load, paths)
     ahead = claims.ratios(grid, "grid36", OURS, CUDNN, "backward")
     cases = {row.case.key: row.case for row in grid.rows if row.case.key in ahead}
     lines = [

@@ -111,7 +111,7 @@ def bench(
         return
     from rich.console import Console
 
-    from strobe.bench import reading
+    from strobe.bench import read_results
     from strobe.bench.request import Request
     from strobe.measure import stopwatch, sustained
 
@@ -120,7 +120,7 @@ def bench(
         console = Console(highlight=False, width=150)  # a file or a pipe has room
     try:
         if result is not None:
-            found = reading.load(result)
+            found = read_results.load(result)
         else:
             where = _device(device)
             _ask_before_hours(suite or [], where, yes, bool(only))
@@ -140,7 +140,7 @@ def bench(
                 compile_limit_s=compile_limit_s,
             )
             found = _measure(request)
-        old = None if compare is None else reading.load(compare)
+        old = None if compare is None else read_results.load(compare)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if result is None:
@@ -177,10 +177,10 @@ def report(
     figures: Annotated[bool, typer.Option(help="Also write PNG and SVG files (needs matplotlib).")] = True,
 ) -> None:
     """Write results as one self-contained HTML page, and its figures as PNG and SVG."""
-    from strobe.bench import reading
+    from strobe.bench import read_results
 
     try:
-        loaded = [reading.load(path) for path in results]
+        loaded = [read_results.load(path) for path in results]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     _report(loaded, out, figures)
@@ -215,14 +215,14 @@ def _compare(old: Results, found: Results, tolerance: float, console: Console, n
 
 
 def _list(suite: list[str] | None, direction: str) -> None:
-    from strobe.bench import providers, suites
+    from strobe.bench import registry, suites
 
     for name in suite or SUITES:
         typer.echo(f"{name}: {SUITES[name][0]}")
         for case in suites.cases(name, direction):
             typer.echo(f"  {case.key}")
     typer.echo("providers:")
-    for provider in providers.every():
+    for provider in registry.every():
         typer.echo(f"  {provider.name:27} {provider.kind:9} {provider.summary}")
 
 

@@ -14,7 +14,7 @@ import torch
 from strobe.bench import first_call
 from strobe.bench.case import BenchCase
 from strobe.bench.provider import Provider, Refusal
-from strobe.bench.reasons import explain
+from strobe.bench.refusals import explain
 from strobe.bench.results import Row, Timing
 from strobe.measure.statistics import summarise
 from strobe.measure.units import milliseconds
@@ -78,7 +78,7 @@ def _called(backend: str, case: BenchCase, device: torch.device) -> _Measured:
 def _variant(backend: str, case: BenchCase, device: torch.device) -> Any:
     """The kernel that computes; a backward has smaller ones beside it."""
     from strobe.cuda import backend as cuda_backend
-    from strobe.cuda.catalogue import FAMILIES
+    from strobe.cuda.families import FAMILIES
     from strobe.cuda.plan import Machine
 
     if case.direction == "both":

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import strobe
 from strobe.arguments import Arguments
 from strobe.distributed import Counted, ShardPlan, attention, shard
+from strobe.distributed.choose_method import rank_of
 from strobe.distributed.cost import Shape, possible, sent
 from strobe.distributed.method import Task
-from strobe.distributed.methods import rank_of
 from strobe.distributed.step import Keys, Rest, State
 from strobe.distributed.transport import GroupTransport
 from strobe.measure import units

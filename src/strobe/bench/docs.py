@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from strobe.bench import backward_page, claims, figures, ledger, reading, studies, training
+from strobe.bench import backward_page, claims, figures, ledger, read_results, studies, training
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
 from strobe.bench.results import Results
@@ -31,7 +31,7 @@ def committed(root: Path) -> Machines:
     paths = (root / "benchmarks" / "results").glob("*/*.json")
     for path in sorted(paths, key=lambda path: (path.parent.name, path.stem)):
         if json.loads(path.read_text(encoding="utf-8")).get("kind") == "strobe bench":
-            found[path.parent.name][path.stem] = reading.load(path)
+            found[path.parent.name][path.stem] = read_results.load(path)
     return dict(found)
 
 

@@ -98,7 +98,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         _wait(device)
         ms = (time.perf_counter() - begun) * 1e3
     except Exception as error:  # becomes a row in the process that asked
-        from strobe.bench.reasons import explain
+        from strobe.bench.refusals import explain
 
         status, reason = explain(error)
         return {"status": status, "reason": reason}

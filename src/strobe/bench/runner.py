@@ -21,11 +21,11 @@ from strobe.bench.inputs import Tensors, make_tensors
 from strobe.bench.kernel_names import kernels_that_ran
 from strobe.bench.prepare import compile_ahead, time_limit
 from strobe.bench.provider import Forward, Prepared, Provider, Refusal, from_layout, to_layout
-from strobe.bench.providers import select
-from strobe.bench.reasons import explain
+from strobe.bench.refusals import explain
+from strobe.bench.registry import select
 from strobe.bench.request import Request
+from strobe.bench.result_row import finished
 from strobe.bench.results import Results, Row
-from strobe.bench.row import finished
 from strobe.bench.torch_attention import SDPA_BACKENDS, why_no_kernel
 from strobe.measure import do_bench, provenance, turns, units
 from strobe.measure.clocks import Monitor

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from strobe.bench import claims, reading, results, training_costs
+from strobe.bench import claims, read_results, results, training_costs
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import make_tensors
 from strobe.bench.provider import to_layout
-from strobe.bench.providers import select
+from strobe.bench.registry import select
 from strobe.bench.suites import cases
-from strobe.cuda import cubin, forward_sm90, jit
+from strobe.cuda import forward_sm90, jit, ptxas_log
 from strobe.cuda.kernel import TemplateKernel
 from strobe.measure import provenance
 from strobe.measure.statistics import percentile
@@ -112,7 +112,7 @@ def _best_moments(root: Path) -> list[str]:
     path = root / RESULTS / "grid36.json"
     if not path.exists():
         return []
-    grid = reading.load(path)
+    grid = read_results.load(path)
     ways = (lambda row: row.timing.summary.median, lambda row: row.timing.summary.p5)
     median, best = (claims.mean_ratio(claims.ratios(grid, "grid36", *_BOTH, of=way)) for way in ways)
     found = f"{median:.3f} by medians, {best:.3f} by 5th percentiles"
@@ -181,7 +181,7 @@ def _variant(variant: TemplateKernel, arch: str) -> dict[str, Any]:
         tries += [jit.compile(variant.source, arch) for _ in range(2)]
     log, seconds = tries[0].log, [round(done.seconds, 3) for done in tries]
     times = {"seconds": statistics.median(seconds), "tries": seconds}
-    return {**variant.facts, **times} | {"spills": cubin.spills(log), "warnings": len(cubin.warnings(log))}
+    return {**variant.facts, **times} | {"spills": ptxas_log.spills(log), "warnings": len(ptxas_log.warnings(log))}
 
 
 def variants_tables(root: Path) -> list[list[str]]:

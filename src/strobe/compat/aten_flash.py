@@ -12,9 +12,9 @@ import torch
 
 from strobe import call
 from strobe.arguments import Arguments
-from strobe.bound import lookup
+from strobe.bound_call import lookup
 from strobe.checks import with_longest
-from strobe.compat import terms
+from strobe.compat import flash_terms
 from strobe.mask import used_keys
 from strobe.problem import Unsupported
 
@@ -96,12 +96,12 @@ def _flash_forward(
 ) -> tuple[torch.Tensor, ...]:
     """(out, LSE, rng_state, unused, debug_mask). `seqused_k`, (sequences,): so many of the keys are in use. `num_splits`
     is a hint that we do not need: no result of ours depends on what else is in the batch."""
-    terms.refuse(block_table=(block_table, terms.NO_PAGES))
+    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     a = _arguments(query, key, value, dropout_p, is_causal, scale, window_size_left, window_size_right, alibi_slopes)
     a = _with_sequences(a, cum_seq_q, cum_seq_k, max_q, max_k)
     if seqused_k is not None:
         len_q = query.shape[1] if cum_seq_q is None else cum_seq_q.diff()
-        positions = terms.positions_of(seqused_k.shape[0], len_q, seqused_k, 0, query.device)
+        positions = flash_terms.positions_of(seqused_k.shape[0], len_q, seqused_k, 0, query.device)
         a = a._replace(mask=a.mask & used_keys, positions=positions)
     return _forward(a._replace(out=out), return_debug_mask)
 
@@ -160,10 +160,10 @@ def _arguments(
     slopes: _Maybe = None,
     layout: str = "bshd",
 ) -> Arguments:
-    q, k, v = (terms.last_axis_contiguous(t) for t in (q, k, v))
-    mask = terms.mask_of(is_causal, -1 if left is None else left, -1 if right is None else right)
+    q, k, v = (flash_terms.last_axis_contiguous(t) for t in (q, k, v))
+    mask = flash_terms.mask_of(is_causal, -1 if left is None else left, -1 if right is None else right)
     return Arguments(
-        q, k, v, mask=mask, scale=scale, score=terms.score_of(0.0, slopes), dropout=dropout, layout=layout,
+        q, k, v, mask=mask, scale=scale, score=flash_terms.score_of(0.0, slopes), dropout=dropout, layout=layout,
         return_lse=True, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def _backward(
     """Gradients from the output and the LSE of the whole, whatever part of the keys the call has."""
     if a.dropout:
         a = a._replace(seed=int(rng_state[0]))
-    dout, out = (terms.last_axis_contiguous(t) for t in (dout, out))
+    dout, out = (flash_terms.last_axis_contiguous(t) for t in (dout, out))
     with torch.no_grad():
         a = a if a.cu_q is None else with_longest(a)
         dq, dk, dv = lookup(a).backward(_QKV, a, out, lse, dout, None)[:3]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from strobe.compat import kvcache, terms
+from strobe.compat import flash_terms, kvcache
 from strobe.compat.flash_attn import kernels
 
 _Maybe = torch.Tensor | None
@@ -153,10 +153,10 @@ def fwd_kvcache(
     num_splits: int,
 ) -> list[torch.Tensor]:
     """[out, LSE]"""
-    terms.refuse(block_table=(block_table, terms.NO_PAGES))
+    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     found, lse = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
-        terms.mask_of(bool(causal), window_size_left, window_size_right), terms.score_of(softcap, alibi_slopes),
+        flash_terms.mask_of(bool(causal), window_size_left, window_size_right), flash_terms.score_of(softcap, alibi_slopes),
         rotary_interleaved, True,
     )  # fmt: skip
     return _into(out, (found, kernels.empty_rows_as_inf(lse)))

@@ -14,9 +14,9 @@ import torch
 from strobe import call
 from strobe.api import attend
 from strobe.arguments import Arguments
-from strobe.bound import lookup
+from strobe.bound_call import lookup
 from strobe.checks import with_longest
-from strobe.compat import kvcache, terms
+from strobe.compat import flash_terms, kvcache
 from strobe.mask import used_keys
 
 _Maybe = torch.Tensor | None
@@ -161,14 +161,14 @@ def flash_attn_with_kvcache(
     """Queries against the first `cache_seqlens` rows of a cache (batch_cache, capacity, heads_k, dim), to which k and v
     are appended in place. Queries are (batch, len_q, heads, dim), or (total_q, heads, dim) with `cu_seqlens_q`. Returns
     the output; with `return_softmax_lse` (output, LSE, None, None): there are no partial results to show."""
-    terms.refuse(
-        page_table=(page_table, terms.NO_PAGES),
+    flash_terms.refuse(
+        page_table=(page_table, flash_terms.NO_PAGES),
         qv=(qv, "the cached form of absorbed attention is not built; flash_attn_func takes qv"),
     )
     _refuse_fp8(q_descale, k_descale, v_descale)
     found = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-        softmax_scale, terms.mask_of(bool(causal), *window_size, attention_chunk), terms.score_of(softcap, None),
+        softmax_scale, flash_terms.mask_of(bool(causal), *window_size, attention_chunk), flash_terms.score_of(softcap, None),
         rotary_interleaved, return_softmax_lse, cu_q=cu_seqlens_q, max_q=max_seqlen_q, cu_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
@@ -261,8 +261,8 @@ def _flash_attn_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, LSE, empty, empty), which autograd does not see. Caches go through `flash_attn_with_kvcache`."""
     why = "flash_attn_with_kvcache is the function for caches"
-    terms.refuse(
-        page_table=(page_table, terms.NO_PAGES), k_new=(k_new, why), v_new=(v_new, why), rotary_cos=(rotary_cos, why),
+    flash_terms.refuse(
+        page_table=(page_table, flash_terms.NO_PAGES), k_new=(k_new, why), v_new=(v_new, why), rotary_cos=(rotary_cos, why),
         cu_seqlens_k_new=(cu_seqlens_k_new, why), kv_batch_idx=(kv_batch_idx, why), leftpad_k=(leftpad_k, why),
     )  # fmt: skip
     _refuse_fp8(q_descale, k_descale, v_descale)
@@ -309,7 +309,7 @@ def _flash_attn_backward(
         )  # fmt: skip
         a = _with_used(a, sequed_q, sequed_k)
         a = with_longest(a) if a.cu_q is not None else a
-        dout, out = (terms.last_axis_contiguous(t).detach() for t in (dout, out))
+        dout, out = (flash_terms.last_axis_contiguous(t).detach() for t in (dout, out))
         found = lookup(a).backward((True, True, True, False, False), a, out, softmax_lse, dout, None)
         for into, gradient in zip((dq, dk, dv), found[:3], strict=True):
             if into is not None and gradient is not None:
@@ -318,11 +318,13 @@ def _flash_attn_backward(
 
 
 def maybe_contiguous(x: Any) -> Any:
-    return terms.last_axis_contiguous(x)
+    return flash_terms.last_axis_contiguous(x)
 
 
 def _refuse_fp8(q: _Maybe, k: _Maybe, v: _Maybe) -> None:
-    terms.refuse(q_descale=(q, terms.NO_FP8), k_descale=(k, terms.NO_FP8), v_descale=(v, terms.NO_FP8))
+    flash_terms.refuse(
+        q_descale=(q, flash_terms.NO_FP8), k_descale=(k, flash_terms.NO_FP8), v_descale=(v, flash_terms.NO_FP8)
+    )
 
 
 def _arguments(
@@ -339,9 +341,9 @@ def _arguments(
     if qv is not None:  # (q, qv) · (k, v)
         q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    q, k, v = map(terms.last_axis_contiguous, (q, k, v))
-    mask = terms.mask_of(bool(causal), *window_size, attention_chunk)
-    return Arguments(q, k, v, mask=mask, scale=scale, score=terms.score_of(softcap, None))
+    q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
+    mask = flash_terms.mask_of(bool(causal), *window_size, attention_chunk)
+    return Arguments(q, k, v, mask=mask, scale=scale, score=flash_terms.score_of(softcap, None))
 
 
 def _with_used(a: Arguments, used_q: _Maybe, used_k: _Maybe) -> Arguments:
@@ -351,12 +353,12 @@ def _with_used(a: Arguments, used_q: _Maybe, used_k: _Maybe) -> Arguments:
     batch = a.q.shape[0] if a.cu_q is None else a.cu_q.numel() - 1
     len_q: Any = used_q if used_q is not None else a.q.shape[1] if a.cu_q is None else a.cu_q.diff()
     len_k: Any = used_k if used_k is not None else a.k.shape[1] if a.cu_k is None else a.cu_k.diff()
-    positions = terms.positions_of(batch, len_q, len_k, 0, a.q.device)
+    positions = flash_terms.positions_of(batch, len_q, len_k, 0, a.q.device)
     return a._replace(mask=a.mask & used_keys, positions=positions)
 
 
 def _run(a: Arguments, dim_v: int) -> Any:
-    q, k, v = terms.padded(a.q, a.k, a.v)
+    q, k, v = flash_terms.padded(a.q, a.k, a.v)
     found = attend(a._replace(q=q, k=k, v=v))
     out, *lse = found if a.return_lse else (found,)
     out = out if out.shape[-1] == dim_v else out[..., :dim_v]

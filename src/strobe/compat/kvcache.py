@@ -12,7 +12,7 @@ import torch
 
 from strobe.api import attend as attend_to
 from strobe.arguments import Arguments
-from strobe.compat import terms
+from strobe.compat import flash_terms
 from strobe.mask import Mask, used_keys
 from strobe.nn.rotary import rotate
 from strobe.score import Score
@@ -43,7 +43,7 @@ def attend(
     cu_new: _Maybe = None,
     rotary_seqlens: _Maybe = None,  # (batch,): where rotary positions start, if not at cache_seqlens
 ) -> Any:
-    q, k, v = map(terms.last_axis_contiguous, (q, k, v))
+    q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
     batch = q.shape[0] if cu_q is None else cu_q.numel() - 1
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
@@ -97,7 +97,7 @@ def _looked_up(
         return a
     first = 0 if leftpad is None else leftpad
     len_q = a.q.shape[1] if cu_q is None else cu_q.diff()
-    positions = terms.positions_of(batch, len_q, used - first, first, a.q.device)
+    positions = flash_terms.positions_of(batch, len_q, used - first, first, a.q.device)
     return a._replace(mask=a.mask & used_keys, positions=positions)
 
 

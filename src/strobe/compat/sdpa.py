@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from strobe.compat import aten_flash
-from strobe.drop_in import sdpa
 from strobe.problem import Unsupported
+from strobe.scaled_dot_product import sdpa
 
 NAME = "strobe"
 _FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)

@@ -13,7 +13,7 @@ from strobe.arguments import Arguments, Layout
 from strobe.backends.backend import Backend, Gradients
 from strobe.cuda import driver, forward_sm90, jit
 from strobe.cuda.backward_plan import TENSORS, group_parts
-from strobe.cuda.catalogue import FAMILIES, Family
+from strobe.cuda.families import FAMILIES, Family
 from strobe.cuda.launch import Launcher, address, allocator
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.problem import Problem, Strides
@@ -269,7 +269,7 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
 
 def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
     """The plan is made in the first call, from the tensors it sees: whoever calls again has tensors of the same shapes,
-    strides and alignment (`strobe.bound.signature`)."""
+    strides and alignment (`strobe.bound_call.signature`)."""
     launcher: Launcher | None = None
     again: Any = None
     device = problem.device.index or 0

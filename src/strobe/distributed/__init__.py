@@ -2,7 +2,7 @@
 
 from strobe.distributed.api import attention, unshard
 from strobe.distributed.decoding import decode, merge
-from strobe.distributed.plan import ShardPlan, join, shard
+from strobe.distributed.shard_plan import ShardPlan, join, shard
 from strobe.distributed.transport import Counted, Transport
 
 __all__ = ["Counted", "ShardPlan", "Transport", "attention", "decode", "join", "merge", "shard", "unshard"]

@@ -9,7 +9,7 @@ import torch
 from strobe import api
 from strobe.arguments import Arguments
 from strobe.distributed import operation
-from strobe.distributed.plan import ShardPlan, join
+from strobe.distributed.shard_plan import ShardPlan, join
 from strobe.distributed.transport import names_of, resolve, sizes_of
 from strobe.mask import Mask
 from strobe.problem import any_requires_grad

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from strobe.distributed import spans as sets
-from strobe.distributed.chains import chains
 from strobe.distributed.gather import STAGES
 from strobe.distributed.pieces import Axis, pieces
-from strobe.distributed.plan import ShardPlan
+from strobe.distributed.routes import chains
+from strobe.distributed.shard_plan import ShardPlan
 from strobe.distributed.ulysses import is_shared, shares_of
 
 METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")

@@ -12,7 +12,7 @@ import torch
 from strobe.arguments import Arguments
 from strobe.distributed.merging import add_sinks_, merge_
 from strobe.distributed.pieces import Axis, Piece, pieces
-from strobe.distributed.plan import ShardPlan
+from strobe.distributed.shard_plan import ShardPlan
 from strobe.distributed.step import Keys, State, Step
 from strobe.distributed.transport import names_of, resolve
 from strobe.mask import Mask, full

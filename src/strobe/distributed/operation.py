@@ -17,16 +17,16 @@ from strobe import api
 from strobe.arguments import Arguments
 from strobe.autograd import without_autocast
 from strobe.checks import lse_dtype
-from strobe.compiled import is_traced
-from strobe.distributed.agree import agree
+from strobe.distributed.agreement import agree
+from strobe.distributed.choose_method import check_name, chosen, make, rank_of, shape_of
 from strobe.distributed.method import Method, Task
-from strobe.distributed.methods import check_name, chosen, make, rank_of, shape_of
-from strobe.distributed.plan import ShardPlan, parse_plan
+from strobe.distributed.shard_plan import ShardPlan, parse_plan
 from strobe.distributed.step import Rest
 from strobe.distributed.transport import Transport, resolve
 from strobe.mask import parse_mask
 from strobe.problem import Problem
 from strobe.score import identity, parse_score
+from strobe.traced import is_traced
 
 _Maybe = torch.Tensor | None
 # Name -> type in the schema of the operations.

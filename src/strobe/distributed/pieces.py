@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from strobe.distributed import spans as sets
-from strobe.distributed.plan import Run, runs
+from strobe.distributed.shard_plan import Run, runs
 from strobe.distributed.spans import Spans
 from strobe.mask import Mask, Positions
 

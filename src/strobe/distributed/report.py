@@ -5,7 +5,7 @@ from __future__ import annotations
 from strobe.distributed import spans as sets
 from strobe.distributed.cost import Estimate, Machine, Shape, estimate, possible
 from strobe.distributed.pieces import Axis, pieces
-from strobe.distributed.plan import ShardPlan
+from strobe.distributed.shard_plan import ShardPlan
 
 _COLUMNS = 64
 _SHOWN = 8  # ranks in a picture; of more, the first and the last ones

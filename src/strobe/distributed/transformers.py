@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from strobe.distributed.api import attention
-from strobe.distributed.plan import ShardPlan
+from strobe.distributed.shard_plan import ShardPlan
 from strobe.mask import Mask, causal, full, window
 from strobe.problem import Unsupported
 

@@ -15,7 +15,7 @@ import torch
 
 from strobe import call
 from strobe.arguments import Arguments
-from strobe.bound import lookup
+from strobe.bound_call import lookup
 from strobe.checks import lse_dtype, with_longest
 from strobe.distributed import spans as sets
 from strobe.distributed.method import Gradients, Method, Result, Task, like, taken

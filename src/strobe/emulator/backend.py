@@ -15,7 +15,7 @@ import torch
 from strobe.arguments import Arguments, Layout
 from strobe.backends.backend import Backend, Gradients
 from strobe.cuda import backend as cuda_backend
-from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.families import FAMILIES
 from strobe.cuda.plan import COUNTER, COUNTERS, Machine, Plan
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed

@@ -19,7 +19,7 @@ from strobe.bench.names import PASSES
 from strobe.learn import cli as learning
 from strobe.learn.ladder import cli as ladder
 from strobe.measure.method import SUSTAINED, TURNS
-from strobe.tools import plan as planning
+from strobe.tools import plan_command as planning
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +235,7 @@ def compile(
     """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
     if wrong := [a for a in arch if not re.fullmatch(r"sm_\d+[af]?", a)]:
         raise UserError(f"--arch must look like sm_80 or sm_90a, got {wrong[0]!r}")
-    from strobe.cuda import catalogue, jit, plan
+    from strobe.cuda import families, jit, plan
     from strobe.measure import units
 
     elements = {str(d).removeprefix("torch."): element for d, element in plan.ELEMENTS.items()}
@@ -245,11 +245,11 @@ def compile(
         raise UserError(f"cannot compile here: {problem}")
     wanted = {elements[d] for d in dtype or elements}
     try:
-        every = [variant for a in dict.fromkeys(arch) for variant in catalogue.variants(a)]
+        every = [variant for a in dict.fromkeys(arch) for variant in families.variants(a)]
     except ValueError as error:
         raise UserError(str(error)) from error
     variants = [
-        v for v in every if v.element in wanted and (not head_dim or any(catalogue.serves(v, d) for d in head_dim))
+        v for v in every if v.element in wanted and (not head_dim or any(families.serves(v, d) for d in head_dim))
     ]
     if not variants:
         raise UserError(
@@ -381,7 +381,7 @@ def _tuned(direction: str, family: str | None, device: torch.device) -> Subject:
     return tune_backward.subject(chosen, backend.machine_of(device).arch.rstrip("af") if able else "sm_80")
 
 
-# ---- bench, report: strobe.bench.cli; plan: strobe.tools.plan; ladder, explain-page: strobe.learn
+# ---- bench, report: strobe.bench.cli; plan: strobe.tools.plan_command; ladder, explain-page: strobe.learn
 
 app.command()(benchmark.bench)
 app.command()(benchmark.report)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from strobe.bench.tile_speeds import means
-from strobe.cuda import backend, cubin, jit
+from strobe.cuda import backend, jit, ptxas_log
 from strobe.cuda.kernel import KernelSpec
 from strobe.cuda.plan import Dims, Machine, Plan
 from strobe.cuda.tuned import tile_name
@@ -73,8 +73,8 @@ def compiles(variant: KernelSpec) -> str | None:
     except jit.CompileError:
         return "does not compile"
     log = artifact.log or jit.compile(variant.source, variant.arch).log  # what comes from the cache has none
-    warnings = cubin.warnings(log)
-    return "spills" if cubin.spills(log) else warnings[0] if warnings else None
+    warnings = ptxas_log.warnings(log)
+    return "spills" if ptxas_log.spills(log) else warnings[0] if warnings else None
 
 
 def unable(tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dict[Any, str]:

@@ -18,7 +18,7 @@ from strobe.bench.exactness import Judge
 from strobe.bench.inputs import Tensors, make_tensors
 from strobe.bench.provider import from_layout, to_layout
 from strobe.cuda.backward_plan import KINDS
-from strobe.cuda.catalogue import FAMILIES
+from strobe.cuda.families import FAMILIES
 from strobe.cuda.features import Features
 from strobe.cuda.forward_sm80 import generation
 from strobe.cuda.launch import Launcher, addresses_of
@@ -35,7 +35,7 @@ _META = torch.device("meta")  # plans need no tensors
 @dataclass(frozen=True, kw_only=True)
 class BackwardCase(BenchCase):
     kind: str  # "backward sm_90a": one of KINDS, and whose kernels
-    family: str  # of catalogue.FAMILIES
+    family: str  # of families.FAMILIES
 
     @property
     def tuned_flops(self) -> int:

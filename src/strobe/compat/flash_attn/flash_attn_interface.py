@@ -13,7 +13,7 @@ import torch
 
 from strobe.api import attend
 from strobe.arguments import Arguments
-from strobe.compat import flash_attn_2_cuda as flash_attn_gpu, kvcache, terms
+from strobe.compat import flash_attn_2_cuda as flash_attn_gpu, flash_terms, kvcache
 from strobe.compat.flash_attn.kernels import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -143,7 +143,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """`flash_attn_func` of sequences of different lengths: q is (total_q, heads, dim), k and v (total_k, heads_k, dim),
     sequence i is the rows cu_seqlens[i] to cu_seqlens[i + 1]. The LSE is (heads, total_q)."""
-    terms.refuse(block_table=(block_table, terms.NO_PAGES))
+    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     return _run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -220,10 +220,10 @@ def flash_attn_with_kvcache(
     heads_k, dim). New keys and values k, v (batch, len_new, heads_k, dim) are written behind them, in place, before
     anybody looks; with `rotary_cos` and `rotary_sin` (positions, rotary_dim / 2) queries and new keys are turned first.
     Has no backward. `num_splits` is the kernels' own choice here."""
-    terms.refuse(block_table=(block_table, terms.NO_PAGES))
+    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     found = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-        softmax_scale, terms.mask_of(bool(causal), *window_size), terms.score_of(softcap, alibi_slopes),
+        softmax_scale, flash_terms.mask_of(bool(causal), *window_size), flash_terms.score_of(softcap, alibi_slopes),
         rotary_interleaved, return_softmax_lse,
     )  # fmt: skip
     return (found[0], empty_rows_as_inf(found[1])) if return_softmax_lse else found
@@ -257,10 +257,10 @@ def _run(
     return_attn_probs: bool,
 ) -> Any:
     dim, dim_v = q.shape[-1], v.shape[-1]
-    q, k, v = terms.padded(*map(terms.last_axis_contiguous, (q, k, v)))
+    q, k, v = flash_terms.padded(*map(flash_terms.last_axis_contiguous, (q, k, v)))
     a = Arguments(
-        q, k, v, cu_q, cu_k, max_q, max_k, terms.mask_of(bool(causal), *window_size),
-        dim**-0.5 if softmax_scale is None else softmax_scale, None, terms.score_of(softcap, alibi_slopes),
+        q, k, v, cu_q, cu_k, max_q, max_k, flash_terms.mask_of(bool(causal), *window_size),
+        dim**-0.5 if softmax_scale is None else softmax_scale, None, flash_terms.score_of(softcap, alibi_slopes),
         dropout=dropout_p, seed=new_seed() if dropout_p and return_attn_probs else None, return_lse=return_attn_probs,
         deterministic=deterministic,
     )  # fmt: skip

@@ -12,9 +12,9 @@ import torch
 
 from strobe import call
 from strobe.arguments import Arguments
-from strobe.bound import lookup
+from strobe.bound_call import lookup
 from strobe.checks import with_longest
-from strobe.compat import terms
+from strobe.compat import flash_terms
 from strobe.compat.flash_attn.probabilities import signed_probabilities
 from strobe.mask import used_keys
 
@@ -23,7 +23,7 @@ _Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def maybe_contiguous(x: Any) -> Any:
-    return terms.last_axis_contiguous(x)
+    return flash_terms.last_axis_contiguous(x)
 
 
 def round_multiple(x: int, m: int) -> int:
@@ -60,8 +60,8 @@ def _arguments(
     alibi_slopes: torch.Tensor | None,
     deterministic: bool = False,
 ) -> Arguments:
-    q, k, v = (terms.last_axis_contiguous(t).detach() for t in (q, k, v))
-    mask, score = terms.mask_of(bool(causal), left, right), terms.score_of(softcap, alibi_slopes)
+    q, k, v = (flash_terms.last_axis_contiguous(t).detach() for t in (q, k, v))
+    mask, score = flash_terms.mask_of(bool(causal), left, right), flash_terms.score_of(softcap, alibi_slopes)
     return Arguments(
         q, k, v, mask=mask, scale=softmax_scale, score=score, dropout=dropout_p, return_lse=True,
         deterministic=deterministic,
@@ -91,7 +91,7 @@ def _backward(
         if rng_state is None:
             raise ValueError("rng_state must be given with dropout: the forward returned it")
         a = a._replace(seed=int(rng_state[0]))
-    dout, out = (terms.last_axis_contiguous(t).detach() for t in (dout, out))
+    dout, out = (flash_terms.last_axis_contiguous(t).detach() for t in (dout, out))
     lse = torch.where(lse == torch.inf, -torch.inf, lse.detach())
     with torch.no_grad():
         a = with_longest(a) if a.cu_q is not None else a
@@ -168,14 +168,14 @@ def _flash_attn_varlen_forward(
     num_splits: int = 0,
 ) -> _Four:
     """`leftpad_k` and `seqused_k`, (sequences,): the keys in use start there, and so many rows are filled."""
-    terms.refuse(block_table=(block_table, terms.NO_PAGES))
+    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     a = _arguments(q, k, v, *options)
     a = a._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k)
     if leftpad_k is not None or seqused_k is not None:
         first = 0 if leftpad_k is None else leftpad_k
         filled = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-        positions = terms.positions_of(filled.shape[0], cu_seqlens_q.diff(), filled - first, first, q.device)
+        positions = flash_terms.positions_of(filled.shape[0], cu_seqlens_q.diff(), filled - first, first, q.device)
         a = a._replace(mask=a.mask & used_keys, positions=positions)
     return _forward(a, return_softmax)
 

@@ -16,7 +16,7 @@ import torch
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
-from strobe.compat import terms
+from strobe.compat import flash_terms
 from strobe.compat.transformers.layer_mask import LayerMask
 from strobe.mask import Mask, causal, chunked, full, used_keys, window
 
@@ -175,7 +175,7 @@ def _without_padding(rule: Rule, shape: tuple[int, int, int], q_offset: Any, kv_
         anywhere = not rule.causal and rule.left < 0 and not rule.chunk
         if anywhere or (end == len_k and not (rule.chunk and kv_offset)):
             return LayerMask(rule.interval(), shape, device)
-    positions = terms.positions_of(batch, len_k, len_k, -kv_offset, torch.device(device), q_offset)
+    positions = flash_terms.positions_of(batch, len_k, len_k, -kv_offset, torch.device(device), q_offset)
     return LayerMask(rule.interval(), shape, device, positions=positions)
 
 
@@ -213,11 +213,11 @@ def _with_padding(
     if together:
         origin = kv_offset + first if rule.first_token is None else rule.first_token  # positions count from here
         end = torch.where(count == 0, kv_offset + first, kv_offset + end)
-        positions = terms.positions_of(
+        positions = flash_terms.positions_of(
             batch, end - origin, end - origin, origin - kv_offset, padding.device, q_offset - origin
         )
         return LayerMask(rule.interval(used=True), shape, device, positions=positions)
     if rule.chunk:
         return None
-    positions = terms.positions_of(batch, len_k, len_k, -kv_offset, padding.device, q_offset)
+    positions = flash_terms.positions_of(batch, len_k, len_k, -kv_offset, padding.device, q_offset)
     return LayerMask(rule.interval(), shape, device, positions=positions, padding=padding, dtype=dtype)

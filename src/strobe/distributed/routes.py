@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from strobe.distributed import spans as sets
-from strobe.distributed.plan import ShardPlan
+from strobe.distributed.shard_plan import ShardPlan
 from strobe.distributed.spans import Spans
 
 

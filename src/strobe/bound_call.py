@@ -1,6 +1,6 @@
 """A checked call bound to its backends, and the one cache of such calls.
 
-Checking arguments in Python costs more than launching a kernel. So a checked call becomes a `Bound`, a function of the
+Checking arguments in Python costs more than launching a kernel. So a checked call becomes a `BoundCall`, a function of the
 tensors alone, and the next call with the same `signature` goes straight there: with or without gradients, dense or
 varlen, traced or not.
 """
@@ -17,7 +17,7 @@ import torch
 from strobe.arguments import Arguments, with_tensors, without_tensors
 from strobe.backends import dispatch
 from strobe.backends.backend import Backward, Forward, Gradients
-from strobe.memory import same_storage
+from strobe.overlap import same_storage
 from strobe.problem import GRADIENTS, Problem, any_requires_grad
 from strobe.score import Score
 
@@ -28,16 +28,16 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Remembered(threading.local):
-    """Bound calls hold launch buffers that are written at each call, so each thread has its own."""
+    """BoundCall calls hold launch buffers that are written at each call, so each thread has its own."""
 
     def __init__(self) -> None:
-        self.calls: dict[Any, Bound] = {}
+        self.calls: dict[Any, BoundCall] = {}
 
 
 remembered = _Remembered()
 
 
-class Bound:
+class BoundCall:
     """`forward` is a function of the arguments; backward passes are bound when they are needed. `differentiable`: some
     of the tensors need a gradient. `merges`: the same call could merge its result into an earlier one
     (`Arguments.earlier_lse`); `finishes`: and round it on its way to another tensor (`Arguments.earlier_out`)."""
@@ -139,7 +139,7 @@ def _rest(a: Arguments) -> tuple[Any, ...] | None:
     return needs_grad and _is_grad_enabled(), tuple(facts), a.max_q, a.max_k, a.partial, structure
 
 
-def lookup(a: Arguments) -> Bound:
+def lookup(a: Arguments) -> BoundCall:
     """The bound call of an earlier, equal-looking one, or a new one."""
     try:
         key = signature(a)
@@ -153,12 +153,12 @@ def lookup(a: Arguments) -> Bound:
     return found
 
 
-def remember(key: Any, bound: Bound) -> None:
+def remember(key: Any, bound: BoundCall) -> None:
     if len(remembered.calls) >= _MOST:
         remembered.calls.clear()
     remembered.calls[key] = bound
 
 
-def bind(a: Arguments, needs_grad: bool | None = None) -> Bound:
+def bind(a: Arguments, needs_grad: bool | None = None) -> BoundCall:
     """Check the arguments and bind them; nothing is remembered. `needs_grad`: None: as the tensors say."""
-    return Bound(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)
+    return BoundCall(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)

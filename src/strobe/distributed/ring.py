@@ -9,8 +9,8 @@ import torch
 
 from strobe.checks import lse_dtype
 from strobe.distributed import spans as sets
-from strobe.distributed.chains import Parcel, Tick, chains, ticks
 from strobe.distributed.method import Gradients, Result, Task, like, taken
+from strobe.distributed.routes import Parcel, Tick, chains, ticks
 from strobe.distributed.spans import Spans
 from strobe.distributed.step import Keys, Rest, State, rows_of
 from strobe.distributed.transport import Message, Pending, Transport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from strobe.bench.ceilings import matrix_unit_use
-from strobe.bench.reasons import explain
+from strobe.bench.refusals import explain
 from strobe.bench.results import TIMED, Results, Row, Timing
 from strobe.measure.clocks import Monitor
 from strobe.measure.energy import Energy

@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from strobe import autograd, call
 from strobe.arguments import Arguments, Layout, layout_of
-from strobe.bound import bind
+from strobe.bound_call import bind
 from strobe.checks import check_shapes, lse_dtype, with_longest
 from strobe.mask import Mask, full, parse_mask
 from strobe.problem import Unsupported

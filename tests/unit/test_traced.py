@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe import bound
+from strobe import bound_call
 from strobe.mask import parse_mask
 from strobe.score import identity
 
@@ -151,7 +151,7 @@ def test_a_compiled_call_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) ->
     q = torch.randn(SHAPE)
     compiled = torch.compile(lambda q: strobe.attention(q, q, q, mask=strobe.causal), backend="aot_eager")
     compiled(q)
-    monkeypatch.setattr(bound, "Problem", None)
+    monkeypatch.setattr(bound_call, "Problem", None)
     compiled(q)
 
 

@@ -8,8 +8,8 @@ from shard_cases import MASKS
 
 import strobe
 from strobe.distributed import ShardPlan, spans as sets
-from strobe.distributed.chains import chains, ticks
-from strobe.distributed.cut import STRATEGIES
+from strobe.distributed.routes import chains, ticks
+from strobe.distributed.shard_strategies import STRATEGIES
 
 plans = st.builds(
     lambda n, ranks, strategy, mask: ShardPlan(n, ranks=ranks, strategy=strategy, block=2, mask=MASKS[mask]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strobe.bench import llama, megatron, ours, peers, rungs, standard_cuda, torch_attention
+from strobe.bench import llama, megatron, peers, rungs, standard_cuda, strobe_providers, torch_attention
 from strobe.bench.provider import Provider
 from strobe.measure.palette import KINDS
 
@@ -12,7 +12,7 @@ ON_REQUEST = ("ladder",)  # kinds that are not measured unless asked for by name
 def every() -> list[Provider]:
     """All there are, ours first."""
     others = (torch_attention, standard_cuda, megatron, peers, llama)
-    return [*ours.providers(), *rungs.providers(), *(p for module in others for p in module.providers())]
+    return [*strobe_providers.providers(), *rungs.providers(), *(p for module in others for p in module.providers())]
 
 
 def select(names: list[str] | None) -> list[Provider]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import bound
+from strobe import bound_call
 from strobe.arguments import Arguments, tensors_of, with_tensors, without_tensors
 from strobe.score import softcap
 
@@ -60,8 +60,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def test_every_difference_counts() -> None:
-    signatures = {name: bound.signature(Arguments(**(BASE | change))) for name, change in CHANGES.items()}
-    signatures["nothing"] = bound.signature(Arguments(**BASE))
+    signatures = {name: bound_call.signature(Arguments(**(BASE | change))) for name, change in CHANGES.items()}
+    signatures["nothing"] = bound_call.signature(Arguments(**BASE))
     assert None not in signatures.values() and len(set(signatures.values())) == len(signatures)
 
 
@@ -73,12 +73,14 @@ def test_an_equal_looking_call_is_found_again(name: str) -> None:
 
         return Arguments(**{key: copied(value) for key, value in (BASE | CHANGES.get(name, {})).items()})
 
-    assert bound.lookup(fresh()) is bound.lookup(fresh())
+    assert bound_call.lookup(fresh()) is bound_call.lookup(fresh())
 
 
 def test_varlen_calls_are_remembered_by_their_longest_sequences() -> None:
     cu = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 20], [0, 15, 20], [0, 6, 20])]
-    made = [bound.signature(Arguments(q[0], q[0], q[0], c, c, n, n)) for c, n in zip(cu, (15, 15, 14), strict=True)]
+    made = [
+        bound_call.signature(Arguments(q[0], q[0], q[0], c, c, n, n)) for c, n in zip(cu, (15, 15, 14), strict=True)
+    ]
     assert made[0] == made[1] != made[2]
     results = [strobe.attention_varlen(q[0], q[0], q[0], c, c) for c in cu]
     assert not torch.equal(results[0], results[1])  # contents are inputs
@@ -108,17 +110,17 @@ def test_what_cannot_be_hashed_or_has_no_strides_gets_the_errors_of_the_checks()
 def test_threads_do_not_share_bound_calls() -> None:
     """They hold launch buffers that are written at each call."""
     a, found = Arguments(**BASE), []
-    thread = threading.Thread(target=lambda: found.append(bound.lookup(a)))
+    thread = threading.Thread(target=lambda: found.append(bound_call.lookup(a)))
     thread.start()
     thread.join()
-    assert found[0] is not bound.lookup(a)
+    assert found[0] is not bound_call.lookup(a)
 
 
 def test_the_cache_does_not_grow_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound, "_MOST", 3)
+    monkeypatch.setattr(bound_call, "_MOST", 3)
     for n in range(1, 9):
         strobe.attention(*torch.randn(3, 1, n, 1, 8))
-    assert 0 < len(bound.remembered.calls) <= 3
+    assert 0 < len(bound_call.remembered.calls) <= 3
 
 
 def test_tensors_of_a_call_are_not_kept() -> None:
@@ -163,7 +165,7 @@ def test_a_bound_call_knows_its_arguments_but_the_tensors(seed: int | None, sink
     """With those that its caller passed for results or not: a backward pass has an LSE, and no `out`."""
     a = Arguments(**BASE, mask=strobe.causal, scale=0.25, sinks=sinks, dropout=0.5 if seed else 0.0, seed=seed)
     for passed in (a, a._replace(out=torch.empty_like(a.q), return_lse=True)):
-        found = bound.bind(passed).arguments(seed, tensors_of(a))
+        found = bound_call.bind(passed).arguments(seed, tensors_of(a))
         assert type(found) is Arguments
         for name, value, expected in zip(a._fields, found, a._replace(return_lse=True), strict=True):
             assert value is expected or value == expected, name

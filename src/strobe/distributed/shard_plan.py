@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from strobe.distributed import spans as sets
-from strobe.distributed.cut import STRATEGIES, STRIPE
+from strobe.distributed.shard_strategies import STRATEGIES, STRIPE
 from strobe.distributed.spans import Spans
 from strobe.mask import Mask, full, parse_mask
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from strobe.distributed import cost
-from strobe.distributed.deliver import Deliver
 from strobe.distributed.gather import Gather
 from strobe.distributed.method import Method, Task
+from strobe.distributed.ring import Deliver
 from strobe.distributed.transport import Transport
 from strobe.distributed.ulysses import Local, Ulysses
 

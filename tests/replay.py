@@ -1,0 +1,102 @@
+"""Compile kernels and compare their machine code with an earlier table: `python tests/replay.py --help`.
+
+NVRTC is deterministic. A kernel whose code is the same as before needs no new measurement and no new test on a GPU. The
+hashes are of what runs: `.text`, `.nv.info.<kernel>` (registers, parameters, barriers) and the constant sections. Symbol
+tables are left out, because every rename changes them.
+
+    python tests/replay.py --write before.json           some 60 kernels, a minute
+    python tests/replay.py --write before.json --all     every variant that calls ask for, half an hour
+    python tests/replay.py --against before.json         compile those again and list which differ
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
+
+from strobe.cuda import jit
+from strobe.cuda.families import variants
+from strobe.cuda.kernel import TemplateKernel
+
+ARCHS = ("sm_90a", "sm_80", "sm_89")  # the other architectures compile the same templates as sm_80 and sm_89
+EVERY_DAY = 60
+
+
+def chosen(every: bool) -> dict[str, TemplateKernel]:
+    """Kernels by architecture and name; without `every`, a fixed sample of each template."""
+    found = {f"{arch} {kernel.name}": kernel for arch in ARCHS for kernel in variants(arch)}
+    if every:
+        return found
+    by_template: dict[tuple[str, str], list[str]] = {}
+    for name, kernel in found.items():
+        if kernel.arch != "sm_89":
+            by_template.setdefault((kernel.arch, kernel.template), []).append(name)
+    share = EVERY_DAY // len(by_template)
+    sample = [name for names in by_template.values() for name in names[:: max(1, len(names) // share)]]
+    return {name: found[name] for name in sample}
+
+
+def code_hash(cubin: bytes) -> str:
+    digest = hashlib.sha256()
+    for section in ELFFile(io.BytesIO(cubin)).iter_sections():
+        if section.name.startswith((".text", ".nv.info.", ".nv.constant")):
+            digest.update(section.name.encode())
+            digest.update(section.data())
+    return digest.hexdigest()[:16]
+
+
+def hashes(kernels: dict[str, TemplateKernel], workers: int) -> dict[str, str]:
+    began, done = time.monotonic(), 0
+
+    def one(name: str) -> tuple[str, str]:
+        kernel = kernels[name]
+        return name, code_hash(jit.get(kernel.source, kernel.arch, name=kernel.name).cubin)
+
+    found = {}
+    with ThreadPoolExecutor(workers) as pool:
+        for name, value in pool.map(one, kernels):
+            found[name] = value
+            done += 1
+            if done % 20 == 0:
+                print(f"{done} of {len(kernels)}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="write the table of hashes to this file")
+    parser.add_argument("--against", type=Path, help="compare with the table in this file")
+    parser.add_argument("--all", action="store_true", help="every variant instead of the sample")
+    parser.add_argument("--workers", type=int, default=2, help="compilations at a time (2)")
+    options = parser.parse_args()
+    if options.write is None and options.against is None:
+        parser.error("give --write or --against")
+    old = json.loads(options.against.read_text()) if options.against else {}
+    kernels = chosen(options.all or (bool(old) and len(old) > 4 * EVERY_DAY))
+    new = hashes(kernels, options.workers)
+    if options.write:
+        options.write.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
+        print(f"{len(new)} kernels in {options.write}")
+    if not options.against:
+        return 0
+    both = [name for name in new if name in old]
+    differ = [name for name in both if new[name] != old[name]]
+    for name in differ:
+        print(f"differs  {name}")
+    for what, names in (("missing", set(old) - set(new)), ("new", set(new) - set(old))):
+        for name in sorted(names):
+            print(f"{what}  {name}")
+    print(f"{len(both) - len(differ)} of {len(both)} kernels have the code they had")
+    return 1 if differ or set(old) - set(new) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
