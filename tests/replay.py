@@ -26,7 +26,7 @@ from strobe.cuda import jit
 from strobe.cuda.families import variants
 from strobe.cuda.kernel import TemplateKernel
 
-ARCHS = ("sm_90a", "sm_80", "sm_89")  # the other architectures compile the same templates as sm_80 and sm_89
+ARCHS = ("sm_90a", "sm_80")  # the other architectures compile the same templates as sm_80
 EVERY_DAY = 60
 
 
@@ -37,8 +37,7 @@ def chosen(every: bool) -> dict[str, TemplateKernel]:
         return found
     by_template: dict[tuple[str, str], list[str]] = {}
     for name, kernel in found.items():
-        if kernel.arch != "sm_89":
-            by_template.setdefault((kernel.arch, kernel.template), []).append(name)
+        by_template.setdefault((kernel.arch, kernel.template), []).append(name)
     share = EVERY_DAY // len(by_template)
     sample = [name for names in by_template.values() for name in names[:: max(1, len(names) // share)]]
     return {name: found[name] for name in sample}
