@@ -21,10 +21,19 @@ class Recorder:
         self.function, self.grid, self.threads, self.smem = function, grid, threads, smem
         self.params = bytearray(params)
         self.sent: list[tuple[int, bytes]] = []
+        self.stream = 0
         Recorder.made.append(self)
 
+    def move_to(self, stream: int) -> None:
+        self.stream = stream
+
+    def enqueue(self) -> int:
+        self.sent.append((self.stream, bytes(self.params)))
+        return 0
+
     def launch(self, stream: int) -> None:
-        self.sent.append((stream, bytes(self.params)))
+        self.move_to(stream)
+        self.enqueue()
 
 
 class Slot:

@@ -1,8 +1,8 @@
 """Compile kernels and compare their machine code with an earlier table: `python tests/replay.py --help`.
 
 NVRTC is deterministic. A kernel whose code is the same as before needs no new measurement and no new test on a GPU. The
-hashes are of what runs: `.text`, `.nv.info.<kernel>` (registers, parameters, barriers) and the constant sections. Symbol
-tables are left out, because every rename changes them.
+hashes are of what runs: `.text`, `.nv.info.<kernel>` (registers, parameters, barriers) and the constant sections. Numbers
+and addresses of symbols are left out, because every rename changes them.
 
     python tests/replay.py --write before.json           some 60 kernels, a minute
     python tests/replay.py --write before.json --all     every variant that calls ask for, half an hour
@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import io
 import json
+import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from strobe.cuda.kernel import TemplateKernel
 
 ARCHS = ("sm_90a", "sm_80")  # the other architectures compile the same templates as sm_80
 EVERY_DAY = 60
+SIZED, PLACE_OF_PARAMETERS = 4, 0x0A  # of .nv.info: the format with a payload, and an attribute
 
 
 def chosen(every: bool) -> dict[str, TemplateKernel]:
@@ -46,10 +48,25 @@ def chosen(every: bool) -> dict[str, TemplateKernel]:
 def code_hash(cubin: bytes) -> str:
     digest = hashlib.sha256()
     for section in ELFFile(io.BytesIO(cubin)).iter_sections():
-        if section.name.startswith((".text", ".nv.info.", ".nv.constant")):
-            digest.update(section.name.encode())
-            digest.update(section.data())
+        data = section.data()
+        if section.name.startswith(".nv.info."):
+            data = without_symbols(data)
+        elif section.name == ".nv.constant4" or not section.name.startswith((".text", ".nv.constant")):
+            continue  # the former is a table of the addresses of named constants
+        digest.update(section.name.encode())
+        digest.update(data)
     return digest.hexdigest()[:16]
+
+
+def without_symbols(info: bytes) -> bytes:
+    """Attributes of a kernel. That of the parameters' place begins with the number of a symbol, which renames change."""
+    kept, at = bytearray(), 0
+    while at < len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        end = at + 4 + (size if form == SIZED else 0)
+        kept += info[at + 8 if attribute == PLACE_OF_PARAMETERS else at : end]
+        at = end
+    return bytes(kept)
 
 
 def hashes(kernels: dict[str, TemplateKernel], workers: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from strobe import autograd, traced
 from strobe.arguments import Arguments
 from strobe.backends import dispatch
 from strobe.bound_call import PLAIN
-from strobe.call import run
+from strobe.call import cast_for_autocast, run
 from strobe.mask import Mask
 from strobe.score import Score
 
@@ -121,18 +121,8 @@ def attend(a: Arguments) -> Any:
         return traced.attention(a)
     if _autocasting() and isinstance(a.q, torch.Tensor) and torch.is_autocast_enabled(a.q.device.type):
         with autograd.without_autocast(a.q.device):
-            return run(cast_for_autocast(a, torch.get_autocast_dtype(a.q.device.type)))
+            return run(cast_for_autocast(a))
     return run(a)
-
-
-def cast_for_autocast(a: Arguments, dtype: torch.dtype) -> Arguments:
-    """q, k and v as autocast hands them to PyTorch's own attention: 64-bit ones and those elsewhere stay as they are."""
-
-    def cast(t: Any) -> Any:
-        eligible = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        return t.to(dtype) if eligible and t.device.type == a.q.device.type else t
-
-    return a._replace(q=cast(a.q), k=cast(a.k), v=cast(a.v))
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:

@@ -1,86 +1,115 @@
-"""The argument list of `strobe.attention` and `attention_varlen`, once, and the layouts in which tensors are passed.
+"""The table of arguments of `strobe.attention` and `attention_varlen`, and the layouts in which tensors are passed.
 
-`Arguments` holds what a caller passed, unchecked. `problem.py` checks it; everything else hands it on as one object.
+`Arguments` holds what a caller passed, unchecked. Each argument is one row of it. Everything that lists arguments is derived
+from the rows: which tensors autograd sees, the key under which a bound call is remembered (`bound_call.py`), the schema of the
+traced operation (`traced.py`), and the views that backends get (`Inputs`). `problem.py` checks them.
 """
 
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
 from strobe.score import Score
 
 
+class Row(NamedTuple):
+    """What is known of an argument besides its name and default."""
+
+    schema: str | None = None  # its type as an argument of torch.ops.strobe.attention; None: it cannot be traced
+    tensor: bool = False  # if it is given
+    gradient: bool = False  # it may have one
+    view: str | None = (
+        None  # how backends see it: "rows" (batch, heads, length, dim), "pairs" (with four axes), or as it is
+    )
+    written: bool = False  # the result goes there, so autograd never sees it
+
+
+_Rows = Annotated[Any, Row("Tensor", tensor=True, gradient=True, view="rows")]
+_Optional = Annotated[Any, Row("Tensor?", tensor=True)]
+_Written = Annotated[Any, Row(tensor=True, written=True)]
+
+
 class Arguments(NamedTuple):
     """One call, as it was made; `strobe.attention` documents the arguments. Without `cu_q` and `cu_k` it is a dense one."""
 
-    q: Any
-    k: Any
-    v: Any
-    cu_q: Any = None
-    cu_k: Any = None
-    max_q: Any = None
-    max_k: Any = None
-    mask: Any = None
-    scale: Any = None
-    softcap: Any = None
-    score: Any = None
-    bias: Any = None
-    dropout: Any = 0.0
-    seed: Any = None
-    sinks: Any = None
-    layout: Any = "bshd"
-    out: Any = None
-    return_lse: Any = False
-    deterministic: Any = False
-    backend: Any = None
+    q: _Rows
+    k: _Rows
+    v: _Rows
+    cu_q: _Optional = None
+    cu_k: _Optional = None
+    max_q: Annotated[Any, Row("SymInt?")] = None
+    max_k: Annotated[Any, Row("SymInt?")] = None
+    mask: Annotated[Any, Row("Tensor?", tensor=True, view="pairs")] = None  # or a `Mask`, which travels as a text
+    scale: Annotated[Any, Row("float?")] = None
+    softcap: Annotated[Any, Row()] = None  # travels as a score
+    score: Annotated[Any, Row("str")] = None  # its tensors travel apart
+    bias: Annotated[Any, Row("Tensor?", tensor=True, gradient=True, view="pairs")] = None
+    dropout: Annotated[Any, Row("float")] = 0.0
+    seed: Annotated[Any, Row("int")] = None
+    sinks: Annotated[Any, Row("Tensor?", tensor=True, gradient=True)] = None
+    layout: Annotated[Any, Row("str")] = "bshd"
+    out: _Written = None
+    return_lse: Annotated[Any, Row()] = False
+    deterministic: Annotated[Any, Row("bool")] = False
+    backend: Annotated[Any, Row("str?")] = None
     # ---- internal, for shards and chunks
-    positions: Any = None  # (sequences, 4) int32, the fields of `mask.Positions`
-    partial: Any = False  # the output is in fp32
-    first_head: Any = 0  # index of the first query head among those of the whole, for dropout
-    earlier_lse: Any = None  # the LSE of a finite result over other keys in `out`: the call merges into both
-    earlier_out: Any = None  # where that result is instead; `out` gets the merged one, in the dtype of q
+    positions: _Optional = None  # (sequences, 4) int32, the fields of `mask.Positions`
+    partial: Annotated[Any, Row()] = False  # the output is in fp32
+    first_head: Annotated[Any, Row()] = 0  # index of the first query head among those of the whole, for dropout
+    state_lse: _Written = (
+        None  # the LSE of a state, a finite result over other keys in `out`: the call merges into both
+    )
+    state_out: _Written = None  # where the state's output is instead; `out` gets the merged one, in the dtype of q
 
+    @property
     def mask_tensor(self) -> torch.Tensor | None:
         return self.mask if isinstance(self.mask, torch.Tensor) else None
 
+    @property
     def score_tensors(self) -> tuple[torch.Tensor, ...]:
         return () if self.score is None else self.score.tensors
 
 
-TENSORS = ("q", "k", "v", "bias", "sinks", "mask", "cu_q", "cu_k", "positions")  # those of a score follow
+ROWS: dict[str, Row] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Arguments, include_extras=True).items()
+}
+GRADIENTS = tuple(name for name, row in ROWS.items() if row.gradient)  # what can have one: q, k, v first
+TENSORS = GRADIENTS + tuple(n for n, row in ROWS.items() if row.tensor and not row.gradient and not row.written)
+_others = operator.attrgetter(*TENSORS[3:])  # besides q, k and v
 
 
 def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
-    """In the order of TENSORS; q, k and v alone if there are no others, since each costs autograd time."""
-    mask = a.mask if isinstance(a.mask, torch.Tensor) else None
-    of_score = () if a.score is None else a.score.tensors
-    if a.bias is a.sinks is mask is a.cu_q is a.positions is None and not of_score:
-        return a[:3]
-    return *a[:3], a.bias, a.sinks, mask, a.cu_q, a.cu_k, a.positions, *of_score
+    """In the order of TENSORS, those of a score behind them; q, k and v alone if there are no others, since each costs
+    autograd time."""
+    others = _others(a)
+    if a.mask is not None and not isinstance(a.mask, torch.Tensor):
+        others = _others(a._replace(mask=None))
+    of_score = a.score_tensors
+    for t in others:
+        if t is not None:
+            return *a[:3], *others, *of_score
+    return (*a[:3], *others, *of_score) if of_score else a[:3]
 
 
 def with_tensors(a: Arguments, seed: int | None, tensors: Sequence[Any]) -> Arguments:
-    """The arguments with other tensors, given as by `tensors_of`; without an `out`, and with the LSE."""
-    q, k, v, *others = tensors
-    bias, sinks, mask, cu_q, cu_k, positions, *of_score = others or _NO_OTHERS
+    """The arguments with other tensors, given as by `tensors_of`; nothing is written to, and the LSE is returned."""
+    found: dict[str, Any] = dict.fromkeys((name for name, row in ROWS.items() if row.tensor))
+    found.update(zip(TENSORS, tensors, strict=False))
+    if found["mask"] is None and a.mask_tensor is None:
+        found["mask"] = a.mask
+    of_score = tensors[len(TENSORS) :]
     score = a.score.with_tensors(of_score) if of_score else a.score
-    return Arguments(
-        q, k, v, cu_q, cu_k, a.max_q, a.max_k, a.mask if mask is None else mask, a.scale, a.softcap, score, bias,
-        a.dropout, seed, sinks, a.layout, None, True, a.deterministic, a.backend, positions, a.partial, a.first_head,
-    )  # fmt: skip
-
-
-_NO_OTHERS = (None,) * 6
+    return a._replace(**found, score=score, seed=seed, return_lse=True)
 
 
 def without_tensors(a: Arguments) -> Arguments:
-    mask = None if isinstance(a.mask, torch.Tensor) else a.mask
     score = a.score.structure if isinstance(a.score, Score) else a.score
-    return with_tensors(a._replace(mask=mask, score=score), None, (None,) * 3)
+    return with_tensors(a._replace(score=score), None, (None,) * 3)
 
 
 class Layout(enum.Enum):
@@ -146,38 +175,25 @@ def layout_of(a: Arguments) -> Layout:
     return Layout.VARLEN if a.cu_q is not None else _BY_AXES[a.layout, a.q.dim()]
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call in the form of the backends: (batch, heads, length, dim). Varlen problems have batch 1 here
-    and say with cu_q, cu_k where each sequence begins and ends."""
+class Inputs(Arguments):
+    """The arguments as backends see them: q, k and v (batch, heads, length, dim), mask tensors and biases with four axes
+    that are broadcastable to (batch, heads, len_q, len_k), no mask but a tensor, a seed in any case. Varlen problems have
+    batch 1 here and say with cu_q, cu_k where each sequence begins and ends."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mask: torch.Tensor | None = None  # booleans broadcastable to (batch, heads, len_q, len_k), four axes
-    bias: torch.Tensor | None = None  # the same, in numbers
-    sinks: torch.Tensor | None = None  # (heads,)
-    cu_q: torch.Tensor | None = None
-    cu_k: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    score_tensors: tuple[torch.Tensor, ...] = ()
-    seed: int = 0
+    __slots__ = ()
 
     @staticmethod
     def of(a: Arguments, layout: Layout) -> Inputs:
         """Views; the arguments have been checked."""
-        return Inputs(
-            layout.inside(a.q),
-            layout.inside(a.k),
-            layout.inside(a.v),
-            four_axes(a.mask_tensor()),
-            four_axes(a.bias),
-            a.sinks,
-            a.cu_q,
-            a.cu_k,
-            a.positions,
-            a.score_tensors(),
-            a.seed or 0,
-        )
+        found = a._replace(mask=a.mask_tensor, seed=a.seed or 0)
+        views = {name: _view(getattr(found, name), row.view, layout) for name, row in ROWS.items() if row.view}
+        return Inputs(*found._replace(**views))
+
+
+def _view(t: torch.Tensor | None, view: str | None, layout: Layout) -> torch.Tensor | None:
+    if t is None:
+        return None
+    return layout.inside(t) if view == "rows" else four_axes(t)
 
 
 def four_axes(t: torch.Tensor | None) -> torch.Tensor | None:

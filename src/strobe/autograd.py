@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, Layout, tensors_of, with_tensors
+from strobe.arguments import GRADIENTS, Arguments, Layout, tensors_of, with_tensors
 from strobe.bound_call import BoundCall, bind
 from strobe.second_derivatives import second_derivatives
 
 _Maybe = torch.Tensor | None
 _transforming = torch._C._are_functorch_transforms_active
 _autocasting = torch._C._is_any_autocast_enabled
-_GRADIENTS = 5  # of q, k, v, bias, sinks: the first tensors of each operation
+_GRADIENTS = len(GRADIENTS)  # the first tensors of each operation
 _NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
 
@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:
-        out, lse = bound.forward(a)
+        out, lse = bound.forward.run(a)
         _keep(ctx, bound, a.seed, tensors, (out, lse))
         return (out, lse) if a.return_lse else out  # PyTorch takes time for each result, be it None
 
@@ -82,7 +82,7 @@ class _InTransforms(_Attention):
     @staticmethod
     def forward(bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:  # type: ignore[override]
         same = a.q is tensors[0]  # a transformation hands over others
-        return bound.forward(a if same else with_tensors(a, a.seed, tensors))
+        return bound.forward.run(a if same else with_tensors(a, a.seed, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

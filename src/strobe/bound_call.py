@@ -8,17 +8,18 @@ varlen, traced or not.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, with_tensors, without_tensors
+from strobe.arguments import GRADIENTS, ROWS, Arguments, with_tensors, without_tensors
 from strobe.backends import dispatch
-from strobe.backends.backend import Backward, Forward, Gradients
+from strobe.backends.backend import Gradients, Pass
 from strobe.overlap import same_storage
-from strobe.problem import GRADIENTS, Problem, any_requires_grad
+from strobe.problem import Problem, any_requires_grad
 from strobe.score import Score
 
 _MOST = 1024  # bound calls that a thread remembers
@@ -38,22 +39,22 @@ remembered = _Remembered()
 
 
 class BoundCall:
-    """`forward` is a function of the arguments; backward passes are bound when they are needed. `differentiable`: some
-    of the tensors need a gradient. `merges`: the same call could merge its result into an earlier one
-    (`Arguments.earlier_lse`); `finishes`: and round it on its way to another tensor (`Arguments.earlier_out`)."""
+    """`forward.run` is a function of the arguments; backward passes are bound when they are needed. `differentiable`: some
+    of the tensors need a gradient. `merges`: the same call could merge its result with a state (`Arguments.state_lse`);
+    `rounds_states`: and round it on its way to another tensor (`Arguments.state_out`)."""
 
     def __init__(self, a: Arguments, needs_grad: bool) -> None:
         self.problem, self.layout = Problem.of(a, needs_grad)
         self.differentiable, self._template = needs_grad, without_tensors(a)
         self._behind_qkv = self._template[3:]
         self.backend = dispatch.choose(self.problem, a.backend)
-        self.forward: Forward = dispatch.bind(self.backend, self.problem, self.layout)
+        self.forward: Pass = dispatch.bind(self.backend, self.problem, self.layout)
         self.merges = self.backend.can_merge(self.problem) and not needs_grad
-        self._backward: dict[tuple[bool, ...], Backward] = {}
+        self._backward: dict[tuple[bool, ...], Pass] = {}
 
     @functools.cached_property
-    def finishes(self) -> bool:
-        return self.merges and self.backend.finishes(self.problem)
+    def rounds_states(self) -> bool:
+        return self.merges and self.backend.rounds_states(self.problem)
 
     def arguments(self, seed: int | None, tensors: Sequence[Any]) -> Arguments:
         """Of the call, with these tensors (`tensors_of`), as a backward pass has them; with the LSE."""
@@ -71,21 +72,24 @@ class BoundCall:
         dlse: torch.Tensor | None,
     ) -> Gradients:
         """`needs`: which of GRADIENTS are wanted; the last ones may be missing."""
-        run = self._backward.get(needs)
-        if run is None:
+        found = self._backward.get(needs)
+        if found is None:
             problem = self.problem.backward(tuple(n for n, need in zip(GRADIENTS, needs, strict=False) if need))
             chosen = dispatch.choose_backward(problem, self.backend)
-            run = self._backward[needs] = dispatch.bind(chosen, problem, self.layout)
-        return run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+            found = self._backward[needs] = dispatch.bind(chosen, problem, self.layout)
+        return found.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+
+
+_SPECIAL = ("q", "k", "v", "mask", "score", "seed")
+_tensors = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and n not in _SPECIAL))
+_values = operator.attrgetter(*(n for n, row in ROWS.items() if not row.tensor and n not in _SPECIAL))
+_read = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and not row.written), "state_out")
 
 
 def signature(a: Arguments) -> tuple[Any, ...] | None:
     """Everything that a bound call depends on: all facts about the arguments but the addresses and contents of tensors.
     None for tensors of a kind that is not remembered. Numbers come with their classes, since 1 == True == Decimal(1)."""
-    (
-        q, k, v, cu_q, _, _, _, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out, return_lse,
-        deterministic, backend, positions, partial, first_head, _, _,
-    ) = a  # fmt: skip
+    q, k, v = a[:3]
     if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
         return None
     dtype = q.dtype
@@ -93,50 +97,49 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
         return None
     if q.is_cpu and k.is_cpu and v.is_cpu:
         place: Any = None
+    elif q.is_neg() or k.is_neg() or v.is_neg():
+        return None  # memory holds the negated numbers, which kernels must not read
     else:
         place = q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    rest = None
-    more = bias is not None or sinks is not None or out is not None or cu_q is not None or score is not None
-    if more or positions is not None or partial:
-        rest = _rest(a)
-        if rest is None:
-            return None
-        needs_grad = needs_grad or rest[0]
+    mask, score, more = a.mask, a.score, None
+    for t in _tensors(a):
+        if t is not None:
+            more = _more(a)
+            if more is None:
+                return None
+            needs_grad = needs_grad or more[0]
+            break
     if mask is not None and mask.__class__ in PLAIN:
-        mask = mask.__class__, mask.shape, mask.stride(), mask.dtype, mask.device
-    if softcap is not None or dropout.__class__ is not float or dropout or seed is not None:
-        softcap = softcap, softcap.__class__, dropout, dropout.__class__, seed.__class__, first_head
+        mask = _facts(mask)
+    if score is not None:
+        if not isinstance(score, Score) or not all(t.__class__ in PLAIN for t in score.tensors):
+            return None
+        score = score.structure, tuple(map(_facts, score.tensors))
+    values = _values(a)
     return (
         q.shape, q.is_contiguous() or q.stride(), k.shape, k.is_contiguous() or k.stride(),
-        v.shape, v.is_contiguous() or v.stride(), dtype, place, needs_grad, mask, scale, scale.__class__, softcap,
-        layout, return_lse, deterministic, backend, rest,
+        v.shape, v.is_contiguous() or v.stride(), dtype, place, needs_grad, mask, score, values,
+        tuple(map(type, values)), a.seed.__class__, more,
     )  # fmt: skip
 
 
-def _rest(a: Arguments) -> tuple[Any, ...] | None:
-    """The part of the signature that most calls do not have. First: whether the bias or the sinks need a gradient."""
-    bias, sinks, out, score = a.bias, a.sinks, a.out, a.score
-    if score is not None and not isinstance(score, Score):
+def _facts(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()
+
+
+def _more(a: Arguments) -> tuple[Any, ...] | None:
+    """The part of the signature that most calls do not have: facts about other tensors than q, k and v. First: whether
+    one of them needs a gradient."""
+    tensors = _tensors(a)
+    if any(t is not None and (t.__class__ not in PLAIN or t.layout is not _strided) for t in tensors):
         return None
-    facts: list[Any] = []
-    tensors = () if score is None else score.tensors
-    for t in (bias, sinks, a.cu_q, a.cu_k, out, a.earlier_lse, a.earlier_out, a.positions, *tensors):
-        if t is None:
-            facts.append(None)
-        elif t.__class__ in PLAIN and t.layout is _strided:
-            facts += t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device
-        else:
-            return None
-    if out is not None:
-        if any(t is not None and same_storage(t, out) for t in (a.q, a.k, a.v, bias, sinks, a.earlier_out)):
-            return None  # whether they overlap depends on their addresses
-        facts.append(out.data_ptr() & 15)
-    if a.earlier_out is not None:
-        facts.append(a.earlier_out.data_ptr() & 15)
-    needs_grad = (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
-    structure = None if score is None else score.structure
-    return needs_grad and _is_grad_enabled(), tuple(facts), a.max_q, a.max_k, a.partial, structure
+    out, state_out = a.out, a.state_out
+    if out is not None and any(t is not None and t.__class__ in PLAIN and same_storage(t, out) for t in _read(a)):
+        return None  # whether they overlap depends on their addresses
+    alignment = [t.data_ptr() & 15 for t in (out, state_out) if t is not None]
+    needs_grad = _is_grad_enabled() and any_requires_grad(a)
+    return needs_grad, tuple(None if t is None else _facts(t) for t in tensors), *alignment
 
 
 def lookup(a: Arguments) -> BoundCall:

@@ -24,7 +24,7 @@ def run(a: Arguments) -> Any:
         bound = lookup(a)
         if bound.differentiable:
             return autograd.attention(bound, a)
-        out, lse = bound.forward(a)  # type: ignore[assignment]
+        out, lse = bound.forward.run(a)
     return (out, lse) if a.return_lse else out
 
 
@@ -35,3 +35,14 @@ def _completed(a: Arguments) -> Arguments:
     if a.dropout and a.seed is None:
         a = a._replace(seed=int(torch.randint(1 << 62, (), device="cpu").item()))
     return a
+
+
+def cast_for_autocast(a: Arguments) -> Arguments:
+    """q, k and v as autocast hands them to PyTorch's own attention: 64-bit ones and those elsewhere stay as they are."""
+    dtype = torch.get_autocast_dtype(a.q.device.type)
+
+    def cast(t: Any) -> Any:
+        eligible = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible and t.device.type == a.q.device.type else t
+
+    return a._replace(q=cast(a.q), k=cast(a.k), v=cast(a.v))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import LAYOUTS, Arguments, Layout, four_axes, layout_of
+from strobe.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
 from strobe.mask import MAX_CONSTANTS, Mask, full
 from strobe.overlap import overlaps_itself, share_memory
 from strobe.score import Score, identity, softcap
@@ -246,35 +246,35 @@ def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
         raise ValueError(f"the last axis of out must be contiguous, its stride is {out.stride(-1)}")
     if overlaps_itself(out):
         raise ValueError(f"out has strides {out.stride()}: several of its elements share memory")
-    for name in ("q", "k", "v", "bias", "mask", "sinks", "earlier_out"):
+    for name in (*TENSORS, "state_out"):
         t = getattr(a, name)
         if isinstance(t, torch.Tensor) and not _same_view(t, out, name) and share_memory(t, out):
             raise ValueError(f"out shares memory with {name}, which is read while out is written")
 
 
-def check_earlier(a: Arguments, layout: Layout) -> None:
-    """The LSE of the partial result that `out` or `earlier_out` holds, and the latter."""
-    lse, want = checked_tensor("earlier_lse", a.earlier_lse), layout.rows_shape(tuple(a.q.shape))
+def check_state(a: Arguments, layout: Layout) -> None:
+    """The LSE of the state whose output `out` or `state_out` holds, and the latter."""
+    lse, want = checked_tensor("state_lse", a.state_lse), layout.rows_shape(tuple(a.q.shape))
     wide = a.out
-    if a.earlier_out is not None:
-        wide = checked_tensor("earlier_out", a.earlier_out)
+    if a.state_out is not None:
+        wide = checked_tensor("state_out", a.state_out)
         if a.out is None or a.partial:
-            raise ValueError(f"earlier_out goes with a rounded out, got out={a.out!r} and partial={a.partial!r}")
+            raise ValueError(f"state_out goes with a rounded out, got out={a.out!r} and partial={a.partial!r}")
         if wide.shape != a.out.shape or wide.dtype != lse_dtype(a.q.dtype) or wide.device != a.out.device:
             found = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
-            raise ValueError(f"earlier_out is {found}, out has shape {tuple(a.out.shape)} on {a.out.device}")
+            raise ValueError(f"state_out is {found}, out has shape {tuple(a.out.shape)} on {a.out.device}")
         if wide.shape[-1] > 1 and wide.stride(-1) != 1:
-            raise ValueError(f"the last axis of earlier_out must be contiguous, its stride is {wide.stride(-1)}")
+            raise ValueError(f"the last axis of state_out must be contiguous, its stride is {wide.stride(-1)}")
     elif wide is None or not a.partial:
-        raise ValueError(f"earlier_lse goes with a partial out, got out={a.out!r} and partial={a.partial!r}")
+        raise ValueError(f"state_lse goes with a partial out, got out={a.out!r} and partial={a.partial!r}")
     if tuple(lse.shape) != want:
-        raise ValueError(f"earlier_lse has shape {tuple(lse.shape)}, the LSE has {want}")
+        raise ValueError(f"state_lse has shape {tuple(lse.shape)}, the LSE has {want}")
     if lse.dtype != wide.dtype or lse.device != wide.device:
-        raise ValueError(f"earlier_lse is {lse.dtype} on {lse.device}, out is {wide.dtype} on {wide.device}")
+        raise ValueError(f"state_lse is {lse.dtype} on {lse.device}, out is {wide.dtype} on {wide.device}")
     if lse.shape[-1] > 1 and lse.stride(-1) != 1:
-        raise ValueError(f"the last axis of earlier_lse must be contiguous, its stride is {lse.stride(-1)}")
+        raise ValueError(f"the last axis of state_lse must be contiguous, its stride is {lse.stride(-1)}")
     if overlaps_itself(lse):
-        raise ValueError(f"earlier_lse has strides {lse.stride()}: several of its elements share memory")
+        raise ValueError(f"state_lse has strides {lse.stride()}: several of its elements share memory")
 
 
 def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:

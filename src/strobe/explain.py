@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments
+from strobe.arguments import GRADIENTS, Arguments
 from strobe.backends import dispatch
 from strobe.checks import with_longest
 from strobe.problem import Problem, any_requires_grad
@@ -65,8 +65,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
     chosen = dispatch.choose(problem, a.backend)
     backward = None
     if needs_grad:
-        tensors = {"q": q, "k": k, "v": v, "bias": a.bias, "sinks": a.sinks}
-        wanted = tuple(name for name, t in tensors.items() if t is not None and t.requires_grad)
+        wanted = tuple(name for name in GRADIENTS if (t := getattr(a, name)) is not None and t.requires_grad)
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
     kv = f", {problem.heads_k} key heads" if problem.heads_k != problem.heads else ""

@@ -40,7 +40,7 @@ OPERATIONS: dict[str, Operation] = {
     "//": Operation(lambda a, b: a // b, "({0} / {1})"),
     "min": Operation(functools.partial(_minmax, min, torch.minimum), "min({0}, {1})"),
     "max": Operation(functools.partial(_minmax, max, torch.maximum), "max({0}, {1})"),
-    "abs": Operation(abs, "absolute({0})"),
+    "abs": Operation(abs, "fabs({0})"),
     "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
 }
 

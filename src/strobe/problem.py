@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, Layout
+from strobe.arguments import GRADIENTS, Arguments, Layout
 from strobe.checks import (
     check_dims,
-    check_earlier,
     check_mask,
     check_out,
     check_pairs,
@@ -22,6 +21,7 @@ from strobe.checks import (
     check_score,
     check_sequences,
     check_sinks,
+    check_state,
     checked_number,
     checked_tensor,
     lse_dtype,
@@ -29,7 +29,6 @@ from strobe.checks import (
 from strobe.mask import Mask, full
 from strobe.score import Score
 
-GRADIENTS = ("q", "k", "v", "bias", "sinks")  # what can have one
 Strides = tuple[int, int, int]  # (batch, head, row) in elements; the last axis is contiguous
 
 
@@ -45,6 +44,16 @@ class Rows:
     length: int  # of the longest sequence
     total: int  # of all sequences
     strides: tuple[Strides, ...]  # of q; of k and of v
+    varlen: bool = False  # sequences of different lengths, one after the other
+    positions: bool = False  # they are parts of longer sequences
+
+
+@dataclass(frozen=True)
+class State:
+    """A result over other keys, in fp32, that the call's result is merged with: where its output and its LSE lie."""
+
+    lse: tuple[int, int]  # (batch, head) strides; the merged LSE goes there
+    out: Strides | None = None  # None: the call's own output, which is partial; else that is rounded
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,6 @@ class Problem:
     dim_v: int
     q: Rows
     k: Rows
-    varlen: bool  # sequences of different lengths, one after the other
-    positions: bool  # rows and keys are parts of longer sequences
     # ---- what happens to a score
     scale: float
     score: Score
@@ -69,14 +76,22 @@ class Problem:
     has_bias: bool
     has_sinks: bool
     # ---- what is wanted
-    gradients: tuple[str, ...]  # of GRADIENTS; none: the output
+    gradients: tuple[str, ...]  # of arguments.GRADIENTS; none: the output
     lse: bool
     partial: bool  # an output in fp32, to be merged with others
-    earlier_lse: tuple[int, int] | None  # (batch, head) strides of the LSE to merge into; None: nothing to merge into
-    earlier_out: Strides | None  # of the fp32 output to merge with, if the merged one is rounded and goes elsewhere
+    state: State | None  # to be merged with
     deterministic: bool
     # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
     group_parts: int = 1
+
+    @property
+    def varlen(self) -> bool:
+        return self.q.varlen or self.k.varlen
+
+    @property
+    def positions(self) -> bool:
+        """Masks, scores and dropout count positions in longer sequences."""
+        return self.q.positions or self.k.positions
 
     # ---- names in the letters of the paper
     @property
@@ -124,7 +139,7 @@ class Problem:
 
     def backward(self, gradients: tuple[str, ...]) -> Problem:
         """The problem of computing these gradients."""
-        return replace(self, gradients=gradients, lse=False, earlier_lse=None, earlier_out=None)
+        return replace(self, gradients=gradients, lse=False, state=None)
 
     def pairs(self) -> int:
         """Visible (query, key) pairs of all heads. Mask tensors are counted as if everything were visible; varlen
@@ -168,8 +183,9 @@ class Problem:
             raise TypeError(f"seed must be an int, got {a.seed!r}")
         if a.out is not None:
             check_out(a, dim_v, needs_grad)
-        if a.earlier_lse is not None or a.earlier_out is not None:
-            check_earlier(a, layout)
+        if a.state_lse is not None or a.state_out is not None:
+            check_state(a, layout)
+        positions = a.positions is not None
         totals = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
         problem = Problem(
             dtype=a.q.dtype,
@@ -177,10 +193,8 @@ class Problem:
             batch=batch,
             dim=dim,
             dim_v=dim_v,
-            q=Rows(heads, len_q, totals[0], (q.stride()[:3],)),  # type: ignore[arg-type]
-            k=Rows(heads_k, len_k, totals[1], (k.stride()[:3], v.stride()[:3])),  # type: ignore[arg-type]
-            varlen=a.cu_q is not None,
-            positions=a.positions is not None,
+            q=Rows(heads, len_q, totals[0], (q.stride()[:3],), a.cu_q is not None, positions),  # type: ignore[arg-type]
+            k=Rows(heads_k, len_k, totals[1], (k.stride()[:3], v.stride()[:3]), a.cu_k is not None, positions),  # type: ignore[arg-type]
             scale=scale,
             score=score.structure,
             mask=mask,
@@ -192,11 +206,15 @@ class Problem:
             gradients=(),
             lse=bool(a.return_lse) or needs_grad,
             partial=bool(a.partial),
-            earlier_lse=None if a.earlier_lse is None else layout.rows_inside(a.earlier_lse).stride()[:2],  # type: ignore[arg-type]
-            earlier_out=None if a.earlier_out is None else layout.inside(a.earlier_out).stride()[:3],  # type: ignore[arg-type]
+            state=None if a.state_lse is None else _state(a, layout),
             deterministic=bool(a.deterministic),
         )
         return problem, layout
+
+
+def _state(a: Arguments, layout: Layout) -> State:
+    out = None if a.state_out is None else layout.inside(a.state_out).stride()[:3]
+    return State(layout.rows_inside(a.state_lse).stride()[:2], out)  # type: ignore[arg-type]
 
 
 def supposed(
@@ -222,4 +240,4 @@ def supposed(
 
 
 def any_requires_grad(a: Arguments) -> bool:
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in (a.q, a.k, a.v, a.bias, a.sinks))
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in [getattr(a, name) for name in GRADIENTS])

@@ -73,6 +73,11 @@ class Score:
         return self.expr.variables() <= {"s"}
 
     @functools.cached_property
+    def captures(self) -> bool:
+        """Whether it looks at captured tensors."""
+        return "tensor" in self.expr.variables()
+
+    @functools.cached_property
     def derivative(self) -> Expr:
         """d score / d s. It shares its subexpressions with `expr`: evaluate both with the same `known`."""
         return self.expr.derivative("s")
@@ -94,19 +99,21 @@ class Score:
 
     def cpp(self) -> str:
         """`struct Score` for the kernels: x is q.k, y the inner expression of `kernel_form`, of which they compute
-        exp2(scale_log2 * y). The text does not depend on numbers: those are fields, see `constants`."""
+        exp2(scale_log2 * y), and `slope` its derivative. `at` tells where entry i of a fragment lies
+        (pipeline/scores.cuh). The text does not depend on numbers: those are fields, see `constants`."""
         inner, slope = self._inner_and_slope(1.0)
         numbers: list[float] = [1.0]
         value, derivative = inner.cpp(numbers), slope.cpp(numbers)
         identity = inner == _s
-        let = "" if identity else "const float s = x * c[0]; "
         return (
             "struct Score {\n"
             f"  static constexpr bool kIdentity = {str(identity).lower()};\n"
+            f"  static constexpr bool kPositional = {str(not self.pointwise).lower()};\n"
             "  const float* c;\n"
-            f"  STROBE_DEVICE float operator()(float x) const {{ {let}return {'x' if identity else value}; }}\n"
-            "  STROBE_DEVICE float derivative(float x, float y) const "
-            f"{{ {let if 's' in slope.variables() else ''}return {derivative}; }}\n"
+            "  template <class At> STROBE_DEVICE float operator()(float x, const At& at, int i) const "
+            f"{{ {'' if identity else _names(inner)}return {'x' if identity else value}; }}\n"
+            "  template <class At> STROBE_DEVICE float slope(float x, float y, const At& at, int i) const "
+            f"{{ {_names(slope)}return {derivative}; }}\n"
             "};\n"
         )
 
@@ -126,6 +133,21 @@ class Score:
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""
         return f"{self.expr.text()};{self.name}"
+
+
+# How the C++ text of an expression gets the variables in it.
+_PLACES = {
+    "s": "const float s = x * c[0]; ",
+    "q": "const float q = float(at.q(i)); ",
+    "k": "const float k = float(at.k(i)); ",
+    "len_q": "const float len_q = float(at.len_q); ",
+    "len_k": "const float len_k = float(at.len_k); ",
+}
+
+
+def _names(expr: Expr) -> str:
+    used = expr.variables()
+    return "".join(text for name, text in _PLACES.items() if name in used)
 
 
 def _positive(x: Expr) -> float | None:

@@ -17,23 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from strobe import autograd, call
-from strobe.arguments import Arguments, Layout, layout_of
+from strobe.arguments import GRADIENTS, ROWS, TENSORS, Arguments, Layout, layout_of
 from strobe.bound_call import bind
 from strobe.checks import check_shapes, lse_dtype, with_longest
 from strobe.mask import Mask, full, parse_mask
-from strobe.problem import Unsupported
+from strobe.problem import Unsupported, any_requires_grad
 from strobe.score import Score, identity, parse_score, softcap
 
 _Maybe = torch.Tensor | None
-# Name -> type in the schema of the operations. The first five can have gradients.
-_FIELDS = {
-    "q": "Tensor", "k": "Tensor", "v": "Tensor", "bias": "Tensor?", "sinks": "Tensor?", "mask": "Tensor?",
-    "cu_q": "Tensor?", "cu_k": "Tensor?", "positions": "Tensor?", "score_tensors": "Tensor[]", "max_q": "SymInt?",
-    "max_k": "SymInt?", "interval": "str", "score": "str", "scale": "float?", "dropout": "float", "seed": "int",
-    "layout": "str", "deterministic": "bool", "backend": "str?",
-}  # fmt: skip
+# Name -> type in the schema of the operations: the rows of the table that can be traced. A mask that is no tensor travels
+# as the text of its interval, a score as its text and its tensors.
+_FIELDS: dict[str, str] = {n: row.schema for n in (*TENSORS, *ROWS) if (row := ROWS[n]).schema is not None}
+_FIELDS |= {"score_tensors": "Tensor[]", "interval": "str"}
 _NAMES = tuple(_FIELDS)
-_GRADIENTS = _NAMES[:5]
 _CALL = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 _library = torch.library.Library("strobe", "DEF")
 _tags = tuple(getattr(torch.Tag, n) for n in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, n))
@@ -51,6 +47,8 @@ def is_traced(t: Any) -> bool:
 
 def attention(a: Arguments) -> Any:
     """`strobe.attention`, or `attention_varlen` if there is a `cu_q`, for a tracer."""
+    if torch.is_autocast_enabled(a.q.device.type):
+        a = call.cast_for_autocast(a)
     is_tensor = isinstance(a.mask, torch.Tensor)
     known = a.mask is None or is_tensor or isinstance(a.mask, Mask)
     known = known and (a.score is None or isinstance(a.score, Score))
@@ -68,15 +66,16 @@ def attention(a: Arguments) -> Any:
         return _uncompiled(a)
     interval = full if a.mask is None or is_tensor else a.mask
     score = a.score if a.score is not None else identity if a.softcap is None else softcap(float(a.softcap))
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (a.q, a.k, a.v, a.bias, a.sinks)
-    )
+    needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
     seed = 0 if a.seed is None else (a.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, as an operation takes them
-    out, lse = torch.ops.strobe.attention(
-        a.q, a.k, a.v, a.bias, a.sinks, a.mask if is_tensor else None, a.cu_q, a.cu_k, a.positions, score.tensors,
-        a.max_q, a.max_k, interval.text(), score.text(), a.scale, a.dropout, seed, a.layout, a.deterministic, a.backend,
-        a.return_lse or needs_grad,
-    )  # fmt: skip
+    values = dict(zip(Arguments._fields, a, strict=True)) | {
+        "mask": a.mask if is_tensor else None,
+        "interval": interval.text(),
+        "score": score.text(),
+        "score_tensors": score.tensors,
+        "seed": seed,
+    }
+    out, lse = torch.ops.strobe.attention(*[values[name] for name in _NAMES], a.return_lse or needs_grad)
     return (out, lse) if a.return_lse else out
 
 
@@ -90,10 +89,10 @@ def _arguments(values: Sequence[Any], with_lse: bool = True) -> Arguments:
     x = dict(zip(_NAMES, values, strict=True))
     mask = parse_mask(x["interval"]) if x["mask"] is None else x["mask"]
     score = parse_score(x["score"]).with_tensors(x["score_tensors"])
-    names = ("q", "k", "v", "cu_q", "cu_k", "max_q", "max_k", "bias", "sinks", "scale", "dropout", "layout")
-    passed = {name: x[name] for name in (*names, "positions", "deterministic", "backend")}
-    seed = x["seed"] if x["dropout"] else None
-    return Arguments(**passed, mask=mask, score=None if score == identity else score, seed=seed, return_lse=with_lse)
+    of_call = {name: x[name] for name in _NAMES if name in ROWS}
+    of_call |= {"mask": mask, "score": None if score == identity else score}
+    of_call |= {"seed": x["seed"] if x["dropout"] else None, "return_lse": with_lse}
+    return Arguments(**of_call)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -164,9 +163,9 @@ def _none_but(gradients: dict[str, Any]) -> tuple[_Maybe, ...]:
 
 def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe) -> tuple[Any, ...]:
     (out, lse), values = _restore_call(ctx)
-    needs = list(ctx.needs_input_grad[: len(_GRADIENTS)])
+    needs = list(ctx.needs_input_grad[: len(GRADIENTS)])
     found = iter(torch.ops.strobe.attention_backward(dout, dlse, out, lse, needs, *values))
-    gradients = {name: next(found) for name, needed in zip(_GRADIENTS, needs, strict=True) if needed}
+    gradients = {name: next(found) for name, needed in zip(GRADIENTS, needs, strict=True) if needed}
     return *_none_but(gradients), None
 
 
@@ -182,8 +181,9 @@ def _backward(
         if lse.dim() == 1 and lse.numel() == 0 and out.numel():  # traced where no gradient was expected
             out, lse = _uncompiled(a)
         bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
-        found = [g for g in bound.backward(tuple(needs), a, out, lse, dout, dlse) if g is not None]
-        return [g.to(t.dtype).contiguous() for g, t in zip(found, _wanted(needs, values), strict=True)]
+        found = bound.backward(tuple(needs), a, out, lse, dout, dlse)  # perhaps with more than is wanted
+        wanted = zip(_wanted(needs, found), _wanted(needs, values), strict=True)
+        return [g.to(t.dtype).contiguous() for g, t in wanted]
 
 
 def _fake_backward(
@@ -213,7 +213,7 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any
     spread = [next(given) if needed else None for needed in ctx.needs]
     found = autograd.second(bound, a, spread, torch.zeros_like(out) if dout is None else dout, dlse)
     of_dout, of_dlse, *gradients = found
-    of_call = _none_but(dict(zip(_GRADIENTS, gradients, strict=True)))
+    of_call = _none_but(dict(zip(GRADIENTS, gradients, strict=True)))
     return None if dout is None else of_dout, of_dlse, None, None, None, *of_call
 
 

@@ -16,6 +16,7 @@ from strobe.cuda import families, forward_sm90, jit, ptxas_log
 from strobe.cuda.features import Features
 from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
 from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.scores import Scores
 from strobe.mask import Mask, causal, window
 from strobe.score import softcap
 
@@ -38,7 +39,7 @@ def selected(arch: str) -> list[TemplateKernel]:
         dropped = kernel.element == "bf16" and facts.get("dropout", False) and facts["dim"] in (64, 128)
         plain = kernel.element == "fp16" and not window and not facts.get("varlen", False)
         shards = kernel.element == "bf16" and has(kernel, "kPartialOut") and facts.get("dim", 64) in (64, 128)
-        shards = shards or (kernel.element == "bf16" and facts.get("finishes", False))
+        shards = shards or (kernel.element == "bf16" and facts.get("rounds_state", False))
         if everything or dropped or shards or (plain and facts.get("dim", 64) in (64, 128)):
             found.append(kernel)
     return found + packed_gqa(arch)
@@ -50,8 +51,8 @@ def packed_gqa(arch: str) -> list[TemplateKernel]:
         return []
     found = []
     for dim, dim_v in forward_sm90.DIMS:
-        features = Features("bf16", dim, dim_v, window(1, 1), score=softcap(30.0), sinks=True)
-        tile = forward_sm90.split_tiles(dim, dim_v, True, True)[0]
+        features = Features("bf16", dim, dim_v, Scores(window(1, 1), softcap(30.0), sinks=True))
+        tile = forward_sm90.split_tiles(features)[0]
         found += [forward_sm90.kernel(features, tile, split=True, pack_gqa=n, one_box=False) for n in (2, 64)]
     return found
 
@@ -106,8 +107,8 @@ def warpgroups_fit(kernel: TemplateKernel, registers: int) -> bool:
 
 def test_masks_of_one_shape_share_a_kernel() -> None:
     def source(mask: Mask) -> str:
-        features = Features("bf16", 64, 64, mask)
-        tile = forward_sm90.choose_tile(64, 64)
+        features = Features("bf16", 64, 64, Scores(mask))
+        tile = forward_sm90.choose_tile(features)
         return forward_sm90.kernel(features, tile, split=False, pack_gqa=1, one_box=True).source
 
     assert source(window(5, 7)) == source(window(100, 0))

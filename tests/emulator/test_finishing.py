@@ -41,7 +41,7 @@ def finish(
     batch, heads, rows, _ = inputs.q.shape
     wide = torch.full((batch, rows + 7, heads, problem.dim_v + 8), torch.nan, dtype=problem.dtype)
     out = wide[:, 2 : 2 + rows, :, : problem.dim_v].transpose(1, 2)
-    strides = {"earlier_lse": state.lse.stride()[:2], "earlier_out": state.out.stride()[:3]}
+    strides = {"state_lse": state.lse.stride()[:2], "state_out": state.out.stride()[:3]}
     asked = dataclasses.replace(problem, positions=positions is not None, **strides)
     made = plan_of("sm90", asked, out.stride()[:3], sms)  # type: ignore[arg-type]
     assert member(made, "kMerge") and not member(made, "kPartialOut") and not member(made, "kSplit")
@@ -108,7 +108,7 @@ def test_one_box_and_rows_that_see_no_key() -> None:
 MUTATIONS = {
     "merged_with_what_is_in_out": (RESUMED, "return &p.map_earlier;", "return &p.map_o;"),
     "first_block_not_rescaled": (WIDE, "if (!first || Config::kMerge) f.o", "if (!first || Config::kPartialOut) f.o"),
-    "no_earlier_lse": (WIDE, "Earlier<Config::kMerge> earlier;", "Earlier<Config::kPartialOut> earlier;"),
+    "no_state_lse": (WIDE, "Earlier<Config::kMerge> earlier;", "Earlier<Config::kPartialOut> earlier;"),
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def run(
     if positions is not None:
         inputs = inputs._replace(positions=torch.tensor(positions, dtype=torch.int32))
     earlier = into.lse.stride()[:2] if merge else None
-    asked = dataclasses.replace(problem, partial=True, positions=positions is not None, earlier_lse=earlier)
+    asked = dataclasses.replace(problem, partial=True, positions=positions is not None, state_lse=earlier)
     lse = into.lse if merge else torch.full(into.lse.shape, torch.nan)
     made = plan_of(kernel, asked, into.out.stride()[:3], sms)  # type: ignore[arg-type]
     if edit is not None:

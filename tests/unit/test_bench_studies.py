@@ -91,7 +91,7 @@ def test_tables(tmp_path: Path) -> None:
 def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
     rows = list(studies.variants(torch.device("cpu"), most=2))
     assert len(rows) == 2 and all(0 < row["seconds"] < 60 and row["spills"] == 0 for row in rows)
-    assert [row["tile"] for row in rows] == [str(forward_sm90.choose_tile(64, 64))] * 2
+    assert [row["tile"] for row in rows] == [str(forward_sm90.table_tile(64, 64))] * 2
     assert studies.variants_tables(tmp_path) == []
     folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
     folder.mkdir(parents=True)

@@ -40,21 +40,21 @@ CHANGES: dict[str, dict[str, Any]] = {
     "backend": {"backend": "tiled"},
     "partial": {"partial": True, "sinks": torch.zeros(4)},
     "partial with out": {"partial": True, "out": torch.empty_like(q)},
-    "earlier LSE": {"partial": True, "out": torch.empty_like(q), "earlier_lse": torch.zeros(2, 4, 20)},
+    "earlier LSE": {"partial": True, "out": torch.empty_like(q), "state_lse": torch.zeros(2, 4, 20)},
     "earlier LSE with other strides": {
         "partial": True,
         "out": torch.empty_like(q),
-        "earlier_lse": torch.zeros(2, 4, 30)[..., :20],
+        "state_lse": torch.zeros(2, 4, 30)[..., :20],
     },
     "earlier output": {
         "out": torch.empty_like(q),
-        "earlier_out": torch.empty_like(q),
-        "earlier_lse": torch.zeros(2, 4, 20),
+        "state_out": torch.empty_like(q),
+        "state_lse": torch.zeros(2, 4, 20),
     },
     "earlier output with other strides": {
         "out": torch.empty_like(q),
-        "earlier_out": torch.empty(2, 30, 4, 8)[:, :20],
-        "earlier_lse": torch.zeros(2, 4, 20),
+        "state_out": torch.empty(2, 30, 4, 8)[:, :20],
+        "state_lse": torch.zeros(2, 4, 20),
     },
 }
 

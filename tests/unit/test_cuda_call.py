@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import fake_driver
@@ -20,7 +21,8 @@ from strobe.bound_call import bind
 from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
 from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.launch import Launcher
-from strobe.cuda.plan import COUNTERS, Plan
+from strobe.cuda.params import COUNTERS
+from strobe.cuda.plan import Plan
 from strobe.problem import Problem, supposed
 
 
@@ -110,11 +112,11 @@ class Addresses:
 
     calls: list[dict[str, int]] = []
 
-    def __init__(self, plan: Plan, device: int) -> None:
-        self.names = plan.tensors
+    def __init__(self, plan: Plan, device: int, names: Sequence[str]) -> None:
+        self.names, self.missing = names, dict.fromkeys(plan.tensors, 0)
 
     def __call__(self, *addresses: int) -> None:
-        Addresses.calls.append(dict(zip(self.names, addresses, strict=True)))
+        Addresses.calls.append(self.missing | dict(zip(self.names, addresses, strict=True)))
 
 
 @pytest.fixture
@@ -151,17 +153,17 @@ def test_a_call_that_merges_sends_the_earlier_result(kernel, addresses) -> None:
     q, k, lse = of_a_step()
     for odd in (False, True):
         out = of_a_state(odd)
-        a = Arguments(q, k, k, out=out, partial=True, return_lse=True, earlier_lse=lse)
-        run = cuda_backend._bind_forward(planner, *Problem.of(a))
+        a = Arguments(q, k, k, out=out, partial=True, return_lse=True, state_lse=lse)
+        bound = cuda_backend._bind_forward(planner, *Problem.of(a))
         for _ in range(2):
             before = out.clone()
-            assert run(a)[0] is out and run(a)[1] is lse
+            assert bound.run(a)[0] is out and bound.run(a)[1] is lse
             sent = Addresses.calls[-1]
             assert sent["lse"] == lse.data_ptr() and (sent["o"] == out.data_ptr()) != odd
             assert torch.equal(out, before)  # what was copied is the earlier result
         values = plans[-1].launches[0].values
         assert (values["merge"], values["lse_batch"], values["lse_head"]) == (1, 4 * 300, 300)
-    alone = Problem.of(a._replace(out=None, earlier_lse=None))[0]
+    alone = Problem.of(a._replace(out=None, state_lse=None))[0]
     values = kernel.plan(alone, (150 * 4 * 64, 64, 4 * 64), H200).launches[0].values
     assert (values["merge"], values["lse_batch"], values["lse_head"]) == (0, 4 * 150, 150)
     assert (
@@ -175,45 +177,45 @@ def test_a_call_that_rounds_what_it_merges_sends_both_outputs(addresses) -> None
     (q, k, lse), out = of_a_step(), torch.empty(2, 150, 4, 64).bfloat16()
     for odd in (False, True):
         earlier = of_a_state(odd)
-        a = Arguments(q, k, k, out=out, return_lse=True, earlier_lse=lse, earlier_out=earlier)
-        run = cuda_backend._bind_forward(planner, *Problem.of(a))
+        a = Arguments(q, k, k, out=out, return_lse=True, state_lse=lse, state_out=earlier)
+        bound = cuda_backend._bind_forward(planner, *Problem.of(a))
         for _ in range(2):
-            assert run(a)[0] is out and run(a)[1] is lse
+            assert bound.run(a)[0] is out and bound.run(a)[1] is lse
             sent = Addresses.calls[-1]
             assert sent["lse"] == lse.data_ptr() and sent["o"] == out.data_ptr()
-            assert (sent["earlier"] == earlier.data_ptr()) != odd
+            assert (sent["state"] == earlier.data_ptr()) != odd
         launch = plans[-1].launches[0]
         assert launch.values["merge"] == 1
-        assert launch.maps["earlier"].strides[-1] == 4 * (150 if odd else 300) * 4 * 64
+        assert launch.maps["state"].strides[-1] == 4 * (150 if odd else 300) * 4 * 64
 
 
 def test_long_keys_of_few_rows_are_split_and_rounded_afterwards(monkeypatch) -> None:
     """A call that rounds what it merges cannot split its keys: it is offered where none would be."""
     monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
-    for rows, finishes in ((64, False), (8192, True)):
+    for rows, rounds_states in ((64, False), (8192, True)):
         q, k = torch.empty(1, rows, 4, 64).bfloat16(), torch.empty(1, 8192, 4, 64).bfloat16()
         problem = Problem.of(Arguments(q, k, k, partial=True))[0]
-        assert cuda_backend.BACKENDS["sm90"].finishes(problem) == finishes
-        assert not cuda_backend.BACKENDS["sm80"].finishes(problem)
+        assert cuda_backend.BACKENDS["sm90"].rounds_states(problem) == rounds_states
+        assert not cuda_backend.BACKENDS["sm80"].rounds_states(problem)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"out": None}, "earlier_out goes with a rounded out"),
-        ({"partial": True, "out": torch.zeros(1, 8, 4, 64)}, "earlier_out goes with a rounded out"),
-        ({"earlier_out": torch.zeros(1, 9, 4, 64)}, "earlier_out is torch.float32 of shape"),
-        ({"earlier_out": torch.zeros(1, 8, 4, 64).bfloat16()}, "earlier_out is torch.bfloat16"),
-        ({"earlier_out": torch.zeros(1, 8, 64, 4).mT}, "the last axis of earlier_out must be contiguous"),
-        ({"earlier_lse": None}, "earlier_lse must be a torch.Tensor"),
-        ({"backend": "tiled"}, "an earlier result to merge into"),
-        ({"backend": "emulator"}, "an earlier result that is merged and rounded"),  # as sm80
+        ({"out": None}, "state_out goes with a rounded out"),
+        ({"partial": True, "out": torch.zeros(1, 8, 4, 64)}, "state_out goes with a rounded out"),
+        ({"state_out": torch.zeros(1, 9, 4, 64)}, "state_out is torch.float32 of shape"),
+        ({"state_out": torch.zeros(1, 8, 4, 64).bfloat16()}, "state_out is torch.bfloat16"),
+        ({"state_out": torch.zeros(1, 8, 64, 4).mT}, "the last axis of state_out must be contiguous"),
+        ({"state_lse": None}, "state_lse must be a torch.Tensor"),
+        ({"backend": "tiled"}, "a state to merge with"),
+        ({"backend": "emulator"}, "a state that is merged and rounded"),  # as sm80
     ],
 )
-def test_what_an_earlier_output_must_be(change, message, monkeypatch) -> None:
+def test_what_a_state_output_must_be(change, message, monkeypatch) -> None:
     monkeypatch.delenv("STROBE_EMULATE", raising=False)
     q = torch.zeros(1, 8, 4, 64).bfloat16()
-    a = Arguments(q, q, q, out=torch.empty_like(q), earlier_out=q.float(), earlier_lse=torch.zeros(1, 4, 8))
+    a = Arguments(q, q, q, out=torch.empty_like(q), state_out=q.float(), state_lse=torch.zeros(1, 4, 8))
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         bind(a._replace(**change))
 
@@ -221,18 +223,18 @@ def test_what_an_earlier_output_must_be(change, message, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"out": None}, "earlier_lse goes with a partial out"),
-        ({"earlier_lse": torch.zeros(1, 4, 9)}, "earlier_lse has shape"),
-        ({"earlier_lse": torch.zeros(1, 4, 8).double()}, "earlier_lse is torch.float64"),
-        ({"earlier_lse": torch.zeros(1, 8, 4).mT}, "the last axis of earlier_lse must be contiguous"),
-        ({"earlier_lse": torch.zeros(1, 1, 8).expand(1, 4, 8)}, "several of its elements share memory"),
-        ({"backend": "tiled"}, "an earlier result to merge into"),
-        ({"backend": "emulator", "dropout": 0.5, "seed": 1}, "an earlier result to merge into"),
+        ({"out": None}, "state_lse goes with a partial out"),
+        ({"state_lse": torch.zeros(1, 4, 9)}, "state_lse has shape"),
+        ({"state_lse": torch.zeros(1, 4, 8).double()}, "state_lse is torch.float64"),
+        ({"state_lse": torch.zeros(1, 8, 4).mT}, "the last axis of state_lse must be contiguous"),
+        ({"state_lse": torch.zeros(1, 1, 8).expand(1, 4, 8)}, "several of its elements share memory"),
+        ({"backend": "tiled"}, "a state to merge with"),
+        ({"backend": "emulator", "dropout": 0.5, "seed": 1}, "a state to merge with"),
     ],
 )
-def test_what_an_earlier_result_must_be(change, message) -> None:
+def test_what_a_state_must_be(change, message) -> None:
     q = torch.zeros(1, 8, 4, 64).bfloat16()
-    a = Arguments(q, q, q, out=q.float(), partial=True, earlier_lse=torch.zeros(1, 4, 8), backend="emulator")
+    a = Arguments(q, q, q, out=q.float(), partial=True, state_lse=torch.zeros(1, 4, 8), backend="emulator")
     with pytest.raises((ValueError, RuntimeError), match=message):
         bind(a._replace(**change))
 
@@ -247,10 +249,10 @@ def test_a_repeated_forward_sends_what_the_first_would(sinks, turns, addresses, 
     monkeypatch.setattr(cuda_backend, "prepare", lambda *x: prepared.append(original(*x)) or prepared[-1])
     q, k = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2)))
     a = Arguments(q, k, k, sinks=sinks, return_lse=True)
-    run = cuda_backend._bind_forward(forward_sm90.plan, *Problem.of(a))
+    bound = cuda_backend._bind_forward(forward_sm90.plan, *Problem.of(a))
     for _ in range(3):
-        (out, lse), sent = run(a), Addresses.calls[-1]
-        used = sinks if turns == 1 else prepared[-1][0].sinks
+        (out, lse), sent = bound.run(a), Addresses.calls[-1]
+        used = sinks if turns == 1 else prepared[-1][0]["sinks"]
         for name, t in (("q", q), ("k", k), ("v", k), ("o", out), ("lse", lse), ("sinks", used)):
             assert sent[name] == (0 if t is None else t.data_ptr())
     assert len(prepared) == turns
@@ -264,7 +266,7 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
     q, k, v = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2), (130, 2)))
     a = Arguments(q, k, v, mask=strobe.causal, sinks=sinks)
     problem, layout = Problem.of(a, needs_grad=True)
-    run = cuda_backend._bind_backward(backward_sm90, problem.backward(wanted), layout)
+    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(wanted), layout)
     Addresses.calls.clear()
     prepared = []
     original = cuda_backend.prepare_backward
@@ -272,7 +274,7 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
     out, lse = torch.empty_like(q), torch.empty(2, 4, 150)
     odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
     for turn, dout in enumerate((torch.empty_like(q), torch.empty_like(q), odd)):
-        found, sent = run(a, out, lse, dout, None), Addresses.calls[-1]
+        found, sent = bound.run(a, out, lse, dout, None), Addresses.calls[-1]
         assert [n for n in ("q", "k", "v", "sinks") if getattr(found, n) is not None] == list(wanted)
         for name, t in (("q", q), ("k", k), ("v", v), ("o", out), ("lse", lse), ("sinks", sinks)):
             assert sent[name] == (0 if t is None else t.data_ptr())
@@ -313,8 +315,8 @@ def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch)
     forward = cuda_backend._bind_forward(forward_sm90.plan, problem, layout)
     backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
     for _ in range(2):
-        out, lse = forward(a)
-        found = backward(a, out, lse, torch.empty_like(out), None)
+        out, lse = forward.run(a)
+        found = backward.run(a, out, lse, torch.empty_like(out), None)
         assert [t.is_contiguous() and t.shape for t in (out, lse, *found[:3])] == [q.shape, (2, 4, 130), *[q.shape] * 3]
     assert current == 1 and used == [0] * (1 + 1 + 3 + 4)  # counters, workspace; both again, with two and three results
 
@@ -339,10 +341,10 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, mon
     a = Arguments(q, k, k, layout=layout)
     problem, order = Problem.of(a, needs_grad=True)
     assert group_parts(problem, H200.sms) == parts
-    run = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), order)
+    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), order)
     expected = numbers.unflatten(heads, (4, parts)).sum(heads + 1).bfloat16()
     for _ in range(2):
-        found = run(a, torch.empty_like(q), torch.empty(2, 64, 512), torch.empty_like(q), None)
+        found = bound.run(a, torch.empty_like(q), torch.empty(2, 64, 512), torch.empty_like(q), None)
         assert torch.equal(found.k, expected) and torch.equal(found.v, expected) and found.k.shape == k.shape
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from kernel_cases import SUPPORTED
 from oracle import check, prepare
 
 from strobe.cuda import families, forward_sm80, forward_sm90, jit
-from strobe.cuda.backward_plan import sections_of_keys
+from strobe.cuda.blocks import key_tiles, section
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims, section, tile_bytes
+from strobe.cuda.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims
+from strobe.cuda.shared_memory import tile_bytes
 from strobe.cuda.tensor_maps import FAR
 from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
 from strobe.problem import Problem
@@ -183,7 +185,7 @@ def test_names_say_what_is_compiled() -> None:
 def test_source_carries_the_numbers_python_sends() -> None:
     for found in plans(problem_of(Case("x", 100, 200, dim=128))):
         v = kernel_of(found)
-        assert f"kSmem = {v.smem}" in v.source and f"kThreads = {v.threads}" in v.source
+        assert v.memory.cpp() in v.source and v.memory.size == v.smem and f"kThreads = {v.threads}" in v.source
         assert f"sizeof(Params) == {v.params.size}" in v.source and f"kernels/{v.header}.cuh" in v.source
 
 
@@ -347,7 +349,9 @@ def test_whatever_is_planned_is_among_the_variants(dims: tuple[int, int]) -> Non
         for mask, softcap in itertools.product((full, causal), (None, 5.0)):
             found = planned(heads, group, len_q, len_k, dims, mask, softcap)
             kernel = kernel_of(found)
-            config = {**dict(kernel.config), "kPackGqa": 8 if kernel.member("kPackGqa") > 1 else 1}
+            config = dict(kernel.config)
+            if kernel.member("kPackGqa") > 1:
+                config |= {"kPackGqa": 8, "Queries": "PackedGqaRows<8>"}
             assert dataclasses.replace(kernel, config=tuple(config.items())) in known
             assert kernel.member("kSplit") == (only(found).values["splits"] > 1)
 
@@ -404,5 +408,5 @@ def test_few_keys_take_turns(keys: int, launches: int) -> None:
 def test_sections_of_keys(mask: Mask, keys: int, heads: int, section: int, sections: int) -> None:
     """Heads run together only where blocks of keys differ. The last section is the longest: from two to three others."""
     problem = problem_of(Case("section", 256, max(keys, 1), batch=1, heads=heads, heads_k=heads, dim=64, mask=mask))
-    found = sections_of_keys(problem, keys // 128, H200.sms)
-    assert found == {"section": section, "sections": sections} and section * (sections - 1) < heads
+    found = key_tiles(replace(problem, k=replace(problem.k, length=keys)), 128, H200.sms)
+    assert (found["section"], found["sections"]) == (section, sections) and section * (sections - 1) < heads

@@ -77,10 +77,10 @@ def test_alibi_is_traced_by_structure() -> None:
         torch.testing.assert_close(compiled(q, slopes), dense_alibi(q, k, v, slopes, False))
 
 
-def test_kernels_leave_positions_to_tiled() -> None:
+def test_kernels_leave_captured_tensors_to_tiled() -> None:
     q, k, v = (t.detach().bfloat16() for t in inputs(torch.float32))
     found = strobe.explain(q, k, v, score=strobe.alibi(torch.rand(4)))
-    assert found.backend == "tiled" and "positions" in found.rejected["sm90"]
+    assert found.backend == "tiled" and "captured tensors" in found.rejected["sm90"]
 
 
 @pytest.mark.parametrize(

@@ -169,9 +169,10 @@ def test_errors_are_the_same() -> None:
 def test_the_operation_keeps_its_promises(dtype: torch.dtype, with_lse: bool) -> None:
     """Schema, shapes and strides promised to the tracer, derivatives: PyTorch's own checks."""
     q, k, v = (torch.randn(SHAPE, dtype=dtype).requires_grad_(with_lse) for _ in range(3))
-    options = (strobe.causal.text(), identity.text(), None, 0.0, 0, "bshd", False, None, with_lse)
-    tensors = (q, k, v, None, None, None, None, None, None, [], None, None)
-    torch.library.opcheck(torch.ops.strobe.attention, (*tensors, *options))
+    given = {"q": q, "k": k, "v": v, "score_tensors": [], "interval": strobe.causal.text(), "score": identity.text()}
+    given |= {"dropout": 0.0, "seed": 0, "layout": "bshd", "deterministic": False, "with_lse": with_lse}
+    names = [argument.name for argument in torch.ops.strobe.attention.default._schema.arguments]
+    torch.library.opcheck(torch.ops.strobe.attention, [given.get(name) for name in names])
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,14 @@ def test_best_is_chosen_for_each_kind_and_must_run_in_every_case(no_overrides) -
 
 def test_the_library_uses_what_was_found(tmp_path: Path, no_overrides) -> None:  # type: ignore[no-untyped-def]
     other = tune_forward.candidates(64, 64, "bounded")[2]
-    assert other != forward_sm90.choose_tile(64, 64, True)
+    assert other != forward_sm90.table_tile(64, 64, True)
     path = tmp_path / "found" / "tiles.json"
     results.write({"rows": [], "best": {"64/64 bounded": other.__dict__}}, path)
     no_overrides.setenv("STROBE_TILES", str(path))
     tuned.best.cache_clear()
-    assert forward_sm90.choose_tile(64, 64, True) == other
-    assert forward_sm90.choose_tile(64, 64) == forward_sm90._TILES[64, 64]
-    assert forward_sm90.choose_tile(64, 64, True, softcap=True) != other
+    assert forward_sm90.table_tile(64, 64, True) == other
+    assert forward_sm90.table_tile(64, 64) == forward_sm90._TILES[64, 64]
+    assert forward_sm90.table_tile(64, 64, True, softcap=True) != other
 
 
 def test_a_tile_found_for_split_keys_serves_softcap_too_unless_that_has_its_own(tmp_path: Path, no_overrides) -> None:  # type: ignore[no-untyped-def]
@@ -94,12 +94,12 @@ def test_a_tile_found_for_split_keys_serves_softcap_too_unless_that_has_its_own(
     found = tune_forward.candidates(64, 64, "split")[2], tune_forward.candidates(64, 64, "softcap-split")[3]
     path = tmp_path / "tiles.json"
     for kind, tile in zip(("split", "softcap-split"), found, strict=True):
-        assert tile != forward_sm90.choose_tile(64, 64, **both)
+        assert tile != forward_sm90.table_tile(64, 64, **both)
         results.write({"rows": [], "best": {f"64/64 {kind}": tile.__dict__}}, path)
         no_overrides.setenv("STROBE_TILES", str(path))
         tuned.best.cache_clear()
-        assert forward_sm90.choose_tile(64, 64, **both) == tile
-    assert forward_sm90.choose_tile(64, 64, split=True) == forward_sm90._OTHER_TILES["split"][64, 64]
+        assert forward_sm90.table_tile(64, 64, **both) == tile
+    assert forward_sm90.table_tile(64, 64, split=True) == forward_sm90._OTHER_TILES["split"][64, 64]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"best": {"64/64 full": {"no_such": 1}}}'])
@@ -109,7 +109,7 @@ def test_a_file_of_something_else_is_named(tmp_path: Path, no_overrides, content
     no_overrides.setenv("STROBE_TILES", str(path))
     tuned.best.cache_clear()
     with pytest.raises(ValueError, match="not a file written by `strobe tune`"):
-        forward_sm90.choose_tile(64, 64)
+        forward_sm90.table_tile(64, 64)
 
 
 def test_head_dims_are_filtered() -> None:
@@ -235,7 +235,7 @@ def test_the_planner_takes_what_was_found(family: str, tmp_path: Path, no_overri
     no_overrides.setenv("STROBE_TILES", str(tmp_path / "tiles.json"))
     tuned.best.cache_clear()
     assert plain.plan(None, H200) == plain.plan(other, H200) != before[0]
-    assert softcap.plan(None, H200) == before[1] and forward_sm90.choose_tile(64, 64) == forward
+    assert softcap.plan(None, H200) == before[1] and forward_sm90.table_tile(64, 64) == forward
     assert subject.candidates(*dims, PLAIN[family])[0] == other
 
 

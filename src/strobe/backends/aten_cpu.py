@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from strobe.arguments import Arguments, Inputs, Layout, four_axes
-from strobe.backends.backend import Backend, Gradients, bind_backward
+from strobe.backends.backend import Backend, Gradients, Pass, bind_backward
 from strobe.backends.tiled import backward as tiled_backward, forward as tiled_forward
 from strobe.mask import causal, causal_top_left, full
 from strobe.problem import Problem
@@ -82,9 +82,9 @@ def _added(problem: Problem, mask: torch.Tensor | None, bias: torch.Tensor | Non
     return torch.where(mask, bias, -torch.inf)
 
 
-def _bind(problem: Problem, layout: Layout) -> Callable[..., Any]:
+def _bind(problem: Problem, layout: Layout) -> Pass:
     if problem.gradients:
-        return _bind_backward(problem, layout)
+        return Pass(_bind_backward(problem, layout))
     keywords: dict[str, Any] = {"is_causal": True} if _is_causal(problem) else {}
     if problem.scale != 1 / math.sqrt(problem.dim):
         keywords["scale"] = problem.scale
@@ -95,7 +95,7 @@ def _bind(problem: Problem, layout: Layout) -> Callable[..., Any]:
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = inside(a.q), inside(a.k), inside(a.v)
         if added:
-            to_add = _added(problem, four_axes(a.mask_tensor()), four_axes(a.bias))
+            to_add = _added(problem, four_axes(a.mask_tensor), four_axes(a.bias))
             assert to_add is not None
             out, lse = op(q, k, v, attn_mask=to_add)
             lse.masked_fill_(to_add.amax(-1) == -torch.inf, -torch.inf)
@@ -111,7 +111,7 @@ def _bind(problem: Problem, layout: Layout) -> Callable[..., Any]:
         out = out.transpose(1, 2)
         return (out if a.out is None else a.out.copy_(out)), lse
 
-    return run_plain if layout is Layout.BSHD and not added and not few_keys else run
+    return Pass(run_plain if layout is Layout.BSHD and not added and not few_keys else run)
 
 
 def _bind_backward(problem: Problem, layout: Layout) -> Callable[..., Any]:

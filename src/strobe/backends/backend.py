@@ -22,6 +22,15 @@ class Gradients(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
+class Pass:
+    """A bound pass. `run` is what calls it; a backend may put a faster function in its place once it has seen a call."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+
 class Forward(Protocol):
     """Bound to a problem and a layout: a function of the caller's tensors. It writes into `a.out` if that is given."""
 
@@ -43,34 +52,35 @@ def _nothing(problem: Problem) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Backend:
-    """`bind(problem, layout)` gives a `Forward`, or a `Backward` if the problem asks for gradients. It is the only way
-    to run a backend; it may compile, allocate and remember, so that what it gives is fast."""
+    """`bind(problem, layout)` gives a `Pass` that runs a `Forward`, or a `Backward` if the problem asks for gradients. It
+    is the only way to run a backend; it may compile, allocate and remember, so that what it gives is fast."""
 
     name: str
     summary: str
     limits: Callable[[Problem], str | None]  # why its code cannot do this, whatever the machine; None if it can
-    bind: Callable[[Problem, Layout], Any]
+    bind: Callable[[Problem, Layout], Pass]
     machine: Callable[[torch.device], str | None] = field(default=lambda device: None)  # what is missing here
     details: Callable[[Problem], dict[str, object]] = field(default=_nothing)  # tiles, threads, … for `explain`
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
-    merges: bool = False  # its forward pass takes an `earlier_lse`
-    # Whether it takes an `earlier_out`, too, and had better for a problem that it could merge.
-    finishes: Callable[[Problem], bool] = field(default=lambda problem: False)
+    merges: bool = False  # its forward pass merges its result with a state
+    # Whether it also rounds a merged state on its way to another tensor, and had better for a problem that it could merge.
+    rounds_states: Callable[[Problem], bool] = field(default=lambda problem: False)
 
     def supports(self, problem: Problem) -> str | None:
         """None, or the reason why not."""
-        if problem.earlier_lse is not None and not self.can_merge(problem):
-            return "an earlier result to merge into"
+        state = problem.state
+        if state is not None and not self.can_merge(problem):
+            return "a state to merge with"
         reason = self.limits(problem) or self.machine(problem.device)
-        if reason is None and problem.earlier_out is not None and not self.finishes(problem):
-            return "an earlier result that is merged and rounded"
+        if reason is None and state is not None and state.out is not None and not self.rounds_states(problem):
+            return "a state that is merged and rounded"
         return reason
 
     def can_merge(self, problem: Problem) -> bool:
-        """Whether it could merge the result of this problem, which it supports, into an earlier one. An empty problem
-        is not run; and with dropout, kernels scale all of the output at the end, which would scale an earlier one too."""
-        wide = problem.partial or problem.earlier_out is not None
+        """Whether it could merge the result of this problem, which it supports, with a state. An empty problem is not
+        run; and with dropout, kernels scale all of the output at the end, which would scale the state too."""
+        wide = problem.partial or (problem.state is not None and problem.state.out is not None)
         return self.merges and wide and not problem.dropout and not problem.empty
 
 
@@ -78,20 +88,20 @@ ViewsForward = Callable[[Problem, Inputs, torch.Tensor | None], tuple[torch.Tens
 ViewsBackward = Callable[[Problem, Inputs, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Gradients]
 
 
-def binder(forward: ViewsForward, backward: ViewsBackward | None = None) -> Callable[[Problem, Layout], Any]:
+def binder(forward: ViewsForward, backward: ViewsBackward | None = None) -> Callable[[Problem, Layout], Pass]:
     """`bind` for a backend that computes on (batch, heads, length, dim) views: forward(problem, inputs, out) and
     backward(problem, inputs, out, lse, dout, dlse)."""
 
-    def bind(problem: Problem, layout: Layout) -> Any:
+    def bind(problem: Problem, layout: Layout) -> Pass:
         if problem.gradients:
             assert backward is not None
-            return bind_backward(problem, layout, backward)
+            return Pass(bind_backward(problem, layout, backward))
 
         def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse = forward(problem, Inputs.of(a, layout), None if a.out is None else layout.inside(a.out))
             return layout.outside(out) if a.out is None else a.out, layout.rows_outside(lse)
 
-        return run
+        return Pass(run)
 
     return bind
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
 
 from strobe.arguments import Layout
-from strobe.backends.backend import Backend
+from strobe.backends.backend import Backend, Pass
 from strobe.problem import Problem, Unsupported
 
 # Fastest first. The first one that supports a problem runs it; those not marked automatic only when named.
@@ -61,6 +60,6 @@ def _fastest(problem: Problem) -> Backend:
     raise AssertionError("`tiled` supports every problem")
 
 
-def bind(backend: Backend, problem: Problem, layout: Layout) -> Any:
+def bind(backend: Backend, problem: Problem, layout: Layout) -> Pass:
     """Nothing is to be attended in an empty problem: `tiled` fills in the results, whoever was asked."""
     return (get("tiled") if problem.empty else backend).bind(problem, layout)

@@ -16,7 +16,8 @@ from strobe.bench.inputs import Tensors
 from strobe.bench.provider import Prepare, Prepared, Provider, Refusal, refuse, two_matrices
 from strobe.cuda import driver, forward_sm80, jit
 from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import ELEMENTS, MAX_DIM, padded_dims, tile_bytes
+from strobe.cuda.plan import ELEMENTS, MAX_DIM, padded_dims
+from strobe.cuda.shared_memory import tile_bytes
 from strobe.mask import MAX_CONSTANTS, Mask
 from strobe.problem import Problem
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from strobe.arguments import Arguments, Layout
-from strobe.backends.backend import Backend, Gradients
+from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import driver, forward_sm90, jit
-from strobe.cuda.backward_plan import TENSORS, group_parts
+from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.families import FAMILIES, Family
-from strobe.cuda.launch import Launcher, address, allocator
+from strobe.cuda.launch import Launcher, address, allocator, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.problem import Problem, Strides
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
-_NOTHING = (0, 0, 0, 0, 0)  # `_rest` of a call that has none of them
 _SMEM_OF_HOPPER = 227 << 10
 
 
@@ -32,6 +31,7 @@ def machine_of(device: torch.device) -> Machine:
         sms=facts.multi_processor_count,
         l2_bytes=facts.L2_cache_size,
         smem_bytes=getattr(facts, "shared_memory_per_block_optin", _SMEM_OF_HOPPER),
+        spills=functools.partial(spills, device.index or 0),
     )
 
 
@@ -63,7 +63,8 @@ def is_aligned(t: torch.Tensor) -> bool:
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy if it is not aligned."""
+    """The tensor itself, or a copy if it is not aligned, or if its memory holds the negated numbers."""
+    t = t.resolve_neg()
     return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
 
 
@@ -78,51 +79,49 @@ def inside_strides(t: torch.Tensor, layout: Layout) -> Strides:
     return layout.inside(t).stride()[:3]  # type: ignore[return-value]
 
 
-def fp32_contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.detach().float().contiguous()
+def _contiguous(t: torch.Tensor) -> torch.Tensor:
+    return t.resolve_neg().contiguous()
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """What the kernels of a call read and write."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    o: torch.Tensor
-    lse: torch.Tensor | None
-    sinks: torch.Tensor | None
-    cu_q: torch.Tensor | None
-    cu_k: torch.Tensor | None
-    positions: torch.Tensor | None
-    seed: int
-    earlier: torch.Tensor | None
+# The arguments besides q, k and v that kernels read, in both directions, and the form in which they do.
+READ: dict[str, Callable[[Any], Any]] = {
+    "sinks": lambda t: t.detach().resolve_neg().float().contiguous(),
+    "cu_q": _contiguous,
+    "cu_k": _contiguous,
+    "positions": _contiguous,
+    "seed": lambda seed: seed & ((1 << 64) - 1),  # unsigned
+}
 
 
-def seed_of(a: Arguments) -> int:
-    """64 bits, which the kernels take for unsigned."""
-    return 0 if a.seed is None else a.seed & ((1 << 64) - 1)
+def read_by_kernels(a: Arguments) -> dict[str, Any]:
+    """Those of READ that the call has."""
+    return {name: form(t) for name, form in READ.items() if (t := getattr(a, name)) is not None}
 
 
-def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[Tensors, Problem]:
-    """Aligned tensors, outputs allocated; and the problem with the strides that they have."""
-    q, k, v = aligned(a.q), aligned(a.k), aligned(a.v)
-    if problem.positions and not problem.varlen:
-        k, v = in_step(k, layout), in_step(v, layout)
-    if a.out is None:
-        o = torch.empty((*q.shape[:-1], problem.dim_v), dtype=problem.out_dtype, device=q.device)
-    else:
-        o = aligned(a.out)
-    lse = a.earlier_lse
-    if lse is None and problem.lse:
-        lse = torch.empty(layout.rows_shape(tuple(q.shape)), dtype=torch.float32, device=q.device)
-    cu_q, cu_k, positions = (None if t is None else t.contiguous() for t in (a.cu_q, a.cu_k, a.positions))
-    strides = [inside_strides(t, layout) for t in (q, k, v)]
-    rows, keys = replace(problem.q, strides=(strides[0],)), replace(problem.k, strides=tuple(strides[1:]))
-    earlier = None if a.earlier_out is None else aligned(a.earlier_out)
-    of_earlier = None if earlier is None else inside_strides(earlier, layout)
-    tensors = Tensors(q, k, v, o, lse, fp32_contiguous(a.sinks), cu_q, cu_k, positions, seed_of(a), earlier)
-    return tensors, replace(problem, q=rows, k=keys, earlier_out=of_earlier)
+def with_strides(problem: Problem, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Problem:
+    """The problem with the strides that q, k and v have now."""
+    q, k, v = (inside_strides(tensors[name], layout) for name in ("q", "k", "v"))
+    return replace(problem, q=replace(problem.q, strides=(q,)), k=replace(problem.k, strides=(k, v)))
+
+
+def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[dict[str, Any], Problem]:
+    """The tensors of a forward plan by name, aligned, outputs allocated; and the problem with the strides they have."""
+    x: dict[str, Any] = {"q": aligned(a.q), "k": aligned(a.k), "v": aligned(a.v)}
+    if problem.k.positions and not problem.k.varlen:
+        x |= {name: in_step(x[name], layout) for name in ("k", "v")}
+    shape, rows = (*a.q.shape[:-1], problem.dim_v), layout.rows_shape(tuple(a.q.shape))
+    x["o"] = torch.empty(shape, dtype=problem.out_dtype, device=a.q.device) if a.out is None else aligned(a.out)
+    if a.state_lse is not None:
+        x["lse"] = a.state_lse
+    elif problem.lse:
+        x["lse"] = torch.empty(rows, dtype=torch.float32, device=a.q.device)
+    x |= read_by_kernels(a)
+    problem = with_strides(problem, layout, x)
+    if a.state_out is not None:
+        assert problem.state is not None
+        x["state"] = aligned(a.state_out)
+        problem = replace(problem, state=replace(problem.state, out=inside_strides(x["state"], layout)))
+    return x, problem
 
 
 def prepare_backward(
@@ -137,29 +136,29 @@ def prepare_backward(
 ) -> tuple[dict[str, Any], Problem, dict[str, Strides]]:
     """The tensors of a backward plan by name, gradients allocated; the problem with the strides that they have, and the
     strides of those that it does not know. `sms`: for so many multiprocessors groups of heads are divided into parts."""
-    q, k, v, o = (aligned(t.detach().to(problem.dtype)) for t in (a.q, a.k, a.v, out))  # a merged `out` is fp32
+    given = {"q": a.q, "k": a.k, "v": a.v, "o": out}
+    x: dict[str, Any] = {n: aligned(t.detach().to(problem.dtype)) for n, t in given.items()}  # a merged `out` is fp32
+    if problem.k.positions and not problem.k.varlen:
+        x |= {name: in_step(x[name], layout) for name in ("k", "v")}
     d_o = dout.to(problem.dtype)
-    d_o = aligned(d_o if d_o.stride(-1) == 1 else d_o.contiguous())
-    wanted = problem.gradients
-    lse = lse.contiguous()  # the LSE of some rows of a shard has gaps
-    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "lse": lse}
-    tensors["dlse"] = None if dlse is None else dlse.contiguous()
-    tensors["dq"] = torch.empty(q.shape, dtype=problem.out_dtype, device=q.device) if "q" in wanted else None
-    both = "k" in wanted or "v" in wanted  # one kernel computes both
+    x["d_o"] = aligned(d_o if d_o.stride(-1) == 1 else d_o.contiguous())
+    x["lse"] = _contiguous(lse)  # the LSE of some rows of a shard has gaps
+    if dlse is not None:
+        x["dlse"] = _contiguous(dlse)
+    wanted, device = problem.gradients, a.q.device
+    if "q" in wanted:
+        x["dq"] = torch.empty(a.q.shape, dtype=problem.out_dtype, device=device)
     problem = replace(problem, group_parts=group_parts(problem, sms))
-    for name, t in (("dk", k), ("dv", v)):
-        shape, dtype = _room_for_parts(t, layout, problem)
-        tensors[name] = torch.empty(shape, dtype=dtype, device=q.device) if both else None
-    tensors["dsink"] = torch.empty_like(lse) if "sinks" in wanted else None
-    tensors["sinks"] = fp32_contiguous(a.sinks)
-    for name in ("cu_q", "cu_k", "positions"):
-        t = getattr(a, name)
-        tensors[name] = None if t is None else t.contiguous()
-    tensors["seed"] = seed_of(a)
-    named = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-    strides = {n: inside_strides(tensors[n], layout) for n in named if tensors[n] is not None}
-    rows, keys = replace(problem.q, strides=(strides["q"],)), replace(problem.k, strides=(strides["k"], strides["v"]))
-    return tensors, replace(problem, q=rows, k=keys), strides
+    if "k" in wanted or "v" in wanted:  # one kernel computes both
+        for name, t in (("dk", a.k), ("dv", a.v)):
+            shape, dtype = _room_for_parts(t, layout, problem)
+            x[name] = torch.empty(shape, dtype=dtype, device=device)
+    if "sinks" in wanted:
+        x["dsink"] = torch.empty_like(x["lse"])
+    x |= read_by_kernels(a)
+    named = ("o", "d_o", "dq", "dk", "dv")
+    strides = {n: inside_strides(x[n], layout) for n in named if n in x}
+    return x, with_strides(problem, layout, x), strides
 
 
 def _room_for_parts(t: torch.Tensor, layout: Layout, problem: Problem) -> tuple[torch.Size, torch.dtype]:
@@ -179,12 +178,11 @@ def _sum_of_parts(t: torch.Tensor | None, layout: Layout, problem: Problem) -> t
     return t.unflatten(heads, (problem.heads_k, -1)).sum(heads + 1).to(problem.out_dtype)
 
 
-def gradients_of(problem: Problem, layout: Layout, tensors: dict[str, Any], a: Arguments) -> Gradients:
+def gradients_of(problem: Problem, layout: Layout, x: Mapping[str, Any], a: Arguments) -> Gradients:
     """What was asked for, in the caller's layout and dtypes."""
-    found = {n: tensors[f"d{n}"] if n in problem.gradients else None for n in ("q", "k", "v")}
-    dk, dv = (_sum_of_parts(found[n], layout, problem) for n in ("k", "v"))
-    sinks = _sum_of_rows(tensors["dsink"], layout, a) if "sinks" in problem.gradients else None
-    return Gradients(found["q"], dk, dv, None, sinks)
+    q, k, v = (x.get(f"d{n}") if n in problem.gradients else None for n in ("q", "k", "v"))
+    sinks = _sum_of_rows(x["dsink"], layout, a) if "sinks" in problem.gradients else None
+    return Gradients(q, _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem), None, sinks)
 
 
 def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Tensor:
@@ -192,16 +190,81 @@ def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Ten
 
 
 # ---- binding ---------------------------------------------------------------------------------------------------------
+# A plan is made in the first call, from the tensors it sees: whoever calls again has tensors of the same shapes, strides
+# and alignment (`strobe.bound_call.signature`). Where no tensor had to be copied, later calls are launched at once, by a
+# function that knows which tensors there are.
 
 
-def _bind(family: Family, problem: Problem, layout: Layout) -> Any:
+def _bind(family: Family, problem: Problem, layout: Layout) -> Pass:
     module = family.module(problem)
     return _bind_backward(module, problem, layout) if problem.gradients else _bind_forward(module.plan, problem, layout)
 
 
-def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
-    """A launcher for each set of strides of those tensors that the signature of the forward call does not know. Where
-    no tensor of the first call had to be copied, later ones like it are launched at once."""
+def _nothing_copied(given: Mapping[str, Any], used: Mapping[str, Any]) -> bool:
+    """Whether the kernels read and write the caller's tensors themselves."""
+    return all(address(t) == address(used.get(name)) for name, t in given.items())
+
+
+def _given(a: Arguments) -> dict[str, Any]:
+    """The arguments that kernels read, as the caller has them; a seed is a number."""
+    return {name: getattr(a, name) for name in ("q", "k", "v", *READ) if name != "seed"}
+
+
+def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
+    launcher: Launcher | None = None
+    device = problem.device.index or 0
+
+    def first(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        nonlocal launcher
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return first(a)
+        x, actual = prepare(problem, layout, a)
+        if launcher is None:
+            plan = planner(actual, inside_strides(x["o"], layout), machine_of(problem.device))
+            launcher = Launcher(plan, device, tuple(x))
+            given = {**_given(a), "o": x["o"] if a.out is None else a.out, "state": a.state_out}
+            if _nothing_copied(given, x):
+                bound.run = _repeated(launcher, device, a, x)
+        launcher(*map(address, x.values()))
+        if a.out is None:
+            return x["o"], x.get("lse")
+        return a.out if x["o"] is a.out else a.out.copy_(x["o"]), x.get("lse")
+
+    bound = Pass(first)
+    return bound
+
+
+def _repeated(launcher: Launcher, device: int, a: Arguments, x: Mapping[str, Any]) -> Any:
+    """The same call with other tensors, whose addresses come in the order of `x`: allocate, and launch."""
+    arguments = [name for name in x if name in READ]  # they come behind q, k, v, O and, perhaps, the LSE
+    has_state = "state" in x
+    new_out = allocator(x["o"].shape, x["o"].dtype)
+    in_place = a.state_lse is not None
+    new_lse = None if "lse" not in x or in_place else allocator(x["lse"].shape, x["lse"].dtype)
+    get_device = torch._C._cuda_getDevice
+
+    def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if get_device() != device:
+            with torch.cuda.device(device):
+                return run(a)
+        out = new_out() if a.out is None else a.out
+        found = [a.q.data_ptr(), a.k.data_ptr(), a.v.data_ptr(), out.data_ptr()]
+        lse = new_lse() if new_lse is not None else a.state_lse
+        if lse is not None:
+            found.append(lse.data_ptr())
+        for name in arguments:
+            found.append(READ["seed"](a.seed) if name == "seed" else getattr(a, name).data_ptr())
+        if has_state:
+            found.append(a.state_out.data_ptr())
+        launcher(*found)
+        return out, lse
+
+    return run
+
+
+def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
+    """A launcher for each set of strides of those tensors that the signature of the forward call does not know."""
     machine, device = machine_of(problem.device), problem.device.index or 0
     launchers: dict[Any, Launcher] = {}
     repeated: dict[Any, Any] = {}
@@ -212,137 +275,48 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Any:
                 return run(a, out, lse, dout, dlse)
         seen = (
             out.is_contiguous() or out.stride(), out.dtype, lse.is_contiguous() or lse.stride(),
-            dout.is_contiguous() or dout.stride(), dout.dtype, dlse is None or dlse.is_contiguous(),
+            dout.is_contiguous() or dout.stride(), dout.dtype, dout.is_neg(), dlse is None or dlse.is_contiguous(),
+            dlse is None or dlse.is_neg(),
         )  # fmt: skip
         again = repeated.get(seen)
         if again is not None and not (out.data_ptr() | dout.data_ptr()) & (ALIGN - 1):
             return again(a, out, lse, dout, dlse)
-        tensors, actual, strides = prepare_backward(problem, layout, a, out, lse, dout, dlse, machine.sms)
-        key = tuple(strides.values())
+        x, actual, strides = prepare_backward(problem, layout, a, out, lse, dout, dlse, machine.sms)
+        key = (dlse is None, *strides.values(), actual.strides)
         launcher = launchers.get(key)
         if launcher is None:
             plan = module.plan(actual, strides, machine)
-            launcher = launchers[key] = Launcher(plan, device)
-        launcher(*[address(tensors[name]) for name in TENSORS])
-        given = {"q": a.q, "k": a.k, "v": a.v, "o": out, "d_o": dout, "lse": lse, "dlse": dlse, "sinks": a.sinks}
-        given |= {"cu_q": a.cu_q, "cu_k": a.cu_k, "positions": a.positions}
-        if _nothing_copied(given.values(), (tensors[name] for name in given)):
-            repeated[seen] = _repeated_backward(launcher, actual, layout, a)
-        return gradients_of(problem, layout, tensors, a)
+            launcher = launchers[key] = Launcher(plan, device, tuple(x))
+        launcher(*map(address, x.values()))
+        if _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
+            repeated[seen] = _repeated_backward(launcher, actual, layout, a, x)
+        return gradients_of(problem, layout, x, a)
 
-    return run
+    return Pass(run)
 
 
-def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: Arguments) -> Any:
-    """The same call with other tensors, as `prepare_backward`, a launch and `gradients_of` would do it. Nothing has to be
-    copied: allocate, and launch."""
+def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: Arguments, x: Mapping[str, Any]) -> Any:
+    """The same call with other tensors, as `prepare_backward`, a launch and `gradients_of` would do it: allocate, and
+    launch."""
     want_q, want_k, want_v, want_sinks = (name in problem.gradients for name in ("q", "k", "v", "sinks"))
-    parts, plain, new_dq = problem.group_parts, _is_plain(a), allocator(a.q.shape, problem.out_dtype)
+    parts, new_dq = problem.group_parts, allocator(a.q.shape, problem.out_dtype)
     new_dk, new_dv = (allocator(*_room_for_parts(t, layout, problem)) for t in (a.k, a.v))
+    arguments = [name for name in x if name in READ]
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         q, k, v = a[:3]
         dq = new_dq() if want_q else None
         dk, dv = (new_dk(), new_dv()) if want_k or want_v else (None, None)
         dsink = torch.empty_like(lse) if want_sinks else None
-        launcher(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            dout.data_ptr(),
-            lse.data_ptr(),
-            0 if dlse is None else dlse.data_ptr(),
-            0 if dq is None else dq.data_ptr(),
-            0 if dk is None else dk.data_ptr(),
-            0 if dv is None else dv.data_ptr(),
-            0 if dsink is None else dsink.data_ptr(),
-            *(_NOTHING if plain else _rest(a)),
-        )
+        tensors = (q, k, v, out, dout, lse, dlse, dq, dk, dv, dsink)  # in the order of `x`
+        found = [t.data_ptr() for t in tensors if t is not None]
+        for name in arguments:
+            found.append(READ["seed"](a.seed) if name == "seed" else getattr(a, name).data_ptr())
+        launcher(*found)
         sinks = None if dsink is None else _sum_of_rows(dsink, layout, a)
         if parts > 1:
             dk, dv = _sum_of_parts(dk, layout, problem), _sum_of_parts(dv, layout, problem)
         return Gradients(dq, dk if want_k else None, dv if want_v else None, None, sinks)
-
-    return run
-
-
-def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Any:
-    """The plan is made in the first call, from the tensors it sees: whoever calls again has tensors of the same shapes,
-    strides and alignment (`strobe.bound_call.signature`)."""
-    launcher: Launcher | None = None
-    again: Any = None
-    device = problem.device.index or 0
-
-    def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        nonlocal launcher, again
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
-                return run(a)
-        if again is not None:
-            return again(a)
-        x, actual = prepare(problem, layout, a)
-        if launcher is None:
-            plan = planner(actual, inside_strides(x.o, layout), machine_of(problem.device))
-            launcher = Launcher(plan, device)
-            out = x.o if a.out is None else a.out
-            given = (a.q, a.k, a.v, out, a.sinks, a.cu_q, a.cu_k, a.positions, a.earlier_out)
-            if _nothing_copied(given, (x.q, x.k, x.v, x.o, x.sinks, x.cu_q, x.cu_k, x.positions, x.earlier)):
-                again = _repeated(launcher, a, x) if a.earlier_lse is None else _merged_again(launcher)
-        tensors = (x.q, x.k, x.v, x.o, x.lse, x.sinks, x.cu_q, x.cu_k, x.positions, x.seed)
-        launcher(*map(address, tensors if x.earlier is None else (*tensors, x.earlier)))
-        if a.out is None:
-            return x.o, x.lse
-        return a.out if x.o is a.out else a.out.copy_(x.o), x.lse
-
-    return run
-
-
-def _repeated(launcher: Launcher, a: Arguments, x: Tensors) -> Any:
-    """The same call with other tensors. Nothing has to be copied: allocate, and launch."""
-    plain, new_out = _is_plain(a), allocator(x.o.shape, x.o.dtype)
-    new_lse = None if x.lse is None else allocator(x.lse.shape, x.lse.dtype)
-
-    def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = a[:3]
-        out = new_out() if a.out is None else a.out
-        lse = None if new_lse is None else new_lse()
-        rest = _NOTHING if plain else _rest(a)
-        to = 0 if lse is None else lse.data_ptr()
-        launcher(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), to, *rest)
-        return out, lse
-
-    return run
-
-
-def _nothing_copied(given: Iterable[Any], used: Iterable[Any]) -> bool:
-    """Whether the kernels read and write the caller's tensors themselves."""
-    return all(address(t) == address(u) for t, u in zip(given, used, strict=True))
-
-
-def _is_plain(a: Arguments) -> bool:
-    return a.seed is None and a.sinks is None and a.cu_q is None and a.positions is None
-
-
-def _rest(a: Arguments) -> tuple[int, ...]:
-    """Addresses of sinks, cu_q, cu_k and positions, 0 for those that are not there; and the seed."""
-    sinks, cu_q, cu_k, positions = a.sinks, a.cu_q, a.cu_k, a.positions
-    return (
-        0 if sinks is None else sinks.data_ptr(),
-        0 if cu_q is None else cu_q.data_ptr(),
-        0 if cu_k is None else cu_k.data_ptr(),
-        0 if positions is None else positions.data_ptr(),
-        seed_of(a),
-    )
-
-
-def _merged_again(launcher: Launcher) -> Any:
-    """As `_repeated`, for a call that merges into an earlier result: nothing has to be allocated either."""
-
-    def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tensors = (a.q, a.k, a.v, a.out, a.earlier_lse, a.sinks, a.cu_q, a.cu_k, a.positions, seed_of(a))
-        launcher(*map(address, tensors if a.earlier_out is None else (*tensors, a.earlier_out)))
-        return a.out, a.earlier_lse
 
     return run
 
@@ -369,7 +343,9 @@ def _backend(name: str, summary: str) -> Backend:
         details=lambda problem: dict(_plan(family.forward.plan, problem).details),
         extra_bytes=lambda problem: _plan(family.forward.plan, problem).workspace_bytes,
         merges=True,
-        finishes=lambda problem: name == "sm90" and forward_sm90.splits_of(_plan(family.forward.plan, problem)) == 1,
+        rounds_states=lambda problem: (
+            name == "sm90" and forward_sm90.splits_of(_plan(family.forward.plan, problem)) == 1
+        ),
     )
 
 

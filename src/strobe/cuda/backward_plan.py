@@ -8,40 +8,32 @@ from typing import Any
 from strobe.cuda import tuned
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import (
-    PROBLEM_FIELDS,
-    Launch,
-    costs_differ,
-    lse_values,
-    problem_values,
-    stride_fields,
-    stride_values,
-)
+from strobe.cuda.output import lse_values
+from strobe.cuda.params import Field, Struct, params
+from strobe.cuda.plan import Launch
+from strobe.cuda.rows import KINDS as ROWS, stride_fields, stride_values
+from strobe.cuda.scores import Scores
+from strobe.cuda.shared_memory import Region, SharedMemory
 from strobe.problem import Problem, Strides
 
 REGISTERS = (24, 240)  # of a thread of the producer and of each of two consumers: they fill 384 times 168
 OTHER_REGISTERS = 16  # at least, beside accumulators: addresses, statistics, the mask
 KINDS = ("backward", "backward-softcap")  # kernels that may want tiles of their own
 
-# What whoever runs a backward plan passes. `dsink` is the gradient of the sinks, row by row.
-TENSORS = (
-    *("q", "k", "v", "o", "d_o", "lse", "dlse", "dq", "dk", "dv", "dsink"),
-    *("sinks", "cu_q", "cu_k", "positions", "seed"),
-)
-
-# Statistics of rows, in whole blocks of each sequence, and where they lie; see first_stat in query_blocks.cuh.
+# Statistics of rows, in whole blocks of each sequence, and where they lie; see first_stat in schedule.cuh.
 STATISTICS = [
     *(Field(t, "float*") for t in ("lse2", "delta")),
     Field("dropout_rows", "u32*"),
     Field("stat_rows", "i64"),  # of a head
     Field("stat_blocks", "int"),  # of a sequence, unless varlen
 ]
-BACKWARD_FIELDS = [
-    Field("scale_grad", "float"),  # of dQ and dK
-    Field("heads_k", "int"),
-    *PROBLEM_FIELDS,
-]
+SCORES = [Field("scale_grad", "float"), *Scores.FIELDS]  # the former is that of dQ and dK
+SUMS_OF_DQ = [Field("dq_sum", "float*"), Field("turns", "u32*")]  # the latter for deterministic sums
+
+
+def gradients_of_keys(ctype: str) -> list[Field]:
+    """Where dK and dV go. On Hopper that is for fp32; else tensor maps say it."""
+    return [*(Field(t, ctype) for t in ("dk", "dv")), *stride_fields("dk", "dv")]
 
 
 @dataclass(frozen=True)
@@ -64,12 +56,6 @@ class Wanted:
         return Wanted("q" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
 
 
-PART_FIELDS = [Field("group_parts", "int")]  # see KeyTile in query_blocks.cuh
-
-# Where dK and dV go as fp32; else tensor maps say it.
-GRADIENTS_OF_KEYS = [*(Field(t, "float*") for t in ("dk", "dv")), *stride_fields("dk", "dv")]
-
-
 def gradient_strides(strides: dict[str, Strides], *names: str) -> dict[str, int]:
     """Of those gradients that are computed."""
     return stride_values({name: strides.get(name, (0, 0, 0)) for name in names})
@@ -88,7 +74,7 @@ class Statistics:
     def of(problem: Problem, block: int) -> Statistics:
         blocks = -(-problem.len_q // block)
         rows = problem.batch * blocks * block
-        if problem.varlen:
+        if problem.q.varlen:
             rows = -(-(problem.q.total + problem.batch * block) // block) * block
         size = 4 * problem.heads * rows
         workspace = {"lse2": size, "delta": size, **({"dropout_rows": size} if problem.dropout else {})}
@@ -98,18 +84,14 @@ class Statistics:
         return {"stat_rows": self.rows, "stat_blocks": self.blocks}
 
 
-def backward_values(problem: Problem) -> dict[str, Any]:
-    """The values of BACKWARD_FIELDS."""
-    return {
-        **problem_values(problem),
-        "heads_k": problem.heads_k,
-        "scale_grad": grad_scale(problem),
-    }
+def score_values(problem: Problem) -> dict[str, Any]:
+    """The values of SCORES."""
+    return {**Scores.values(problem), "scale_grad": grad_scale(problem)}
 
 
 def tuned_name(features: Features, arch: str) -> str:
     """The key of a tile in the file of `strobe tune`. Hopper's own kernels have the architecture "sm_90a"."""
-    return tuned.tile_name(features.dim, features.dim_v, f"{KINDS[not features.score.is_identity]} {arch}")
+    return tuned.tile_name(features.dim, features.dim_v, f"{KINDS[features.scores.is_function]} {arch}")
 
 
 def grad_scale(problem: Problem) -> float:
@@ -138,37 +120,23 @@ def in_parts(problem: Problem) -> Problem:
     return replace(problem, k=replace(problem.k, heads=problem.heads_k * problem.group_parts))
 
 
-def sections_of_keys(problem: Problem, key_blocks: int, sms: int, *, alone: bool = False) -> dict[str, int]:
-    """Key heads that run together, and how many such sections there are; the last one takes the rest. One at a time where
-    all blocks of keys cost the same, or if they run `alone`. Under a right bound the first block of a head has the most
-    queries, so several heads begin together; as few as occupy half of the GPU, because blocks that share queries and
-    sums of dQ meet in the L2. The last section is twice as large, so that it ends with short blocks."""
-    heads = problem.batch * problem.heads_k
-    uneven = costs_differ(problem) and not alone
-    together = max(4, sms // (2 * max(1, key_blocks))) if uneven else 1
-    return {"section": together, "sections": max(1, heads // together - 1) if uneven else heads}
-
-
 # ---- delta -----------------------------------------------------------------------------------------------------------
 
-_DELTA = Struct(
-    "Params",
+_DELTA = params(
     [
         *(Field(t, "const u16*") for t in ("o", "d_o")),
         *(Field(t, "const float*") for t in ("lse", "dlse", "sinks")),
         Field("cu_q", "const int*"),
         Field("dsink", "float*"),
-        Field("dq_sum", "float*"),
-        Field("turns", "u32*"),
-        *STATISTICS,
         Field("seed", "u64"),
-        *stride_fields("o", "do"),
+        Field("dq", "u16*"),
         Field("lse_batch", "i64"),
         Field("lse_head", "i64"),
         *(Field(n, "int") for n in ("heads", "len_q", "dim_v", "dim")),
-        Field("dq", "u16*"),
-        *stride_fields("dq"),
     ],
+    SUMS_OF_DQ,
+    STATISTICS,
+    stride_fields("o", "do", "dq"),
 )
 
 
@@ -178,12 +146,14 @@ def side_kernel(
     features: Features,
     arch: str,
     params: Struct,
-    config: dict[str, int | bool],
+    config: dict[str, int | bool | str],
     smem: int = 0,
 ) -> TemplateKernel:
     """A small kernel of 256 threads a block, one block for each block of the statistics."""
-    flags = "".join(f" {name[1:]}" for name, value in config.items() if value is True)
+    varlen = " Varlen" if features.rows.queries == "varlen" else ""
+    flags = varlen + "".join(f" {name[1:]}" for name, value in config.items() if value is True)
     numbers = "/".join(str(value) for value in config.values() if not isinstance(value, bool))
+    config = {"Queries": ROWS[features.rows.queries], **config}
     return TemplateKernel(
         name=f"{template}[{features.element} {numbers}{flags}]",
         arch=arch,
@@ -194,6 +164,7 @@ def side_kernel(
         template=template,
         element=features.element,
         config=tuple(config.items()),
+        memory=SharedMemory([Region("tile", smem)]),
         types=(),
         blocks_per_sm=4,
     )
@@ -211,16 +182,15 @@ def delta_kernel(
 ) -> TemplateKernel:
     """`dq_floats`: of a block of the sums of dQ, which it sets to zero; 0: there are none, or they need no zeros.
     `turns`: the counters of turns are set to zero; `clear_dq`: dQ is, because of rows that see no key."""
-    config: dict[str, int | bool] = {
+    config: dict[str, int | bool | str] = {
         "kStatBlock": block,
         "kDimV": features.dim_v,
         "kDqFloats": dq_floats,
-        "kVarlen": features.varlen,
         "kSinks": wanted.sinks,
-        "kDropout": features.dropout,
+        "kDropout": features.scores.dropout,
         "kTurns": turns,
         "kClearDq": clear_dq,
-        "kPartialOut": clear_dq and features.partial_out,
+        "kPartialOut": clear_dq and features.output.partial,
     }
     return side_kernel("backward_delta", "delta", features, arch, _DELTA, config)
 
@@ -243,22 +213,17 @@ def delta_launch(
 
 # ---- dQ from its sums ------------------------------------------------------------------------------------------------
 
-CONVERT_DQ = Struct(
-    "Params",
+CONVERT_DQ = params(
     [
         Field("dq", "u16*"),
         Field("cu_q", "const int*"),
         Field("dq_sum", "const float*"),
-        *stride_fields("dq"),
         Field("stat_rows", "i64"),
         *(Field(n, "int") for n in ("stat_blocks", "heads", "len_q", "dim")),
         Field("scale_grad", "float"),
     ],
+    stride_fields("dq"),
 )
-
-
-def convert_flags(features: Features) -> dict[str, bool]:
-    return {"kVarlen": features.varlen, "kPartialOut": features.partial_out}
 
 
 def convert_values(problem: Problem, statistics: Statistics, strides: dict[str, Strides]) -> dict[str, Any]:

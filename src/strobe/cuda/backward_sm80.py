@@ -12,58 +12,46 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
-    BACKWARD_FIELDS,
     CONVERT_DQ,
     OTHER_REGISTERS,
-    PART_FIELDS,
+    SCORES,
     STATISTICS,
-    TENSORS,
+    SUMS_OF_DQ,
     Statistics,
     Wanted,
-    backward_values,
-    convert_flags,
     convert_values,
     delta_kernel,
     delta_launch,
     gradient_strides,
+    gradients_of_keys,
     in_parts,
-    sections_of_keys,
+    score_values,
     side_kernel,
     tuned_name,
 )
+from strobe.cuda.blocks import KEY_TILE_FIELDS, key_tiles
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm80 import DIMS, SMEM_BYTES, generation
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import (
-    Launch,
-    Machine,
-    Plan,
-    common_limits,
-    padded_dims,
-    stride_fields,
-    stride_values,
-    tile_bytes,
-)
+from strobe.cuda.params import Field, params
+from strobe.cuda.plan import ANY_MACHINE, Launch, Machine, Plan, first_without_spills, padded_dims, shape_limits
+from strobe.cuda.rows import Rows, stride_fields, stride_values
+from strobe.cuda.scores import Scores
+from strobe.cuda.shared_memory import Region, SharedMemory, tile_bytes
 from strobe.mask import causal
 from strobe.problem import Problem, Strides
 
-__all__ = ["DIMS", "TENSORS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limits", "plan", "variants"]
+__all__ = ["DIMS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limits", "plan", "variants"]
 
-_MAIN = Struct(
-    "Params",
-    [
-        *(Field(t, "const u16*") for t in ("q", "k", "v", "d_o")),
-        *(Field(t, "u16*") for t in ("dk", "dv")),
-        Field("dq_sum", "float*"),
-        Field("turns", "u32*"),  # for deterministic sums
-        *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
-        *stride_fields("q", "k", "v", "do", "dk", "dv"),
-        *STATISTICS,
-        *(Field(n, "int") for n in ("key_blocks", "section", "sections")),
-        *BACKWARD_FIELDS,
-        *PART_FIELDS,
-    ],
+_MAIN = params(
+    [Field(t, "const u16*") for t in ("q", "k", "v", "d_o")],
+    stride_fields("q", "k", "v", "do"),
+    gradients_of_keys("u16*"),
+    SUMS_OF_DQ,
+    STATISTICS,
+    Rows.fields(tma=False),
+    SCORES,
+    KEY_TILE_FIELDS,
 )
 
 
@@ -88,11 +76,24 @@ class Tile:
         flags = f"{' early' if self.early else ''}{' apart' if self.apart else ''}"
         return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}{flags}"
 
+    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+        row = 4 * self.block_m
+        return SharedMemory(
+            [
+                Region("k", tile_bytes(self.block_n, dim)),  # later dK
+                Region("v", tile_bytes(self.block_n, dim_v)),  # later dV
+                Region("q", tile_bytes(self.block_m, dim), self.stages_q),
+                Region("d_o", tile_bytes(self.block_m, dim_v), self.stages_do),
+                Region("p", tile_bytes(self.block_m, self.block_n)),
+                Region("ds", tile_bytes(self.block_m, self.block_n)),
+                Region("lse", row, self.stages_q),
+                Region("delta", row, self.stages_do),
+                Region("dropout", row, self.stages_q if dropout else 0),
+            ]
+        )
+
     def smem(self, dim: int, dim_v: int, dropout: bool) -> int:
-        keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        q, do, p = (tile_bytes(self.block_m, columns) for columns in (dim, dim_v, self.block_n))
-        statistics = 4 * self.block_m * (self.stages_q * (2 if dropout else 1) + self.stages_do)
-        return keys + self.stages_q * q + self.stages_do * do + 2 * p + statistics
+        return self.memory(dim, dim_v, dropout).size
 
     def config(self) -> dict[str, int | bool]:
         return {
@@ -210,21 +211,26 @@ def candidates(features: Features, arch: str) -> list[Tile]:
     return list(dict.fromkeys([best, *(t for t in able if fits(t, *dims, arch))]))
 
 
-def choose_tile(features: Features, arch: str) -> Tile:
-    name, dims = generation(arch), (features.dim, features.dim_v)
-    needs_room = not features.score.is_identity or (name == "sm_100" and (features.varlen or features.dropout))
+def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -> Tile:
+    """A score function that no table knows gets the first tile whose kernel does not spill."""
+    name, dims, scores = generation(arch), (features.dim, features.dim_v), features.scores
+    needs_room = scores.is_function or (name == "sm_100" and (features.rows.varlen or scores.dropout))
     smaller = _SMALLER.get(name, {}).get(max(dims)) if needs_room else None
-    if not needs_room or not features.score.is_identity:
+    if not needs_room or scores.is_function:
         found = tuned.tile(tuned_name(features, name), Tile, lambda tile: fits(tile, *dims, arch))
     else:  # those that were found leave no room
         found = None
-    return found or smaller or table(*dims, arch)[0]
+    tile = found or smaller or table(*dims, arch)[0]
+    if not scores.is_unknown:
+        return tile
+    able = [t for t in (replace(tile, block_m=32), replace(tile, block_m=32, block_n=32)) if fits(t, *dims, arch)]
+    return first_without_spills([tile, *able], lambda t: kernels(features, t, Wanted(), arch, False)[1], machine)
 
 
 def limits(problem: Problem) -> str | None:
     if not problem.gradients:
         return "no forward kernel"
-    return common_limits(problem)
+    return shape_limits(problem) or Scores.limits(problem)
 
 
 def has_dependent_launch(arch: str) -> bool:
@@ -237,16 +243,14 @@ def kernels(
 ) -> tuple[TemplateKernel, TemplateKernel, TemplateKernel]:
     """(delta, main, convert). The sinks are in the LSE: only `delta` knows them, if they have a gradient. `exact_dims`:
     the head dims are not rounded up. `parts`: groups of query heads are divided."""
-    features = replace(features, sinks=False)
-    smem = tile.smem(features.dim, features.dim_v, features.dropout)
-    turns = wanted.turns
+    features = features.without_sinks()
+    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout)
+    turns, partial = wanted.turns, features.output.partial
     vector = has_dependent_launch(arch)
     config = {
         **features.config(),
-        "kPartialOut": features.partial_out or parts,
+        "kPartialOut": partial or parts,
         **tile.config(),
-        "kSmem": smem,
-        "kPackGqa": 1,
         "kExactDims": exact_dims,
         "kVector": vector,
         "kDeterministic": turns,
@@ -262,11 +266,12 @@ def kernels(
         arch=arch,
         params=_MAIN,
         threads=32 * tile.warps,
-        smem=smem,
+        smem=memory.size,
         header="backward_sm80",
         template="backward_sm80",
         element=features.element,
         config=tuple(config.items()),
+        memory=memory,
         types=features.types(),
         blocks_per_sm=tile.blocks_per_sm,
         facts={**features.facts(), **vars(wanted), "tile": str(tile), "exact_dims": exact_dims},
@@ -274,13 +279,12 @@ def kernels(
     zeros = tile.block_m * features.dim if wanted.dq else 0
     delta = delta_kernel(features, wanted, arch, tile.block_m, zeros, turns=turns)
     smem = tile.block_m * (2 * features.dim + 16)
-    of_sums: dict[str, int | bool] = {
+    of_sums: dict[str, int | bool | str] = {
         "kStatBlock": tile.block_m,
         "kDim": features.dim,
         "kWarps": tile.warps,
         "kWarpsQ": tile.warps_q,
-        "kSmem": smem,
-        **convert_flags(features),
+        "kPartialOut": partial,
         "kVector": vector,
     }
     return delta, main, side_kernel("convert_dq_sm80", "convert_dq_sm80", features, arch, CONVERT_DQ, of_sums, smem)
@@ -291,23 +295,22 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     arch = machine.arch.rstrip("af")
     features, wanted = Features.of(problem, dims), Wanted.of(problem)
-    tile = tile or choose_tile(features, arch)
+    tile = tile or choose_tile(features, arch, machine)
     exact, parts = dims == (problem.dim, problem.dim_v), in_parts(problem)
     delta, main, convert = kernels(features, tile, wanted, arch, exact, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
-    key_blocks = -(-problem.len_k // tile.block_n)
     turns = wanted.turns
     q, k, v = problem.strides
+    schedule = key_tiles(parts, tile.block_n, machine.sms, alone=turns)
     values = {
-        **backward_values(parts),
+        **features.rows.values(parts, tma=False),
+        **score_values(problem),
         **statistics.values(),
         **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
         **gradient_strides(strides, "dk", "dv"),
-        "key_blocks": key_blocks,
-        **sections_of_keys(parts, key_blocks, machine.sms, alone=turns),
-        "group_parts": problem.group_parts,
+        **schedule,
     }
-    grid, overlaps = key_blocks * problem.batch * parts.heads_k, has_dependent_launch(arch)
+    grid, overlaps = schedule["key_blocks"] * problem.batch * parts.heads_k, has_dependent_launch(arch)
     launches = [
         delta_launch(problem, delta, statistics, strides),
         Launch(main, grid, values, overlaps=overlaps, together=int(turns)),  # each waits for those before it
@@ -320,7 +323,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     if turns:
         workspace["turns"] = 2 * statistics.workspace["delta"] // tile.block_m
     details = {"backward kernel": main.name, "backward tile": f"{tile.block_m} queries x {tile.block_n} keys"}
-    return Plan(tuple(launches), TENSORS, workspace, {**details, "backward blocks": grid})
+    return Plan(tuple(launches), workspace, {**details, "backward blocks": grid})
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
@@ -332,9 +335,9 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
     for features in common_features(DIMS, exhaustive, backward=True):
         tile = choose_tile(features, arch)
         for wanted in every:
-            special = features.varlen or features.dropout or wanted.deterministic
+            special = features.rows.varlen or features.scores.dropout or wanted.deterministic
             exacts = (True, False) if exhaustive or not special else (True,)
-            parts = (False, True) if exhaustive or (features.mask is causal and not special) else (False,)
+            parts = (False, True) if exhaustive or (features.scores.mask is causal and not special) else (False,)
             for exact, part in itertools.product(exacts, parts):
                 for kernel in kernels(features, tile, wanted, arch, exact, part):
                     if kernel not in seen:

@@ -13,40 +13,39 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
-    BACKWARD_FIELDS,
     CONVERT_DQ,
-    GRADIENTS_OF_KEYS,
     OTHER_REGISTERS,
-    PART_FIELDS,
     REGISTERS,
+    SCORES,
     STATISTICS,
-    TENSORS,
+    SUMS_OF_DQ,
     Statistics,
     Wanted,
-    backward_values,
-    convert_flags,
     convert_values,
     delta_kernel,
     delta_launch,
     gradient_strides,
+    gradients_of_keys,
     in_parts,
-    sections_of_keys,
+    score_values,
     side_kernel,
     tuned_name,
 )
+from strobe.cuda.blocks import KEY_TILE_FIELDS, key_tiles
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, stride_fields, tile_bytes
+from strobe.cuda.params import Field, params
+from strobe.cuda.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
+from strobe.cuda.rows import Rows, stride_fields
+from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
 from strobe.mask import causal, full
-from strobe.problem import Problem, Strides
+from strobe.problem import Problem, Rows as ProblemRows, Strides
 
 __all__ = [
     "DIMS",
-    "TENSORS",
     "TILES",
     "Tile",
     "candidates",
@@ -62,21 +61,15 @@ DIMS: list[Dims] = [(d, d) for d in (64, 96, 128)]
 BLOCK_N = 128  # keys of a block, 64 a consumer
 TURNS_UP_TO = 1024  # keys: with so few, waiting for turns takes less time than zeros and a third launch
 
-_MAIN = Struct(
-    "Params",
-    [
-        Field("dq_sum", "float*"),
-        Field("turns", "u32*"),  # for deterministic sums
-        *GRADIENTS_OF_KEYS,
-        *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
-        *STATISTICS,
-        *(Field(n, "int") for n in ("key_blocks", "section", "sections")),
-        *BACKWARD_FIELDS,
-        *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv", "dq")),
-        Field("dq", "float*"),
-        *stride_fields("dq"),
-        *PART_FIELDS,
-    ],
+_MAIN = params(
+    SUMS_OF_DQ,
+    [Field("dq", "float*"), *stride_fields("dq")],  # where it goes as fp32; else a tensor map says it
+    gradients_of_keys("float*"),
+    STATISTICS,
+    Rows.fields(tma=True),
+    SCORES,
+    KEY_TILE_FIELDS,
+    [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dk", "dv", "dq")],
 )
 
 
@@ -92,12 +85,29 @@ class Tile:
         """Columns of the sums of dQ."""
         return 64 if self.block_m == 128 else 128
 
+    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+        m, row = self.block_m, 4 * self.block_m
+        return SharedMemory(
+            [
+                Region("k", tile_bytes(BLOCK_N, dim)),  # later dK
+                Region("v", tile_bytes(BLOCK_N, dim_v)),  # later dV
+                Region("q", tile_bytes(m, dim), 2),
+                Region("d_o", tile_bytes(m, dim_v), 2),
+                Region("ds", tile_bytes(BLOCK_N, m), 2),
+                Region("dq", 64 * 64 * 4, 2),  # one a consumer
+                Region("lse", row, 2),
+                Region("delta", row, 2),
+                Region("dropout", row, 2 if dropout else 0),
+                Region("keys", 64 * 8, 2),  # which queries see each key of a consumer
+                Region("kv_barriers", 16),
+                Region("ring_q", ring_bytes(2)),
+                Region("ring_do", ring_bytes(2)),
+                Region("ring_ds", ring_bytes(2)),
+            ]
+        )
+
     def smem(self, dim: int, dim_v: int, dropout: bool) -> int:
-        keys = tile_bytes(BLOCK_N, dim) + tile_bytes(BLOCK_N, dim_v)
-        queries = 2 * (tile_bytes(self.block_m, dim) + tile_bytes(self.block_m, dim_v))
-        ds, dq = 2 * tile_bytes(BLOCK_N, self.block_m), 2 * 64 * 64 * 4
-        statistics, barriers = 2 * 4 * self.block_m * (3 if dropout else 2) + 2 * 64 * 8, 16 + 3 * 32
-        return keys + queries + ds + dq + statistics + barriers
+        return self.memory(dim, dim_v, dropout).size
 
 
 TILES = {(64, 64): Tile(128), (96, 96): Tile(64), (128, 128): Tile(64)}
@@ -117,9 +127,14 @@ def candidates(features: Features, arch: str = ARCH) -> list[Tile]:
     return list(dict.fromkeys([choose_tile(features), *(t for t in (Tile(128), Tile(64)) if fits(t, *dims))]))
 
 
-def choose_tile(features: Features) -> Tile:
+def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
+    """A score function that no table knows gets the first tile whose kernel does not spill."""
     dims = features.dim, features.dim_v
-    return tuned.tile(tuned_name(features, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
+    tile = tuned.tile(tuned_name(features, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
+    if not features.scores.is_unknown:
+        return tile
+    able = [tile, *(t for t in (Tile(64),) if fits(t, *dims) and t != tile)]
+    return first_without_spills(able, lambda t: kernels(features, t, Wanted(), one_box=False)[1], machine)
 
 
 def limits(problem: Problem) -> str | None:
@@ -155,21 +170,19 @@ def kernels(
     """(delta, main, convert, if sums of dQ are to be rounded). The sinks are in the LSE: only `delta` knows them, if they
     have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ. `parts`: groups of query
     heads are divided."""
-    features = replace(features, sinks=False)
-    smem = tile.smem(features.dim, features.dim_v, features.dropout)
-    turns = wanted.turns
+    features = features.without_sinks()
+    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout)
+    turns, partial = wanted.turns, features.output.partial
     config = {
         **features.config(),
-        "kPartialOut": features.partial_out or parts,  # of dK and dV
-        "kPartialDq": features.partial_out,
+        "kPartialOut": partial or parts,  # of dK and dV
+        "kPartialDq": partial,
         "kStatBlock": tile.block_m,
         "kBlockM": tile.block_m,
         "kBlockN": BLOCK_N,
         "kThreads": 384,
-        "kSmem": smem,
         "kRegsProducer": REGISTERS[0],
         "kRegsConsumer": REGISTERS[1],
-        "kPackGqa": 1,
         "kOneBoxPerTile": one_box,
         "kTurns": turns,
         "kRotate": rotate,
@@ -188,11 +201,12 @@ def kernels(
         arch=ARCH,
         params=_MAIN,
         threads=384,
-        smem=smem,
+        smem=memory.size,
         header="backward_sm90",
         template="backward_sm90",
         element=features.element,
         config=tuple(config.items()),
+        memory=memory,
         types=features.types(),
         products=tuple(sorted(products)),
         facts={**features.facts(), **vars(wanted), "tile": str(tile), "one_box": one_box, "rotate": rotate},
@@ -202,8 +216,8 @@ def kernels(
     if turns or not wanted.dq:
         return delta, main
     smem = m * (2 * tile.dim_q + 16)
-    shared: dict[str, int | bool] = {"kStatBlock": m, "kSmem": smem, **convert_flags(features)}
-    return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, CONVERT_DQ, shared, smem)
+    of_sums: dict[str, int | bool | str] = {"kStatBlock": m, "kPartialOut": partial}
+    return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, CONVERT_DQ, of_sums, smem)
 
 
 def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
@@ -211,27 +225,26 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     problem = replace(problem, deterministic=problem.deterministic or problem.len_k <= TURNS_UP_TO)
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     features, wanted, rotate = Features.of(problem, dims), Wanted.of(problem), rotates(problem, machine.sms)
-    tile = tile or choose_tile(features)
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen
+    tile = tile or choose_tile(features, machine)
+    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped
     parts, clear_dq = in_parts(problem), not all_rows_see_keys(problem)
     delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, clear_dq, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
-    key_blocks = -(-problem.len_k // BLOCK_N)
     turns = wanted.turns
+    schedule = key_tiles(parts, BLOCK_N, machine.sms, alone=turns)
     values = {
-        **backward_values(parts),
+        **features.rows.values(parts, tma=True),
+        **score_values(problem),
         **statistics.values(),
         **gradient_strides(strides, "dk", "dv", "dq"),
-        "key_blocks": key_blocks,
-        **sections_of_keys(parts, key_blocks, machine.sms, alone=turns),
-        "group_parts": problem.group_parts,
+        **schedule,
     }
-    maps = backward_maps(problem, strides, dims, one_box, tile.block_m, BLOCK_N, wanted.dkv)
+    maps = backward_maps(problem, features, strides, one_box, tile.block_m, BLOCK_N, wanted.dkv)
     if turns and not problem.partial:
-        of_q = (problem.heads, problem.len_q, problem.q.total)
-        maps["dq"] = tile_map(problem, False, *of_q, problem.dim, strides["dq"], 64, dims[0])
-    grid = key_blocks * problem.batch * parts.heads_k
-    together = 0 if not turns else key_blocks if rotate else 1
+        kind = features.rows.queries
+        maps["dq"] = tile_map(problem, kind, problem.q, problem.dim, strides["dq"], 64, dims[0], one_box=False)
+    grid = schedule["key_blocks"] * problem.batch * parts.heads_k
+    together = 0 if not turns else schedule["key_blocks"] if rotate else 1
     launches = [
         delta_launch(problem, delta, statistics, strides),
         Launch(main, grid, values, maps, overlaps=True, together=together),
@@ -245,25 +258,29 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     if turns:
         workspace["turns"] = 2 * statistics.workspace["delta"] // tile.block_m
     details = {"backward kernel": main.name, "backward tile": f"{tile.block_m} queries x {BLOCK_N} keys"}
-    return Plan(tuple(launches), TENSORS, workspace, {**details, "backward blocks": grid})
+    return Plan(tuple(launches), workspace, {**details, "backward blocks": grid})
 
 
 def backward_maps(
-    problem: Problem, strides: dict[str, Strides], dims: Dims, one_box: bool, rows: int, keys: int, dkv: bool
+    problem: Problem, features: Features, strides: dict[str, Strides], one_box: bool, rows: int, keys: int, dkv: bool
 ) -> dict[str, TensorMapSpec]:
     """Tiles of `rows` queries and `keys` keys are loaded, 64 rows of a gradient are stored."""
-    of_q = (problem.heads, problem.len_q, problem.q.total)
-    of_k = (problem.heads_k, problem.len_k, problem.k.total)
+    of_q, of_k, (dim, dim_v) = features.rows.queries, features.rows.keys, (features.dim, features.dim_v)
     q, k, v = problem.strides
+
+    def made(kind: str, of: ProblemRows, width: int, strides: Strides, box: int, columns: int) -> TensorMapSpec:
+        return tile_map(problem, kind, of, width, strides, box, columns, one_box=one_box)
+
     maps = {
-        "q": tile_map(problem, one_box, *of_q, problem.dim, q, rows, dims[0]),
-        "d_o": tile_map(problem, one_box, *of_q, problem.dim_v, strides["d_o"], rows, dims[1]),
-        "k": tile_map(problem, one_box, *of_k, problem.dim, k, keys, dims[0]),
-        "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, keys, dims[1]),
+        "q": made(of_q, problem.q, problem.dim, q, rows, dim),
+        "d_o": made(of_q, problem.q, problem.dim_v, strides["d_o"], rows, dim_v),
+        "k": made(of_k, problem.k, problem.dim, k, keys, dim),
+        "v": made(of_k, problem.k, problem.dim_v, v, keys, dim_v),
     }
     if dkv and not problem.partial and problem.group_parts == 1:
-        maps["dk"] = tile_map(problem, one_box, *of_k, problem.dim, strides["dk"], 64, dims[0])
-        maps["dv"] = tile_map(problem, one_box, *of_k, problem.dim_v, strides["dv"], 64, dims[1])
+        stored = "varlen" if of_k == "varlen" else "dense"  # as `Stored` in rows.cuh
+        maps["dk"] = made(stored, problem.k, problem.dim, strides["dk"], 64, dim)
+        maps["dv"] = made(stored, problem.k, problem.dim_v, strides["dv"], 64, dim_v)
     return maps
 
 
@@ -274,12 +291,13 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
     if exhaustive:
         every += [(Wanted(dkv=False), False), (Wanted(dq=False), False), (Wanted(sinks=True), False)]
     for features in common_features(DIMS, exhaustive, backward=True):
-        tile, able = choose_tile(features), features.dim % 64 == 0 and not features.varlen
+        tile, able = choose_tile(features), features.dim % 64 == 0 and not features.rows.clipped
+        mask = features.scores.mask
         for wanted, rotate in every:
-            if rotate and (features.mask != full or features.varlen):
+            if rotate and (mask != full or features.rows.varlen):
                 continue
             boxes = (True, False) if able and exhaustive else (able,)
-            parts = (False, True) if exhaustive or (features.mask is causal and wanted == Wanted()) else (False,)
+            parts = (False, True) if exhaustive or (mask is causal and wanted == Wanted()) else (False,)
             for one_box, clear_dq, part in itertools.product(boxes, (False, True), parts):
                 for kernel in kernels(features, tile, wanted, one_box, rotate, clear_dq, part):
                     if kernel not in seen:

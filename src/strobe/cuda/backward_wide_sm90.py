@@ -13,61 +13,52 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
-    BACKWARD_FIELDS,
-    GRADIENTS_OF_KEYS,
     OTHER_REGISTERS,
-    PART_FIELDS,
     REGISTERS,
+    SCORES,
     STATISTICS,
-    TENSORS,
     Statistics,
     Wanted,
-    backward_values,
     delta_kernel,
     delta_launch,
     gradient_strides,
+    gradients_of_keys,
     in_parts,
-    sections_of_keys,
+    score_values,
     tuned_name,
 )
 from strobe.cuda.backward_sm90 import backward_maps
+from strobe.cuda.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, query_tiles
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims, row_blocks, section, stride_fields, tile_bytes
+from strobe.cuda.params import Field, params
+from strobe.cuda.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
+from strobe.cuda.rows import Rows, stride_fields
+from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
 from strobe.mask import causal
 from strobe.problem import Problem, Strides
 
-__all__ = ["DIMS", "TENSORS", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
+__all__ = ["DIMS", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
 
 DIMS: list[Dims] = [(192, 128), (192, 192), (256, 256)]
-_INTS = [Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")]
-_DQ = Struct(
-    "Params",
-    [
-        *_INTS,
-        *STATISTICS,
-        Field("seed", "u64"),
-        Field("dq", "float*"),  # where it goes as fp32; else a tensor map says it
-        *stride_fields("dq"),
-        *(Field(n, "int") for n in ("row_blocks", "section", "splits")),
-        *BACKWARD_FIELDS,
-        *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dq")),
-    ],
+_DQ = params(
+    [Field("dq", "float*"), *stride_fields("dq")],  # where it goes as fp32; else a tensor map says it
+    [Field("seed", "u64")],
+    STATISTICS,
+    Rows.fields(tma=True),
+    SCORES,
+    QUERY_TILE_FIELDS,
+    [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dq")],
 )
-_DKV = Struct(
-    "Params",
-    [
-        *_INTS,
-        *STATISTICS,
-        *GRADIENTS_OF_KEYS,
-        *(Field(n, "int") for n in ("key_blocks", "section", "sections")),
-        *BACKWARD_FIELDS,
-        *(Field(f"map_{t}", "TensorMap") for t in ("q", "d_o", "k", "v", "dk", "dv")),
-        *PART_FIELDS,
-    ],
+_DKV = params(
+    gradients_of_keys("float*"),
+    STATISTICS,
+    Rows.fields(tma=True),
+    SCORES,
+    KEY_TILE_FIELDS,
+    [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dk", "dv")],
 )
 STAT_BLOCK = 64
 
@@ -83,10 +74,42 @@ class DqTile:
     def __str__(self) -> str:
         return f"128x{self.block_n} s{self.stages}{self.stages_v}"
 
+    def memory(self, dim: int, dim_v: int) -> SharedMemory:
+        return SharedMemory(
+            [
+                Region("q", tile_bytes(64, dim), 2),  # one a consumer; later dQ
+                Region("d_o", tile_bytes(64, dim_v), 2),
+                Region("k", tile_bytes(self.block_n, dim), self.stages),
+                Region("v", tile_bytes(self.block_n, dim_v), self.stages_v),
+                Region("q_barrier", 16),
+                Region("ring_k", ring_bytes(self.stages)),
+                Region("ring_v", ring_bytes(self.stages_v)),
+            ]
+        )
+
     def smem(self, dim: int, dim_v: int) -> int:
-        queries = 2 * (tile_bytes(64, dim) + tile_bytes(64, dim_v))
-        keys = self.stages * tile_bytes(self.block_n, dim) + self.stages_v * tile_bytes(self.block_n, dim_v)
-        return queries + keys + 16 + 16 * (self.stages + self.stages_v)
+        return self.memory(dim, dim_v).size
+
+
+def dkv_memory(dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+    row = 4 * 64
+    return SharedMemory(
+        [
+            Region("k", tile_bytes(64, dim)),  # later dK
+            Region("v", tile_bytes(64, dim_v)),  # later dV
+            Region("q", tile_bytes(64, dim), 2),
+            Region("d_o", tile_bytes(64, dim_v), 2),
+            Region("p", 64 * 64 * 4),
+            Region("lse", row, 2),
+            Region("delta", row, 2),
+            Region("dropout", row, 4 if dropout else 0),  # with Q, and with dO
+            Region("keys", 64 * 8),  # which queries see each key
+            Region("kv_barriers", 16),
+            Region("ring_q", ring_bytes(2)),
+            Region("ring_do", ring_bytes(2)),
+            Region("ring_p", ring_bytes(1)),
+        ]
+    )
 
 
 TILES = {(192, 128): DqTile(stages_v=2), (192, 192): DqTile(stages_v=2), (256, 256): DqTile()}
@@ -105,9 +128,14 @@ def candidates(features: Features, arch: str = ARCH) -> list[DqTile]:
     return list(dict.fromkeys([choose_tile(features), *near]))
 
 
-def choose_tile(features: Features) -> DqTile:
+def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> DqTile:
+    """A score function that no table knows gets the first tile whose kernel does not spill."""
     dims = features.dim, features.dim_v
-    return tuned.tile(tuned_name(features, ARCH), DqTile, lambda tile: fits(tile, *dims)) or TILES[dims]
+    tile = tuned.tile(tuned_name(features, ARCH), DqTile, lambda tile: fits(tile, *dims)) or TILES[dims]
+    if not features.scores.is_unknown:
+        return tile
+    able = [tile, *(replace(tile, block_n=n) for n in (48, 32) if n < tile.block_n)]
+    return first_without_spills(able, lambda t: dq_kernel(features, t, one_box=False), machine)
 
 
 def limits(problem: Problem) -> str | None:
@@ -116,15 +144,13 @@ def limits(problem: Problem) -> str | None:
     return tma_limits(problem)
 
 
-def _common(features: Features, one_box: bool) -> dict[str, int | bool]:
+def _common(features: Features, one_box: bool) -> dict[str, int | bool | str]:
     return {
         **features.config(),
         "kStatBlock": STAT_BLOCK,
         "kThreads": 384,
         "kRegsProducer": REGISTERS[0],
         "kRegsConsumer": REGISTERS[1],
-        "kPackGqa": 1,
-        "kSplit": False,
         "kLastFirst": False,
         "kOneBoxPerTile": one_box,
     }
@@ -132,18 +158,24 @@ def _common(features: Features, one_box: bool) -> dict[str, int | bool]:
 
 def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel:
     dim, dim_v, n = features.dim, features.dim_v, tile.block_n
-    smem = tile.smem(dim, dim_v)
-    sizes = {"kBlockM": 128, "kBlockN": n, "kStages": tile.stages, "kStagesV": tile.stages_v, "kSmem": smem}
+    memory = tile.memory(dim, dim_v)
+    sizes: dict[str, int | bool | str] = {
+        "kBlockM": 128,
+        "kBlockN": n,
+        "kStages": tile.stages,
+        "kStagesV": tile.stages_v,
+    }
     return TemplateKernel(
         name=f"dq_sm90[{features.name} {tile}{'' if one_box else ' panels'}]",
         arch=ARCH,
         params=_DQ,
         threads=384,
-        smem=smem,
+        smem=memory.size,
         header="dq_sm90",
         template="dq_sm90",
         element=features.element,
         config=tuple({**_common(features, one_box), **sizes}.items()),
+        memory=memory,
         types=features.types(),
         products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
         accumulators=((dim, n // 16),),
@@ -153,20 +185,20 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
 
 def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> TemplateKernel:
     dim, dim_v = features.dim, features.dim_v
-    tiles = 3 * (tile_bytes(64, dim) + tile_bytes(64, dim_v)) + 64 * 64 * 4
-    smem = tiles + 2 * 4 * 64 * (4 if features.dropout else 2) + 64 * 8 + 16 + 2 * 32 + 16
-    sizes = {"kBlockM": 64, "kBlockN": 64, "kSmem": smem, "kGroupParts": parts}
-    sizes |= {"kPartialOut": features.partial_out or parts}
+    memory = dkv_memory(dim, dim_v, features.scores.dropout)
+    sizes: dict[str, int | bool | str] = {"kBlockM": 64, "kBlockN": 64, "kGroupParts": parts}
+    sizes |= {"kPartialOut": features.output.partial or parts}
     return TemplateKernel(
         name=f"dkv_sm90[{features.name} 64x64{' parts' if parts else ''}{'' if one_box else ' panels'}]",
         arch=ARCH,
         params=_DKV,
         threads=384,
-        smem=smem,
+        smem=memory.size,
         header="dkv_sm90",
         template="dkv_sm90",
         element=features.element,
         config=tuple({**_common(features, one_box), **sizes}.items()),
+        memory=memory,
         types=features.types(),
         products=tuple(sorted({(64, "ss_zero", dim // 16), (64, "ss_zero", dim_v // 16)})),
         accumulators=tuple(sorted({(dim, 4), (dim_v, 4)}, reverse=True)),
@@ -177,46 +209,42 @@ def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> Templa
 def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: DqTile | None = None) -> Plan:
     """`strides`: of o, d_o and the gradients."""
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not problem.varlen
-    features, wanted = replace(Features.of(problem, dims), sinks=False), Wanted.of(problem)
-    tile = tile or choose_tile(features)
+    features, wanted = Features.of(problem, dims).without_sinks(), Wanted.of(problem)
+    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped
+    tile = tile or choose_tile(features, machine)
     statistics = Statistics.of(problem, STAT_BLOCK)
     delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
     launches = [delta_launch(problem, delta, statistics, strides)]
-    values, parts = {**backward_values(problem), **statistics.values()}, in_parts(problem)
+    shared, parts = {**score_values(problem), **statistics.values()}, in_parts(problem)
     details: dict[str, object] = {}
     if wanted.dkv:
-        kernel, key_blocks = dkv_kernel(features, one_box, problem.group_parts > 1), -(-problem.len_k // 64)
-        grid = key_blocks * problem.batch * parts.heads_k
-        schedule = {"key_blocks": key_blocks, **sections_of_keys(parts, key_blocks, machine.sms)}
-        schedule |= {**gradient_strides(strides, "dk", "dv"), **backward_values(parts)}
-        schedule |= {"group_parts": problem.group_parts}
-        maps = backward_maps(problem, strides, dims, one_box, 64, 64, True)
-        launches.append(Launch(kernel, grid, {**values, **schedule}, maps, overlaps=True))  # type: ignore[arg-type]
+        kernel, schedule = dkv_kernel(features, one_box, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
+        grid = schedule["key_blocks"] * problem.batch * parts.heads_k
+        own = {**features.rows.values(parts, tma=True), **schedule, **gradient_strides(strides, "dk", "dv")}
+        maps = backward_maps(problem, features, strides, one_box, 64, 64, True)
+        launches.append(Launch(kernel, grid, shared | own, maps, overlaps=True))
         details |= {"backward kernel for dK, dV": kernel.name}
     if wanted.dq:
-        kernel, blocks = dq_kernel(features, tile, one_box), row_blocks(problem, 128)
-        grid = blocks * problem.batch * problem.heads
-        schedule = {"row_blocks": blocks, "section": section(problem, machine.l2_bytes), "splits": 1}
-        schedule |= gradient_strides(strides, "dq")
-        maps = backward_maps(problem, strides, dims, one_box, 64, tile.block_n, False)
-        of_q = (problem.heads, problem.len_q, problem.q.total)
+        kernel, schedule = dq_kernel(features, tile, one_box), query_tiles(problem, 128, machine.l2_bytes)
+        own = {**features.rows.values(problem, tma=True), **schedule, **gradient_strides(strides, "dq")}
+        maps = backward_maps(problem, features, strides, one_box, 64, tile.block_n, False)
         if not problem.partial:
-            maps["dq"] = tile_map(problem, one_box, *of_q, problem.dim, strides["dq"], 64, dims[0])
-        launches.append(Launch(kernel, grid, {**values, **schedule}, maps, overlaps=not wanted.dkv))  # type: ignore[arg-type]
+            kind, dq = features.rows.queries, strides["dq"]
+            maps["dq"] = tile_map(problem, kind, problem.q, problem.dim, dq, 64, dims[0], one_box=one_box)
+        launches.append(Launch(kernel, schedule["tiles"], shared | own, maps, overlaps=not wanted.dkv))
         details |= {"backward kernel for dQ": kernel.name}
-    return Plan(tuple(launches), TENSORS, statistics.workspace, details)
+    return Plan(tuple(launches), statistics.workspace, details)
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for."""
     seen: set[TemplateKernel] = set()
     for features in common_features(DIMS, exhaustive, backward=True):
-        features = replace(features, sinks=False)
-        able = features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.varlen
+        features = features.without_sinks()
+        able = features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.rows.clipped
         for one_box in (True, False) if able and exhaustive else (able,):
             made = [dq_kernel(features, choose_tile(features), one_box), dkv_kernel(features, one_box)]
-            if exhaustive or features.mask is causal:
+            if exhaustive or features.scores.mask is causal:
                 made.append(dkv_kernel(features, one_box, parts=True))
             made += [delta_kernel(features, Wanted(sinks=sinks), ARCH, STAT_BLOCK, 0) for sinks in (False, True)]
             for kernel in made:

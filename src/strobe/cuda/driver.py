@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -120,6 +121,12 @@ class Kernel:
             self._functions[device] = function
         return function
 
+    def local_bytes(self, device: int) -> int:
+        """Of a thread: spilled registers, which are all the local memory that our kernels have."""
+        cuda = _cuda()
+        size = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        return _check("cuFuncGetAttribute", cuda.cuFuncGetAttribute(size, self.function(device)))
+
 
 @functools.cache
 def _launch_kernel() -> Any:
@@ -170,9 +177,10 @@ class Launch:
 
         self._memory, self.params = _aligned(params)
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory) + _padding(self._memory))
-        self._stream = 0
+        self.stream = 0
         addresses = (config.getPtr(), int(function), ctypes.addressof(self._arguments), 0)
-        self._launch = functools.partial(_launch_kernel(), *map(ctypes.c_void_p, addresses))
+        # One call of the driver; 0, or the number of an error.
+        self.enqueue: Callable[[], int] = functools.partial(_launch_kernel(), *map(ctypes.c_void_p, addresses))
 
     def set_grid(self, blocks: int) -> None:
         if blocks < 1 or blocks >= 2**31:
@@ -183,12 +191,19 @@ class Launch:
 
     def launch(self, stream: int) -> None:
         """Enqueue the kernel on a stream, given by its handle (0: the default stream)."""
-        if stream != self._stream:
-            self._config.hStream = stream
-            self._stream = stream
-        error = self._launch()
-        if error:
-            _check("cuLaunchKernelEx", (_cuda().CUresult(error),))
+        if stream != self.stream:
+            self.move_to(stream)
+        if error := self.enqueue():
+            self.failed(error)
+
+    def move_to(self, stream: int) -> None:
+        """`enqueue` goes there from now on."""
+        self._config.hStream = self.stream = stream
+
+    @staticmethod
+    def failed(error: int) -> None:
+        """Raise the error that `enqueue` has returned."""
+        _check("cuLaunchKernelEx", (_cuda().CUresult(error),))
 
 
 def _padding(memory: ctypes.Array) -> int:

@@ -50,8 +50,8 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
 
 def serves(kernel: TemplateKernel, head_dim: int) -> bool:
     """Kernels are made for rounded-up head dims: 72 is served by the next larger one."""
-    config = dict(kernel.config)
-    if "kDim" not in config:  # a small kernel beside the others
+    facts = kernel.facts
+    if "dim" not in facts:  # a small kernel beside the others
         return head_dim <= MAX_DIM
     dims = sorted({d for module in modules(kernel.arch) for d, dv in module.DIMS if d == dv})
-    return next((d for d in dims if d >= head_dim), None) == config["kDim"] and head_dim <= config["kDimV"]
+    return next((d for d in dims if d >= head_dim), None) == facts["dim"] and head_dim <= facts["dim_v"]

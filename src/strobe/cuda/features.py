@@ -1,4 +1,5 @@
-"""The features of a problem that change the code of our attention kernels, whatever the architecture and direction."""
+"""What changes the code of our attention kernels, whatever the architecture and direction: dtype, head dims, and the parts
+that a kernel is composed of. `Blocks`, the fourth part, changes no code but for split-KV, which `Output` knows."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strobe.cuda.output import Output
 from strobe.cuda.plan import ELEMENTS, Dims
-from strobe.mask import Mask, causal, full, used_keys, window
+from strobe.cuda.rows import Rows
+from strobe.cuda.scores import Scores
+from strobe.mask import causal, full, used_keys, window
 from strobe.problem import Problem
-from strobe.score import Score, identity, softcap
-
-_FLAGS = ("varlen", "sinks", "positions", "partial_out", "dropout", "finishes")
+from strobe.score import identity, softcap
 
 
 @dataclass(frozen=True)
@@ -20,82 +22,79 @@ class Features:
     element: str
     dim: int  # rounded up to what there is a kernel for
     dim_v: int
-    mask: Mask
-    score: Score = identity
-    varlen: bool = False
-    sinks: bool = False
-    positions: bool = False
-    partial_out: bool = False
-    dropout: bool = False
-    finishes: bool = False  # merges with an earlier result in fp32, and rounds
+    scores: Scores
+    rows: Rows = Rows()
+    output: Output = Output()
 
     @staticmethod
     def of(problem: Problem, dims: Dims) -> Features:
-        return Features(
-            ELEMENTS[problem.dtype],
-            *dims,
-            problem.mask,
-            problem.score,
-            problem.varlen,
-            problem.has_sinks,
-            problem.positions,
-            problem.partial,
-            problem.dropout > 0,
-            problem.earlier_out is not None,
-        )
+        return Features(ELEMENTS[problem.dtype], *dims, Scores.of(problem), Rows.of(problem), Output.of(problem))
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {
+            "varlen": self.rows.varlen,
+            "sinks": self.scores.sinks,
+            "positions": self.rows.positions,
+            "partial_out": self.output.partial,
+            "dropout": self.scores.dropout,
+            "rounds_state": self.output.rounds_state,
+        }
 
     @property
     def name(self) -> str:
         dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
-        flags = [flag for flag in _FLAGS if getattr(self, flag)]
-        score = [] if self.score.is_identity else [self.score.name.split("(")[0]]
-        return " ".join([self.element, dims, self.mask.name, *score, *flags])
+        score = [self.scores.score.name.split("(")[0]] if self.scores.is_function else []
+        flags = [name for name, flag in self.flags.items() if flag]
+        return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
 
     def facts(self) -> dict[str, Any]:
         """For tables."""
-        mask = self.mask.name if self.mask.name in ("full", "causal") else "window"
-        flags = {name: getattr(self, name) for name in _FLAGS}
-        return {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": not self.score.is_identity, **flags}
+        mask = self.scores.mask.name if self.scores.mask.name in ("full", "causal") else "window"
+        return {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": self.scores.is_function, **self.flags}
 
-    def config(self) -> dict[str, int | bool]:
-        return {
-            "kDim": self.dim,
-            "kDimV": self.dim_v,
-            "kVarlen": self.varlen,
-            "kSinks": self.sinks,
-            "kPositions": self.positions,
-            "kPartialOut": self.partial_out,
-            "kDropout": self.dropout,
-        }
+    def config(self, pack_gqa: int = 1) -> dict[str, int | bool | str]:
+        parts = self.rows.config(pack_gqa) | self.scores.config() | self.output.config()
+        return {"kDim": self.dim, "kDimV": self.dim_v, **parts}
 
     def types(self) -> tuple[tuple[str, str], ...]:
-        return ("Mask", self.mask.cpp(self.positions)), ("Score", self.score.cpp())
+        return self.scores.types(self.rows.positions)
+
+    def without_sinks(self) -> Features:
+        """As the backward sees it: sinks are in the LSE."""
+        return replace(self, scores=replace(self.scores, sinks=False))
+
+
+_VARLEN = Rows("varlen", "varlen")
+_SHARDS = {False: Rows("dense", "buffer", True), True: Rows("varlen", "varlen", True)}  # by whether they are varlen
 
 
 def common_features(
-    dims: list[Dims], exhaustive: bool, backward: bool = False, finishes: bool = False
+    dims: list[Dims], exhaustive: bool, backward: bool = False, states: bool = False
 ) -> Iterator[Features]:
     """Those that calls have, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are the
-    common ones. `exhaustive` adds every combination. `finishes`: there are kernels that do."""
+    common ones. `exhaustive` adds every combination. `states`: there are kernels that merge a state and round."""
     every = list(itertools.product((False, True), (False, True), (False, True)))
     flags = every if exhaustive else [every[0], every[-1]]
     for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, (full, causal, window(1, 1))):
-        plain = Features(element, dim, dim_v, mask)
+        plain = Features(element, dim, dim_v, Scores(mask))
+        dropped = replace(plain, scores=Scores(mask, dropout=True))
         for varlen, capped, sinks in flags:
-            score = softcap(30.0) if capped else identity
-            yield replace(plain, score=score, varlen=varlen, sinks=sinks)
+            score, rows = softcap(30.0) if capped else identity, _VARLEN if varlen else Rows()
+            yield replace(plain, scores=Scores(mask, score, sinks=sinks), rows=rows)
             if exhaustive and not sinks:
-                yield replace(plain, score=score, varlen=varlen, dropout=True)
+                yield replace(plain, scores=Scores(mask, score, dropout=True), rows=rows)
         if not exhaustive:
-            yield replace(plain, dropout=True)
+            yield dropped
         for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, whose results are merged
             if exhaustive or not backward or mask is causal:
-                yield replace(plain, varlen=varlen, positions=True, partial_out=True)
-        if finishes:  # the last of those merges: rows and keys of a shard that all see each other, or packed documents
+                yield replace(plain, rows=_SHARDS[varlen], output=Output(partial=True))
+        if states:  # the last of those merges: rows and keys of a shard that all see each other, or packed documents
+            rounds = Output(rounds_state=True)
             if exhaustive or mask is full:
-                yield replace(plain, finishes=True)
+                yield replace(plain, output=rounds)
             for varlen in (False, True) if exhaustive else (True,):
                 if exhaustive or mask is not full:
-                    yield replace(plain, varlen=varlen, positions=True, finishes=True)
+                    yield replace(plain, rows=_SHARDS[varlen], output=rounds)
         if not backward and (exhaustive or mask is causal):  # buffers of which sequences fill a part
-            yield replace(plain, mask=mask & used_keys, positions=True)
+            yield replace(plain, scores=Scores(mask & used_keys), rows=_SHARDS[False])

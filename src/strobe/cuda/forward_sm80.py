@@ -10,61 +10,43 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from strobe.cuda.blocks import QUERY_TILE_FIELDS, query_tiles
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct
+from strobe.cuda.output import Output
+from strobe.cuda.params import Field, Struct, params
 from strobe.cuda.plan import (
+    ANY_MACHINE,
     MAX_DIM,
-    PROBLEM_FIELDS,
     Dims,
     Launch,
     Machine,
     Plan,
-    common_limits,
-    lse_values,
-    merge_fields,
-    merge_values,
+    first_without_spills,
     pack_group,
     padded_dims,
-    problem_values,
-    row_blocks,
-    section,
-    stride_fields,
-    stride_values,
-    tile_bytes,
+    shape_limits,
 )
+from strobe.cuda.rows import Rows, stride_fields, stride_values
+from strobe.cuda.scores import Scores
+from strobe.cuda.shared_memory import Region, SharedMemory, tile_bytes
 from strobe.problem import Problem, Strides
 
 DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
 
-POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed")
 
-
-def params(partial_out: bool) -> Struct:
-    return _PARAMS[partial_out]
-
-
-def _params(partial_out: bool) -> Struct:
-    return Struct(
-        "Params",
-        [
-            *(Field(t, "const u16*") for t in ("q", "k", "v")),
-            Field("o", "float*" if partial_out else "u16*"),
-            Field("lse", "float*"),  # may be null
-            Field("sinks", "const float*"),
-            *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
-            Field("seed", "u64"),  # of the dropout
-            *stride_fields("q", "k", "v", "o"),
-            Field("lse_batch", "i64"),
-            Field("lse_head", "i64"),
-            *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles")),
-            *merge_fields(partial_out),
-            *PROBLEM_FIELDS,
-        ],
+def _params(output: Output) -> Struct:
+    return params(
+        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        stride_fields("q", "k", "v"),
+        Rows.fields(tma=False),
+        Scores.FIELDS,
+        QUERY_TILE_FIELDS,
+        output.fields(),
     )
 
 
-_PARAMS = {partial: _params(partial) for partial in (False, True)}
+PARAMS = {output: _params(output) for output in (Output(), Output(partial=True))}
 
 
 @dataclass(frozen=True)
@@ -84,10 +66,20 @@ class Tile:
         """Whether registers are so scarce that the row statistics rest in shared memory."""
         return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
 
+    def memory(self, dim: int, dim_v: int, positions: bool = False) -> SharedMemory:
+        statistics = self.block_m // 16 * 32 * 16 if self.state_in_smem else 0
+        return SharedMemory(
+            [
+                Region("q", tile_bytes(self.block_m, max(dim, dim_v))),  # later O
+                Region("k", tile_bytes(self.block_n, dim), self.stages),
+                Region("v", tile_bytes(self.block_n, dim_v), self.stages),
+                Region("statistics", statistics),
+                Region("place", (64 if positions else 48) if self.state_in_smem else 0),  # where the tile lies
+            ]
+        )
+
     def smem(self, dim: int, dim_v: int) -> int:
-        keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        state = self.block_m // 16 * 32 * 16 + 48 if self.state_in_smem else 0
-        return tile_bytes(self.block_m, max(dim, dim_v)) + self.stages * keys_and_values + state
+        return self.memory(dim, dim_v).size
 
     def config(self) -> dict[str, int | bool]:
         return {
@@ -141,7 +133,7 @@ def generation(arch: str) -> str:
     return "sm_80" if number < 90 else "sm_90" if number < 100 else "sm_100"
 
 
-def choose_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
+def table_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
     """`scored`: something happens to the scores or weights, which takes a few registers more than the largest tiles leave."""
     table = _TILES[generation(arch)]
     tile = table[min(limit for limit in table if limit >= max(dim, dim_v))]
@@ -150,38 +142,37 @@ def choose_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
     return tile
 
 
-def scored(features: Features) -> bool:
-    return features.dropout or not features.score.is_identity
+def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -> Tile:
+    """A score function that no table knows gets the first tile whose kernel does not spill."""
+    scores = features.scores
+    tile = table_tile(features.dim, features.dim_v, arch, scores.dropout or scores.is_function)
+    if not scores.is_unknown:
+        return tile
+    smaller = [dataclasses.replace(tile, block_n=n) for n in (32, 16) if n < tile.block_n]
+    return first_without_spills([tile, *smaller], lambda t: kernel(features, t, arch, exact_dims=False), machine)
 
 
 def limits(problem: Problem) -> str | None:
     if problem.gradients:
         return "no backward kernel"
-    return common_limits(problem)
+    return shape_limits(problem) or Scores.limits(problem)
 
 
 def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> TemplateKernel:
     """`exact_dims`: the head dims are not rounded up."""
-    positions = 16 if features.positions and tile.state_in_smem else 0
-    smem = tile.smem(features.dim, features.dim_v) + positions
-    config = {
-        **features.config(),
-        **tile.config(),
-        "kThreads": 32 * tile.warps,
-        "kSmem": smem,
-        "kSplit": False,
-        "kPackGqa": 1,
-    }
+    memory = tile.memory(features.dim, features.dim_v, features.rows.positions)
+    config = {**features.config(), **tile.config(), "kThreads": 32 * tile.warps, "kExactDims": exact_dims}
     return TemplateKernel(
         name=f"forward_sm80[{features.name} {tile}{'' if exact_dims else ' padded'}]",
         arch=arch,
-        params=params(features.partial_out),
+        params=PARAMS[features.output],
         threads=32 * tile.warps,
-        smem=smem,
+        smem=memory.size,
         header="forward_sm80",
         template="forward_sm80",
         element=features.element,
-        config=tuple((config | {"kExactDims": exact_dims}).items()),
+        config=tuple(config.items()),
+        memory=memory,
         types=features.types(),
         blocks_per_sm=tile.blocks_per_sm,
         facts={**features.facts(), "tile": str(tile), "exact_dims": exact_dims},
@@ -193,35 +184,30 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     arch = machine.arch.rstrip("af")
     features = Features.of(problem, dims)
-    tile = tile or choose_tile(*dims, arch, scored(features))
+    tile = tile or choose_tile(features, arch, machine)
     spec = kernel(features, tile, arch, dims == (problem.dim, problem.dim_v))
-    blocks = row_blocks(problem, tile.block_m)
-    grid = blocks * problem.batch * problem.heads
-    q, k, v = problem.strides
+    schedule = query_tiles(problem, tile.block_m, machine.l2_bytes)
     values = {
-        **problem_values(problem),
-        **stride_values({"q": q, "k": k, "v": v, "o": out_strides}),
-        **lse_values(problem),
-        **merge_values(problem),
-        "row_blocks": blocks,
-        "section": section(problem, machine.l2_bytes),
-        "splits": 1,
-        "tiles": grid,
+        **features.rows.values(problem, tma=False),
+        **Scores.values(problem),
+        **schedule,
+        **features.output.values(problem),
+        **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
     }
     details = {
         "kernel": spec.name,
         "arch": spec.arch,
         "tile": f"{tile.block_m} queries x {tile.block_n} keys",
         "threads": spec.threads,
-        "blocks": grid,
+        "blocks": schedule["tiles"],
         "shared memory": f"{spec.smem} bytes",
     }
-    return Plan((Launch(spec, grid, values),), POINTERS, details=details)
+    return Plan((Launch(spec, schedule["tiles"], values),), details=details)
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for; head dims that are rounded up have kernels of their own."""
     for features in common_features(DIMS, exhaustive):
-        tile = choose_tile(features.dim, features.dim_v, arch, scored(features))
-        for exact in (True, False) if exhaustive or not features.varlen else (True,):
+        tile = choose_tile(features, arch)
+        for exact in (True, False) if exhaustive or not features.rows.varlen else (True,):
             yield kernel(features, tile, arch, exact)

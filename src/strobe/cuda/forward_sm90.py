@@ -7,64 +7,48 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from strobe.cuda import tuned
+from strobe.cuda.blocks import QUERY_TILE_FIELDS, query_tiles, row_blocks
+from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct
+from strobe.cuda.output import Output
+from strobe.cuda.params import COUNTERS, Field, Struct, params
 from strobe.cuda.plan import (
-    COUNTER,
-    COUNTERS,
-    PROBLEM_FIELDS,
+    ANY_MACHINE,
     Dims,
     Launch,
     Machine,
     Plan,
-    common_limits,
-    lse_values,
-    merge_fields,
-    merge_values,
+    first_without_spills,
     pack_group,
     padded_dims,
-    problem_values,
-    row_blocks,
-    section,
-    stride_fields,
-    stride_values,
-    tile_bytes,
+    shape_limits,
 )
-from strobe.cuda.tensor_maps import buffer_rows, packed_gqa_map, tile_map
+from strobe.cuda.rows import Rows, stride_fields, stride_values
+from strobe.cuda.scores import Scores
+from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.tensor_maps import packed_gqa_map, tile_map
 from strobe.problem import Problem, Strides
 
 ARCH = "sm_90a"
 SMEM_BYTES = 227 << 10  # of one block
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 
-POINTERS = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed")
 
-
-def _params(partial_out: bool, finishes: bool) -> Struct:
-    return Struct(
-        "Params",
-        [  # pointers first: they change with every call and are patched together
-            *(Field(t, "const u16*") for t in ("q", "k", "v")),
-            Field("o", "float*" if partial_out else "u16*"),
-            Field("lse", "float*"),  # may be null
-            Field("sinks", "const float*"),
-            *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
-            Field("seed", "u64"),  # of the dropout
-            Field(COUNTER, "u32*"),  # one hands out tiles, the others count the splits of a tile
-            Field("partial", "float*"),  # where the splits of a tile leave O, m and l
-            *stride_fields("q", "k", "v", "o"),
-            Field("lse_batch", "i64"),
-            Field("lse_head", "i64"),
-            *(Field(n, "int") for n in ("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows")),
-            *merge_fields(partial_out or finishes),
-            *PROBLEM_FIELDS,
-            *(Field(f"map_{t}", "TensorMap") for t in (*"qkvo", *(("earlier",) if finishes else ()))),
-        ],
+def _params(output: Output) -> Struct:
+    return params(
+        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        stride_fields("q", "k", "v"),
+        Rows.fields(tma=True),
+        Scores.FIELDS,
+        QUERY_TILE_FIELDS,
+        output.fields(),
+        Output.SPLIT_FIELDS,
+        [Field(f"map_{t}", "TensorMap") for t in (*"qkvo", *(("state",) if output.rounds_state else ()))],
     )
 
 
-PARAMS = {kind: _params(*kind) for kind in ((False, False), (True, False), (False, True))}
+PARAMS = {output: _params(output) for output in (Output(), Output(partial=True), Output(rounds_state=True))}
 
 
 @dataclass(frozen=True)
@@ -76,6 +60,8 @@ class Tile:
     exps_before_wait: int = 0  # exponentials issued before the wait for P V; 0: where ptxas puts them
     ping_pong: bool = False  # consumers take turns at issuing products
     store_panels: int = 0  # 64-column panels of O staged at a time in a buffer of their own; 0: all of them, over Q
+    rolled: bool = False  # one loop without code of its own for the first key block: half the code
+    skips_after: bool = False  # key blocks that rows do not see are skipped behind the main loop, too
 
     def __str__(self) -> str:
         switches = f"{' pp' if self.ping_pong else ''}{f' o{self.store_panels}' if self.store_panels else ''}"
@@ -94,12 +80,24 @@ class Tile:
         """Of a thread of the producer and of a consumer: together they fill the register file."""
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
+    def memory(self, dim: int, dim_v: int, positions: bool = False, state_parts: int = 0) -> SharedMemory:
+        """`state_parts`: see that function."""
+        return SharedMemory(
+            [
+                Region("q", tile_bytes(64, dim), self.q_slots * self.consumers),
+                Region("k", tile_bytes(self.block_n, dim), self.stages),
+                Region("v", tile_bytes(self.block_n, dim_v), self.stages),
+                Region("o", tile_bytes(64, 64 * self.store_panels), self.consumers),  # if it has a buffer of its own
+                Region("ring_q", ring_bytes(self.q_slots)),
+                Region("ring_k", ring_bytes(self.stages)),
+                Region("ring_v", ring_bytes(self.stages)),
+                Region("state_barriers", 16 * state_parts),
+                Region("tile_info", 48 if positions else 32, self.q_slots),
+            ]
+        )
+
     def smem(self, dim: int, dim_v: int) -> int:
-        queries = self.q_slots * self.consumers * tile_bytes(64, dim)
-        keys_and_values = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, dim_v)
-        output = self.consumers * tile_bytes(64, 64 * self.store_panels)
-        barriers, tile_info = 16 * self.q_slots + 32 * self.stages, 32 * self.q_slots
-        return queries + self.stages * keys_and_values + output + barriers + tile_info
+        return self.memory(dim, dim_v).size
 
     def config(self) -> dict[str, int | bool]:
         producer, consumer = self.registers
@@ -114,12 +112,14 @@ class Tile:
             "kRegsConsumer": consumer,
             "kStorePanels": self.store_panels,
             "kPingPong": self.ping_pong,
+            "kRolled": self.rolled,
+            "kSkipsAfter": self.skips_after,
         }
 
 
 # Swept with NVRTC 13.0: benchmarks/results/h200/studies/tiles.json. Another ptxas may want others: `strobe tune`.
 _TILES = {
-    (64, 64): Tile(3, 128, stages=3, exps_before_wait=8),
+    (64, 64): Tile(3, 128, stages=3, exps_before_wait=8, skips_after=True),
     (96, 96): Tile(3, 112, ping_pong=True),
     (128, 128): Tile(2, 128, exps_before_wait=32, ping_pong=True),
     (192, 192): Tile(2, 64, q_slots=1, store_panels=2, ping_pong=True),
@@ -128,31 +128,34 @@ _TILES = {
 }
 
 
-# Where another tile is better: a score function and merging splits take registers.
+# Where another tile is better: a score function and merging splits take registers. Kernels with split-KV are faster
+# rolled; those with a score function lose a few percent for half the code.
 _OTHER_TILES = {
     "softcap": {
-        (64, 64): Tile(3, 128, stages=3),
-        (96, 96): Tile(3, 96, ping_pong=True),
-        (192, 192): Tile(2, 96, q_slots=1, store_panels=1, ping_pong=True),
-        (256, 256): Tile(2, 64, q_slots=1, store_panels=2, ping_pong=True),
+        (64, 64): Tile(3, 128, stages=3, rolled=True, skips_after=True),
+        (96, 96): Tile(3, 96, ping_pong=True, rolled=True, skips_after=True),
+        (128, 128): dataclasses.replace(_TILES[128, 128], rolled=True, skips_after=True),
+        (192, 192): Tile(2, 96, q_slots=1, store_panels=1, ping_pong=True, rolled=True, skips_after=True),
+        (192, 128): dataclasses.replace(_TILES[192, 128], rolled=True, skips_after=True),
+        (256, 256): Tile(2, 64, q_slots=1, store_panels=2, ping_pong=True, rolled=True, skips_after=True),
     },
     "split": {
-        (64, 64): Tile(2, 128, stages=3, exps_before_wait=16, ping_pong=True),
-        (96, 96): Tile(2, 128, exps_before_wait=16, ping_pong=True),
-        (128, 128): Tile(2, 128, exps_before_wait=24, ping_pong=True),
-        (192, 192): Tile(2, 64, q_slots=1, store_panels=2, exps_before_wait=8, ping_pong=True),
-        (192, 128): Tile(2, 96, q_slots=1, store_panels=1, exps_before_wait=24, ping_pong=True),
-        (256, 256): Tile(2, 64, q_slots=1, store_panels=2, ping_pong=True),
+        (64, 64): Tile(2, 128, stages=3, exps_before_wait=16, ping_pong=True, rolled=True, skips_after=True),
+        (96, 96): Tile(2, 128, exps_before_wait=16, ping_pong=True, rolled=True),
+        (128, 128): Tile(2, 128, exps_before_wait=24, ping_pong=True, rolled=True),
+        (192, 192): Tile(2, 64, q_slots=1, store_panels=2, exps_before_wait=8, ping_pong=True, rolled=True),
+        (192, 128): Tile(2, 96, q_slots=1, store_panels=1, exps_before_wait=24, ping_pong=True, rolled=True),
+        (256, 256): Tile(2, 64, q_slots=1, store_panels=2, ping_pong=True, rolled=True),
     },
     "softcap-split": {
-        (96, 96): Tile(2, 96, exps_before_wait=16, ping_pong=True),
-        (128, 128): Tile(2, 96, exps_before_wait=24, ping_pong=True),
+        (96, 96): Tile(2, 96, exps_before_wait=16, ping_pong=True, rolled=True),
+        (128, 128): Tile(2, 96, exps_before_wait=24, ping_pong=True, rolled=True),
     },
 }
 
 
 # Kernels that differ so much that each may want a tile of its own, and what a kernel must have to be one; the last that
-# applies counts. bounded: the mask hides keys from the right; softcap: a score function; split: split-KV.
+# applies counts. bounded: the mask hides keys from the right; softcap: that score function; split: split-KV.
 KINDS: dict[str, set[str]] = {
     "full": set(),
     "bounded": {"bounded"},
@@ -162,12 +165,8 @@ KINDS: dict[str, set[str]] = {
 }
 
 
-def choose_tile(
-    dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False, dropout: bool = False
-) -> Tile:
-    if dropout:  # the softmax takes longer than the products: who waits for a turn, or holds exponentials, loses time
-        plain = choose_tile(dim, dim_v, bounded, softcap=softcap, split=split)
-        return dataclasses.replace(plain, exps_before_wait=0, ping_pong=False)
+def table_tile(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = False, split: bool = False) -> Tile:
+    """That of `strobe tune`, or that of the tables."""
     applies = {name for name, does in {"bounded": bounded, "softcap": softcap, "split": split}.items() if does}
     kind = [kind for kind, needs in KINDS.items() if needs <= applies][-1]
     for name in (kind, "split") if kind == "softcap-split" else (kind,):  # where it has none, that for split-KV
@@ -177,12 +176,37 @@ def choose_tile(
     return _TILES[dim, dim_v]
 
 
-def split_tiles(dim: int, dim_v: int, bounded: bool, softcap: bool) -> list[Tile]:
+def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
+    """A score function that no table knows gets the first tile whose kernel does not spill."""
+    scores, dims = features.scores, (features.dim, features.dim_v)
+    tile = table_tile(*dims, scores.bounded, softcap=scores.is_function)
+    if (
+        scores.dropout
+    ):  # the softmax takes longer than the products: who waits for a turn, or holds exponentials, loses time
+        tile = dataclasses.replace(tile, exps_before_wait=0, ping_pong=False)
+    if not scores.is_unknown:
+        return tile
+    return _without_spills(tile, features, machine, split=False)
+
+
+def split_tiles(features: Features, machine: Machine = ANY_MACHINE) -> list[Tile]:
     """For split-KV: the tile that is meant for it, and one with more rows if there is such, that for keys which are not
     split. Merging takes the registers in which that one would hold exponentials. Not swept, as the others are."""
-    found = choose_tile(dim, dim_v, bounded, softcap=softcap, split=True)
-    wide = dataclasses.replace(choose_tile(dim, dim_v, bounded, softcap=softcap), exps_before_wait=0)
-    return [found, wide] if wide.block_m > found.block_m else [found]
+    scores, dims = features.scores, (features.dim, features.dim_v)
+    found = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
+    wide = table_tile(*dims, scores.bounded, softcap=scores.is_function)
+    wide = dataclasses.replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
+    tiles = [found, wide] if wide.block_m > found.block_m else [found]
+    if not scores.is_unknown:
+        return tiles
+    return [_without_spills(tile, features, machine, split=True) for tile in tiles]
+
+
+def _without_spills(tile: Tile, features: Features, machine: Machine, split: bool) -> Tile:
+    """The tile, or the first of those that leave more registers."""
+    calm = dataclasses.replace(tile, exps_before_wait=0, rolled=True, skips_after=True)
+    tiles = [tile, calm, *(dataclasses.replace(calm, block_n=n) for n in (96, 64, 48, 32) if n < tile.block_n)]
+    return first_without_spills(tiles, lambda t: kernel(features, t, split=split, pack_gqa=1, one_box=False), machine)
 
 
 def limits(problem: Problem) -> str | None:
@@ -191,7 +215,7 @@ def limits(problem: Problem) -> str | None:
 
 def tma_limits(problem: Problem) -> str | None:
     """What the Hopper kernels of both directions leave to others."""
-    if (reason := common_limits(problem)) is not None:
+    if (reason := shape_limits(problem) or Scores.limits(problem)) is not None:
         return reason
     lengths = (problem.len_q, problem.len_k, problem.len_k)
     heads = (problem.heads, problem.heads_k, problem.heads_k)
@@ -204,20 +228,15 @@ def tma_limits(problem: Problem) -> str | None:
 def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_box: bool) -> TemplateKernel:
     """`pack_gqa`: heads of a group that are rows of one tile. `one_box`: one TMA box fetches a whole tile, all panels of
     it, because the head dims are multiples of 64."""
+    features = replace(features, output=replace(features.output, split=split))
     dim, dim_v, keys = features.dim, features.dim_v, tile.block_n
-    smem = tile.smem(dim, dim_v) + (16 * tile.q_slots if features.positions else 0)
-    merging = features.partial_out or features.finishes
-    if merging and not split:
-        smem += 16 * earlier_parts(tile, dim_v)
+    parts = state_parts(tile, dim_v) if features.output.can_merge and not split else 0
+    memory = tile.memory(dim, dim_v, features.rows.positions, parts)
     config = {
-        **features.config(),
+        **features.config(pack_gqa),
         **tile.config(),
         "kThreads": tile.threads,
-        "kSmem": smem,
-        "kPackGqa": pack_gqa,
         "kPartialFloats": partial_floats(tile, dim_v),
-        "kSplit": split,
-        "kMerge": merging,
         "kOneBoxPerTile": one_box,
     }
     flags = f"{' split' if split else ''}{f' pack_gqa{pack_gqa}' if pack_gqa > 1 else ''}{'' if one_box else ' panels'}"
@@ -225,13 +244,14 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     return TemplateKernel(
         name=f"forward_sm90[{features.name} {tile}{flags}]",
         arch=ARCH,
-        params=PARAMS[features.partial_out, features.finishes],
+        params=PARAMS[replace(features.output, split=False)],
         threads=tile.threads,
-        smem=smem,
+        smem=memory.size,
         header="forward_sm90",
         template="forward_sm90",
         element=features.element,
         config=tuple(config.items()),
+        memory=memory,
         types=features.types(),
         products=tuple((n, "ss_zero", dim // 16) for n in widths),
         accumulators=((dim_v, keys // 16),),
@@ -244,8 +264,8 @@ def partial_floats(tile: Tile, dim_v: int) -> int:
     return tile.block_m * (dim_v + 2)
 
 
-def earlier_parts(tile: Tile, dim_v: int) -> int:
-    """In how many parts the O of an earlier result comes into the buffers of V (pipeline/earlier_parts.cuh)."""
+def state_parts(tile: Tile, dim_v: int) -> int:
+    """In how many parts the O of a state comes into the buffers of V (pipeline/state_parts.cuh)."""
     panels, fit = -(-dim_v // 32), tile_bytes(tile.block_n, dim_v) // tile_bytes(64, 64)
     return tile.consumers * -(-panels // fit) if fit and tile.q_slots <= 2 else 0
 
@@ -265,47 +285,24 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         rows = replace(problem.q, heads=problem.heads_k, length=len_q * pack, total=problem.q.total * pack)
         problem = replace(problem, q=rows)
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    features = Features.of(problem, dims)
     if tile is None:
-        tile, splits = _tile_and_splits(problem, dims, machine.sms)
+        tile, splits = _tile_and_splits(problem, features, machine)
     else:
         splits = _splits(problem, tile, machine.sms, tile.block_n)
-    if problem.earlier_out is not None and not earlier_parts(tile, dims[1]):
-        tile = _TILES[dims]  # has room for the parts of an earlier O
-    clipped = problem.varlen or problem.positions
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not clipped and pack == 1
-    spec = kernel(Features.of(problem, dims), tile, split=splits > 1, pack_gqa=pack, one_box=one_box)
-    blocks = row_blocks(problem, tile.block_m)
-    tiles = blocks * problem.batch * problem.heads * splits
-    q, k, v = problem.strides
+    if features.output.rounds_state and not state_parts(tile, dims[1]):
+        tile = _TILES[dims]  # has room for the parts of a state's O
+    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped and pack == 1
+    spec = kernel(features, tile, split=splits > 1, pack_gqa=pack, one_box=one_box)
+    schedule = query_tiles(problem, tile.block_m, machine.l2_bytes, splits)
     values = {
-        **problem_values(problem),
-        **stride_values({"q": q, "k": k, "v": v, "o": out_strides}),
-        **lse_values(problem, pack),
-        **merge_values(problem),
-        "row_blocks": blocks,
-        "section": section(problem, machine.l2_bytes),
-        "splits": splits,
-        "tiles": tiles,
-        "k_batch_rows": buffer_rows(problem.len_k, k) if problem.positions else 0,
-        "v_batch_rows": buffer_rows(problem.len_k, v) if problem.positions else 0,
+        **features.rows.values(problem, tma=True),
+        **Scores.values(problem),
+        **schedule,
+        **features.output.values(problem, pack),
+        **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
     }
-    of_q = (problem.heads, problem.len_q, problem.q.total)
-    of_k = (problem.heads_k, problem.len_k, problem.k.total)
-    store_columns = 64 * tile.store_panels or dims[1]
-    maps = {
-        "q": tile_map(problem, one_box, *of_q, problem.dim, q, 64, dims[0]),
-        "k": tile_map(problem, one_box, *of_k, problem.dim, k, tile.block_n, dims[0], clipped),
-        "v": tile_map(problem, one_box, *of_k, problem.dim_v, v, tile.block_n, dims[1], clipped),
-        "o": tile_map(problem, one_box, *of_q, problem.dim_v, out_strides, 64, store_columns, fp32=problem.partial),
-    }
-    if pack > 1:
-        maps["q"] = packed_gqa_map(problem, pack, len_q, problem.dim, q)
-        maps["o"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, out_strides, fp32=problem.partial)
-    if (earlier := problem.earlier_out) is not None and pack > 1:
-        maps["earlier"] = packed_gqa_map(problem, pack, len_q, problem.dim_v, earlier, fp32=True)
-    elif earlier is not None:
-        maps["earlier"] = tile_map(problem, one_box, *of_q, problem.dim_v, earlier, 64, dims[1], fp32=True)
-    grid = min(tiles, machine.sms)
+    grid = min(schedule["tiles"], machine.sms)
     unusual = {"packed GQA": pack, "splits of the keys": splits}
     details = {
         "kernel": spec.name,
@@ -316,9 +313,31 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         "shared memory": f"{spec.smem} bytes",
         **{name: number for name, number in unusual.items() if number != 1},
     }
-    workspace = {"partial": 4 * tiles * partial_floats(tile, dims[1])} if splits > 1 else {}
-    tensors = POINTERS if problem.earlier_out is None else (*POINTERS, "earlier")
-    return Plan((Launch(spec, grid, values, maps),), tensors, workspace, details)
+    workspace = {"partial": 4 * schedule["tiles"] * partial_floats(tile, dims[1])} if splits > 1 else {}
+    maps = _maps(problem, features, tile, out_strides, one_box, pack, len_q)
+    return Plan((Launch(spec, grid, values, maps),), workspace, details)
+
+
+def _maps(
+    problem: Problem, features: Features, tile: Tile, out_strides: Strides, one_box: bool, pack: int, len_q: int
+) -> dict[str, TensorMapSpec]:
+    queries, keys, dims = features.rows.queries, features.rows.keys, (features.dim, features.dim_v)
+    q, k, v = problem.strides
+
+    def of_queries(dim: int, strides: Strides, columns: int, fp32: bool = False) -> TensorMapSpec:
+        if pack > 1:
+            return packed_gqa_map(problem, pack, len_q, dim, strides, fp32=fp32)
+        return tile_map(problem, queries, problem.q, dim, strides, 64, columns, one_box=one_box, fp32=fp32)
+
+    maps = {
+        "q": of_queries(problem.dim, q, dims[0]),
+        "k": tile_map(problem, keys, problem.k, problem.dim, k, tile.block_n, dims[0], one_box=one_box),
+        "v": tile_map(problem, keys, problem.k, problem.dim_v, v, tile.block_n, dims[1], one_box=one_box),
+        "o": of_queries(problem.dim_v, out_strides, 64 * tile.store_panels or dims[1], problem.partial),
+    }
+    if problem.state is not None and problem.state.out is not None:
+        maps["state"] = of_queries(problem.dim_v, problem.state.out, dims[1], fp32=True)
+    return maps
 
 
 def splits_of(plan: Plan) -> int:
@@ -332,15 +351,19 @@ FEW_ROWS = 16
 FEWEST_SPLITS = 3  # keys that do not suffice for as many are not split
 
 
-def _tile_and_splits(problem: Problem, dims: Dims, sms: int) -> tuple[Tile, int]:
+def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> tuple[Tile, int]:
     """Tiles that are meant for split-KV may have fewer rows than others, and be too many to be split where the others
-    would leave half of the multiprocessors idle. How many keys make a split is said by the former."""
-    bounded, scored = problem.mask.hi is not None, not problem.score.is_identity
-    meant_for_it = split_tiles(*dims, bounded, scored)
+    would leave half of the multiprocessors idle. The first of them says how many keys make a split."""
+    meant_for_it = split_tiles(features, machine) if _may_split(problem) else []
     for tile in meant_for_it:
-        if (splits := _splits(problem, tile, sms, meant_for_it[0].block_n)) > 1:
+        if (splits := _splits(problem, tile, machine.sms, meant_for_it[0].block_n)) > 1:
             return tile, splits
-    return choose_tile(*dims, bounded, softcap=scored, dropout=problem.dropout > 0), 1
+    return choose_tile(features, machine), 1
+
+
+def _may_split(problem: Problem) -> bool:
+    """No kernel with dropout, or that rounds a merged state, splits."""
+    return not problem.dropout and (problem.state is None or problem.state.out is None)
 
 
 def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
@@ -348,8 +371,8 @@ def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
     busy: decode, or chunked prefill."""
     tiles = row_blocks(problem, tile.block_m) * problem.batch * problem.heads
     least = LEAST_SPLIT * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
-    whole = problem.dropout or problem.earlier_out is not None  # no kernel for them splits
-    if whole or problem.len_k < FEWEST_SPLITS * least or tiles * tile.consumers >= COUNTERS:
+    few = problem.len_k < FEWEST_SPLITS * least
+    if few or tiles * tile.consumers >= COUNTERS or not _may_split(problem):
         return 1
     return max(1, min(sms // max(1, tiles), problem.len_k // least))
 
@@ -357,17 +380,16 @@ def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for. Head dims that are no multiples of 64 fetch a tile panel by panel, and so do
     packed sequences and packed GQA; eight heads stand for all groups."""
-    for features in common_features(DIMS, exhaustive, finishes=True):
-        dims, scored = (features.dim, features.dim_v), not features.score.is_identity
-        bounded = features.mask.hi is not None
-        one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not features.varlen and not features.positions
-        plain = not features.varlen and not scored and not features.sinks
-        whole = choose_tile(*dims, bounded, softcap=scored, dropout=features.dropout)
-        splits = (False,) if features.dropout or features.finishes else (False, True) if exhaustive else (not plain,)
+    for features in common_features(DIMS, exhaustive, states=True):
+        dims, scores, rows = (features.dim, features.dim_v), features.scores, features.rows
+        one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not rows.clipped
+        plain = not rows.varlen and not scores.is_function and not scores.sinks
+        whole = scores.dropout or features.output.rounds_state
+        splits = (False,) if whole else (False, True) if exhaustive else (not plain,)
         for split in splits:
-            tiles = split_tiles(*dims, bounded, scored) if split else [whole]
+            tiles = split_tiles(features) if split else [choose_tile(features)]
             for tile in tiles if exhaustive else tiles[:1]:
                 for box in (True, False) if one_box and (exhaustive or plain) else (one_box,):
                     yield kernel(features, tile, split=split, pack_gqa=1, one_box=box)
-                if not features.varlen and not features.dropout and (exhaustive or dims == (128, 128)):
+                if not rows.varlen and not scores.dropout and (exhaustive or dims == (128, 128)):
                     yield kernel(features, tile, split=split, pack_gqa=8, one_box=False)

@@ -1,7 +1,7 @@
 """A kernel as it is compiled: everything that changes code, and the source that it prints.
 
-The seam between host and device is a generated file of some ten lines: configuration, mask, score, argument struct, and a
-`__global__` function that calls a template. Two calls with equal specs share a cubin.
+The seam between host and device is a generated file of some twenty lines: configuration, shared memory, mask, score,
+argument struct, and a `__global__` function that calls a template. Two calls with equal specs share a cubin.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from strobe.cuda import wgmma
 from strobe.cuda.params import Struct
+from strobe.cuda.shared_memory import SharedMemory
 
 ENTRY = "kernel"  # the name of every kernel, unless a text says otherwise
 
@@ -53,7 +54,8 @@ class TemplateKernel(KernelSpec):
     header: str
     template: str
     element: str  # the C++ type of q, k and v
-    config: tuple[tuple[str, int | bool], ...]  # members of Config
+    config: tuple[tuple[str, int | bool | str], ...]  # members of Config: numbers, flags, and types by name
+    memory: SharedMemory = field(compare=False)  # its layout; `source` has the offsets
     types: tuple[tuple[str, str], ...]  # the template's further arguments: (name, text), as Mask and Score print them
     blocks_per_sm: int = 1
     products: tuple[tuple[int, str, int], ...] = ()  # of wgmma: (N, form, steps of a chain; 0: a single product)
@@ -62,13 +64,14 @@ class TemplateKernel(KernelSpec):
         tuple[int, int], ...
     ] = ()  # (N, steps): chains whose result lives in registers that PTX declares
 
-    def member(self, name: str) -> int | bool:
+    def member(self, name: str) -> int | bool | str:
         """Of Config."""
         return dict(self.config)[name]
 
     @functools.cached_property
     def source(self) -> str:  # type: ignore[override]
-        numbers = [f"{k} = {v}" for k, v in self.config if not isinstance(v, bool)]
+        types = "".join(f"  using {k} = {v};\n" for k, v in self.config if isinstance(v, str))
+        numbers = [f"{k} = {v}" for k, v in self.config if not isinstance(v, (bool, str))]
         flags = [f"{k} = {str(v).lower()}" for k, v in self.config if isinstance(v, bool)]
         arguments = ", ".join(f"strobe::{name}" for name in ("Config", *(name for name, _ in self.types)))
         return (
@@ -78,7 +81,7 @@ class TemplateKernel(KernelSpec):
             "namespace strobe {\n"
             "struct Config {\n"
             f"  using Element = {self.element};\n"
-            f"{_constants('int', numbers)}{_constants('bool', flags)}"
+            f"{types}{_constants('int', numbers)}{_constants('bool', flags)}{self.memory.cpp()}"
             "};\n"
             f"{''.join(text for _, text in self.types)}"
             f"{self.params.cpp()}"

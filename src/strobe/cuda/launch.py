@@ -11,7 +11,8 @@ import torch
 
 from strobe.cuda import driver, jit
 from strobe.cuda.kernel import KernelSpec
-from strobe.cuda.plan import COUNTER, COUNTERS, Launch, Plan, padded
+from strobe.cuda.params import COUNTER, COUNTERS
+from strobe.cuda.plan import Launch, Plan, padded
 
 _SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each call moves them to its own
 
@@ -21,6 +22,13 @@ def kernel(spec: KernelSpec) -> driver.Kernel:
     """Compiled or taken from the cache, and loaded."""
     artifact = jit.get(spec.source, spec.arch, name=spec.name)
     return driver.Kernel(artifact.cubin, spec.entry, spec.smem)
+
+
+def spills(device: int, spec: KernelSpec) -> bool:
+    """Whether the compiled kernel has more live values than registers."""
+    with torch.cuda.device(device):
+        driver.have_context(device)
+        return kernel(spec).local_bytes(device) > 0
 
 
 def address(t: Any) -> int:
@@ -43,9 +51,11 @@ def allocator(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Te
 
 
 class Launcher:
-    """A plan that is ready for all calls that differ in nothing but addresses. Belongs to one thread."""
+    """A plan that is ready for all calls that differ in nothing but addresses. Belongs to one thread.
 
-    def __init__(self, plan: Plan, device: int) -> None:
+    `names`: the tensors that are there, in the order in which a call passes their addresses. Others stay null."""
+
+    def __init__(self, plan: Plan, device: int, names: Sequence[str] | None = None) -> None:
         self._device = device
         self._workspace: list[int] = []  # where each part begins
         at = 0
@@ -55,13 +65,13 @@ class Launcher:
         self._new_workspace = allocator((at,), torch.uint8) if at else None
         used = {f.name for launch in plan.launches for f in launch.kernel.params.fields}
         self._counts = COUNTER in used
-        names = (*plan.tensors, *((COUNTER,) if self._counts else ()), *plan.workspace)
+        given = plan.tensors if names is None else names
+        order = (*given, *((COUNTER,) if self._counts else ()), *plan.workspace)
         with torch.cuda.device(device):
             driver.have_context(device)
-            self._launches = [_Prepared(launch, names, device) for launch in plan.launches]
+            self._launches = [_prepared(launch, order, device) for launch in plan.launches]
 
     def __call__(self, *addresses: int) -> None:
-        """The addresses of the plan's tensors, in its order; 0 for what is not there."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 return self(*addresses)
@@ -73,38 +83,39 @@ class Launcher:
             workspace = self._new_workspace()
             start = workspace.data_ptr()
             addresses = (*addresses, *[start + offset for offset in self._workspace])
-        for launch in self._launches:
-            launch(addresses, stream)
+        for launch, words, places, slots in self._launches:
+            for word, index in places:
+                words[word] = addresses[index]
+            for slot, index in slots:
+                slot.point_to(addresses[index])
+            if stream != launch.stream:
+                launch.move_to(stream)
+            if error := launch.enqueue():
+                launch.failed(error)
 
 
-class _Prepared:
-    """One launch. It knows which of all addresses go where among the words of its parameters."""
+# A launch, its parameters as words, and which of all addresses go to which word, or into which tensor map that the driver
+# has to move.
+_Prepared = tuple[driver.Launch, Any, list[tuple[int, int]], list[tuple[driver.TensorMapSlot, int]]]
 
-    def __init__(self, launch: Launch, names: tuple[str, ...], device: int) -> None:
-        spec = launch.kernel
-        pointers = [f.name for f in spec.params.fields if f.ctype.endswith("*") or f.name in names]
-        maps = {f"map_{t}": dataclasses.replace(m, address=_SOMEWHERE).encode() for t, m in launch.maps.items()}
-        packed = spec.params.pack({**dict.fromkeys(pointers, 0), **launch.values, **maps})
-        function = kernel(spec).function(device)
-        self._launch = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
-        self._words = memoryview(self._launch.params).cast("Q")
-        offsets = spec.params.offsets
-        at = [(offsets[name], name) for name in pointers if name in names]  # others stay null
-        of_maps = [(offsets[f"map_{t}"], t) for t in launch.maps]
-        self._slots: list[tuple[driver.TensorMapSlot, int]] = []  # of maps that the driver has to move
-        if of_maps and driver.address_is_first_word():  # GPUs before Hopper have no tensor maps to try it out with
-            at += of_maps
-        else:
-            self._slots = [(driver.TensorMapSlot(self._launch.params, o), names.index(t)) for o, t in of_maps]
-        self._places = [(offset // 8, names.index(name)) for offset, name in at]
 
-    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
-        words = self._words
-        for word, index in self._places:
-            words[word] = addresses[index]
-        for slot, index in self._slots:
-            slot.point_to(addresses[index])
-        self._launch.launch(stream)
+def _prepared(launch: Launch, names: tuple[str, ...], device: int) -> _Prepared:
+    spec = launch.kernel
+    pointers = [f.name for f in spec.params.fields if f.is_address]
+    maps = {f"map_{t}": dataclasses.replace(m, address=_SOMEWHERE).encode() for t, m in launch.maps.items()}
+    packed = spec.params.pack({**dict.fromkeys(pointers, 0), **launch.values, **maps})
+    function = kernel(spec).function(device)
+    made = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
+    offsets = spec.params.offsets
+    at = [(offsets[name], name) for name in pointers if name in names]
+    of_maps = [(offsets[f"map_{t}"], t) for t in launch.maps]
+    slots: list[tuple[driver.TensorMapSlot, int]] = []
+    if of_maps and driver.address_is_first_word():  # GPUs before Hopper have no tensor maps to try it out with
+        at += of_maps
+    else:
+        slots = [(driver.TensorMapSlot(made.params, o), names.index(t)) for o, t in of_maps]
+    places = [(offset // 8, names.index(name)) for offset, name in at]
+    return made, memoryview(made.params).cast("Q"), places, slots
 
 
 # ---- zeros that launches count with ----------------------------------------------------------------------------------

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from strobe.cuda.driver import TENSOR_MAP_BYTES
+
+COUNTER = "counter"  # a tensor that no caller provides: COUNTERS zeros, zero again when the launch has ended
+COUNTERS = 1024  # the first hands out tiles; a consumer of a tile whose keys are split has one of the others
+
+_STRIDES = [f"{t}_{axis}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in ("batch", "head", "row")]
+# The one order of the fields of all kernels: pointers first, since they change with every call, tensor maps last. The
+# parts of a kernel declare fields in any order.
+ORDER = (
+    *("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed", COUNTER, "partial"),
+    *("d_o", "dlse", "dq", "dk", "dv", "dsink", "dq_sum", "turns", "lse2", "delta", "dropout_rows"),
+    *_STRIDES,
+    *("lse_batch", "lse_head", "stat_rows"),
+    *("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows"),
+    *("key_blocks", "sections", "heads_k", "group_parts", "stat_blocks"),
+    *("merge", "unscale", "scale_grad"),
+    *("score", "scale_log2", "dropout_scale", "dropout_threshold"),
+    *("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "mask"),
+    *(f"map_{t}" for t in ("q", "k", "v", "o", "state", "d_o", "dk", "dv", "dq")),
+)
 
 # C type -> (format of the struct module, size, alignment). Any `X*` is a pointer; a tensor map is 128 opaque bytes.
 _SCALARS = {
@@ -36,6 +55,11 @@ class Field:
             raise ValueError(f"ctype: {self.ctype!r} of field {self.name!r} is not {allowed}")
         if self.count is not None and self.count < 1:
             raise ValueError(f"count: {self.count} of field {self.name!r} is not at least 1")
+
+    @property
+    def is_address(self) -> bool:
+        """Whether it changes with every call: the address of a tensor, or a seed."""
+        return self.ctype.endswith("*") or self.name == "seed"
 
     @property
     def _scalar(self) -> tuple[str, int, int]:
@@ -149,3 +173,16 @@ def _patch_runs(writers: tuple, expected: int, *values: Any) -> None:
         raise TypeError(f"patch: {len(values)} values given, {expected} wanted")
     for write, part in writers:
         write(*values[part])
+
+
+def params(*parts: Iterable[Field]) -> Struct:
+    """`struct Params` of a kernel from the fields that its parts declare."""
+    fields = {field.name: field for part in parts for field in part}
+    for part in parts:
+        for field in part:
+            if fields[field.name] != field:
+                raise ValueError(f"two parts declare {field.name!r} differently: {field} and {fields[field.name]}")
+    unknown = fields.keys() - set(ORDER)
+    if unknown:
+        raise ValueError(f"fields without a place in params.ORDER: {sorted(unknown)}")
+    return Struct("Params", sorted(fields.values(), key=lambda field: ORDER.index(field.name)))

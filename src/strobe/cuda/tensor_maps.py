@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.plan import ELEMENTS
-from strobe.problem import Problem, Strides
+from strobe.problem import Problem, Rows, Strides
 
 PANEL_BYTES = 128  # of a row: 64 columns of 16 bits, or 32 of fp32
 FAR = 1 << 30  # see `tile_map`; also in tile/tma_tile.cuh
@@ -12,49 +12,48 @@ FAR = 1 << 30  # see `tile_map`; also in tile/tma_tile.cuh
 
 def tile_map(
     problem: Problem,
-    one_box: bool,
-    heads: int,
-    length: int,
-    total: int,
+    kind: str,
+    rows: Rows,
     dim: int,
     strides: Strides,
     box_rows: int,
     columns: int,
-    clipped: bool | None = None,
+    *,
+    one_box: bool,
     fp32: bool = False,
 ) -> TensorMapSpec:
     """(columns, rows, panels, heads, batch): a box is a tile of `box_rows` x `columns`. If the head dim is not a multiple
-    of 64 it is one panel of a tile (not `one_box`).
+    of 64 it is one panel of a tile (not `one_box`). `kind` is one of `rows.KINDS`.
 
     Packed sequences end anywhere, and a box must not run into the next one: keys there may hold anything, and output
     there is another's. Their maps are (columns, rows in a box, heads, rows in memory, far away). A row is addressed by
     the sum of two coordinates. The first counts to the height of a box and no further: started at c instead of 0, the
     box ends c rows early. The second says where in memory the box begins, c rows before its place, which may be before
     the tensor. Coordinates must not be negative, though, so it is raised by FAR, and the last coordinate, also FAR,
-    takes that back: its stride of 2^34 bytes less a row, FAR = 2^30 times, is less than nothing by FAR rows, modulo the
-    2^64 of an address. (The obvious way, to encode an address before the tensor, faults if no memory is mapped there.)
-    `clipped`: such a map for buffers of which sequences fill a part; rows count through all of them. `fp32`: of a partial
-    output; a panel has 32 columns then, and there is one box a panel.
+    takes that back: FAR = 2^30 times its stride of 2^34 bytes less a row adds -FAR rows (addresses wrap mod 2^64).
+    (The obvious way, to encode an address before the tensor, faults if no memory is mapped there.) Buffers of which
+    sequences fill a part have such maps, too; rows count through all of them. `fp32`: of a partial output; a panel has 32
+    columns then, and there is one box a panel.
     """
-    clipped = problem.varlen if clipped is None else clipped
-    kind, size = _element(problem, fp32)
+    clipped = kind != "dense"
+    element, size = _element(problem, fp32)
     batch_stride, head_stride, row_stride = (size * s for s in strides)
     # A dimension of size 1 may have any stride, and the hardware wants a multiple of 16.
     alone = batch_stride if clipped and problem.batch > 1 else 128
-    row_stride = row_stride if (total if problem.varlen else length) > 1 else alone
-    head_stride = head_stride if heads > 1 else row_stride
+    row_stride = row_stride if (rows.total if kind == "varlen" else rows.length) > 1 else alone
+    head_stride = head_stride if rows.heads > 1 else row_stride
     batch_stride = batch_stride if problem.batch > 1 else row_stride
     steps: tuple[int, ...] = (row_stride, 128, head_stride, batch_stride)
     box: tuple[int, ...] = (PANEL_BYTES // size, box_rows, 1, 1, 1)
     if clipped:
-        dims: tuple[int, ...] = (dim, box_rows, heads, 2 * FAR, FAR + 1)
+        dims: tuple[int, ...] = (dim, box_rows, rows.heads, 2 * FAR, FAR + 1)
         steps = (row_stride, head_stride, row_stride, (1 << 34) - row_stride)
     elif one_box and not fp32:
-        dims = (64, length, dim // 64, heads, problem.batch)
+        dims = (64, rows.length, dim // 64, rows.heads, problem.batch)
         box = (64, box_rows, -(-columns // 64), 1, 1)
     else:
-        dims = (dim, length, 1, heads, problem.batch)
-    return TensorMapSpec(0, size, dims, steps, box, PANEL_BYTES, kind)  # type: ignore[arg-type]
+        dims = (dim, rows.length, 1, rows.heads, problem.batch)
+    return TensorMapSpec(0, size, dims, steps, box, PANEL_BYTES, element)  # type: ignore[arg-type]
 
 
 def _element(problem: Problem, fp32: bool) -> tuple[str, int]:

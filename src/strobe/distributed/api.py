@@ -75,7 +75,7 @@ def attention(
     documents = plan is not None and len(plan.lengths) > 1
     a = Arguments(q, k, v, sinks=sinks)
     if torch.is_autocast_enabled(q.device.type):
-        a = api.cast_for_autocast(a, torch.get_autocast_dtype(q.device.type))
+        a = api.cast_for_autocast(a)
         q, k, v = a.q, a.k, a.v
     batched = q.dim() == 4
     if documents and batched:

@@ -140,7 +140,7 @@ class Step:
             a = group.arguments(template, q, keys)
             if len(group.places) == 1 and (bound := lookup(a)).merges:
                 ((rows, _),) = group.places
-                _run_in_place(a, rows, state, is_last and bound.finishes)
+                _run_in_place(a, rows, state, is_last and bound.rounds_states)
                 continue
             out, lse = call.run(a)
             for rows, part in group.places:
@@ -196,8 +196,8 @@ def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None
         return
     out, lse = state.rows_to_merge_into(rows)
     if finish:
-        a, out = a._replace(earlier_out=out, partial=False), state.rows_to_finish(rows)[0]
-    call.run(a._replace(out=out, earlier_lse=lse))
+        a, out = a._replace(state_out=out, partial=False), state.rows_to_finish(rows)[0]
+    call.run(a._replace(out=out, state_lse=lse))
 
 
 def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from strobe.arguments import Arguments, Layout
-from strobe.backends.backend import Backend, Gradients
+from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import backend as cuda_backend
 from strobe.cuda.families import FAMILIES
-from strobe.cuda.plan import COUNTER, COUNTERS, Machine, Plan
+from strobe.cuda.params import COUNTER, COUNTERS
+from strobe.cuda.plan import Machine, Plan
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
 from strobe.emulator.tensor_map import encode_tensor_map
@@ -51,11 +52,11 @@ def launch(
 def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int, workers: int | None) -> Counters:
     spec = part.kernel
     values, buffers, mapped = dict(part.values), [], {f"map_{name}" for name in part.maps}
-    pointers = {f.name: f.ctype for f in spec.params.fields if f.ctype.endswith("*") or f.name in tensors}
+    pointers = {f.name: f.ctype for f in spec.params.fields if f.is_address}
     for name in dict.fromkeys((*pointers, *part.maps)):
         t = tensors.get(name)
-        if isinstance(t, int):  # a seed
-            values[name] = t
+        if isinstance(t, int) or name == "seed":
+            values[name] = t or 0
             continue
         if name in pointers:
             values[name] = 0 if t is None else t.data_ptr()
@@ -74,8 +75,8 @@ def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int, worke
     return program.run(params, **launched, mode=mode, seed=seed, workers=workers, together=part.together)
 
 
-def _bind(problem: Problem, layout: Layout) -> Any:
-    return _bind_backward(problem, layout) if problem.gradients else _bind_forward(problem, layout)
+def _bind(problem: Problem, layout: Layout) -> Pass:
+    return Pass(_bind_backward(problem, layout) if problem.gradients else _bind_forward(problem, layout))
 
 
 def _bind_backward(problem: Problem, layout: Layout) -> Any:
@@ -93,15 +94,15 @@ def _bind_backward(problem: Problem, layout: Layout) -> Any:
 
 def _bind_forward(problem: Problem, layout: Layout) -> Any:
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plain = a._replace(**{name: getattr(a, name).detach().resolve_neg() for name in ("q", "k", "v")})
+        plain = a._replace(**{name: getattr(a, name).detach() for name in ("q", "k", "v")})
         x, actual = cuda_backend.prepare(problem, layout, plain)
         chosen = _chosen()
-        plan = FAMILIES[chosen].forward.plan(actual, cuda_backend.inside_strides(x.o, layout), MACHINES[chosen])
+        plan = FAMILIES[chosen].forward.plan(actual, cuda_backend.inside_strides(x["o"], layout), MACHINES[chosen])
         mode, seed = mode_and_seed()
-        launch(plan, vars(x), mode=mode, seed=seed)
+        launch(plan, x, mode=mode, seed=seed)
         if a.out is None:
-            return x.o, x.lse
-        return a.out if x.o is a.out else a.out.copy_(x.o), x.lse
+            return x["o"], x.get("lse")
+        return a.out if x["o"] is a.out else a.out.copy_(x["o"]), x.get("lse")
 
     return run
 
@@ -121,6 +122,6 @@ BACKENDS = {
         bind=_bind,
         automatic=False,
         merges=True,
-        finishes=lambda problem: _chosen() == "sm90",
+        rounds_states=lambda problem: _chosen() == "sm90",
     )
 }

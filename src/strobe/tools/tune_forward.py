@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from strobe.cuda.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, choose_tile, plan
+from strobe.cuda.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, plan, table_tile
 from strobe.cuda.launch import Launcher, addresses_of
 from strobe.cuda.plan import Machine, Plan
 from strobe.mask import causal, full
@@ -67,8 +67,8 @@ def _cases_at(dim: int, dim_v: int, kind: str, length: int) -> list[TileCase]:
 
 def candidates(dim: int, dim_v: int, kind: str) -> list[Tile]:
     """The tile that is used now, and its neighbours: one switch changed at a time."""
-    best = choose_tile(dim, dim_v, **dict.fromkeys(KINDS[kind], True))
-    near = [choose_tile(dim, dim_v)]
+    best = table_tile(dim, dim_v, **dict.fromkeys(KINDS[kind], True))
+    near = [table_tile(dim, dim_v)]
     near += [replace(best, exps_before_wait=exps) for exps in (0, 4, 8, 16, 24, 32, 40)]
     near += [replace(best, ping_pong=not best.ping_pong)]
     near += [replace(best, stages=stages) for stages in (2, 3)]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from strobe.arguments import Inputs
+from strobe.arguments import GRADIENTS, Inputs
 from strobe.backends.backend import Gradients
 from strobe.backends.tiled.slab import Blocks, Slab, add_product_, choose_blocks, product, slabs, tile_of
-from strobe.problem import GRADIENTS, Problem
+from strobe.problem import Problem
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from strobe.cuda.backward_sm90 import BLOCK_N, TURNS_UP_TO
-from strobe.cuda.forward_sm90 import choose_tile
-from strobe.cuda.plan import tile_bytes
+from strobe.cuda.forward_sm90 import table_tile
+from strobe.cuda.shared_memory import tile_bytes
 from strobe.learn.ladder.rung import Count, Rung, Shape
 
 ByDim = Callable[[int], int]
@@ -121,7 +121,7 @@ def _traffic(rows: int | ByDim) -> dict[str, Any]:
 
 
 def _library_rows(dim: int) -> int:
-    return choose_tile(dim, dim).block_m
+    return table_tile(dim, dim).block_m
 
 
 # ---- the rungs -------------------------------------------------------------------------------------------------------

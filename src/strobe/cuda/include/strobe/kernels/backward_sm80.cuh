@@ -13,11 +13,10 @@
 // read), one when P and dS are written. What has one buffer only needs another before it is loaded again.
 #pragma once
 #include <strobe/pipeline/dq_fragments.cuh>
-#include <strobe/pipeline/query_blocks.cuh>
+#include <strobe/pipeline/schedule.cuh>
+#include <strobe/pipeline/scores.cuh>
 #include <strobe/ptx/tma.cuh>
 #include <strobe/tile/copy.cuh>
-#include <strobe/tile/dropout.cuh>
-#include <strobe/tile/softmax.cuh>
 #include <strobe/tile/warp_gemm.cuh>
 
 namespace strobe {
@@ -41,24 +40,16 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
                     DqSums::kTilesDim * 16 * DqSums::kWarpsDim == kDim,
                 "warps have whole tiles");
 
-  // ---- shared memory: K (later dK) | V (later dV) | Q buffers | dO buffers | P | dS | statistics of rows ------------
-  static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV),
-                       kBytesQ = tile_bytes(kBlockM, kDim), kBytesDo = tile_bytes(kBlockM, kDimV),
-                       kBytesP = tile_bytes(kBlockM, kBlockN), kBytesRow = kBlockM * 4;
-  static constexpr u32 kOffsetV = kBytesK, kOffsetQ = kOffsetV + kBytesV, kOffsetDo = kOffsetQ + kStagesQ * kBytesQ,
-                       kOffsetP = kOffsetDo + kStagesDo * kBytesDo, kOffsetDs = kOffsetP + kBytesP,
-                       kOffsetLse = kOffsetDs + kBytesP, kOffsetDelta = kOffsetLse + kStagesQ * kBytesRow,
-                       kOffsetDropout = kOffsetDelta + kStagesDo * kBytesRow;
-  static_assert(kOffsetDropout + (Config::kDropout ? kStagesQ * kBytesRow : 0) == Config::kSmem,
-                "the shared memory that Python asks for");
+  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
+  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
   STROBE_DEVICE static u32 buffer_q(int left) { return kStagesQ == 1 ? 0 : left & 1; }
   STROBE_DEVICE static u32 buffer_do(int left) { return kStagesDo == 1 ? 0 : left & 1; }
   STROBE_DEVICE static u32 k_tile() { return smem_base(); }
-  STROBE_DEVICE static u32 v_tile() { return smem_base() + kOffsetV; }
-  STROBE_DEVICE static u32 q_tile(int left) { return smem_base() + kOffsetQ + buffer_q(left) * kBytesQ; }
-  STROBE_DEVICE static u32 do_tile(int left) { return smem_base() + kOffsetDo + buffer_do(left) * kBytesDo; }
-  STROBE_DEVICE static u32 p_tile() { return smem_base() + kOffsetP; }
-  STROBE_DEVICE static u32 ds_tile() { return smem_base() + kOffsetDs; }
+  STROBE_DEVICE static u32 v_tile() { return smem_base() + Offset::v; }
+  STROBE_DEVICE static u32 q_tile(int left) { return smem_base() + Offset::q + buffer_q(left) * Bytes::q; }
+  STROBE_DEVICE static u32 do_tile(int left) { return smem_base() + Offset::d_o + buffer_do(left) * Bytes::d_o; }
+  STROBE_DEVICE static u32 p_tile() { return smem_base() + Offset::p; }
+  STROBE_DEVICE static u32 ds_tile() { return smem_base() + Offset::ds; }
   // Computed anew wherever they are used: cheaper than registers.
   STROBE_DEVICE static u32 warp() { return thread_idx_again() / 32; }
   STROBE_DEVICE static u32 lane() { return thread_idx_again() % 32; }
@@ -69,9 +60,10 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   float dk[kTilesKV][kDim / (16 * kWarpsDim)][8], dv[kTilesKV][kDimV / (16 * kWarpsDim)][8];
 
   STROBE_DEVICE BackwardSm80(const Params& p, const KeyTile& tile)
-      : p(p), tile(tile), blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.len_q, tile.len_k)) {}
+      : p(p), tile(tile),
+        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.q.length, tile.k.length)) {}
 
-  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions); }
+  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.q.length, tile.k.length, tile.positions); }
 
   // A block of queries. Those of one head of the group follow one another.
   struct QueryBlock {
@@ -83,20 +75,18 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     return QueryBlock{b.left - 1, same ? b.head : b.head + 1, same ? b.m + 1 : blocks.first};
   }
   STROBE_DEVICE i64 stat(const QueryBlock& b) const {
-    return first_stat<Config>(p, b.head, tile.batch, tile.first_row) + b.m * kBlockM;
+    return first_stat<Config>(p, b.head, tile.batch, tile.q.first) + b.m * kBlockM;
   }
 
   // ---- copies -------------------------------------------------------------------------------------------------------
   template <int kColumns> STROBE_DEVICE void load_keys(u32 to, const u16* from, i64 batch, i64 head, i64 row, int dim) {
     copy_tile_async<kBlockN, kColumns, kThreads, false, Config::kExactDims>(
-        to, from + tile.slice * batch + tile.head_kv * head + i64(tile.first_key + tile.key0) * row, row,
-        tile.len_k - tile.key0, dim);
+        to, tile.k.rows(from, batch, head, row, tile.head_kv, tile.key0), row, tile.k.used - tile.key0, dim);
   }
   template <int kColumns> STROBE_DEVICE void load_queries(const QueryBlock& b, u32 to, const u16* from, i64 batch,
                                                           i64 head, i64 row, int dim) const {
     copy_tile_async<kBlockM, kColumns, kThreads, false, Config::kExactDims>(
-        to, from + tile.slice * batch + b.head * head + i64(tile.first_row + b.m * kBlockM) * row, row,
-        tile.len_q - b.m * kBlockM, dim);
+        to, tile.q.rows(from, batch, head, row, b.head, b.m * kBlockM), row, tile.q.length - b.m * kBlockM, dim);
   }
   // `first`: the thread that begins; different warps take different statistics.
   STROBE_DEVICE void load_rows(const QueryBlock& b, u32 offset, const void* stats, u32 first) const {
@@ -106,12 +96,12 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   STROBE_DEVICE void load_q(const QueryBlock& b) const {
     load_queries<kDim>(b, q_tile(b.left), p.q, p.q_batch, p.q_head, p.q_row, p.dim);
-    load_rows(b, kOffsetLse + buffer_q(b.left) * kBytesRow, p.lse2, 0);
-    if (Config::kDropout) load_rows(b, kOffsetDropout + buffer_q(b.left) * kBytesRow, p.dropout_rows, 64);
+    load_rows(b, Offset::lse + buffer_q(b.left) * Bytes::lse, p.lse2, 0);
+    if (Config::kDropout) load_rows(b, Offset::dropout + buffer_q(b.left) * Bytes::lse, p.dropout_rows, 64);
   }
   STROBE_DEVICE void load_do(const QueryBlock& b) const {
     load_queries<kDimV>(b, do_tile(b.left), p.d_o, p.do_batch, p.do_head, p.do_row, p.dim_v);
-    load_rows(b, kOffsetDelta + buffer_do(b.left) * kBytesRow, p.delta, 32);
+    load_rows(b, Offset::delta + buffer_do(b.left) * Bytes::lse, p.delta, 32);
   }
 
   // ---- P and dS -----------------------------------------------------------------------------------------------------
@@ -129,16 +119,13 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   // Keys that a query does not see: -inf.
   STROBE_DEVICE void hide(float (&s)[8], const QueryBlock& b, int row, int n) const {
-    const Mask m = mask();
-    const int query = b.m * kBlockM + row, key = tile.key0 + column(n);
-    const int lo[2] = {m.lo(query) - key, m.lo(query + 8) - key}, hi[2] = {m.hi(query) - key, m.hi(query + 8) - key};
-    mask_fragment<Mask::kHasLo>(s, lo, hi);
+    const int query = b.m * kBlockM + row;
+    mask_queries<false>(s, mask(), query, query + 8, tile.key0 + column(n));
   }
   STROBE_DEVICE void exponentials(float (&s)[8], const Pair& lse) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) s[i] = exp2_approx(fma(s[i], p.scale_log2, -lse.x[fragment_row(i)]));
   }
-  STROBE_DEVICE bool masked(const QueryBlock& b) const { return b.m < blocks.first_full || b.m >= blocks.end_full; }
 
   STROBE_DEVICE void scores(Scores& s, const QueryBlock& b) const {
     gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.left), warp() % kWarpsS),
@@ -147,7 +134,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // S -> P. Not yet, if the score is a function: see `gradients`.
   STROBE_DEVICE void weights(Scores& s, const QueryBlock& b) const {
     if constexpr (Score::kIdentity) {
-      if (masked(b)) {
+      if (blocks.masked(b.m)) {
 #pragma unroll
         for (int t = 0; t < kTilesM; ++t)
 #pragma unroll
@@ -155,7 +142,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       }
 #pragma unroll
       for (int t = 0; t < kTilesM; ++t) {
-        const Pair lse = of_rows(kOffsetLse + buffer_q(b.left) * kBytesRow, row(t));
+        const Pair lse = of_rows(Offset::lse + buffer_q(b.left) * Bytes::lse, row(t));
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) exponentials(s[t][n], lse);
       }
@@ -168,9 +155,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll
     for (int t = 0; t < kTilesM; ++t) {
       const int first = row(t);
-      const Pair delta = of_rows(kOffsetDelta + buffer_do(b.left) * kBytesRow, first);
+      const Pair delta = of_rows(Offset::delta + buffer_do(b.left) * Bytes::lse, first);
       Pair lse;
-      if (!Score::kIdentity) lse = of_rows(kOffsetLse + buffer_q(b.left) * kBytesRow, first);
+      if (!Score::kIdentity) lse = of_rows(Offset::lse + buffer_q(b.left) * Bytes::lse, first);
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
         float (&weight)[8] = s[t][n], (&ds)[8] = dp[t][n], slope[8];
@@ -191,20 +178,15 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   STROBE_DEVICE void apply_score(float (&s)[8], float (&slope)[8], const Pair& lse, const QueryBlock& b, int row,
                                  int n) const {
-    const Score score{p.score};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float y = score(s[i]);
-      slope[i] = score.derivative(s[i], y);
-      s[i] = y;
-    }
-    if (masked(b)) hide(s, b, row, n);
+    logits(s, slope, Score{p.score},
+           where<Score, Config>(tile, tile.positions, b.head, b.m * kBlockM + row, tile.key0 + column(n)));
+    if (blocks.masked(b.m)) hide(s, b, row, n);
     exponentials(s, lse);
   }
   // Weights that are dropped have neither a weight nor a gradient. The scale of those that are kept is dV's as a whole.
   STROBE_DEVICE void drop(float (&kept)[8], float (&dp)[8], const QueryBlock& b, int row, int n) const {
     float x, y;  // two neighbouring queries have one each
-    ld_shared_x2(smem_base() + kOffsetDropout + buffer_q(b.left) * kBytesRow + 4 * (row / 2 * 2), x, y);
+    ld_shared_x2(smem_base() + Offset::dropout + buffer_q(b.left) * Bytes::lse + 4 * (row / 2 * 2), x, y);
     const Dropout<true> dropout(p, DropoutRow{as_bits(x), as_bits(y)}, row);
 #pragma unroll
     for (int i = 0; i < 8; ++i) dp[i] *= p.dropout_scale;
@@ -248,7 +230,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // Blocks of keys add to a block of queries from the last to the first. They are launched in that order (kLastFirst),
   // so none waits for a block that was launched after it.
   STROBE_DEVICE u32 turn(int m) const {
-    const int last_query = min((m + 1) * kBlockM, tile.len_q) - 1;
+    const int last_query = min((m + 1) * kBlockM, tile.q.length) - 1;
     return (mask().hi(last_query) + kBlockN - 1) / kBlockN - 1 - tile.key0 / kBlockN;
   }
 
@@ -302,7 +284,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE void run() {
     clear(dk);
     clear(dv);
-    QueryBlock b{(blocks.end - blocks.first) * p.group, tile.head_k * p.group, blocks.first};
+    QueryBlock b{blocks.count() * p.group, tile.head_k * p.group, blocks.first};
     if (b.left > 0) {
       load_keys<kDim>(k_tile(), p.k, p.k_batch, p.k_head, p.k_row, p.dim);
       load_keys<kDimV>(v_tile(), p.v, p.v_batch, p.v_head, p.v_row, p.dim_v);
@@ -357,7 +339,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         for (int i = 0; i < 8; i += 2) {
           const int row = 16 * (warp() % kWarpsKV + kWarpsKV * t) + lane() / 4 + 8 * (i >> 1 & 1),
                     column = 16 * (warp() / kWarpsKV + kWarpsDim * n) + 2 * (lane() % 4) + 8 * (i >> 2);
-          if (tile.key0 + row < tile.len_k && (Config::kExactDims || column < dim))
+          if (tile.key0 + row < tile.k.length && (Config::kExactDims || column < dim))
             st_global_x2(first + i64(row) * row_stride + column, d[t][n][i] * scale, d[t][n][i + 1] * scale);
         }
   }
@@ -375,11 +357,11 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   template <int kColumns>
   STROBE_DEVICE void store_rows(u32 from, u16* to, i64 batch, i64 head, i64 row_stride, int dim) const {
     constexpr int kChunks = kColumns / 8;
-    to += tile.slice * batch + tile.head_k * head + i64(tile.first_key + tile.key0) * row_stride;
+    to = tile.rows_of(to, batch, head, row_stride);
 #pragma unroll 4
     for (int i = thread_idx(); i < kBlockN * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
-      if (tile.key0 + row < tile.len_k && (Config::kExactDims || chunk * 8 < dim))
+      if (tile.key0 + row < tile.k.length && (Config::kExactDims || chunk * 8 < dim))
         st_global(to + i64(row) * row_stride + chunk * 8, ld_shared_x4(from + chunk_offset(kBlockN, row, chunk)));
     }
   }
@@ -387,7 +369,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void backward_sm80(const Params& p) {
   const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
-  if (tile.key0 >= tile.len_k) return;  // varlen: a sequence shorter than the longest one
+  if (tile.key0 >= tile.k.length) return;  // varlen: a sequence shorter than the longest one
   launch_dependents();
   BackwardSm80<Config, Mask, Score, Params>(p, tile).run();
 }

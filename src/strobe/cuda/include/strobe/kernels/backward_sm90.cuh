@@ -14,10 +14,9 @@
 // afterwards, unless sums are taken by turns: then the last turn does.
 #pragma once
 #include <strobe/pipeline/dq_turns.cuh>
-#include <strobe/pipeline/query_blocks.cuh>
 #include <strobe/pipeline/ring.cuh>
+#include <strobe/pipeline/scores.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
-#include <strobe/pipeline/key_rows.cuh>
 
 namespace strobe {
 
@@ -30,19 +29,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   static constexpr int kDimQ = kBlockM == 128 ? 64 : 128;
   static_assert(kBlockN == 128 && kBlockM * kDimQ == 2 * kDqFloats && kDim <= kDimQ, "two warpgroups cover dQ");
 
-  // ---- shared memory: K | V | Q x 2 | dO x 2 | dS x 2 | dQ x 2 | statistics of rows x 2, of keys | barriers ----
   using Pair = Ring<2>;
-  static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV),
-                       kBytesQ = tile_bytes(kBlockM, kDim), kBytesDo = tile_bytes(kBlockM, kDimV),
-                       kBytesDs = tile_bytes(kBlockN, kBlockM), kBytesRow = kBlockM * 4;
-  static constexpr u32 kOffsetV = kBytesK, kOffsetQ = kOffsetV + kBytesV, kOffsetDo = kOffsetQ + 2 * kBytesQ,
-                       kOffsetDs = kOffsetDo + 2 * kBytesDo, kOffsetDq = kOffsetDs + 2 * kBytesDs,
-                       kOffsetLse = kOffsetDq + 2 * kDqBytes, kOffsetDelta = kOffsetLse + 2 * kBytesRow,
-                       kOffsetDropout = kOffsetDelta + 2 * kBytesRow,
-                       kOffsetKeys = kOffsetDropout + (Config::kDropout ? 2 * kBytesRow : 0),
-                       kOffsetKV = kOffsetKeys + 2 * kKeyRowsBytes, kOffsetRingQ = kOffsetKV + 16,
-                       kOffsetRingDo = kOffsetRingQ + Pair::kBytes, kOffsetRingDs = kOffsetRingDo + Pair::kBytes;
-  static_assert(kOffsetRingDs + Pair::kBytes == Config::kSmem, "the shared memory that Python asks for");
+  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
+  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
 
   const Params& p;
   const KeyTile tile;
@@ -53,33 +42,29 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   STROBE_DEVICE BackwardSm90(const Params& params, const KeyTile& tile, bool producer)
       : p(params), tile(tile),
-        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.len_q, tile.len_k)), smem(smem_base()),
-        q(smem + kOffsetRingQ, producer), d_o(smem + kOffsetRingDo, producer), ds_in(smem + kOffsetRingDs, true),
-        ds_out(smem + kOffsetRingDs, false) {}
+        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.q.length, tile.k.length)),
+        smem(smem_base()), q(smem + Offset::ring_q, producer), d_o(smem + Offset::ring_do, producer),
+        ds_in(smem + Offset::ring_ds, true), ds_out(smem + Offset::ring_ds, false) {}
 
   STROBE_DEVICE static void init_barriers() {
-    mbar_init(smem_base() + kOffsetKV, 1);
-    mbar_init(smem_base() + kOffsetKV + 8, 1);
-    Pair::init(smem_base() + kOffsetRingQ, 8);  // one arrival a warp of the consumers
-    Pair::init(smem_base() + kOffsetRingDo, 8);
-    Pair::init(smem_base() + kOffsetRingDs, 8, 8);
+    mbar_init(smem_base() + Offset::kv_barriers, 1);
+    mbar_init(smem_base() + Offset::kv_barriers + 8, 1);
+    Pair::init(smem_base() + Offset::ring_q, 8);  // one arrival a warp of the consumers
+    Pair::init(smem_base() + Offset::ring_do, 8);
+    Pair::init(smem_base() + Offset::ring_ds, 8, 8);
     mbar_init_fence();
   }
 
-  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions); }
+  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.q.length, tile.k.length, tile.positions); }
   STROBE_DEVICE i64 stat(int head, int m) const {  // the first of a block of queries
-    return first_stat<Config>(p, head, tile.batch, tile.first_row) + m * kBlockM;
-  }
-  STROBE_DEVICE Box key_box(int key) const {
-    return box_of_rows<Config::kVarlen, 64>(tile.first_key + key, tile.len_k - key, tile.head_k, tile.slice);
+    return first_stat<Config>(p, head, tile.batch, tile.q.first) + m * kBlockM;
   }
   STROBE_DEVICE Box query_box(int head, int m) const {
-    const int row = m * kBlockM;
-    return box_of_rows<Config::kVarlen, kBlockM>(tile.first_row + row, tile.len_q - row, head, tile.slice);
+    return Config::Queries::template box<kBlockM>(tile.q, head, m * kBlockM);
   }
   // Calls visit(head, m) for each block of queries of each head of the group, beginning with `start`.
   template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
-    if (blocks.first == blocks.end) return;
+    if (!blocks.any()) return;
     const int begin = start();
     int m = begin;
 #pragma unroll 1
@@ -87,44 +72,45 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll 1
       do {
         visit(tile.head_k * p.group + i, m);
-        m = next(m);
+        m = blocks.next(m);
       } while (m != begin);
     }
+  }
+  // The head of a block of queries, with which `left` are left.
+  STROBE_DEVICE int head_at(int left, int head_k) const {
+    return (head_k + 1) * p.group - 1 - quotient(left - 1, blocks.count());
   }
   STROBE_DEVICE int start() const {
     return blocks.first + (Config::kRotate ? quotient(tile.key0 / kBlockN * blocks.end, p.key_blocks) : 0);
   }
-  STROBE_DEVICE int next(int m) const { return m + 1 == blocks.end ? blocks.first : m + 1; }
-  STROBE_DEVICE int previous(int m) const { return m == blocks.first ? blocks.end - 1 : m - 1; }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   STROBE_DEVICE void load_rows(u32 offset, const void* stats, int head, int m, u32 bytes, u32 stage, u32 full) {
-    bulk_load(smem + offset + stage * kBytesRow, static_cast<const char*>(stats) + stat(head, m) * 4, bytes, full);
+    bulk_load(smem + offset + stage * Bytes::lse, static_cast<const char*>(stats) + stat(head, m) * 4, bytes, full);
   }
   STROBE_DEVICE void load_q(int head, int m) {
-    const u32 full = q.begin_load(kBytesQ + kBytesRow + (Config::kDropout ? kBytesRow : 0));
-    tma_load_tile<kOneBox, kBlockM, kDim>(smem + kOffsetQ + q.stage * kBytesQ, &p.map_q, full, query_box(head, m));
-    load_rows(kOffsetLse, p.lse2, head, m, kBytesRow, q.stage, full);
-    if (Config::kDropout) load_rows(kOffsetDropout, p.dropout_rows, head, m, kBytesRow, q.stage, full);
+    const u32 full = q.begin_load(Bytes::q + Bytes::lse + (Config::kDropout ? Bytes::lse : 0));
+    tma_load_tile<kOneBox, kBlockM, kDim>(smem + Offset::q + q.stage * Bytes::q, &p.map_q, full, query_box(head, m));
+    load_rows(Offset::lse, p.lse2, head, m, Bytes::lse, q.stage, full);
+    if (Config::kDropout) load_rows(Offset::dropout, p.dropout_rows, head, m, Bytes::lse, q.stage, full);
     q.next();
   }
   STROBE_DEVICE void load_do(int head, int m) {
-    const u32 full = d_o.begin_load(kBytesDo + kBytesRow);
-    tma_load_tile<kOneBox, kBlockM, kDimV>(smem + kOffsetDo + d_o.stage * kBytesDo, &p.map_d_o, full,
+    const u32 full = d_o.begin_load(Bytes::d_o + Bytes::lse);
+    tma_load_tile<kOneBox, kBlockM, kDimV>(smem + Offset::d_o + d_o.stage * Bytes::d_o, &p.map_d_o, full,
                                            query_box(head, m));
-    load_rows(kOffsetDelta, p.delta, head, m, kBytesRow, d_o.stage, full);
+    load_rows(Offset::delta, p.delta, head, m, Bytes::lse, d_o.stage, full);
     d_o.next();
   }
-  template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full) {
+  template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full, int buffer_rows) {
     mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
-    const Box box = box_of_rows<Config::kVarlen, kBlockN>(tile.first_key + tile.key0, tile.len_k - tile.key0,
-                                                          tile.head_kv, tile.slice);
+    const Box box = Config::Keys::template box<kBlockN>(tile.k, tile.head_kv, tile.key0, buffer_rows);
     tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, box);
   }
   STROBE_DEVICE void produce() {
-    if (blocks.first == blocks.end) return;
-    load_kv<kDim>(0, &p.map_k, smem + kOffsetKV);
-    load_kv<kDimV>(kOffsetV, &p.map_v, smem + kOffsetKV + 8);
+    if (!blocks.any()) return;
+    load_kv<kDim>(0, &p.map_k, smem + Offset::kv_barriers, p.k_batch_rows);
+    load_kv<kDimV>(Offset::v, &p.map_v, smem + Offset::kv_barriers + 8, p.v_batch_rows);
     wait_for_previous_grid();  // the statistics are delta.cuh's
     for_each_block([&](int head, int m) {
       load_q(head, m);
@@ -133,7 +119,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- adding warps: one for each consumer --------------------------------------------------------------------------
-  STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + kOffsetDq + consumer * kDqBytes, consumer}; }
+  STROBE_DEVICE DqSum dq_sum(int consumer) const { return DqSum{smem + Offset::dq + consumer * kDqBytes, consumer}; }
   STROBE_DEVICE Turn turn(int m) const { return turn_of<Config>(mask(), tile, blocks.end, p.key_blocks, m); }
   STROBE_DEVICE void add_dq() const {
     [[maybe_unused]] int sent = -1;
@@ -157,25 +143,25 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE void issue_s(float (&s)[kScores], int consumer) const {
     q.wait_full();
     wgmma_fence();
-    gemm_kq<T, kBlockM, kDim, kBlockN>(s, own_keys(0, consumer), k_major(smem + kOffsetQ + q.stage * kBytesQ));
+    gemm_kq<T, kBlockM, kDim, kBlockN>(s, own_keys(0, consumer), k_major(smem + Offset::q + q.stage * Bytes::q));
     wgmma_commit();
   }
   STROBE_DEVICE void issue_dp(float (&dp)[kScores], int consumer) const {
     d_o.wait_full();
     wgmma_fence();
-    const u64 rows = k_major(smem + kOffsetDo + d_o.stage * kBytesDo);
-    gemm_kq<T, kBlockM, kDimV, kBlockN>(dp, own_keys(kOffsetV, consumer), rows);
+    const u64 rows = k_major(smem + Offset::d_o + d_o.stage * Bytes::d_o);
+    gemm_kq<T, kBlockM, kDimV, kBlockN>(dp, own_keys(Offset::v, consumer), rows);
     wgmma_commit();
   }
   // dV += P^T dO and dK += dS^T Q.
   STROBE_DEVICE void issue_dv(float (&dv)[kDimV / 2], u32 (&weights)[kScores / 2]) const {
     wgmma_fence();
-    gemm_pv<T, kBlockM, kDimV>(dv, weights, mn_major(smem + kOffsetDo + d_o.stage * kBytesDo, kBlockM));
+    gemm_pv<T, kBlockM, kDimV>(dv, weights, mn_major(smem + Offset::d_o + d_o.stage * Bytes::d_o, kBlockM));
     wgmma_commit();
   }
   STROBE_DEVICE void issue_dk(float (&dk)[kDim / 2], u32 (&slopes)[kScores / 2]) const {
     wgmma_fence();
-    gemm_pv<T, kBlockM, kDim>(dk, slopes, mn_major(smem + kOffsetQ + q.stage * kBytesQ, kBlockM));
+    gemm_pv<T, kBlockM, kDim>(dk, slopes, mn_major(smem + Offset::q + q.stage * Bytes::q, kBlockM));
     wgmma_commit();
   }
   // dQ = dS K of the block before: 64 of its rows (a panel of dS^T) or 64 of its columns (a panel of K).
@@ -184,17 +170,17 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     const u32 panel = consumer * kBlockN * kPanelRowBytes;
     ds_out.wait_full();
     wgmma_fence();
-    gemm_dsk<T, kBlockN>(dq, mn_major(smem + kOffsetDs + ds_out.stage * kBytesDs + (kRows ? panel : 0), kBlockN),
+    gemm_dsk<T, kBlockN>(dq, mn_major(smem + Offset::ds + ds_out.stage * Bytes::ds + (kRows ? panel : 0), kBlockN),
                          mn_major(smem + (kRows ? 0 : panel), kBlockN));
     wgmma_commit();
   }
 
   // ---- consumers: the work between them -----------------------------------------------------------------------------
-  using Keys = KeyRows<Mask, kBlockM>;
+  using Keys = KeyFragment<Mask, kBlockM>;
 
   // S^T -> P^T. Statistics are loaded next to their use: all of them at once would take kBlockM / 4 registers.
   STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int m, bool masked) const {
-    const u32 lse = smem + kOffsetLse + q.stage * kBytesRow + 4 * keys.column;
+    const u32 lse = smem + Offset::lse + q.stage * Bytes::lse + 4 * keys.column;
     if (masked) {
       const typename Keys::Bounds bounds = keys.bounds(m);
 #pragma unroll
@@ -211,11 +197,13 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   // P^T and dS^T, rounded, from P^T and dP^T. A score that is a function is applied here, and P^T computed: `s` is S^T.
   STROBE_DEVICE void gradients(u32 (&weights)[kScores / 2], u32 (&slopes)[kScores / 2], float (&s)[kScores],
-                               float (&dp)[kScores], const Keys& keys, int m, bool masked) const {
-    const u32 rows = smem + 4 * keys.column, lse = rows + kOffsetLse + q.stage * kBytesRow,
-              delta = rows + kOffsetDelta + d_o.stage * kBytesRow,
-              dropout = rows + kOffsetDropout + q.stage * kBytesRow;
+                               float (&dp)[kScores], const Keys& keys, int m, int left, bool masked) const {
+    const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse,
+              delta = rows + Offset::delta + d_o.stage * Bytes::lse,
+              dropout = rows + Offset::dropout + q.stage * Bytes::lse;
     const Score score{p.score};
+    const auto at = where<Score, Config, true>(tile, tile.positions, head_at(left, tile.head_k), keys.key,
+                                               m * kBlockM + keys.column);
     typename Keys::Bounds bounds;
     if (!Score::kIdentity && masked) bounds = keys.bounds(m);
 #pragma unroll
@@ -226,8 +214,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (!Score::kIdentity) {
-          const float x = s[i + j], y = score(x);
-          slope[j] = score.derivative(x, y);
+          const float x = s[i + j], y = score(x, at, i + j);
+          slope[j] = score.slope(x, y, at, i + j);
           s[i + j] = masked && bounds.hides(i + j) ? 0.f : exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
         }
         kept[j] = s[i + j];
@@ -255,7 +243,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // dS^T to shared memory, [key][query], for the products of both warpgroups.
   STROBE_DEVICE void store_ds(const u32 (&slopes)[kScores / 2], int consumer) {
     const u32 tid = thread_idx() % 128, lane = tid % 32, row = 64 * consumer + 16 * (tid / 32) + (lane & 15);
-    const u32 to = smem + kOffsetDs + ds_in.stage * kBytesDs;
+    const u32 to = smem + Offset::ds + ds_in.stage * Bytes::ds;
     ds_in.wait_empty();
 #pragma unroll
     for (int j = 0; j < kBlockM / 16; ++j)
@@ -271,10 +259,10 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (Config::kTurns && turn(m).last) {
       finish_dq<Config>(p, dq_sum(consumer), dq, turn(m).number > 0, [&] {
         const KeyTile again = tile_again<Config>(p);
-        const int head = (again.head_k + 1) * p.group - 1 - quotient(left - 1, blocks.end - blocks.first);
-        const int row = DqRows<kBlockM>::first(m, consumer), column = DqRows<kBlockM>::column(consumer);
-        const i64 first = again.slice * p.dq_batch + head * p.dq_head + i64(again.first_row + row) * p.dq_row + column;
-        return Fp32Rows{p.dq + first, p.dq_row, again.len_q - row, p.dim - column};
+        const int head = head_at(left, again.head_k), row = DqRows<kBlockM>::first(m, consumer),
+                  column = DqRows<kBlockM>::column(consumer);
+        float* const first = again.q.rows(p.dq, p.dq_batch, p.dq_head, p.dq_row, head, row) + column;
+        return Fp32Rows{first, p.dq_row, again.q.length - row, p.dim - column};
       });
     } else {
       dq_sum(consumer).put(dq);
@@ -282,9 +270,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- consumers: the loop ------------------------------------------------------------------------------------------
-  // One block of queries. kFirst: there is no block before it whose dQ is due. `left`: with that one so many are left.
-  template <bool kFirst> STROBE_DEVICE void attend(Fragments& f, const Keys& keys, int consumer, int m, int left = 0) {
-    const bool masked = m < blocks.first_full || m >= blocks.end_full;
+  // One block of queries; with it `left` are left. kFirst: there is no block before it whose dQ is due.
+  template <bool kFirst> STROBE_DEVICE void attend(Fragments& f, const Keys& keys, int consumer, int m, int left) {
+    const bool masked = blocks.masked(m);
     float s[kScores], dp[kScores], dq[32];
     u32 weights[kScores / 2], slopes[kScores / 2];
     constexpr bool kHasDq = Config::kWantQ && !kFirst;
@@ -295,7 +283,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (Score::kIdentity) exponentials(s, keys, m, masked);
     wgmma_wait<0>();
     pin(dp);
-    gradients(weights, slopes, s, dp, keys, m, masked);
+    gradients(weights, slopes, s, dp, keys, m, left, masked);
     if (Config::kWantQ) store_ds(slopes, consumer);
     else sync_warp();  // all lanes have read the statistics before one of them gives their buffers back
     if (kHasDq) issue_dq(dq, consumer);
@@ -310,7 +298,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     d_o.release_and_advance();
     if (kHasDq) {
       pin(dq);
-      put_dq(dq, consumer, previous(m), left);
+      put_dq(dq, consumer, blocks.previous(m), left + 1);
     }
     wgmma_wait<0>();
     pin(f.dk);
@@ -318,21 +306,21 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   STROBE_DEVICE void consume(int consumer) {
-    const Keys keys(mask(), tile.key0 + 64 * consumer, tile.len_q, tile.len_k,
-                    smem + kOffsetKeys + consumer * kKeyRowsBytes);
+    const Keys keys(mask(), tile.key0 + 64 * consumer, tile.q.length, tile.k.length,
+                    smem + Offset::keys + consumer * kKeyFragmentBytes);
     Fragments f;
 #pragma unroll
     for (float& x : f.dk) x = 0.f;
 #pragma unroll
     for (float& x : f.dv) x = 0.f;
-    if (blocks.first < blocks.end) {
-      mbar_wait(smem + kOffsetKV, 0);
-      mbar_wait(smem + kOffsetKV + 8, 0);
-      int block = start();
-      attend<true>(f, keys, consumer, block);
+    if (blocks.any()) {
+      mbar_wait(smem + Offset::kv_barriers, 0);
+      mbar_wait(smem + Offset::kv_barriers + 8, 0);
+      int block = start(), left = blocks.count() * p.group;
+      attend<true>(f, keys, consumer, block, left);
 #pragma unroll 1
-      for (int left = (blocks.end - blocks.first) * p.group; left > 1; --left) {
-        block = next(block);
+      while (--left > 0) {
+        block = blocks.next(block);
         attend<false>(f, keys, consumer, block, left);
       }
       if (Config::kWantQ) {
@@ -350,8 +338,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE void store(const Fragments& f, int consumer) const {
     if (!Config::kPartialOut) bar_sync(kBarrierConsumers, 256);
     const KeyTile again = tile_again<Config>(p);
-    const int rows = again.len_k - again.key0;
-    store_rows<kDimV>(f.dv, p.dropout_scale, kOffsetV, &p.map_dv,
+    const int rows = again.k.length - again.key0;
+    store_rows<kDimV>(f.dv, p.dropout_scale, Offset::v, &p.map_dv,
                       Fp32Rows{again.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, rows, p.dim_v},
                       consumer);
     store_rows<kDim>(f.dk, p.scale_grad, 0, &p.map_dk,
@@ -366,14 +354,16 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         smem + offset + consumer * tile_bytes(64, kColumns), consumer};
     const float both[2] = {scale, scale};
     if constexpr (Config::kPartialOut) to.store(Rounded<T, kColumns>{d, scale}, 64 * consumer);
-    else staging.store(Rounded<T, kColumns>{d}, both, map, key_box(first), first < tile.len_k);
+    else
+      staging.store(Rounded<T, kColumns>{d}, both, map,
+                    Config::Keys::Stored::template box<64>(tile.k.whole(), tile.head_k, first), first < tile.k.length);
   }
 };
 
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void backward_sm90(const Params& p) {
   using Backward = BackwardSm90<Config, Mask, Score, Params>;
   const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
-  if (tile.key0 >= tile.len_k) return;  // varlen sequences shorter than the longest one
+  if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
   if (thread_idx() == 0) {
     tma_prefetch_map(&p.map_q);
     tma_prefetch_map(&p.map_d_o);

@@ -3,7 +3,7 @@
 // A block of 256 threads takes one block of kBlockM queries: 128 threads for what each consumer has added.
 #pragma once
 #include <strobe/pipeline/dq_sum.cuh>
-#include <strobe/pipeline/query_blocks.cuh>
+#include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/math.cuh>
 
 namespace strobe {
@@ -13,22 +13,21 @@ template <class Config, class Params> struct ConvertDq {
   static constexpr int kBlockM = Config::kStatBlock, kColumns = kBlockM == 128 ? 64 : 128;
   static constexpr u32 kRowBytes =
       kColumns * 2 + 16;  // of the tile in shared memory: 16 more, so that rows meet no banks
-  static_assert(kBlockM * kRowBytes == Config::kSmem, "the shared memory that Python asks for");
+  static_assert(kBlockM * kRowBytes == Config::Bytes::tile, "the shared memory that Python asks for");
 
   STROBE_DEVICE static void run(const Params& p) {
-    const int bh = quotient(block_idx(), p.stat_blocks), m = block_idx() - bh * p.stat_blocks;
-    const int batch = quotient(bh, p.heads), head = bh - batch * p.heads;
-    const int first_row = Config::kVarlen ? ld_global(p.cu_q + batch) : 0;
-    const int len_q = Config::kVarlen ? ld_global(p.cu_q + batch + 1) - first_row : p.len_q;
-    if (m * kBlockM >= len_q) return;
+    const StatBlock at = stat_block<Config>(block_idx(), p);
+    const int first_row = at.m * kBlockM, rows = at.q.length - first_row;
+    if (rows <= 0) return;
     wait_for_previous_grid();
-    const i64 block = first_stat<Config>(p, head, batch, first_row) / kBlockM + m;
+    const i64 block = first_stat<Config>(p, at.head, at.batch, at.q.first) / kBlockM + at.m;
     const int consumer = thread_idx() / 128, t = thread_idx() % 128;
     const int row = 16 * (t / 32) + t % 32 / 4 + DqRows<kBlockM>::first(0, consumer),
               column = 2 * (t % 4) + DqRows<kBlockM>::column(consumer);
     const float* sums = p.dq_sum + (block * 2 + consumer) * kDqFloats + 4 * t;
-    const i64 first =
-        (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
+    u16* const dq = at.q.rows(p.dq, p.dq_batch, p.dq_head, p.dq_row, at.head, first_row);
+    float* const dq_fp32 =
+        at.q.rows(reinterpret_cast<float*>(p.dq), p.dq_batch, p.dq_head, p.dq_row, at.head, first_row);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float x[4];
@@ -38,18 +37,17 @@ template <class Config, class Params> struct ConvertDq {
         const float a = x[2 * r] * p.scale_grad, b = x[2 * r + 1] * p.scale_grad;
         if (!Config::kPartialOut)
           st_shared(smem_base() + (row + 8 * r) * kRowBytes + (column + 8 * i) * 2, pack2<T>(a, b));
-        else if (m * kBlockM + row + 8 * r < len_q && column + 8 * i < p.dim)
-          st_global_x2(reinterpret_cast<float*>(p.dq) + first + i64(row + 8 * r) * p.dq_row + column + 8 * i, a, b);
+        else if (row + 8 * r < rows && column + 8 * i < p.dim)
+          st_global_x2(dq_fp32 + i64(row + 8 * r) * p.dq_row + column + 8 * i, a, b);
       }
     }
     if (Config::kPartialOut) return;
     sync_block();
-    u16* dq = p.dq + first;
     constexpr int kChunks = kColumns / 8;
 #pragma unroll
     for (int i = thread_idx(); i < kBlockM * kChunks; i += 256) {
       const int r = i / kChunks, chunk = i % kChunks;
-      if (m * kBlockM + r < len_q && chunk * 8 < p.dim)
+      if (r < rows && chunk * 8 < p.dim)
         st_global(dq + i64(r) * p.dq_row + chunk * 8, ld_shared_x4(smem_base() + r * kRowBytes + chunk * 16));
     }
   }

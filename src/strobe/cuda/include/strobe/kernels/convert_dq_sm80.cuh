@@ -3,7 +3,7 @@
 // A block of 256 threads takes one block of queries.
 #pragma once
 #include <strobe/pipeline/dq_fragments.cuh>
-#include <strobe/pipeline/query_blocks.cuh>
+#include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/math.cuh>
 #include <strobe/ptx/tma.cuh>
 
@@ -14,16 +14,15 @@ template <class Config, class Params> STROBE_DEVICE void convert_dq_sm80(const P
   using Sums = DqFragments<Config>;
   constexpr int kBlockM = Config::kStatBlock, kChunks = Config::kDim / 8;
   constexpr u32 kRowBytes = Config::kDim * 2 + 16;  // of the tile in shared memory: 16 more, so that rows meet no banks
-  static_assert(kBlockM * kRowBytes == Config::kSmem, "the shared memory that Python asks for");
-  const int bh = quotient(block_idx(), p.stat_blocks), m = block_idx() - bh * p.stat_blocks;
-  const int batch = quotient(bh, p.heads), head = bh - batch * p.heads;
-  const int first_row = Config::kVarlen ? ld_global(p.cu_q + batch) : 0;
-  const int len_q = Config::kVarlen ? ld_global(p.cu_q + batch + 1) - first_row : p.len_q;
-  if (m * kBlockM >= len_q) return;
+  static_assert(kBlockM * kRowBytes == Config::Bytes::tile, "the shared memory that Python asks for");
+  const StatBlock at = stat_block<Config>(block_idx(), p);
+  const int first_row = at.m * kBlockM, rows = at.q.length - first_row;
+  if (rows <= 0) return;
   wait_for_previous_grid();
-  const i64 first =
-      (Config::kVarlen ? 0 : batch) * p.dq_batch + head * p.dq_head + i64(first_row + m * kBlockM) * p.dq_row;
-  const float* sums = p.dq_sum + (first_stat<Config>(p, head, batch, first_row) / kBlockM + m) * Sums::kFloats;
+  u16* const dq = at.q.rows(p.dq, p.dq_batch, p.dq_head, p.dq_row, at.head, first_row);
+  float* const dq_fp32 = at.q.rows(reinterpret_cast<float*>(p.dq), p.dq_batch, p.dq_head, p.dq_row, at.head, first_row);
+  const float* sums =
+      p.dq_sum + (first_stat<Config>(p, at.head, at.batch, at.q.first) / kBlockM + at.m) * Sums::kFloats;
 #pragma unroll 2
   for (int i = thread_idx(); i < Sums::kFloats / 4; i += 256) {
     const int thread = i % Sums::kThreads, four = i / Sums::kThreads;
@@ -33,9 +32,9 @@ template <class Config, class Params> STROBE_DEVICE void convert_dq_sm80(const P
       const int row = Sums::row(thread, four), column = Sums::column(thread, four);
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (m * kBlockM + row + 8 * r < len_q && column < p.dim)
-          st_global_x2(reinterpret_cast<float*>(p.dq) + first + i64(row + 8 * r) * p.dq_row + column,
-                       x[2 * r] * p.scale_grad, x[2 * r + 1] * p.scale_grad);
+        if (row + 8 * r < rows && column < p.dim)
+          st_global_x2(dq_fp32 + i64(row + 8 * r) * p.dq_row + column, x[2 * r] * p.scale_grad,
+                       x[2 * r + 1] * p.scale_grad);
       continue;
     }
     const u32 to = smem_base() + Sums::row(thread, four) * kRowBytes + Sums::column(thread, four) * 2;
@@ -44,11 +43,10 @@ template <class Config, class Params> STROBE_DEVICE void convert_dq_sm80(const P
   }
   if (Config::kPartialOut) return;
   sync_block();
-  u16* dq = p.dq + first;
 #pragma unroll 2
   for (int i = thread_idx(); i < kBlockM * kChunks; i += 256) {
     const int row = i / kChunks, chunk = i % kChunks;
-    if (m * kBlockM + row < len_q && chunk * 8 < p.dim)
+    if (row < rows && chunk * 8 < p.dim)
       st_global(dq + i64(row) * p.dq_row + chunk * 8, ld_shared_x4(smem_base() + row * kRowBytes + chunk * 16));
   }
 }

@@ -5,7 +5,7 @@
 //
 // A block of 256 threads takes kRows rows of one head, kLanes threads a row, 16 bytes each.
 #pragma once
-#include <strobe/pipeline/query_blocks.cuh>
+#include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/math.cuh>
 #include <strobe/ptx/tma.cuh>
 #include <strobe/tile/dropout.cuh>
@@ -20,56 +20,49 @@ template <class Config, class Params> struct Delta {
   static constexpr int kRows = Config::kStatBlock, kLanes = max(lanes_of(Config::kDimV / 8), 256 / kRows),
                        kRowsAtOnce = 256 / kLanes;
   const Params& p;
-  int m, head, batch, slice, len_q, first_row;
+  StatBlock at;
 
-  STROBE_DEVICE Delta(const Params& p, int index) : p(p) {
-    const int bh = quotient(index, p.stat_blocks);
-    m = index - bh * p.stat_blocks;
-    batch = quotient(bh, p.heads);
-    head = bh - batch * p.heads;
-    slice = Config::kVarlen ? 0 : batch;
-    first_row = Config::kVarlen ? ld_global(p.cu_q + batch) : 0;
-    len_q = Config::kVarlen ? ld_global(p.cu_q + batch + 1) - first_row : p.len_q;
-  }
+  STROBE_DEVICE Delta(const Params& p, int index) : p(p), at(stat_block<Config>(index, p)) {}
+  STROBE_DEVICE bool any_rows() const { return at.m * kRows < at.q.length; }
 
   STROBE_DEVICE static float dot(u32 a, u32 b) {
     return fma(to_float<T>(u16(a >> 16)), to_float<T>(u16(b >> 16)), to_float<T>(u16(a)) * to_float<T>(u16(b)));
   }
   STROBE_DEVICE float row_sum(int row, int lane) const {
-    if (row >= len_q || lane * 8 >= p.dim_v) return 0.f;
-    const u32x4 x = ld_global_x4(p.o + slice * p.o_batch + head * p.o_head + i64(first_row + row) * p.o_row + 8 * lane),
-                y = ld_global_x4(p.d_o + slice * p.do_batch + head * p.do_head + i64(first_row + row) * p.do_row +
-                                 8 * lane);
+    if (row >= at.q.length || lane * 8 >= p.dim_v) return 0.f;
+    const u32x4 x = ld_global_x4(at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * lane),
+                y = ld_global_x4(at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * lane);
     return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
   }
   STROBE_DEVICE void store(int row, float delta) const {
-    const i64 lse_at = slice * p.lse_batch + head * p.lse_head + first_row + row,
-              stat = first_stat<Config>(p, head, batch, first_row) + row;
-    const bool there = row < len_q;
+    const i64 lse_at = at.q.slice * p.lse_batch + at.head * p.lse_head + at.q.first + row,
+              stat = first_stat<Config>(p, at.head, at.batch, at.q.first) + row;
+    const bool there = row < at.q.length;
     const float lse = there ? ld_global(p.lse + lse_at) : neg_inf();
     if (there && p.dlse) delta -= ld_global(p.dlse + lse_at);
     const bool empty = lse == neg_inf();  // rows behind the end, and rows that see no key: P = 0
     st_global(p.lse2 + stat, empty ? -neg_inf() : lse * kLog2e);
     st_global(p.delta + stat, empty ? 0.f : delta);
     if (Config::kSinks && there) {  // the sink is a key whose value is 0: dP = 0, dS = -P delta
-      const float sink = ld_global(p.sinks + head), weight = sink == lse ? 1.f : exp2_approx((sink - lse) * kLog2e);
+      const float sink = ld_global(p.sinks + at.head), weight = sink == lse ? 1.f : exp2_approx((sink - lse) * kLog2e);
       st_global(p.dsink + lse_at, sink == neg_inf() ? 0.f : -weight * delta);
     }
     if (Config::kDropout) {
-      const DropoutRow keys = dropout_row(dropout_head_key(p.seed, batch, head), row);
+      const DropoutRow keys = dropout_row(dropout_head_key(p.seed, at.batch, at.head), row);
       st_global(p.dropout_rows + stat, row % 2 ? keys.b : keys.a);
     }
   }
   STROBE_DEVICE void clear_dq(int row, int lane) const {
     constexpr int kElements = Config::kPartialOut ? 4 : 8;  // in 16 bytes
-    char* const to = reinterpret_cast<char*>(p.dq) +
-                     (slice * p.dq_batch + head * p.dq_head + i64(first_row + row) * p.dq_row) * (16 / kElements);
-    if (row < len_q)
+    constexpr int kBytes = 16 / kElements;
+    char* const to = at.q.rows(reinterpret_cast<char*>(p.dq), p.dq_batch * kBytes, p.dq_head * kBytes,
+                               p.dq_row * kBytes, at.head, row);
+    if (row < at.q.length)
       for (int i = lane; i < p.dim / kElements; i += kLanes) st_global(to + 16 * i, u32x4{0, 0, 0, 0});
   }
   STROBE_DEVICE void run() const {
     const int lane = thread_idx() % kLanes;
-    const i64 block = first_stat<Config>(p, head, batch, first_row) / kRows + m;
+    const i64 block = first_stat<Config>(p, at.head, at.batch, at.q.first) / kRows + at.m;
     if constexpr (Config::kDqFloats > 0) {
       float* sum = p.dq_sum + block * Config::kDqFloats;
 #pragma unroll 4
@@ -78,7 +71,7 @@ template <class Config, class Params> struct Delta {
     if (Config::kTurns && thread_idx() < 2) st_global(p.turns + 2 * block + thread_idx(), 0u);
 #pragma unroll
     for (int i = 0; i < kRows; i += kRowsAtOnce) {
-      const int row = m * kRows + i + thread_idx() / kLanes;
+      const int row = at.m * kRows + i + thread_idx() / kLanes;
       if (Config::kClearDq) clear_dq(row, lane);
       float sum = row_sum(row, lane);
 #pragma unroll
@@ -91,7 +84,7 @@ template <class Config, class Params> struct Delta {
 template <class Config, class Params> STROBE_DEVICE void backward_delta(const Params& p) {
   launch_dependents();
   const Delta<Config, Params> work(p, block_idx());
-  if (work.m * Config::kStatBlock < work.len_q) work.run();
+  if (work.any_rows()) work.run();
 }
 
 }  // namespace strobe

@@ -7,8 +7,9 @@
 // P^T goes from the first to the second through shared memory, in fp32 and thread by thread. In both, the second
 // product of a block is in flight with the first product of the next one.
 #pragma once
-#include <strobe/pipeline/key_rows.cuh>
 #include <strobe/pipeline/ring.cuh>
+#include <strobe/pipeline/schedule.cuh>
+#include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/staging.cuh>
 #include <strobe/ptx/bulk.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
@@ -22,20 +23,10 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   static constexpr bool kOneBox = Config::kOneBoxPerTile;
   static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup has a row for each key");
 
-  // ---- shared memory: K | V | Q x 2 | dO x 2 | P | statistics of rows x 2 | of keys | barriers
-  // -------------------------
   using Pair = Ring<2>;
   using Single = Ring<1>;
-  static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV),
-                       kBytesQ = tile_bytes(kBlockM, kDim), kBytesDo = tile_bytes(kBlockM, kDimV),
-                       kBytesP = kBlockN * kBlockM * 4, kBytesRow = kBlockM * 4;
-  static constexpr u32 kOffsetV = kBytesK, kOffsetQ = kOffsetV + kBytesV, kOffsetDo = kOffsetQ + 2 * kBytesQ,
-                       kOffsetP = kOffsetDo + 2 * kBytesDo, kOffsetLse = kOffsetP + kBytesP,
-                       kOffsetDelta = kOffsetLse + 2 * kBytesRow, kOffsetDropout = kOffsetDelta + 2 * kBytesRow,
-                       kOffsetKeys = kOffsetDropout + (Config::kDropout ? 4 * kBytesRow : 0),
-                       kOffsetKV = kOffsetKeys + kKeyRowsBytes, kOffsetRingQ = kOffsetKV + 16,
-                       kOffsetRingDo = kOffsetRingQ + Pair::kBytes, kOffsetRingP = kOffsetRingDo + Pair::kBytes;
-  static_assert(kOffsetRingP + Single::kBytes == Config::kSmem, "the shared memory that Python asks for");
+  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
+  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
 
   const Params& p;
   const KeyTile tile;
@@ -48,30 +39,26 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
 
   STROBE_DEVICE DkvSm90(const Params& params, const KeyTile& tile, bool producer, bool gives_weights)
       : p(params), tile(tile),
-        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.len_q, tile.len_k)), smem(smem_base()),
-        q(smem + kOffsetRingQ, producer), d_o(smem + kOffsetRingDo, producer), q_before(q), do_before(d_o),
-        weights_ring(smem + kOffsetRingP, gives_weights) {}
+        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.q.length, tile.k.length)),
+        smem(smem_base()), q(smem + Offset::ring_q, producer), d_o(smem + Offset::ring_do, producer), q_before(q),
+        do_before(d_o), weights_ring(smem + Offset::ring_p, gives_weights) {}
 
   STROBE_DEVICE static void init_barriers() {
-    mbar_init(smem_base() + kOffsetKV, 1);
-    mbar_init(smem_base() + kOffsetKV + 8, 1);
-    Pair::init(smem_base() + kOffsetRingQ, 8);  // one arrival a warp of the consumers
-    Pair::init(smem_base() + kOffsetRingDo, 8);
-    Single::init(smem_base() + kOffsetRingP, 4, 4);  // from the warps of one consumer to those of the other
+    mbar_init(smem_base() + Offset::kv_barriers, 1);
+    mbar_init(smem_base() + Offset::kv_barriers + 8, 1);
+    Pair::init(smem_base() + Offset::ring_q, 8);  // one arrival a warp of the consumers
+    Pair::init(smem_base() + Offset::ring_do, 8);
+    Single::init(smem_base() + Offset::ring_p, 4, 4);  // from the warps of one consumer to those of the other
     mbar_init_fence();
   }
 
-  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions); }
+  STROBE_DEVICE Mask mask() const { return mask_of<Mask, Config>(p, tile.q.length, tile.k.length, tile.positions); }
   STROBE_DEVICE const void* stat(const void* stats, int head, int m) const {
-    const i64 first = first_stat<Config>(p, head, tile.batch, tile.first_row);
+    const i64 first = first_stat<Config>(p, head, tile.batch, tile.q.first);
     return static_cast<const char*>(stats) + (first + m * kBlockM) * 4;
   }
-  STROBE_DEVICE Box key_box(int head) const {
-    return box_of_rows<Config::kVarlen, 64>(tile.first_key + tile.key0, tile.len_k - tile.key0, head, tile.slice);
-  }
   STROBE_DEVICE Box query_box(int head, int m) const {
-    const int row = m * kBlockM;
-    return box_of_rows<Config::kVarlen, 64>(tile.first_row + row, tile.len_q - row, head, tile.slice);
+    return Config::Queries::template box<64>(tile.q, head, m * kBlockM);
   }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
@@ -79,39 +66,42 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   template <int kColumns> STROBE_DEVICE void load(Pair& ring, u32 offset, const TensorMap* map, u32 offset_row,
                                                   const void* stats, u32 offset_dropout, int head, int m) {
     constexpr u32 kBytes = tile_bytes(kBlockM, kColumns);
-    const u32 full = ring.begin_load(kBytes + kBytesRow + (Config::kDropout ? kBytesRow : 0)),
-              row = ring.stage * kBytesRow;
+    const u32 full = ring.begin_load(kBytes + Bytes::lse + (Config::kDropout ? Bytes::lse : 0)),
+              row = ring.stage * Bytes::lse;
     tma_load_tile<kOneBox, kBlockM, kColumns>(smem + offset + ring.stage * kBytes, map, full, query_box(head, m));
-    bulk_load(smem + offset_row + row, stat(stats, head, m), kBytesRow, full);
-    if (Config::kDropout) bulk_load(smem + offset_dropout + row, stat(p.dropout_rows, head, m), kBytesRow, full);
+    bulk_load(smem + offset_row + row, stat(stats, head, m), Bytes::lse, full);
+    if (Config::kDropout) bulk_load(smem + offset_dropout + row, stat(p.dropout_rows, head, m), Bytes::lse, full);
     ring.next();
   }
-  template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full) {
+  template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full, int buffer_rows) {
     mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
-    tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, key_box(tile.head_kv));
+    tma_load_tile<kOneBox, kBlockN, kColumns>(
+        smem + offset, map, full, Config::Keys::template box<64>(tile.k, tile.head_kv, tile.key0, buffer_rows));
   }
   STROBE_DEVICE void produce() {
-    if (blocks.first == blocks.end) return;
-    load_kv<kDim>(0, &p.map_k, smem + kOffsetKV);
-    load_kv<kDimV>(kOffsetV, &p.map_v, smem + kOffsetKV + 8);
+    if (!blocks.any()) return;
+    load_kv<kDim>(0, &p.map_k, smem + Offset::kv_barriers, p.k_batch_rows);
+    load_kv<kDimV>(Offset::v, &p.map_v, smem + Offset::kv_barriers + 8, p.v_batch_rows);
     wait_for_previous_grid();  // the statistics are delta.cuh's
 #pragma unroll 1
     for (int head = tile.head_k * p.group; head < (tile.head_k + 1) * p.group; ++head)
 #pragma unroll 1
       for (int m = blocks.first; m < blocks.end; ++m) {
-        load<kDim>(q, kOffsetQ, &p.map_q, kOffsetLse, p.lse2, kOffsetDropout, head, m);
-        load<kDimV>(d_o, kOffsetDo, &p.map_d_o, kOffsetDelta, p.delta, kOffsetDropout + 2 * kBytesRow, head, m);
+        load<kDim>(q, Offset::q, &p.map_q, Offset::lse, p.lse2, Offset::dropout, head, m);
+        load<kDimV>(d_o, Offset::d_o, &p.map_d_o, Offset::delta, p.delta, Offset::dropout + 2 * Bytes::lse, head, m);
       }
   }
 
   // ---- the consumer for dV ------------------------------------------------------------------------------------------
-  using Keys = KeyRows<Mask, kBlockM>;
-  STROBE_DEVICE u32 exchange(int i) const { return smem + kOffsetP + i * 512 + thread_idx() % 128 * 16; }
+  using Keys = KeyFragment<Mask, kBlockM>;
+  STROBE_DEVICE u32 exchange(int i) const { return smem + Offset::p + i * 512 + thread_idx() % 128 * 16; }
 
   // S^T -> P^T. What dK needs of it, P^T times the slope of the score, goes to the other consumer.
-  STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int m, bool masked) {
-    const u32 rows = smem + 4 * keys.column, lse = rows + kOffsetLse + q.stage * kBytesRow;
+  STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int head, int m) {
+    const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse;
     const Score score{p.score};
+    const auto at = where<Score, Config, true>(tile, tile.positions, head, keys.key, m * kBlockM + keys.column);
+    const bool masked = blocks.masked(m);
     typename Keys::Bounds bounds;
     if (masked) bounds = keys.bounds(m);
     weights_ring.wait_empty();
@@ -121,9 +111,9 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       ld_shared_x2(lse + 8 * i, l[0], l[1]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float y = score(s[i + j]), weight = exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
+        const float y = score(s[i + j], at, i + j), weight = exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
         const bool hidden = masked && bounds.hides(i + j);
-        x[j] = hidden ? 0.f : Score::kIdentity ? weight : weight * score.derivative(s[i + j], y);
+        x[j] = hidden ? 0.f : Score::kIdentity ? weight : weight * score.slope(s[i + j], y, at, i + j);
         s[i + j] = hidden ? 0.f : weight;
       }
       st_shared(exchange(i), u32x4{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});
@@ -135,7 +125,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
 #pragma unroll
       for (int i = 0; i < kScores; i += 4) {
         bool keep[4];
-        keys.kept(keep, rows + kOffsetDropout + q.stage * kBytesRow + 8 * i, i, p.dropout_threshold);
+        keys.kept(keep, rows + Offset::dropout + q.stage * Bytes::lse + 8 * i, i, p.dropout_threshold);
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[i + j] = keep[j] ? s[i + j] : 0.f;
       }
@@ -144,20 +134,20 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   STROBE_DEVICE void issue_dv(Accumulators<T, kDimV>& dv, u32 (&weights)[kScores / 2]) const {
     do_before.wait_full();
     wgmma_fence();
-    gemm_pv<T, kBlockM, kDimV>(dv, weights, mn_major(smem + kOffsetDo + do_before.stage * kBytesDo, kBlockM));
+    gemm_pv<T, kBlockM, kDimV>(dv, weights, mn_major(smem + Offset::d_o + do_before.stage * Bytes::d_o, kBlockM));
     wgmma_commit();
   }
-  template <bool kFirst>
-  STROBE_DEVICE void step_dv(Accumulators<T, kDimV>& dv, u32 (&weights)[kScores / 2], const Keys& keys, int m) {
+  template <bool kFirst> STROBE_DEVICE void step_dv(Accumulators<T, kDimV>& dv, u32 (&weights)[kScores / 2],
+                                                    const Keys& keys, int head, int m) {
     float s[kScores];
     q.wait_full();
     wgmma_fence();
-    gemm_kq<T, kBlockM, kDim, kBlockN>(s, k_major(smem), k_major(smem + kOffsetQ + q.stage * kBytesQ));
+    gemm_kq<T, kBlockM, kDim, kBlockN>(s, k_major(smem), k_major(smem + Offset::q + q.stage * Bytes::q));
     wgmma_commit();
     if (!kFirst) issue_dv(dv, weights);
     wgmma_wait<kFirst ? 0 : 1>();
     pin(s);
-    exponentials(s, keys, m, m < blocks.first_full || m >= blocks.end_full);
+    exponentials(s, keys, head, m);
     q.release_and_advance();
     wgmma_wait<0>();
     pin(weights);
@@ -168,8 +158,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   // ---- the consumer for dK ------------------------------------------------------------------------------------------
   // dP^T -> dS^T.
   STROBE_DEVICE void gradients(float (&dp)[kScores], const Keys& keys) {
-    const u32 rows = smem + 4 * keys.column, delta = rows + kOffsetDelta + d_o.stage * kBytesRow,
-              dropout = rows + kOffsetDropout + (2 + d_o.stage) * kBytesRow;
+    const u32 rows = smem + 4 * keys.column, delta = rows + Offset::delta + d_o.stage * Bytes::lse,
+              dropout = rows + Offset::dropout + (2 + d_o.stage) * Bytes::lse;
     weights_ring.wait_full();
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
@@ -191,7 +181,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   STROBE_DEVICE void issue_dk(Accumulators<T, kDim>& dk, u32 (&slopes)[kScores / 2]) const {
     q_before.wait_full();
     wgmma_fence();
-    gemm_pv<T, kBlockM, kDim>(dk, slopes, mn_major(smem + kOffsetQ + q_before.stage * kBytesQ, kBlockM));
+    gemm_pv<T, kBlockM, kDim>(dk, slopes, mn_major(smem + Offset::q + q_before.stage * Bytes::q, kBlockM));
     wgmma_commit();
   }
   template <bool kFirst>
@@ -199,7 +189,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     float dp[kScores];
     d_o.wait_full();
     wgmma_fence();
-    gemm_kq<T, kBlockM, kDimV, kBlockN>(dp, k_major(smem + kOffsetV), k_major(smem + kOffsetDo + d_o.stage * kBytesDo));
+    gemm_kq<T, kBlockM, kDimV, kBlockN>(dp, k_major(smem + Offset::v),
+                                        k_major(smem + Offset::d_o + d_o.stage * Bytes::d_o));
     wgmma_commit();
     if (!kFirst) issue_dk(dk, slopes);
     wgmma_wait<kFirst ? 0 : 1>();
@@ -213,15 +204,16 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   }
 
   // ---- both ---------------------------------------------------------------------------------------------------------
-  // Calls first(m) once and then(m) for the other blocks; whether there are any.
+  // Calls first(head, m) once and then(head, m) for the other blocks; whether there are any.
   template <class First, class Then> STROBE_DEVICE bool for_each_block(First first, Then then) const {
-    if (blocks.first == blocks.end) return false;
-    int m = blocks.first;
-    first(m);
+    if (!blocks.any()) return false;
+    int m = blocks.first, head = tile.head_k * p.group;
+    first(head, m);
 #pragma unroll 1
-    for (int i = (blocks.end - blocks.first) * p.group; i > 1; --i) {
-      m = m + 1 == blocks.end ? blocks.first : m + 1;  // of the group's next head
-      then(m);
+    for (int i = blocks.count() * p.group; i > 1; --i) {
+      m = blocks.next(m);
+      head += m == blocks.first;
+      then(head, m);
     }
     return true;
   }
@@ -234,34 +226,36 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       return to.store(d, 0);
     }
     bar_sync(kBarrierConsumers, 256);  // nobody reads K or V any more
-    staging.store(d, both, map, key_box(tile.head_k), true);
+    staging.store(d, both, map, Config::Keys::Stored::template box<64>(tile.k.whole(), tile.head_k, tile.key0), true);
     if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copy
   }
   STROBE_DEVICE void consume_dv() {
-    const Keys keys(mask(), tile.key0, tile.len_q, tile.len_k, smem + kOffsetKeys);
+    const Keys keys(mask(), tile.key0, tile.q.length, tile.k.length, smem + Offset::keys);
     Accumulators<T, kDimV> dv;
     u32 weights[kScores / 2];
     dv.zero();
-    if (blocks.first < blocks.end) mbar_wait(smem + kOffsetKV, 0);
-    if (for_each_block([&](int m) { step_dv<true>(dv, weights, keys, m); },
-                       [&](int m) { step_dv<false>(dv, weights, keys, m); })) {
+    if (blocks.any()) mbar_wait(smem + Offset::kv_barriers, 0);
+    if (for_each_block([&](int head, int m) { step_dv<true>(dv, weights, keys, head, m); },
+                       [&](int head, int m) { step_dv<false>(dv, weights, keys, head, m); })) {
       issue_dv(dv, weights);
       wgmma_wait<0>();
     }
-    const Fp32Rows to{tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, tile.len_k - tile.key0, p.dim_v};
-    store(dv, p.dropout_scale, kOffsetV, &p.map_dv, to, 0);
+    const Fp32Rows to{tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, tile.k.length - tile.key0,
+                      p.dim_v};
+    store(dv, p.dropout_scale, Offset::v, &p.map_dv, to, 0);
   }
   STROBE_DEVICE void consume_dk() {
     const Keys keys(tile.key0);
     Accumulators<T, kDim> dk;
     u32 slopes[kScores / 2];
     dk.zero();
-    if (blocks.first < blocks.end) mbar_wait(smem + kOffsetKV + 8, 0);
-    if (for_each_block([&](int) { step_dk<true>(dk, slopes, keys); }, [&](int) { step_dk<false>(dk, slopes, keys); })) {
+    if (blocks.any()) mbar_wait(smem + Offset::kv_barriers + 8, 0);
+    if (for_each_block([&](int, int) { step_dk<true>(dk, slopes, keys); },
+                       [&](int, int) { step_dk<false>(dk, slopes, keys); })) {
       issue_dk(dk, slopes);
       wgmma_wait<0>();
     }
-    const Fp32Rows to{tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, tile.len_k - tile.key0, p.dim};
+    const Fp32Rows to{tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, tile.k.length - tile.key0, p.dim};
     store(dk, p.scale_grad, 0, &p.map_dk, to, 1);
   }
 };
@@ -269,7 +263,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void dkv_sm90(const Params& p) {
   using Dkv = DkvSm90<Config, Mask, Score, Params>;
   const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
-  if (tile.key0 >= tile.len_k) return;  // varlen sequences shorter than the longest one
+  if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
   if (thread_idx() == 0) {
     tma_prefetch_map(&p.map_q);
     tma_prefetch_map(&p.map_d_o);

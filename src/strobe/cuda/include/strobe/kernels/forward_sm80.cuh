@@ -13,11 +13,10 @@
 #pragma once
 #include <strobe/pipeline/output_rows.cuh>
 #include <strobe/pipeline/schedule.cuh>
+#include <strobe/pipeline/scores.cuh>
 #include <strobe/ptx/warp.cuh>
 #include <strobe/tile/copy.cuh>
-#include <strobe/tile/dropout.cuh>
 #include <strobe/tile/gemm_sm80.cuh>
-#include <strobe/tile/softmax.cuh>
 
 namespace strobe {
 
@@ -28,22 +27,16 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   static constexpr int kTiles = kBlockM / (16 * Config::kWarps), kWarpRows = 16 * kTiles;
   static_assert(kStages == 1 || kStages == 2, "buffers for K and for V");
 
-  // ---- shared memory: Q (later O) | K buffers | V buffers | statistics | where the tile lies ------------------------
-  static constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim > kDimV ? kDim : kDimV);
-  static constexpr u32 kBytesK = tile_bytes(kBlockN, kDim), kBytesV = tile_bytes(kBlockN, kDimV);
-  static constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK,
-                       kOffsetStatistics = kOffsetV + kStages * kBytesV;
+  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
+  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
   static constexpr bool kStateInSmem = Config::kStateInSmem;
-  static constexpr u32 kOffsetPlace = kOffsetStatistics + (kStateInSmem ? kThreads * kTiles * 16 : 0);
-  static constexpr u32 kBytesPlace = !kStateInSmem ? 0 : Config::kPositions ? 64 : 48;
-  static_assert(kOffsetPlace + kBytesPlace == Config::kSmem, "the shared memory that Python asks for");
   STROBE_DEVICE static u32 q_tile() { return smem_base(); }
-  STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + kOffsetK + (n & (kStages - 1)) * kBytesK; }
+  STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + Offset::k + (n & (kStages - 1)) * Bytes::k; }
   STROBE_DEVICE static u32 v_tile(int n) {  // written differently: ptxas would keep what it has in common with k_tile
-    return smem_base() + ((n & (kStages - 1)) ? kOffsetV + kBytesV : kOffsetV);
+    return smem_base() + ((n & (kStages - 1)) ? Offset::v + Bytes::v : Offset::v);
   }
   STROBE_DEVICE static u32 statistics(int t) {
-    return smem_base() + kOffsetStatistics + (thread_idx_again() * kTiles + t) * 16;
+    return smem_base() + Offset::statistics + (thread_idx_again() * kTiles + t) * 16;
   }
 
   const Params& p;
@@ -60,7 +53,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   // Fields that are not used are not loaded.
   STROBE_DEVICE Place place() const {
     if (!kStateInSmem) return in_registers;
-    const u32 at = smem_base() + kOffsetPlace;
+    const u32 at = smem_base() + Offset::place;
     const u32x4 x = ld_shared_x4(at), y = ld_shared_x4(at + 16);
     Positions positions{};
     if (Config::kPositions) positions = read_positions(at + 48);
@@ -75,7 +68,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
       return;
     }
     if (thread_idx() == 0) {
-      const u32 at = smem_base() + kOffsetPlace;
+      const u32 at = smem_base() + Offset::place;
       const u64 a = reinterpret_cast<u64>(x.keys), b = reinterpret_cast<u64>(x.values);
       st_shared(at, u32x4{u32(x.row0), u32(x.len_q), u32(x.len_k), u32(x.first)});
       st_shared(at + 16, u32x4{u32(a), u32(a >> 32), u32(b), u32(b >> 32)});
@@ -117,8 +110,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     if (kStages == 1) {
       load_values<kMasked>(n);
     } else if (n > first_block()) {
-      load_keys<false>(n - 1);
-      load_values<false>(n - 1);
+      load_keys<false>(KeyBlocks::next(n));
+      load_values<false>(KeyBlocks::next(n));
     }
     cp_async_commit();
   }
@@ -126,7 +119,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     if (kStages > 1) return;
     cp_async_wait<0>();
     sync_block();  // V_n is here, and nobody reads K_n any more
-    if (n > first_block()) load_keys<false>(n - 1);
+    if (n > first_block()) load_keys<false>(KeyBlocks::next(n));
     cp_async_commit();
   }
 
@@ -145,7 +138,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     u32 weights[kTiles][kBlockN / 4];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      score_fragment(s[t], Score{p.score});
+      apply_score(s[t], t, n);
       if (kMasked) apply_mask(s[t], t, n);
       if (kStateInSmem) softmax[t].load(statistics(t), p.scale_log2);
       softmax[t].template maxima<kMasked>(s[t]);
@@ -171,25 +164,32 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     return (first <= last) & (m.hi(last) > n * kBlockN) & (m.lo(first) < (n + 1) * kBlockN);
   }
 
+  STROBE_DEVICE void apply_score(float (&s)[kBlockN / 2], int t, int n) const {
+    if constexpr (!Score::kPositional) return logits(s, Score{p.score}, Nowhere{});
+    else {
+      const Tile tile = decode_tile<Config>(opaque(int(block_idx())), p);  // not kept live, as in `store`
+      const int lane = thread_idx_again() % 32, row = tile.row0 + warp_offset() + 16 * t + lane / 4;
+      logits(s, Score{p.score},
+             where<Score, Config>(tile, tile.positions, tile.head, row, n * kBlockN + 2 * (lane % 4)));
+    }
+  }
+
   STROBE_DEVICE void apply_mask(float (&s)[kBlockN / 2], int t, int n) const {
     const Place at = place();
     const int lane = thread_idx_again() % 32, row = at.row0 + warp_offset() + 16 * t + lane / 4,
               column = n * kBlockN + 2 * (lane % 4);
-    const Mask m = mask(at);
-    const int lo[2] = {m.lo(row) - column, m.lo(row + 8) - column},
-              hi[2] = {m.hi(row) - column, m.hi(row + 8) - column};
-    mask_fragment<Mask::kHasLo>(s, lo, hi);
+    mask_queries<false>(s, mask(at), row, row + 8, column);
   }
 
-  // kPartialOut: the rows go on from an earlier result, if there is one.
+  // kPartialOut: the rows go on from a state, if there is one.
   STROBE_DEVICE void resume(const Tile& tile, int t) {
     const OutputRows<Config, Params> out{p, tile};
     if (!out.merges()) return;
     const int lane = thread_idx() % 32, first = tile.row0 + warp_offset() + 16 * t + lane / 4;
-    Earlier<true>{{out.earlier_lse(first), out.earlier_lse(first + 8)}}.resume(softmax[t], p);
+    State<true>{{out.state_lse(first), out.state_lse(first + 8)}}.resume(softmax[t], p);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int columns = out.earlier_columns(first + 8 * r);
+      const int columns = out.state_columns(first + 8 * r);
       const float* from = out.o(first + 8 * r) + 2 * (lane % 4);
 #pragma unroll
       for (int i = 0; i < kDimV / 8; ++i) {
@@ -207,7 +207,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     const OutputRows<Config, Params> out{p, tile};
     const int lane = thread_idx() % 32, local_row = warp_offset(), warp_row = tile.row0 + local_row;
     const float sink = out.sink(0);
-    float* lse = p.lse + tile.slice * p.lse_batch + tile.head * p.lse_head + tile.first_row;
+    float* lse = p.lse + tile.q.slice * p.lse_batch + tile.head * p.lse_head + tile.q.first;
     sync_warp();  // all lanes are done with this warp's rows of Q
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -218,7 +218,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
         float row_lse;
         const float inverse =
             softmax[t].template finish<Config::kSinks>(r, sink, row_lse) * (Config::kDropout ? p.dropout_scale : 1.f);
-        const bool exists = warp_row + row < tile.len_q;
+        const bool exists = warp_row + row < tile.q.length;
         if (p.lse && lane % 4 == 0 && exists) st_global(lse + warp_row + row, row_lse);
         float* partial = Config::kPartialOut ? out.o(warp_row + row) + 2 * (lane % 4) : nullptr;
 #pragma unroll
@@ -233,11 +233,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     if constexpr (!Config::kPartialOut) {
       sync_warp();
       constexpr int kChunks = kDimV / 8;
-      u16* to = p.o + tile.slice * p.o_batch + tile.head * p.o_head + i64(tile.first_row) * p.o_row;
+      u16* to = tile.q.rows(p.o, p.o_batch, p.o_head, p.o_row, tile.head, 0);
 #pragma unroll
       for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
         const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
-        if (warp_row + row < tile.len_q && (Config::kExactDims || chunk * 8 < p.dim_v))
+        if (warp_row + row < tile.q.length && (Config::kExactDims || chunk * 8 < p.dim_v))
           st_global(to + i64(warp_row + row) * p.o_row + chunk * 8,
                     ld_shared_x4(q_tile() + chunk_offset(kBlockM, local_row + row, chunk)));
       }
@@ -254,23 +254,22 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
       if (kStateInSmem) softmax[t].save(statistics(t));
     }
     dropout_key = Config::kDropout ? dropout_head_key(p.seed, tile.batch, tile.head) : 0;
-    const Mask m = mask_of<Mask, Config>(p, tile.len_q, tile.len_k, tile.positions);
-    const KeyBlocks blocks = visible_blocks<kBlockN>(m, tile.row0, min(tile.row0 + kBlockM, tile.len_q) - 1);
-    if (blocks.first < blocks.end) {
+    const Mask m = mask_of<Mask, Config>(p, tile.q.length, tile.k.length, tile.positions);
+    const KeyBlocks blocks = visible_blocks<kBlockN>(m, tile.row0, min(tile.row0 + kBlockM, tile.q.length) - 1);
+    if (blocks.any()) {
       const int head_k = tile.head / p.group;
-      set_place(Place{tile.row0, tile.len_q, tile.len_k, blocks.first, blocks.first_full, blocks.end_full,
-                      p.k + tile.slice * p.k_batch + head_k * p.k_head + i64(tile.first_key) * p.k_row,
-                      p.v + tile.slice * p.v_batch + head_k * p.v_head + i64(tile.first_key) * p.v_row,
-                      tile.positions});
-      const u16* q = p.q + tile.slice * p.q_batch + tile.head * p.q_head + i64(tile.first_row + tile.row0) * p.q_row;
-      copy_tile_async<kBlockM, kDim, kThreads, false, Config::kExactDims>(q_tile(), q, p.q_row, tile.len_q - tile.row0,
-                                                                          p.dim);
-      int n = blocks.end - 1;
+      set_place(Place{tile.row0, tile.q.length, tile.k.length, blocks.first, blocks.first_full, blocks.end_full,
+                      tile.k.rows(p.k, p.k_batch, p.k_head, p.k_row, head_k, 0),
+                      tile.k.rows(p.v, p.v_batch, p.v_head, p.v_row, head_k, 0), tile.positions});
+      const u16* q = tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, tile.head, tile.row0);
+      copy_tile_async<kBlockM, kDim, kThreads, false, Config::kExactDims>(q_tile(), q, p.q_row,
+                                                                          tile.q.length - tile.row0, p.dim);
+      int n = blocks.begin();
       load_keys<true>(n);
       if (kStages > 1) load_values<true>(n);
       cp_async_commit();
 #pragma unroll 1
-      for (bool more = true; more; --n) {
+      for (bool more = true; more; n = blocks.next(n)) {
         if (needs_mask(n)) step<true>(n);
         else step<false>(n);
         more = more_blocks(n);
@@ -283,7 +282,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
 
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void forward_sm80(const Params& p) {
   const Tile tile = decode_tile<Config>(block_idx(), p);
-  if (tile.row0 >= tile.len_q) return;  // varlen: a sequence shorter than the longest one
+  if (tile.row0 >= tile.q.length) return;  // varlen: a sequence shorter than the longest one
   ForwardSm80<Config, Mask, Score, Params> work{p};
   work.run(tile);
 }

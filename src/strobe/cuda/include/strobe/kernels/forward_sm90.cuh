@@ -11,12 +11,11 @@
 // (keys are visited from the last to the first, so n + 1 comes before n). The row maximum m is speculative: that of the
 // blocks before. Should a score be far above it, the weights are computed again, and O *= exp(m_old - m_new).
 #pragma once
-#include <strobe/pipeline/earlier_parts.cuh>
 #include <strobe/pipeline/ping_pong.cuh>
+#include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/split_kv.cuh>
-#include <strobe/tile/dropout.cuh>
+#include <strobe/pipeline/state_parts.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
-#include <strobe/tile/softmax.cuh>
 
 namespace strobe {
 
@@ -33,21 +32,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
   static_assert(kPrivateO || Config::kQSlots > 1, "a Q slot that stages O is given back when the next tile has begun");
   using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO, Config::kPartialOut && !Config::kSplit>;
+  using Keys = typename Config::Keys;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
-  using Parts = EarlierParts<Config>;  // of an O to merge with
+  using Parts = StateParts<Config>;  // of an O to merge with
 
-  // ---- shared memory: Q slots, one part a consumer | K buffers | V buffers | O | barriers | tile info slots ---------
-  static constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kBlockN, kDim),
-                       kBytesV = tile_bytes(kBlockN, kDimV), kBytesO = tile_bytes(64, kPanel* kStorePanels);
-  static constexpr u32 kOffsetK = Config::kQSlots * kConsumers * kBytesQ,
-                       kOffsetV = kOffsetK + Config::kStages * kBytesK, kOffsetO = kOffsetV + Config::kStages * kBytesV;
-  static constexpr u32 kOffsetBarriersQ = kOffsetO + (kPrivateO ? kConsumers * kBytesO : 0),
-                       kOffsetBarriersK = kOffsetBarriersQ + RingQ::kBytes,
-                       kOffsetBarriersV = kOffsetBarriersK + RingKV::kBytes,
-                       kOffsetBarriersParts = kOffsetBarriersV + RingKV::kBytes,
-                       kOffsetTileInfo = kOffsetBarriersParts + Parts::kBytes;
-  static_assert(kOffsetTileInfo + Config::kQSlots * kTileInfoBytes<Config> == Config::kSmem, "what Python asks for");
+  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
+  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
 
   const Params& p;
   u32 smem;
@@ -59,57 +50,64 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   PingPong<Config::kPingPong, kConsumers> turns;  // one turn for every key block of the tile but the first
 
   STROBE_DEVICE ForwardSm90(const Params& params, bool producer, int consumer = 0)
-      : p(params), smem(smem_base()), q(smem + kOffsetBarriersQ, producer), k(smem + kOffsetBarriersK, producer),
-        v(smem + kOffsetBarriersV, producer), parts(p, smem + kOffsetBarriersParts, smem + kOffsetV),
+      : p(params), smem(smem_base()), q(smem + Offset::ring_q, producer), k(smem + Offset::ring_k, producer),
+        v(smem + Offset::ring_v, producer), parts(p, smem + Offset::state_barriers, smem + Offset::v),
         producer(producer), consumer(consumer), turns{consumer} {}
 
   STROBE_DEVICE static void init_barriers() {
     // A Q slot is empty once every warp is done with Q, or every warpgroup's O has left from there.
-    RingQ::init(smem_base() + kOffsetBarriersQ, kPrivateO ? 4 * kConsumers : kConsumers);
-    RingKV::init(smem_base() + kOffsetBarriersK, 4 * kConsumers);  // one arrival a warp
-    RingKV::init(smem_base() + kOffsetBarriersV, 4 * kConsumers);
-    Parts::init(smem_base() + kOffsetBarriersParts);
+    RingQ::init(smem_base() + Offset::ring_q, kPrivateO ? 4 * kConsumers : kConsumers);
+    RingKV::init(smem_base() + Offset::ring_k, 4 * kConsumers);  // one arrival a warp
+    RingKV::init(smem_base() + Offset::ring_v, 4 * kConsumers);
+    Parts::init(smem_base() + Offset::state_barriers);
     mbar_init_fence();
   }
 
-  STROBE_DEVICE u32 tile_info() const { return smem + kOffsetTileInfo + kTileInfoBytes<Config> * q.stage; }
-  STROBE_DEVICE u32 q_tile(int w) const { return smem + (q.stage * kConsumers + w) * kBytesQ; }
-  STROBE_DEVICE Mask mask(const Tile& tile) const {
+  STROBE_DEVICE u32 tile_info() const { return smem + Offset::tile_info + Bytes::tile_info * q.stage; }
+  STROBE_DEVICE u32 q_tile(int w) const { return smem + (q.stage * kConsumers + w) * Bytes::q; }
+  STROBE_DEVICE Positions positions(const Tile& tile) const {
     const bool read = Config::kPositions && !producer;  // where they are needed: that takes fewer registers
-    return mask_of<Mask, Config>(p, tile.len_q, tile.len_k, read ? read_positions(tile_info() + 32) : tile.positions);
+    return read ? read_positions(tile_info() + kTileInfoPositions) : tile.positions;
+  }
+  STROBE_DEVICE Mask mask(const Tile& tile) const {
+    return mask_of<Mask, Config>(p, tile.q.length, tile.k.length, positions(tile));
   }
 
   // The key blocks that some of `rows` rows of the tile see; none if the rows lie beyond the sequence.
   STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile, int first_row, int rows) const {
-    if (first_row >= tile.len_q) return KeyBlocks{0, 0, 0, 0};
+    if (first_row >= tile.q.length) return KeyBlocks{0, 0, 0, 0};
     const KeyBlocks seen = blocks_of_rows(tile, first_row, rows);
     if (!Config::kSplit) return seen;
     return blocks_of_split(seen, blocks_of_rows(tile, tile.row0, kBlockM), remainder(tile.work, p.splits), p.splits);
   }
   STROBE_DEVICE KeyBlocks blocks_of_rows(const Tile& tile, int first_row, int rows) const {
-    const int last_row = min(first_row + rows, tile.len_q) - 1;
+    const int last_row = min(first_row + rows, tile.q.length) - 1;
     return visible_blocks<kBlockN>(mask(tile), first_row / kPackGqa, last_row / kPackGqa);
+  }
+
+  // Of a consumer's 64 rows.
+  STROBE_DEVICE static Box query_box(const Tile& tile, int w) {
+    return Config::Queries::template box<64>(tile.q, tile.head, tile.row0 + 64 * w);
   }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
-    const u32 full = k.begin_load(kBytesK);
-    tma_load_tile<kOneBox, kBlockN, kDim>(smem + kOffsetK + k.stage * kBytesK, &p.map_k, full,
-                                          key_box<Config, kBlockN>(tile, head, n * kBlockN, p.k_batch_rows));
+    const u32 full = k.begin_load(Bytes::k);
+    tma_load_tile<kOneBox, kBlockN, kDim>(smem + Offset::k + k.stage * Bytes::k, &p.map_k, full,
+                                          Keys::template box<kBlockN>(tile.k, head, n * kBlockN, p.k_batch_rows));
     k.next();
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
-    const u32 full = v.begin_load(kBytesV);
-    tma_load_tile<kOneBox, kBlockN, kDimV>(smem + kOffsetV + v.stage * kBytesV, &p.map_v, full,
-                                           key_box<Config, kBlockN>(tile, head, n * kBlockN, p.v_batch_rows));
+    const u32 full = v.begin_load(Bytes::v);
+    tma_load_tile<kOneBox, kBlockN, kDimV>(smem + Offset::v + v.stage * Bytes::v, &p.map_v, full,
+                                           Keys::template box<kBlockN>(tile.k, head, n * kBlockN, p.v_batch_rows));
     v.next();
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
-    mbar_arrive_expect_tx(q.full_barrier(), kConsumers * kBytesQ);
+    mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
 #pragma unroll 1
     for (int w = 0; w < kConsumers; ++w)
-      tma_load_tile<kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(),
-                                       query_box<Config, 64>(tile, tile.row0 + 64 * w));
+      tma_load_tile<kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), query_box(tile, w));
   }
 
   STROBE_DEVICE void produce() {
@@ -118,18 +116,18 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     while (index < p.tiles) {
       const int next = take_tile(p);  // early: its latency passes during the copies
       const Tile tile = decode_tile<Config>(index, p);
-      if (tile.row0 < tile.len_q) load_tile(tile);
+      if (tile.row0 < tile.q.length) load_tile(tile);
       index = next;
     }
     q.wait_empty();
-    publish_tile<Config>(tile_info(), Tile{-1});  // no more
+    publish_tile<Config>(tile_info(), Tile{Sequence{}, -1, 0, 0});  // no more
     mbar_arrive(q.full_barrier());
   }
   STROBE_DEVICE void load_tile(const Tile& tile) {
     const KeyBlocks blocks = key_blocks(tile, tile.row0, kBlockM);
     const int head_k = quotient(tile.head, p.group);
-    const bool any_keys = blocks.first < blocks.end;
-    int n = blocks.end - 1;
+    const bool any_keys = blocks.any();
+    int n = blocks.begin();
     if (any_keys) load_keys(tile, head_k, n);
     q.wait_empty();
     publish_tile<Config>(tile_info(), tile);
@@ -138,9 +136,9 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     q.next();
     if (parts.merge) parts.load(p, tile, v, q);
 #pragma unroll 1
-    for (; n >= blocks.first; --n) {  // V one block behind K: the order in which the consumers need them
-      if (n > blocks.first) load_keys(tile, head_k, n - 1);
-      if (parts.merge) parts.make_room(blocks.end - 1 - n, q);
+    for (; blocks.has(n); n = blocks.next(n)) {  // V one block behind K: the order in which the consumers need them
+      if (blocks.has_next(n)) load_keys(tile, head_k, blocks.next(n));
+      if (parts.merge) parts.make_room(blocks.before(n), q);
       load_values(tile, head_k, n);
     }
   }
@@ -150,21 +148,21 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     Accumulators<T, kDimV> o;
     u32 weights[kScores / 2];
     Softmax<> softmax;
-    Earlier<Config::kMerge> earlier;
+    State<Config::kMerge> state;
     Dropout<Config::kDropout> dropout;
     STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
         : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
       if constexpr (Config::kMerge)
-        OutputRows<Config, Params>{p, tile}.template load_earlier<!Parts::kEnabled>(o, earlier.lse, row);
+        OutputRows<Config, Params>{p, tile}.template load_state<!Parts::kEnabled>(o, state.lse, row);
     }
   };
 
   // S_n = Q K_n^T of the first kKeys keys.
   template <int kKeys> STROBE_DEVICE void issue_qk(float (&s)[kKeys / 2], u64 q_desc) {
     wgmma_fence();
-    gemm_qk<T, kKeys, kDim, kBlockN>(s, q_desc, k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16)));
+    gemm_qk<T, kKeys, kDim, kBlockN>(s, q_desc, k_major(smem + Offset::k) + u64(k.stage * (Bytes::k / 16)));
     wgmma_commit();
   }
   template <int kIssuedSince, int N> STROBE_DEVICE void wait_qk(float (&s)[N]) {
@@ -175,7 +173,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   // O += P V. Its registers belong to the tensor cores until it has been waited for.
   STROBE_DEVICE void issue_pv(Fragments& f) {
     wgmma_fence();
-    gemm_pv<T, kBlockN, kDimV>(f.o, f.weights, mn_major(smem + kOffsetV, kBlockN) + u64(v.stage * (kBytesV / 16)));
+    gemm_pv<T, kBlockN, kDimV>(f.o, f.weights, mn_major(smem + Offset::v, kBlockN) + u64(v.stage * (Bytes::v / 16)));
     wgmma_commit();
   }
 
@@ -184,7 +182,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     k.wait_full();
     issue_qk<kKeys>(s, q_desc);
     wait_qk<0>(s);
-    f.earlier.resume(f.softmax, p);
+    f.state.resume(f.softmax, p);
   }
   // O += P V, nothing else in flight.
   STROBE_DEVICE void pv(Fragments& f) {
@@ -206,9 +204,12 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   template <int N>
   STROBE_DEVICE void score_and_mask(float (&s)[N], const Tile& tile, int row, int n, bool masked) const {
-    score_fragment(s, Score{p.score});
-    if (masked) mask_queries(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, n * kBlockN + 2 * (thread_idx() % 4));
+    if constexpr (Score::kPositional)
+      logits(s, Score{p.score}, where<Score, Config>(tile, positions(tile), tile.head, row, first_key(n)));
+    else logits(s, Score{p.score}, Nowhere{});
+    if (masked) mask_queries<true>(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, first_key(n));
   }
+  STROBE_DEVICE static int first_key(int n) { return n * kBlockN + 2 * int(thread_idx() % 4); }  // of this thread
 
   // S_n -> P_n, which replaces P_{n+1}: the first kExpsBeforeWait weights before the wait for P V (0: where ptxas puts
   // them). In the first block there is nothing to wait for, and no maximum to speculate on.
@@ -227,13 +228,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       pack_fragment<T>(f.weights, s);
       f.o.scale(f.softmax.alpha);
     }
-    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
+    f.dropout.drop(f.weights, first_key(n));
   }
 
   // S_n -> P_n, nothing else in flight. Where the diagonal hides the second half of the keys, it is not computed.
   static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
   STROBE_DEVICE void qk_softmax(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
-    const int last_row = min(tile.row0 + 64 * consumer + 64, tile.len_q) - 1;
+    const int last_row = min(tile.row0 + 64 * consumer + 64, tile.q.length) - 1;
     if (kTrim && mask(tile).hi(last_row / kPackGqa) <= n * kBlockN + kBlockN / 2)
       qk_softmax_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n, true);
     else qk_softmax_of<kBlockN>(q_desc, f, tile, row, n, masked);
@@ -248,7 +249,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i)
       f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
-    f.dropout.drop(f.weights, n * kBlockN + 2 * int(thread_idx() % 4));
+    f.dropout.drop(f.weights, first_key(n));
   }
 
   STROBE_DEVICE void skip_block(bool has_turn) {  // a key block of the tile that this consumer's rows do not see
@@ -259,7 +260,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // ---- consumers: epilogue ------------------------------------------------------------------------------------------
   STROBE_DEVICE StagingO staging() const {
-    return StagingO{kPrivateO ? smem + kOffsetO + consumer * kBytesO : q_tile(consumer), consumer};
+    return StagingO{kPrivateO ? smem + Offset::o + consumer * Bytes::o : q_tile(consumer), consumer};
   }
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row) const {
     const OutputRows<Config, Params> out{p, tile};
@@ -269,16 +270,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       float lse;
       inverse[r] = f.softmax.template finish<Config::kSinks>(r, out.sink(row + 8 * r), lse);
       if (Config::kDropout) inverse[r] *= p.dropout_scale;
-      if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.len_q) out.store_lse(row + 8 * r, lse);
+      if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.q.length) out.store_lse(row + 8 * r, lse);
     }
-    const int first = tile.row0 + 64 * consumer;
-    staging().store(f.o, inverse, &p.map_o, query_box<Config, 64>(tile, first), first < tile.len_q);
+    staging().store(f.o, inverse, &p.map_o, query_box(tile, consumer), tile.row0 + 64 * consumer < tile.q.length);
   }
   STROBE_DEVICE void store_split(const Fragments& f, const Tile& tile) const {
     const StagingO buffer = staging();
     const SplitKV<Config, Params, StagingO> split{p, tile, buffer};
-    if (split.store_partial(f.o, f.softmax))
-      split.merge(&p.map_o, query_box<Config, 64>(tile, tile.row0 + 64 * consumer));
+    if (split.store_partial(f.o, f.softmax)) split.merge(&p.map_o, query_box(tile, consumer));
   }
 
   // ---- consumers: the key blocks of a tile --------------------------------------------------------------------------
@@ -295,12 +294,12 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       qk_softmax(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full);
       if (!first || Config::kMerge) f.o.scale(f.softmax.alpha);
       stored.release();
-      if (--n < mine.end_full || !kDiagonalAlone) break;
+      if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;
       turns.yield_turn();
       pv(f);
     }
 #pragma unroll 1
-    for (; n >= mine.first; --n) {
+    for (; mine.has(n); n = mine.next(n)) {
       float s[kScores];
       qk_overlapped(s, q_desc, f);
       const bool masked =
@@ -311,9 +310,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     return n;
   }
 
-  // The same as one loop that begins with the softmax, so that the first block needs no code of its own. Kernels with
-  // split-KV are faster so. Those with a score function lose a few percent for half the code.
-  static constexpr bool kRolled = !Score::kIdentity || Config::kSplit;
+  // kRolled: the same as one loop that begins with the softmax, so that the first block needs no code of its own.
   STROBE_DEVICE int attend_rolled(Fragments& f, const Tile& tile, const KeyBlocks& mine, int row, int n,
                                   StoredQ& stored) {
     const u64 q_desc = k_major(q_tile(consumer));
@@ -324,15 +321,16 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       score_and_mask(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
       softmax_overlapped(s, f, n, first);
       if (first) stored.release();
-      if (--n < mine.first) return n;
+      n = mine.next(n);
+      if (!mine.has(n)) return n;
       qk_overlapped(s, q_desc, f);
     }
   }
 
   // ---- consumers: the loop over tiles -------------------------------------------------------------------------------
-  // The main loop is followed by a loop that skips the key blocks left of a window. At head dim 64 and with a score
-  // function, kernels are faster with it under any mask. Then it also skips the blocks of rows that see no keys.
-  static constexpr bool kSkipsAfter = Mask::kHasLo || kDim < 96 || (!Score::kIdentity && !Config::kSplit);
+  // The main loop is followed by a loop that skips the key blocks left of a window. Some kernels are faster with it
+  // under any mask (Config::kSkipsAfter). Then it also skips the blocks of rows that see no keys.
+  static constexpr bool kSkipsAfter = Mask::kHasLo || Config::kSkipsAfter;
 
   STROBE_DEVICE void consume() {
     Accumulators<T, kDimV>::declare();
@@ -347,28 +345,28 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       if (tile.row0 < 0) break;
       const KeyBlocks all = key_blocks(tile, tile.row0, kBlockM),
                       mine = key_blocks(tile, tile.row0 + 64 * consumer, 64);
-      const int row = tile.row0 + thread_row, last = all.end - 1;
-      const bool sees_keys = mine.first < mine.end;
+      const int row = tile.row0 + thread_row, last = all.begin();
+      const bool sees_keys = mine.any();
       Fragments f(p, tile, row);
       if constexpr (Parts::kEnabled) parts.take(f.o, consumer, v, q);
       int n = last;
       if (sees_keys || !kSkipsAfter)
 #pragma unroll 1
-        for (const int end = sees_keys ? mine.end : all.first; n >= end; --n) skip_block(n < last);
+        for (const int end = sees_keys ? mine.end : all.first; n >= end; n = all.next(n)) skip_block(n < last);
 
       // Main loop, and the P V of its last block.
       if (sees_keys) {
         if (n < last) turns.yield_turn();
-        if constexpr (kRolled) n = attend_rolled(f, tile, mine, row, n, stored);
+        if constexpr (Config::kRolled) n = attend_rolled(f, tile, mine, row, n, stored);
         else n = attend(f, tile, mine, row, n, stored);
       } else stored.release();
-      f.earlier.resume(f.softmax, p);  // if no row has met a score
+      f.state.resume(f.softmax, p);  // if no row has met a score
       if (kPrivateO && elected()) q.release();
       if (sees_keys) pv(f);
 
       // Epilogue.
 #pragma unroll 2  // with 1 ptxas takes the rings for divergent at head dim 192: look for R2UR in the main loop
-      for (; kSkipsAfter && n >= all.first; --n) skip_block(n < last);
+      for (; kSkipsAfter && all.has(n); n = all.next(n)) skip_block(n < last);
       if constexpr (Config::kSplit) store_split(f, tile);
       else store(f, tile, row);
       stored.pending = true;

@@ -5,7 +5,7 @@
 // warp of the producer's adds them to global memory, where they lie in the same order. convert_dq.cuh undoes it.
 #pragma once
 #include <strobe/pipeline/barriers.cuh>
-#include <strobe/pipeline/query_blocks.cuh>
+#include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/bulk.cuh>
 #include <strobe/ptx/memory.cuh>
 #include <strobe/ptx/tma.cuh>
@@ -19,7 +19,7 @@ constexpr u32 kDqBytes = 4 * kDqFloats, kDqThreads = 128 + 32;
 template <class Config, class Params>
 STROBE_DEVICE i64 dq_part(const Params& p, const KeyTile& tile, int head, int m, int consumer) {
   constexpr int kRows = Config::kStatBlock;
-  return (first_stat<Config>(p, head, tile.batch, tile.first_row) / kRows + m) * 2 + consumer;
+  return (first_stat<Config>(p, head, tile.batch, tile.q.first) / kRows + m) * 2 + consumer;
 }
 
 // Which 64 x 64 numbers of a block of queries a consumer has: half of the rows, or half of the columns.

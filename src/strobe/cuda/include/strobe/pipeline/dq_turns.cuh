@@ -24,7 +24,7 @@ STROBE_DEVICE Turn turn_of(const Mask& mask, const KeyTile& tile, int query_bloc
     const int number = n < started ? started - 1 - n : started + key_blocks - 1 - n;
     return Turn{u32(number), number == key_blocks - 1};
   }
-  const int last_query = min((m + 1) * kBlockM, tile.len_q) - 1;
+  const int last_query = min((m + 1) * kBlockM, tile.q.length) - 1;
   return Turn{u32((mask.hi(last_query) + kBlockN - 1) / kBlockN - 1 - n), mask.lo(m * kBlockM) >= tile.key0};
 }
 
@@ -79,9 +79,9 @@ template <class Params> STROBE_DEVICE void fetch_sums(const Params& p, const DqS
 }
 template <class Config, class Params>
 STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& sum, int head, int m) {
-  const int row = DqRows<Config::kBlockM>::first(m, sum.consumer), rows = tile.len_q - row;
+  const int row = DqRows<Config::kBlockM>::first(m, sum.consumer), rows = tile.q.length - row;
   if (thread_idx() % 32 == 0 && rows > 0) {
-    const Box box = box_of_rows<Config::kVarlen, 64>(tile.first_row + row, rows, head, tile.slice);
+    const Box box = Config::Queries::template box<64>(tile.q, head, row);
     tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel, 1);
     tma_store_commit();
     tma_store_wait_read<0>();

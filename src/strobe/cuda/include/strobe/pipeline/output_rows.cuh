@@ -1,19 +1,19 @@
 // Where the rows of a forward tile go: their heads, sinks, LSE and, for fp32 partial outputs, O.
 //
-// kMerge with p.merge: there is already a result over other keys, and this one is merged with it. That is the online
-// softmax going on where it had stopped: a row starts with m = LSE, l = 1 and its O, and the epilogue is the same. With
-// kPartialOut the O to merge with lies where the merged one goes, without it in a tensor of its own. All that a row
-// needs is read before any of it is written: by the same warpgroup or, with split-KV, by the first split, which counts
-// itself in before the last one writes.
+// kMerge with p.merge: there is a state, O and LSE over other keys, and the result is merged with it. That is the
+// online softmax going on where it had stopped: a row starts with m = LSE, l = 1 and its O, and the epilogue is the
+// same. With kPartialOut the O to merge with lies where the merged one goes, without it in a tensor of its own. All
+// that a row needs is read before any of it is written: by the same warpgroup or, with split-KV, by the first split,
+// which counts itself in before the last one writes.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/tile/softmax.cuh>
 
 namespace strobe {
 
-// kMerge: the LSE of an earlier result, if there is one, for a thread's two rows. It is loaded when a tile begins,
+// kMerge: the LSE of a state, if there is one, for a thread's two rows. It is loaded when a tile begins,
 // and waited for by `resume`, which comes behind the first scores.
-template <bool kMerge> struct Earlier {
+template <bool kMerge> struct State {
   float lse[2];
   bool pending = kMerge;
   template <class S, class Params> STROBE_DEVICE void resume(S& softmax, const Params& p) {
@@ -36,28 +36,27 @@ template <class Config, class Params> struct OutputRows {
   STROBE_DEVICE int head(int row) const { return tile.head * Config::kPackGqa + row % Config::kPackGqa; }
   STROBE_DEVICE float sink(int row) const { return Config::kSinks ? ld_global(p.sinks + head(row)) : 0.f; }
   STROBE_DEVICE float* lse(int row) const {
-    return p.lse + tile.slice * p.lse_batch + head(row) * p.lse_head + tile.first_row + row / Config::kPackGqa;
+    return p.lse + tile.q.slice * p.lse_batch + head(row) * p.lse_head + tile.q.first + row / Config::kPackGqa;
   }
   STROBE_DEVICE void store_lse(int row, float x) const { st_global(lse(row), x); }
   // kPartialOut: O as fp32, for a merge with other partial results.
   STROBE_DEVICE float* o(int row) const {
-    return reinterpret_cast<float*>(p.o) + tile.slice * p.o_batch + head(row) * p.o_head +
-           i64(tile.first_row + row / Config::kPackGqa) * p.o_row;
+    return tile.q.rows(reinterpret_cast<float*>(p.o), p.o_batch, p.o_head, p.o_row, head(row), row / Config::kPackGqa);
   }
   STROBE_DEVICE bool merges() const { return p.merge && (!Config::kSplit || remainder(tile.work, p.splits) == 0); }
-  // An earlier result, if there is one: its LSE, and how many columns of its O there are. A row that has seen no key
+  // The state, if there is one: its LSE, and how many columns of its O there are. A row that has seen no key
   // yet has the LSE -inf and an O that is finite, so that loads of O need not wait for the LSE.
-  STROBE_DEVICE bool has_earlier(int row) const { return merges() && row < tile.len_q; }
-  STROBE_DEVICE float earlier_lse(int row) const { return has_earlier(row) ? ld_global_l2(lse(row)) : neg_inf(); }
-  STROBE_DEVICE int earlier_columns(int row) const { return has_earlier(row) ? p.dim_v : 0; }
+  STROBE_DEVICE bool has_state(int row) const { return merges() && row < tile.q.length; }
+  STROBE_DEVICE float state_lse(int row) const { return has_state(row) ? ld_global_l2(lse(row)) : neg_inf(); }
+  STROBE_DEVICE int state_columns(int row) const { return has_state(row) ? p.dim_v : 0; }
   // Of `row` and `row + 8`: the LSE and, with kLoadO, O.
-  template <bool kLoadO, class O> STROBE_DEVICE void load_earlier(O& fragment, float (&lse)[2], int row) const {
+  template <bool kLoadO, class O> STROBE_DEVICE void load_state(O& fragment, float (&lse)[2], int row) const {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) lse[r] = earlier_lse(row + 8 * r);
+    for (int r = 0; r < 2; ++r) lse[r] = state_lse(row + 8 * r);
     if constexpr (kLoadO)
 #pragma unroll
       for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
-        fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), earlier_columns(row + 8 * r));
+        fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), state_columns(row + 8 * r));
   }
   STROBE_DEVICE void store_o(int row, int column, const float (&x)[4]) const {
     st_global(static_cast<void*>(o(row) + column), u32x4{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});

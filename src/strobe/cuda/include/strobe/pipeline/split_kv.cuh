@@ -26,7 +26,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
 
   // Stores this split's partial result and returns whether it was the last one.
   template <class O> STROBE_DEVICE bool store_partial(const O& o, const Softmax<>& softmax) const {
-    const int tid = thread_idx() % 128, lane = tid % 32, rows = tile.len_q - first_row();
+    const int tid = thread_idx() % 128, lane = tid % 32, rows = tile.q.length - first_row();
     float* mine = partial(remainder(tile.work, p.splits));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -55,7 +55,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
   // them: merging is nothing but waiting for loads, so all threads take part, whosever rows they are.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
     constexpr int kMost = kPanel * Staging::kPanelsAtOnce;
-    const int rows = min(64, tile.len_q - first_row());
+    const int rows = min(64, tile.q.length - first_row());
     const float* partials = partial(0);
 #pragma unroll 1
     for (int panel = 0; panel < panels(kDimV); panel += Staging::kPanelsAtOnce) {

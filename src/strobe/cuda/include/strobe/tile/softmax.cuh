@@ -36,26 +36,10 @@ template <bool kHasLo, int N> STROBE_DEVICE void mask_fragment(float (&s)[N], co
   }
 }
 
-// The same by a mask, for the queries of the thread's two rows; `column` is the key of its first column. The bounds are
-// computed once: without `opaque` the compiler does so again for every score.
-template <class Mask, int N>
-STROBE_DEVICE void mask_queries(float (&s)[N], const Mask& m, int query, int other, int column) {
-  const int lo[2] = {opaque(m.lo(query) - column), opaque(m.lo(other) - column)};
-  const int hi[2] = {opaque(m.hi(query) - column), opaque(m.hi(other) - column)};
-  mask_fragment<Mask::kHasLo>(s, lo, hi);
-}
-
 // tanh(x) = 1 - 2 / (1 + exp(2x)) is off by an ulp of 1, however small x is: near 0 its series takes over.
 STROBE_DEVICE float tanh_fast(float x) {
   const float x2 = x * x, series = fma(x * x2, fma(x2, fma(x2, -17.f / 315, 2.f / 15), -1.f / 3), x);
   return x2 < 1.f / 16 ? series : fma(-2.f, rcp_approx(1.f + exp2_approx(x * (2.f * kLog2e))), 1.f);
-}
-// What happens to scores before the mask and the softmax; `Score` is printed into the kernel's source.
-template <class Score, int N> STROBE_DEVICE void score_fragment(float (&s)[N], const Score& score) {
-  if constexpr (!Score::kIdentity) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = score(s[i]);
-  }
 }
 
 // The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum,

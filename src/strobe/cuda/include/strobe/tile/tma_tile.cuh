@@ -1,10 +1,10 @@
 // Tiles between global and shared memory by TMA: where a tile lies in a 5-D tensor map, and the copies that move it.
 //
-// A box is 64 columns wide, 32 of fp32: one panel of the swizzled tile. There are three kinds of maps (see _tensor_map
-// in plan.py):
+// A box is 64 columns wide, 32 of fp32: one panel of the swizzled tile. There are three kinds of maps
+// (cuda/tensor_maps.py):
 //   dense       (columns, rows, panels, heads, batch). If the head dim is a multiple of 64 one box holds all panels of
 //               a tile (kOneBox); else there is one box a panel, and what lies beyond the head dim reads as zero.
-//   varlen      (columns, rows in the box, heads, rows in memory, kFar). A box that starts at row `clip` of itself ends
+//   clipped     (columns, rows in the box, heads, rows in memory, kFar). A box that starts at row `clip` of itself ends
 //               where the sequence does.
 //   packed GQA  (columns, heads of a group, queries, key heads, batch).
 #pragma once
@@ -19,13 +19,13 @@ struct Box {  // coordinates of its first element; the column, c0, is that of th
   int c1, c2, c3, c4;
 };
 
+STROBE_DEVICE Box dense_box(int row, int head, int batch) { return Box{row, 0, head, batch}; }
 // kRows rows from `row` on, of which the sequence has `rows_left`; row counts from the start of the tensor.
-template <bool kVarlen, int kRows> STROBE_DEVICE Box box_of_rows(int row, int rows_left, int head, int batch) {
-  if (!kVarlen) return Box{row, 0, head, batch};
+template <int kRows> STROBE_DEVICE Box clipped_box(int row, int rows_left, int head) {
   const int clip = max(0, kRows - rows_left);
   return Box{clip, head, kFar + row - clip, kFar};
 }
-STROBE_DEVICE Box box_of_queries(int query, int head_k, int batch) { return Box{0, query, head_k, batch}; }
+STROBE_DEVICE Box packed_gqa_box(int query, int head_k, int batch) { return Box{0, query, head_k, batch}; }
 
 template <bool kOneBox, int kRows, int kColumns>
 STROBE_DEVICE void tma_load_tile(u32 dst, const TensorMap* map, u32 bar, const Box& b) {

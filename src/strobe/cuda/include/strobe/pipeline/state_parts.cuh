@@ -1,15 +1,15 @@
-// kMerge with p.merge: the O of an earlier result, in fp32, on its way in. The producer loads it by TMA into the
+// kMerge with p.merge: the O of a state, in fp32, on its way in. The producer loads it by TMA into the
 // buffers of V, before the first V of the tile, as many panels of a consumer's 64 rows at a time as a buffer holds: a
 // part. Only the consumer whose part it is waits for it and gives it back, so that none waits for another. Hence parts
 // have barriers of their own, each used once a tile, and the ring of V does not count them. Their parity is that of the
 // tile's number, which the ring of Q tells, if it has one slot or two.
 #pragma once
 #include <strobe/pipeline/ring.cuh>
-#include <strobe/pipeline/tile_boxes.cuh>
+#include <strobe/pipeline/schedule.cuh>
 
 namespace strobe {
 
-template <class Config> struct EarlierParts {
+template <class Config> struct StateParts {
   static constexpr int kStages = Config::kStages, kDimV = Config::kDimV;
   static constexpr u32 kBytesBuffer = tile_bytes(Config::kBlockN, kDimV), kBytesPanel = 64 * kPanelRowBytes;
   static constexpr int kPanels = (kDimV + kPanelFp32 - 1) / kPanelFp32, kFit = kBytesBuffer / kBytesPanel,
@@ -30,7 +30,7 @@ template <class Config> struct EarlierParts {
   u32 buffers;      // of the first buffer of V
   bool merge = false;
 
-  template <class Params> STROBE_DEVICE EarlierParts(const Params& p, u32 barriers, u32 buffers)
+  template <class Params> STROBE_DEVICE StateParts(const Params& p, u32 barriers, u32 buffers)
       : full(barriers), empty(barriers + 8 * kParts), buffers(buffers) {
     if constexpr (kEnabled) merge = p.merge;
   }
@@ -54,7 +54,8 @@ template <class Config> struct EarlierParts {
       const int panel = i % kEach * kAtOnce, count = min(kAtOnce, kPanels - panel);
       mbar_arrive_expect_tx(full + 8 * i, count * kBytesPanel);
       tma_load_panels<64, kPanelFp32>(buffers + v.stage * kBytesBuffer, map, full + 8 * i,
-                                      query_box<Config, 64>(tile, tile.row0 + i / kEach * 64), panel, count);
+                                      Config::Queries::template box<64>(tile.q, tile.head, tile.row0 + i / kEach * 64),
+                                      panel, count);
       v.next();
     }
     if (!kInTurn) wait_read(parity);
@@ -79,7 +80,7 @@ template <class Config> struct EarlierParts {
 
  private:
   template <class Params> STROBE_DEVICE static const TensorMap* map_of(const Params& p) {
-    if constexpr (kApart) return &p.map_earlier;
+    if constexpr (kApart) return &p.map_state;
     else return &p.map_o;
   }
   // The producer's ring of Q has gone on to the next tile.

@@ -1,0 +1,103 @@
+// Blocks: which blocks of keys a tile of queries visits, which blocks of queries a tile of keys, in which order, and
+// which of them need the mask. Kernels walk a range by `begin`, `has` and `next`.
+#pragma once
+#include <strobe/pipeline/rows.cuh>
+#include <strobe/ptx/warp.cuh>
+
+namespace strobe {
+
+// ---- of keys, from the last to the first ----------------------------------------------------------------------------
+
+// Blocks [first, end) are visible to some of the rows; those in [first_full, end_full) to all of them, and need no
+// mask.
+struct KeyBlocks {
+  int first, end, first_full, end_full;
+
+  STROBE_DEVICE bool any() const { return first < end; }
+  STROBE_DEVICE int begin() const { return end - 1; }
+  STROBE_DEVICE bool has(int n) const { return n >= first; }
+  STROBE_DEVICE static int next(int n) { return n - 1; }
+  STROBE_DEVICE bool has_next(int n) const { return n > first; }
+  STROBE_DEVICE int before(int n) const { return end - 1 - n; }  // so many blocks come before n
+};
+
+// The ends of a mask's intervals never move left as queries grow, so the first and the last query tell everything.
+template <int kBlockN, class Mask>
+STROBE_DEVICE KeyBlocks visible_blocks(const Mask& mask, int first_query, int last_query) {
+  KeyBlocks b;
+  b.first = mask.lo(first_query) / kBlockN;
+  b.end = max(b.first, (mask.hi(last_query) + kBlockN - 1) / kBlockN);
+  b.first_full = Mask::kHasLo ? min(max((mask.lo(last_query) + kBlockN - 1) / kBlockN, b.first), b.end) : 0;
+  b.end_full = min(max(mask.hi(first_query) / kBlockN, b.first_full), b.end);
+  return b;
+}
+
+// Split-KV: one of `splits` equal splits of a tile's key blocks, as far as `b`, those of one warpgroup, reach into it.
+STROBE_DEVICE KeyBlocks blocks_of_split(const KeyBlocks& b, const KeyBlocks& tile, int split, int splits) {
+  const int each = quotient(tile.end - tile.first + splits - 1, splits);
+  const int from = min(tile.first + split * each, tile.end), to = min(from + each, tile.end);
+  KeyBlocks r;
+  r.first = min(max(b.first, from), to);
+  r.end = max(min(b.end, to), r.first);
+  r.first_full = min(max(b.first_full, r.first), r.end);
+  r.end_full = min(max(b.end_full, r.first_full), r.end);
+  return r;
+}
+
+// ---- of queries, from the first to the last -------------------------------------------------------------------------
+
+// The first of `count` queries whose keys end behind `key`, or begin behind it; `count` if there is none. The ends of a
+// mask's intervals never move left, so it can be searched for: by halves, or, where all lanes of a warp ask for the
+// same, 32 queries at a time.
+template <bool kBegin, bool kWarp, class Mask>
+STROBE_DEVICE int first_query_behind(const Mask& mask, int key, int count) {
+  int from = 0, to = count;
+#pragma unroll 1
+  while (from < to) {
+    const int step = kWarp ? (to - from + 31) / 32 : 1, lane = thread_idx() % 32;
+    const int probe = kWarp ? from + lane * step : (from + to) / 2;
+    const bool behind = probe >= to || (kBegin ? mask.lo(probe) : mask.hi(probe)) > key;
+    const int before = kWarp ? 32 - lanes_where(behind) : !behind;  // probes that are not
+    if (kWarp) to = min(to, from + before * step);
+    else if (behind) to = probe;
+    if (before) from = kWarp ? from + (before - 1) * step + 1 : probe + 1;
+  }
+  return from;
+}
+
+// Queries [first, end) see `key`.
+struct QueryRange {
+  int first, end;
+};
+template <bool kWarp = false, class Mask>
+STROBE_DEVICE QueryRange queries_that_see(const Mask& mask, int key, int len_q, int len_k) {
+  if (key >= len_k) return QueryRange{1 << 30, 0};  // either bound hides it
+  return QueryRange{Mask::kHasHi ? first_query_behind<false, kWarp>(mask, key, len_q) : 0,
+                    Mask::kHasLo ? first_query_behind<true, kWarp>(mask, key, len_q) : len_q};
+}
+
+// Blocks [first, end) see some of the keys; those in [first_full, end_full) see all of them, and need no mask. The
+// blocks of all query heads of a group follow one another: behind the last comes the first, of the next head.
+struct QueryBlocks {
+  int first, end, first_full, end_full;
+
+  STROBE_DEVICE bool any() const { return first < end; }
+  STROBE_DEVICE int count() const { return end - first; }
+  STROBE_DEVICE int next(int m) const { return m + 1 == end ? first : m + 1; }
+  STROBE_DEVICE int previous(int m) const { return m == first ? end - 1 : m - 1; }
+  STROBE_DEVICE bool masked(int m) const { return m < first_full || m >= end_full; }
+};
+template <int kBlockM, int kBlockN, class Mask>  // whole warps ask
+STROBE_DEVICE QueryBlocks visible_query_blocks(const Mask& mask, int key0, int len_q, int len_k) {
+  const QueryRange begin = queries_that_see<true>(mask, key0, len_q, len_k),
+                   last = queries_that_see<true>(mask, min(key0 + kBlockN, len_k) - 1, len_q, len_k);
+  QueryBlocks b;
+  b.first = begin.first / kBlockM;
+  b.end = begin.first < len_q ? max(b.first, (last.end + kBlockM - 1) / kBlockM) : b.first;
+  b.first_full = min(max((last.first + kBlockM - 1) / kBlockM, b.first), b.end);
+  b.end_full = Mask::kHasLo ? min(max(begin.end / kBlockM, b.first_full), b.end) : b.end;
+  if (key0 + kBlockN > len_k) b.first_full = b.end_full = b.end;  // keys that are not there are hidden, too
+  return b;
+}
+
+}  // namespace strobe

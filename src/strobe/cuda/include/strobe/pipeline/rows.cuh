@@ -1,0 +1,108 @@
+// Rows: where the queries and the keys of a sequence lie, which positions they have, and how a tile of them is loaded.
+//
+// Config::Queries and Config::Keys name a kind each. A kind says which rows of a tensor belong to a sequence (`span`)
+// and which TMA box holds some of them (`box`); kernels without TMA take addresses (`Span::rows`). Another kind, such
+// as paged keys, is another struct here and another kind in cuda/rows.py.
+#pragma once
+#include <strobe/ptx/memory.cuh>
+#include <strobe/tile/tma_tile.cuh>
+
+namespace strobe {
+
+// Of numbers that are not negative: without a sign a division is less code.
+STROBE_DEVICE int quotient(int a, int b) { return int(u32(a) / u32(b)); }
+STROBE_DEVICE int remainder(int a, int b) { return int(u32(a) % u32(b)); }
+
+// Rows [first, first + length) of slice `slice` of a tensor (slice, head, row, dim), of which the first `used` are
+// read.
+struct Span {
+  int slice, first, length, used;
+
+  STROBE_DEVICE Span whole() const { return Span{slice, first, length, length}; }
+
+  // The first row of a head, `row` rows further.
+  template <class X>
+  STROBE_DEVICE X* rows(X* tensor, i64 slice_stride, i64 head_stride, i64 row_stride, int head, int row) const {
+    return tensor + slice * slice_stride + head * head_stride + i64(first + row) * row_stride;
+  }
+};
+
+// (batch, head, row, dim): every sequence has all rows of its slice.
+struct DenseRows {
+  static constexpr bool kVarlen = false;
+  using Stored = DenseRows;  // the kind of gradients that have a row for each of these
+  STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
+  template <int kRows> STROBE_DEVICE static Box box(const Span& s, int head, int row, int /*buffer_rows*/ = 0) {
+    return dense_box(s.first + row, head, s.slice);
+  }
+};
+// Sequences one after the other in one slice, from cu[batch] to cu[batch + 1].
+struct VarlenRows {
+  static constexpr bool kVarlen = true;
+  using Stored = VarlenRows;
+  STROBE_DEVICE static Span span(const int* cu, int batch, int) {
+    const int first = ld_global(cu + batch), length = ld_global(cu + batch + 1) - first;
+    return Span{0, first, length, length};
+  }
+  template <int kRows> STROBE_DEVICE static Box box(const Span& s, int head, int row, int /*buffer_rows*/ = 0) {
+    return clipped_box<kRows>(s.first + row, s.used - row, head);
+  }
+};
+// (batch, head, row, dim) of which a sequence fills a part. `buffer_rows` lie between the buffers of two sequences.
+struct BufferRows {
+  static constexpr bool kVarlen = false;
+  using Stored = DenseRows;
+  STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
+  template <int kRows> STROBE_DEVICE static Box box(const Span& s, int head, int row, int buffer_rows) {
+    return clipped_box<kRows>(s.slice * buffer_rows + row, s.used - row, head);
+  }
+};
+
+// Queries with packed GQA: the kHeads heads of a group are rows, those of a query one after the other.
+template <int kHeads> struct PackedGqaRows {
+  static constexpr bool kVarlen = false;
+  STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
+  template <int kRows> STROBE_DEVICE static Box box(const Span& s, int group, int row, int /*buffer_rows*/ = 0) {
+    return packed_gqa_box(row / kHeads, group, s.slice);
+  }
+};
+
+// kPositions: what is in memory is a part of a longer sequence, as in context parallelism. Row r of it has position
+// offset_q + r among whole_q queries, key c has position offset_k + c among whole_k keys, and masks count positions.
+struct Positions {
+  int offset_q, whole_q, offset_k, whole_k;
+};
+
+// One sequence of a batch.
+struct Sequence {
+  int batch;
+  Span q, k;
+  Positions positions;
+};
+template <class Config, class Params> STROBE_DEVICE Span queries_of(const Params& p, int batch) {
+  if constexpr (Config::Queries::kVarlen) return Config::Queries::span(p.cu_q, batch, 0);
+  else return Config::Queries::span(nullptr, batch, p.len_q);
+}
+template <class Config, class Params> STROBE_DEVICE Sequence sequence_of(const Params& p, int batch) {
+  Sequence s;
+  s.batch = batch;
+  s.q = queries_of<Config>(p, batch);
+  if constexpr (Config::Keys::kVarlen) s.k = Config::Keys::span(p.cu_k, batch, 0);
+  else s.k = Config::Keys::span(nullptr, batch, p.len_k);
+  s.positions = Positions{};
+  if constexpr (Config::kPositions) {
+    const int* at = p.positions + 4 * batch;
+    s.positions = Positions{ld_global(at), ld_global(at + 1), ld_global(at + 2), ld_global(at + 3)};
+    s.k.used = max(0, min(s.k.length, s.positions.whole_k - s.positions.offset_k));  // what lies behind may be anything
+  }
+  return s;
+}
+
+// The mask of a sequence of which `rows` rows and `keys` keys are in memory. It takes queries: row / kPackGqa.
+template <class Mask, class Config, class Params>
+STROBE_DEVICE Mask mask_of(const Params& p, int rows, int keys, const Positions& at) {
+  if constexpr (Config::kPositions) return Mask{at.whole_q, at.whole_k, p.mask, at.offset_q, at.offset_k, keys};
+  else return Mask{rows / Config::kPackGqa, keys, p.mask};
+}
+
+}  // namespace strobe

@@ -1,0 +1,136 @@
+// Scores: what becomes of q.k on its way to the softmax, given where it is, and of its gradient on the way back.
+//
+// `Score` is printed by score.py and has two functions: score(x, at, i), the logit of entry i of a fragment, and
+// score.slope(x, y, at, i), its derivative where y is the logit. Every kernel calls these two, in a fragment whose rows
+// are queries or, transposed, keys; `Where` tells entry i's sequence, head, query and key. Masks and dropout follow.
+#pragma once
+#include <strobe/pipeline/blocks.cuh>
+#include <strobe/tile/dropout.cuh>
+#include <strobe/tile/softmax.cuh>
+
+namespace strobe {
+
+// Entry i of a fragment is the score of query q(i) with key k(i). Both count positions, as masks do, in a sequence of
+// len_q queries and len_k keys. `row` and `column` are the thread's first in memory.
+template <bool kTransposed, int kPackGqa = 1> struct Where {
+  int batch, first_head, row, column, offset_q, offset_k, len_q, len_k;
+
+  STROBE_DEVICE int along_rows(int i) const { return row + 8 * fragment_row(i); }
+  STROBE_DEVICE int along_columns(int i) const { return column + fragment_column(i); }
+  STROBE_DEVICE int head(int i) const { return first_head * kPackGqa + along_rows(i) % kPackGqa; }
+  STROBE_DEVICE int q(int i) const { return offset_q + (kTransposed ? along_columns(i) : along_rows(i) / kPackGqa); }
+  STROBE_DEVICE int k(int i) const { return offset_k + (kTransposed ? along_rows(i) : along_columns(i)); }
+};
+struct Nowhere {};  // for a score that does not look
+
+template <class Score, class Config, bool kTransposed = false>
+STROBE_DEVICE auto where(const Sequence& s, const Positions& at, int head, int row, int column) {
+  if constexpr (!Score::kPositional) return Nowhere{};
+  else if constexpr (Config::kPositions)
+    return Where<kTransposed, Config::kPackGqa>{s.batch,     head,        row,        column,
+                                                at.offset_q, at.offset_k, at.whole_q, at.whole_k};
+  else
+    return Where<kTransposed, Config::kPackGqa>{s.batch,   head, row, column, 0, 0, s.q.length / Config::kPackGqa,
+                                                s.k.length};
+}
+
+template <class Score, class At, int N> STROBE_DEVICE void logits(float (&s)[N], const Score& score, const At& at) {
+  if constexpr (!Score::kIdentity) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = score(s[i], at, i);
+  }
+}
+// The same, and the slopes, which dS has to be multiplied by.
+template <class Score, class At, int N>
+STROBE_DEVICE void logits(float (&s)[N], float (&slope)[N], const Score& score, const At& at) {
+  if constexpr (!Score::kIdentity) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float x = s[i];
+      s[i] = score(x, at, i);
+      slope[i] = score.slope(x, s[i], at, i);
+    }
+  }
+}
+
+// ---- rows are queries -----------------------------------------------------------------------------------------------
+
+// Scores that a mask hides from the queries of the thread's two rows become -inf; `column` is its first key. kOnce: the
+// bounds are computed once; else the compiler may do so again for every score, which takes fewer registers.
+template <bool kOnce, class Mask, int N>
+STROBE_DEVICE void mask_queries(float (&s)[N], const Mask& m, int query, int other, int column) {
+  const auto once = [](int x) { return kOnce ? opaque(x) : x; };
+  const int lo[2] = {once(m.lo(query) - column), once(m.lo(other) - column)};
+  const int hi[2] = {once(m.hi(query) - column), once(m.hi(other) - column)};
+  mask_fragment<Mask::kHasLo>(s, lo, hi);
+}
+
+// ---- transposed: rows are keys, columns are queries -----------------------------------------------------------------
+
+constexpr u32 kKeyFragmentBytes = 64 * 8;  // of a warpgroup
+
+// What a thread knows of its two keys. The queries that see each key are in shared memory: registers are scarce, and
+// only blocks on the edge of a mask ask.
+template <class Mask, int kBlockM> struct KeyFragment {
+  static constexpr bool kHasEnd = Mask::kHasLo || !Mask::kHasHi;  // a key that is not there is hidden by either bound
+  int key;     // the thread's first, counted in the sequence; the other is 8 further
+  int column;  // its first query of a block
+  u32 ranges;
+
+  // `first_key`: of the warpgroup's 64, whose kKeyFragmentBytes lie at `memory`.
+  STROBE_DEVICE KeyFragment(const Mask& mask, int first_key, int len_q, int len_k, u32 memory)
+      : column(2 * (thread_idx() % 4)) {
+    const int row = thread_idx() % 128 / 32 * 16 + thread_idx() % 32 / 4;
+    key = first_key + row;
+    ranges = memory + 8 * row;
+    if (column == 0) {
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const QueryRange r = queries_that_see(mask, key + 8 * i, len_q, len_k);
+        st_shared(ranges + 64 * i, u32x2{u32(r.first), u32(r.end)});
+      }
+    }
+    sync_warp();  // a warp reads its own rows
+  }
+
+  // No mask (dK consumer).
+  STROBE_DEVICE explicit KeyFragment(int first_key)
+      : key(first_key + thread_idx() % 128 / 32 * 16 + thread_idx() % 32 / 4), column(2 * (thread_idx() % 4)),
+        ranges(0) {}
+
+  // The mask of a fragment with the queries of block m: a key is seen by columns [lo, hi), from the thread's first on.
+  struct Bounds {
+    int lo[2], hi[2];
+    STROBE_DEVICE bool hides(int i) const {
+      const int row = fragment_row(i), column = fragment_column(i);
+      return (Mask::kHasHi && column < lo[row]) || (kHasEnd && column >= hi[row]);
+    }
+  };
+  STROBE_DEVICE Bounds bounds(int m) const {
+    const int first = m * kBlockM + column;
+    Bounds b;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      b.lo[i] = int(ld_shared(ranges + 64 * i)) - first;
+      b.hi[i] = int(ld_shared(ranges + 64 * i + 4)) - first;
+    }
+    return b;
+  }
+
+  // Which of the fragment's entries i to i + 3 dropout keeps: two neighbouring queries, whose row keys lie at
+  // `row_keys`, times two keys. (The next four have the same cell: to keep it would take registers that are not there.)
+  STROBE_DEVICE void kept(bool (&keep)[4], u32 row_keys, int i, u32 threshold) const {
+    float a, b;
+    ld_shared_x2(row_keys, a, b);
+    const DropoutCell cell = dropout_cell(DropoutRow{as_bits(a), as_bits(b)}, key);
+    const u32 halves = key % 2 ? 0x7632 : 0x5410;  // those of the key, of two words
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) {
+      const int place = 2 * octet + i / 4 % 2;
+      const u32 even = cell.bits(dropout_factor(false, place)), odd = cell.bits(dropout_factor(true, place));
+      not_less_f16x2(keep[2 * octet], keep[2 * octet + 1], bytes_of(even, odd, halves), threshold);
+    }
+  }
+};
+
+}  // namespace strobe
