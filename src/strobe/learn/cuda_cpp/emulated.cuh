@@ -36,11 +36,13 @@ struct Progress {  // of the block that runs
   const char* stack[1024];             // by thread: where it begins
   unsigned slot[64], used;             // where shared arrays lie
   std::vector<bool> written;           // by byte of shared memory
+  Site unwritten;                      // the first read of a byte that nobody had written, if its file is set
+  unsigned reader, finished;           // who read it; threads that have ended
   Meeting meetings[32];                // by warp
   STROBE_OUTLINE void reset() {
     number = launch().number, block = emu::block().index, used = 0;
     memset(passed, 0, sizeof passed), memset(steps, 0, sizeof steps), memset(slot, 0xff, sizeof slot);
-    written.assign(emu::block().smem, false);
+    written.assign(emu::block().smem, false), unwritten = Site(), finished = 0;
     for (Meeting& meeting : meetings) meeting.arrived = 0;
   }
 };
@@ -137,6 +139,18 @@ struct Index {  // an index that knows the line in which it is used
   template <class I> Index(I value, Site site = Site::here()) : value(static_cast<long long>(value)), site(site) {}
 };
 
+// A missing barrier shows as a race as soon as somebody writes there. If nobody does, `end` reports the read.
+inline void note_unwritten(u32 address, Site site) {
+  Progress& p = progress();
+  if (p.written[address - emu::Block::kSharedBase] || *p.unwritten.file) return;
+  p.unwritten = site, p.reader = emu::block().running;
+}
+inline void end() {
+  Progress& p = progress();
+  if (++p.finished == launch().threads && *p.unwritten.file)
+    emu::block().fail("reads shared memory that no thread has written", p.unwritten, static_cast<int>(p.reader));
+}
+
 template <class T> struct Ptr;
 template <class T> struct Ref {  // one element: reading converts it, writing assigns to it
   typedef typename Value<T>::type V;
@@ -147,8 +161,7 @@ template <class T> struct Ref {  // one element: reading converts it, writing as
     V x;
     if (space == Space::shared) {
       emu::check_shared(static_cast<u32>(address), sizeof x, sizeof x, "shared memory", site);
-      if (!progress().written[address - emu::Block::kSharedBase])
-        emu::block().fail("reads shared memory that no thread has written", site);
+      note_unwritten(static_cast<u32>(address), site);
       emu::load_shared(&x, static_cast<u32>(address), sizeof x, "shared memory", site);
     } else {
       if (space == Space::global) {

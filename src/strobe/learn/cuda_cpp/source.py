@@ -126,6 +126,7 @@ def emulated(kernel: Kernel) -> str:
             "  memcpy(kept, list, sizeof list);",
             "  lesson::arrays() = kept;",
             f"  lesson::user::{kernel.name}({', '.join(arguments)});",
+            "  lesson::end();",
             "}",
             "",
         ]
