@@ -8,11 +8,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(HERE)]
 
 project = "strobe"
 author = "the strobe authors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
+extensions = ["mathematics", "myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
 root_doc = "index"
 exclude_patterns = ["figures/**"]
 suppress_warnings = ["myst.header"]  # generated pages may skip a level
@@ -31,7 +31,7 @@ html_show_copyright = False
 html_show_sourcelink = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-mathjax_path = "https://cdn.jsdelivr.net/npm/mathjax@4/tex-mml-chtml.js"
+html_math_renderer = "mathtext"  # of mathematics.py
 copybutton_exclude = ".linenos, .gp"
 
 # Pages that a reader of the repository finds elsewhere than a reader of the site.
@@ -62,7 +62,18 @@ def _build_explanation(app, exception):
     if exception is None and app.builder.format == "html":
         from strobe.learn import explain_page
 
-        explain_page.build(Path(app.outdir) / EXPLANATION)
+        explain_page.build(Path(app.outdir) / EXPLANATION, lambda target: _in_the_site(Path(app.outdir), target))
+
+
+def _in_the_site(out, target):
+    """Where the site has a file of the project: as a page, or, source code, as a copy."""
+    page = re.sub(r"^docs/|\.(?:md|ipynb)$", "", target)
+    if (out / f"{page}.html").is_file():
+        return f"{page}.html"
+    copy = out / "source" / f"{Path(target).name}.txt"
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copyfile(ROOT / target, copy)
+    return copy.relative_to(out).as_posix()
 
 
 def _readable(app, what, name, obj, options, lines):

@@ -26,6 +26,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import strobe
+
+if not hasattr(strobe, "attention"):
+    sys.exit(
+        f"{strobe.__file__} is another project's package of the same name: pip uninstall strobe, then pip install ."
+    )
+
 from strobe.distributed import ShardPlan, attention, shard
 
 WIDTH, HEADS, HEADS_K, DIM = 128, 8, 2, 16

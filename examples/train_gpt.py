@@ -27,6 +27,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strobe
+
+if not hasattr(strobe, "attention"):
+    sys.exit(
+        f"{strobe.__file__} is another project's package of the same name: pip uninstall strobe, then pip install ."
+    )
+
 from strobe.measure import provenance
 from strobe.nn import rotary
 

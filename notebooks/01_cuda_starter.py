@@ -27,8 +27,8 @@
 # %% [markdown]
 # ## Set-up
 #
-# If strobe is missing, this cell installs it: from a wheel beside the notebook if there is one, else from the package
-# index.
+# If strobe is missing, this cell installs it from the checkout in which the notebook lies, or from a wheel beside the
+# notebook (`make package` makes one).
 
 # %%
 import importlib.util
@@ -36,10 +36,25 @@ import pathlib
 import subprocess
 import sys
 
-if importlib.util.find_spec("strobe") is None:
-    wheels = sorted(pathlib.Path(".").glob("strobe-*.whl"))
-    wanted = f"{wheels[-1].resolve() if wheels else 'strobe'}[learn]"
-    subprocess.check_call([sys.executable, "-m", "pip", "install", "--quiet", wanted])
+if (found := importlib.util.find_spec("strobe")) is None:
+    here = pathlib.Path.cwd()
+    checkouts = [
+        path for path in (here, here.parent) if (path / "src" / "strobe" / "learn").is_dir()
+    ]
+    wheels = sorted(here.glob("strobe_attention-*.whl"), reverse=True)
+    if not (places := checkouts + wheels):
+        raise ModuleNotFoundError(
+            "strobe is missing, and neither its checkout nor its wheel is here. Do one of these and run the cell again:\n"
+            "- in a checkout of the project, run: pip install '.[learn]'\n"
+            "- run `make package` there, and put dist/strobe_attention-*.whl beside this notebook"
+        )
+    subprocess.check_call(
+        [sys.executable, "-m", "pip", "install", "--quiet", f"{places[0]}[learn]"]
+    )
+elif not pathlib.Path(found.origin).with_name("learn").is_dir():
+    raise ImportError(
+        f"{found.origin} is another project's package of the same name. Run: pip uninstall strobe"
+    )
 
 # %%
 import time

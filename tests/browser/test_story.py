@@ -155,20 +155,30 @@ def test_masks_leave_the_tiles_that_the_library_visits(page: Page) -> None:
 
 def test_numbers_in_the_text_follow_from_the_data(page: Page) -> None:
     gpu, n, d = GPUS[0], 4096, 64
-    trips = 4 * n * n * 2
+    heads, scores = 16, n * n * 2
+    trips = 4 * heads * scores
+    once = 4 * n * d * 2  # Q, K, V and O
     times = {name: found["ms"] for name, found in measured.load()["attention"].items() if "ms" in found}
     wanted = {
-        "chip": f"{gpu['sms'] * gpu['shared'] / 1024:.0f} MiB",
+        "registers-all": f"{gpu['sms'] * gpu['registers'] / 1024:.0f} MiB",
+        "shared-all": f"{gpu['sms'] * gpu['shared'] / 1024:.0f} MiB",
+        "l2": f"{gpu['l2']} MiB",
+        "s-bytes": f"{heads * scores / 1e6:.0f} MB",
         "ridge": f"{gpu['tflops']['float16'] * 1000 / gpu['bandwidth']:.0f}",
-        "trips": f"{trips / 1e6:.0f} MB",
+        "trips": f"{trips / 1e9:.1f} GB",
         "trip-time": f"{trips / gpu['bandwidth'] / 1e3:.0f} µs",
-        "sum-time": f"{4 * n * n * d / gpu['tflops']['float16'] / 1e6:.1f} µs",
+        "sum-time": f"{4 * heads * n * n * d / gpu['tflops']['float16'] / 1e6:.0f} µs",
+        "moved-standard-4096": f"{(4 * scores + once) / 1e6:.0f} MB",
+        "kept-standard-4096": f"{2 * scores / 2**20:.0f} MiB",
+        "moved-flash-4096": f"{(2 * n * n * d // 128 * 2 + once // 2 + 4 * n) / 1e6:.0f} MB",
+        "kept-flash-4096": f"{4 * n / 1024:.0f} KiB",
         "registers": f"{gpu['registers']} KiB",
         "kept-standard": f"{2 * 36 * 4}",
         "kept-flash": f"{6 * 4}",
         "standard-ms": f"{times['standard']:.3f} ms",
         "flash-ms": f"{times['flash']:.3f} ms",
     }
+    assert 8.5 < heads * scores / (gpu["l2"] * 2**20) < 9.5  # "nine times"
     shown = page.evaluate("[...document.querySelectorAll('[data-check]')].map(e => [e.dataset.check, e.textContent])")
     assert dict(shown) == wanted
 
@@ -178,6 +188,10 @@ def test_the_ladder_is_the_measured_one(page: Page) -> None:
     titles = page.evaluate("strobePage.sceneOf('climb').marks.filter(m => /^rung-\\d+$/.test(m.key)).map(m => m.title)")
     rates = [f"{float(format(rung['tflops'], '.3g')):g}" for rung in rungs]
     assert titles == [f"{r['number']} {r['title']}: {rate} TFLOP/s" for r, rate in zip(rungs, rates, strict=True)]
+    named = page.evaluate(
+        "strobePage.sceneOf('climb').marks.filter(m => /^rung-\\d+-name$/.test(m.key)).map(m => m.text)"
+    )
+    assert len(named) == len(rungs) and all(len(name) > 5 and "undefined" not in name for name in named), named
 
 
 def test_how_large_a_tile(page: Page) -> None:
@@ -225,6 +239,20 @@ _UNREADABLE = """(() => {
     const cell = node.parentNode.querySelector("rect")?.getBoundingClientRect();
     if (cell && box.width > cell.width + 2) found.push(`${text} is wider than its cell`);
   }
+  // a label neither lies on a number's cell nor crosses the edge of a box
+  const boxes = [...document.querySelectorAll("#stage .mark rect")].map(node => ({ node, box: node.getBoundingClientRect() }));
+  for (const { node, box: a, text } of texts) {
+    if (node.parentNode.querySelector("rect")) continue;
+    for (const { node: rect, box: b } of boxes) {
+      const w = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const h = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (w < 3 || h < 4) continue;
+      const cell = rect.parentNode.querySelector("text")?.textContent.trim();
+      if (cell) found.push(`${text} lies on the cell of ${cell}`);
+      else if (b.width > 60 && b.height > 60 && w < a.width - 3 && b.right < stage.right - 1)
+        found.push(`${text} crosses the edge of ${rect.parentNode.getAttribute("class")}`);
+    }
+  }
   for (let i = 0; i < texts.length; i++) for (let j = 0; j < i; j++) {
     const a = texts[i].box, b = texts[j].box;
     const w = Math.min(a.right, b.right) - Math.max(a.left, b.left);
@@ -234,6 +262,43 @@ _UNREADABLE = """(() => {
   }
   return found;
 })()"""
+
+
+def test_weights_can_be_seen_in_the_dark(page: Page) -> None:
+    """Cells without numbers stand out from what they lie on by their lightness."""
+    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+    read(page, "trip-2")
+    page.wait_for_timeout(450)
+    luminance = page.evaluate(
+        """Object.fromEntries(["p", "s", "hbm", "chip"].map(name => {
+          const fill = getComputedStyle(document.querySelector(`#stage .mark.${name} rect`)).fill;
+          const [r, g, b] = fill.match(/[\\d.]+/g).map(x => x / 255)
+            .map(x => (x <= 0.04 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+          return [name, 0.2126 * r + 0.7152 * g + 0.0722 * b];
+        }))"""
+    )
+    for name in ("hbm", "chip", "s"):
+        darker, lighter = sorted((luminance["p"] + 0.05, luminance[name] + 0.05))
+        assert lighter / darker > 1.15, (name, luminance)
+
+
+def test_a_finger_is_told_to_tap(chromium: Browser, path: Path) -> None:
+    for touch, shown, hidden in ((True, "Tap any other score", "Point at"), (False, "Point at any other score", "Tap")):
+        context = chromium.new_context(viewport=PHONE, has_touch=touch, is_mobile=touch)  # type: ignore[arg-type]
+        tab = context.new_page()
+        tab.goto(path.as_uri())
+        text = tab.locator("#score").inner_text()
+        assert shown in text and hidden not in text
+        assert ("press" in tab.locator("#start").inner_text()) is not touch
+        context.close()
+
+
+def test_where_to_go_is_linked(page: Page) -> None:
+    links = page.evaluate("[...document.querySelectorAll('footer li a')].map(a => a.href)")
+    ours = [link for link in links if not link.startswith("https://arxiv.org/")]
+    assert len(ours) == 5 and all(Path(link.removeprefix("file://")).is_file() for link in ours)
+    unknown = explain_page.html(lambda target: None)
+    assert "the ladder of kernels, or" in unknown and "data-to" not in unknown
 
 
 def test_one_colour_has_one_meaning(page: Page) -> None:

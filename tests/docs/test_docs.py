@@ -29,6 +29,9 @@ EXPECTED = {
     "install",
     "use",
     "plug-in",
+    "from-flash-attn",
+    "from-sdpa",
+    "from-flex-attention",
     "choosing-a-backend",
     "learn",
     "how-it-works",
@@ -69,6 +72,24 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "sdpa", "flex-attention"])
+def test_what_one_writes_here_is_compared_with_what_one_wrote_there(name: str) -> None:
+    """Each argument in the right column of the table stands in a comparison below it."""
+    page = DOCS / f"from-{name}.md"
+    rows = re.findall(r"^\| (.+?[^\\]) \| (.+) \|$", text_of(page), re.MULTILINE)[1:]
+    code = "".join(blocks(page, "python"))
+    words = {word for _, ours in rows for word in re.findall(r"strobe\.(\w+)|(\w+)=", ours) for word in word if word}
+    untested = {
+        "dropout",
+        "seed",
+        "deterministic",
+        "backend",
+        "compat",
+    }  # there is nothing to compare, or no CPU has it
+    assert len(rows) >= 9 and code.count("same(") >= 6
+    assert {word for word in words if word not in code} <= untested
 
 
 def test_the_pages_with_claims_have_code_that_checks_them() -> None:
@@ -175,6 +196,23 @@ def test_the_site_has_the_page_the_notebooks_the_gallery_and_the_api(site: Path)
         f'id="strobe.{name}"' in body("api") for name in public if not isinstance(getattr(strobe, name), strobe.Mask)
     )
     assert 'class="gi"' in body("ladder/05") and str(ROOT) not in body("ladder/05")
+
+
+def test_the_site_needs_no_network(site: Path) -> None:
+    """Nothing is fetched from elsewhere, and formulas are drawn: in the text's colour, with their source to be read out."""
+    pages = sorted(site.rglob("*.html"))
+    fetched = re.compile(r"""(?:<script[^>]*\bsrc|<link[^>]*\bhref|<img[^>]*\bsrc)="((?:https?:)?//[^"]+)\"""")
+    assert len(pages) > 30 and {page.name: found[1] for page in pages if (found := fetched.search(text_of(page)))} == {}
+    notebook = text_of(site / "notebooks" / "02_flash_attention.html")
+    formulas = re.findall(r'<svg class="formula" role="img" aria-label="([^"]+)".*?</svg>', notebook)
+    assert len(formulas) > 40 and r"B_r &gt; \frac d2" in " ".join(formulas) and "currentColor" in notebook
+    assert "\\frac" not in re.sub(r'aria-label="[^"]*"', "", notebook)
+
+
+def test_the_page_in_the_site_leads_to_the_site(site: Path) -> None:
+    footer = text_of(site / "flash-attention.html").partition("Where to go from here")[2]
+    links = [link for link in re.findall(r'<a href="([^"]+)"', footer) if "arxiv.org" not in link]
+    assert len(links) == 5 and all((site / link).is_file() for link in links), links
 
 
 def test_the_gallery_is_current() -> None:

@@ -66,7 +66,7 @@ def metadata(wheel: Path) -> Message:
 
 # ---- what is inside --------------------------------------------------------------------------------------------------
 def test_the_wheel_is_for_every_platform(wheel: Path) -> None:
-    assert wheel.name == f"strobe-{strobe.__version__}-py3-none-any.whl"
+    assert wheel.name == f"strobe_attention-{strobe.__version__}-py3-none-any.whl"
 
 
 def test_the_wheel_holds_the_whole_package(wheel: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_checkout_and_the_sdist_build_the_same_wheel(wheel: Path, tmp_path: 
 
 
 def test_metadata(metadata: Message) -> None:
-    assert (metadata["Name"], metadata["Version"]) == ("strobe", strobe.__version__)
+    assert (metadata["Name"], metadata["Version"]) == ("strobe-attention", strobe.__version__)
     assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
     assert metadata["Summary"] and metadata["Author"] and metadata["Keywords"]
     assert metadata["Requires-Python"] == PROJECT["requires-python"]
@@ -162,7 +162,7 @@ def test_the_installed_package_is_the_wheel(run, installed: Path) -> None:
     script = (
         "import json, strobe, torch; from importlib import metadata; from strobe.cuda import jit;"
         "jit.flatten('#include <strobe/kernels/forward_sm90.cuh>');"
-        "print(json.dumps([strobe.__file__, metadata.version('strobe'), torch.__version__]))"
+        "print(json.dumps([strobe.__file__, metadata.version('strobe-attention'), torch.__version__]))"
     )
     where, version, torch_version = json.loads(run("python", "-c", script))
     assert Path(where).is_relative_to(installed.parent) and version == strobe.__version__

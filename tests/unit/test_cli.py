@@ -401,8 +401,8 @@ def test_doctor_survives_what_is_missing(strobe_command, monkeypatch: pytest.Mon
 
 
 def test_doctor_shows_what_stands_in_brackets(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "nvrtc_status", lambda: 'install NVRTC with `pip install "strobe[cu13]"`')
-    assert 'pip install "strobe[cu13]"' in strobe_command("doctor").out
+    monkeypatch.setattr(jit, "nvrtc_status", lambda: 'install NVRTC with `pip install "strobe-attention[cu13]"`')
+    assert 'pip install "strobe-attention[cu13]"' in strobe_command("doctor").out
 
 
 def test_doctor_lists_the_hosts(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,6 +437,7 @@ def test_doctor_without_compat(monkeypatch: pytest.MonkeyPatch) -> None:
 HEALTHY = {
     "torch": {"version": "2.13.0", "cuda": "13.0", "threads": 2},
     "gpus": [{"name": "H200", "arch": "sm_90"}],
+    "namesake": None,
     "driver": {"problem": None},
     "nvrtc": {"problem": None},
     "cache": {"problem": None},
@@ -453,9 +454,10 @@ CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "threads": 2}
         ({"torch": CPU_BUILD, "gpus": []}, True, "install a CUDA build of torch: 2.13.0+cpu has no CUDA"),
         ({"gpus": []}, True, "CUDA 13.0 but finds no GPU"),
         ({"gpus": [{"name": "Tesla T4", "arch": "sm_75"}]}, True, "Tesla T4 (sm_75) runs tiled"),
-        ({"nvrtc": {"problem": "install strobe[cu13]"}}, True, "install strobe[cu13]"),
+        ({"nvrtc": {"problem": "install strobe-attention[cu13]"}}, True, "install strobe-attention[cu13]"),
         ({"driver": {"problem": "libcuda cannot be loaded"}}, True, "libcuda cannot be loaded"),
         ({"cache": {"problem": "not writable"}}, True, "not writable"),
+        ({"namesake": "pip uninstall strobe"}, True, "pip uninstall strobe"),
         ({"compiler": {"problem": "CXX is 'x', which cannot be found"}}, True, "CXX is 'x'"),
     ],
 )
@@ -466,6 +468,18 @@ def test_doctor_ends_with_what_to_do_next(
     *remedies, demo_step, bench_step = doctor.next_steps(HEALTHY | changes)
     assert "strobe demo" in demo_step and "strobe bench" in bench_step
     assert len(remedies) == (says is not None) and all(str(says) in remedy for remedy in remedies)
+
+
+@pytest.mark.parametrize("file, says", [("strobe/__init__.py", "pip uninstall strobe"), ("_strobe.pth", "None")])
+def test_doctor_knows_the_other_strobe(file: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the package index, `strobe` is another project with the same import name; an editable installation of our own
+    under an older name does no harm."""
+    information = tmp_path / "strobe-1.2.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: strobe\nVersion: 1.2\n")
+    (information / "RECORD").write_text(f"{file},,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert says in str(doctor.report()["namesake"])
 
 
 def test_doctor_prints_the_next_steps_last(strobe_command) -> None:
@@ -545,6 +559,6 @@ def test_compile_into_an_impossible_directory(strobe_command, tmp_path: Path, fe
 
 
 def test_compile_without_nvrtc(strobe_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "nvrtc_status", lambda: "NVRTC is not there; install strobe[cu13]")
+    monkeypatch.setattr(jit, "nvrtc_status", lambda: "NVRTC is not there; install strobe-attention[cu13]")
     result = strobe_command("compile", "--arch", "sm_80", "--out", str(tmp_path))
-    assert result.code == 2 and "strobe[cu13]" in result.err
+    assert result.code == 2 and "strobe-attention[cu13]" in result.err

@@ -4,6 +4,9 @@ same text accepted by NVRTC."""
 from __future__ import annotations
 
 import re
+import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -85,7 +88,26 @@ __global__ void histogram(const int* x, int* counts, double* mean, int n) {
   if (threadIdx.x == 0) { seen += 1; mean[blockIdx.x] = 0.5 * seen; }
 }
 """
+WARP = """
+__global__ void warp(const __half* x, half* doubled, int* votes, float* sums, int* first) {
+  __shared__ __half tile[64];
+  int i = threadIdx.x, t = blockIdx.x * blockDim.x + i;
+  tile[i] = x[t] + x[t];
+  __syncthreads();
+  float sum = __half2float(tile[i]);
+  for (int reach = 16; reach > 0; reach /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, reach);
+  unsigned large = __ballot_sync(0xffffffffu, x[t] > __float2half(0.0f));
+  doubled[t] = tile[i];
+  int lane_0 = __shfl_sync(0xffffffffu, 100 + i, 0), above = __shfl_down_sync(0xffffffffu, i, 1, 8);
+  if (i % 32 == 0) {
+    votes[t / 32] = __popc(large);
+    sums[t / 32] = sum;
+    first[t / 32] = lane_0 + 1000 * above;
+  }
+}
+"""
 EVERY = {
+    "warp": WARP,
     "grayscale": GRAYSCALE,
     "matmul": MATMUL,
     "block_sum": BLOCK_SUM,
@@ -165,6 +187,37 @@ def test_atomics_and_other_types() -> None:
     counts, mean = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.float64)
     run_kernel(source=HISTOGRAM, grid=4, block=32, x=x, counts=counts, mean=mean, n=100)
     assert counts.tolist() == torch.bincount(x, minlength=4).tolist() and mean.tolist() == [0.5] * 4
+
+
+@runs
+def test_halves_shuffles_and_votes() -> None:
+    x = torch.randn(64).half()
+    doubled, votes, first = torch.zeros(64).half(), torch.zeros(2).int(), torch.zeros(2).int()
+    sums = torch.zeros(2)
+    expected = {
+        "doubled": 2 * x,
+        "votes": (x > 0).view(2, 32).sum(1).int(),
+        "sums": (2 * x).float().view(2, 32).sum(1),
+        "first": torch.tensor([1100, 33132]).int(),  # lane 0 holds 100 + i; lane 1 holds i
+    }
+    run_kernel(
+        source=WARP, grid=1, block=64, x=x, doubled=doubled, votes=votes, sums=sums, first=first, expected=expected
+    )
+
+
+@emulated
+def test_halves_are_rounded_as_torch_rounds_them() -> None:
+    """There and back for every half, and halfway between neighbours, to even."""
+    text = """
+    __global__ void round(const __half* x, float* wide, const float* between, half* rounded, int n) {
+      for (int i = threadIdx.x; i < n; i += blockDim.x) { wide[i] = x[i]; rounded[i] = __float2half(between[i]); }
+    }"""
+    bits = torch.arange(-(2**15), 2**15 - 1, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.float16)[(bits & 0x7C00) != 0x7C00]  # finite
+    between = torch.cat([(x[1:].float() + x[:-1].float()) / 2, torch.tensor([torch.inf])])
+    wide, rounded = torch.zeros(len(x)), torch.zeros(len(x)).half()
+    run_kernel(source=text, grid=1, block=32, x=x, wide=wide, between=between, rounded=rounded, n=len(x))
+    assert torch.equal(wide, x.float()) and torch.equal(rounded, between.half())
 
 
 @pytest.mark.skipif(jit.nvrtc_status() is not None, reason="needs NVRTC")
@@ -260,6 +313,96 @@ def test_ordered_accesses_are_no_race() -> None:
         assert y.tolist() == [1, 2, 3, 4, 5, 6, 7, 0] and torch.equal(x, -y)
 
 
+MISTAKES = """
+__device__ float deep(int n) { return n == 0 ? 0.0f : 1.0f + deep(n - 1) * deep(n - 1); }
+__global__ void mistakes(float* y, int n, int which) {
+  __shared__ float tile[8];
+  if (which == 0)
+    while (n > 0) n = n | 1;
+  if (which == 1)
+    for (;;) n += 1;
+  if (which == 2)
+    y[0] = tile[n];
+  if (which == 3)
+    *(y + n) += 1.0f;
+  if (which == 4)
+    y[0] = *(y + n);
+  if (which == 5)
+    y[0] = deep(n);
+  if (which == 6 && threadIdx.x < 4)
+    y[0] = __shfl_down_sync(0xffffffffu, 1.0f, 1);
+  if (which == 7 && threadIdx.x == 1)
+    y[0] = __ballot_sync(1u, true);
+}
+"""
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("which", "n", "line", "said"),
+    [
+        (0, 1, 6, r"does this loop end\? The thread has gone round loops 50000000 times"),
+        (1, 0, 8, r"does this loop end\?"),
+        (2, 3, 10, "reads shared memory that no thread has written"),
+        (3, 9, 12, r"reads y\[9\], which is out of bounds"),
+        (4, -1, 14, r"reads y\[-1\], which is out of bounds"),
+        (5, 10**9, 2, r"does this recursion end\?"),
+        (
+            6,
+            0,
+            18,
+            "divergent .*\\n.*4 of 8 threads .* wait in line 18.*\\n.*\\nEvery lane in the mask .* __shfl_down_sync",
+        ),
+        (7, 0, 20, "__ballot_sync: lane 1 is not in its own mask 0x1"),
+    ],
+)
+def test_mistakes_are_named_by_thread_and_line(which: int, n: int, line: int, said: str) -> None:
+    text = mistake(said, source=MISTAKES, grid=1, block=8, y=torch.zeros(4), n=n, which=which)
+    assert re.search(rf"line {line}: ", text) and "block 0" in text, text
+
+
+@emulated
+def test_local_arrays_that_are_too_large() -> None:
+    """A stack has a guard beside it; such an array would reach over it, into the stack of another thread."""
+    text = """
+    __global__ void large(float* y, int n) {
+      float many[SIZE];
+      for (int i = 0; i < n; ++i) many[i] = y[i % 4];
+      for (int i = 0; i < n; ++i) y[i % 4] = many[n - 1 - i];
+    }"""
+    given = {"grid": 1, "block": 1, "y": torch.zeros(4), "n": 4}
+    said = mistake(
+        r"large has 26[23],\d+ bytes of local variables; on the emulator 32,768",
+        source=text.replace("SIZE", "65536"),
+        **given,
+    )
+    assert "line 2: __global__ void large" in said
+    mistake("array whose size is known only at run time", source=text.replace("SIZE", "n"), **given)
+
+
+@emulated
+def test_an_interrupt_stops_the_kernel() -> None:
+    """As Ctrl-C and a notebook's stop button do; a process in the background may have been told to ignore them."""
+    text = """
+    __global__ void busy(float* y, int n) {
+      float x = 0.0f;
+      for (int i = 0; i < n; ++i) x = x * 0.5f + 1.0f;
+      y[blockIdx.x] = x;
+    }"""
+    y = torch.zeros(1000)
+    run_kernel(source=text, grid=1, block=1, y=y, n=1)  # compiled
+    interrupt = threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    start = time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_kernel(source=text, grid=1000, block=1, y=y, n=40_000_000)  # would take minutes
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - start < 60 and y[0] != 0 and y[-1] == 0
+
+
 @emulated
 def test_wrong_results_name_their_writers() -> None:
     given = gray_arguments()
@@ -303,6 +446,13 @@ def test_what_does_not_compile_is_named_by_line(old: str, new: str, said: str) -
         ({"source": GRAYSCALE, "block": 2048}, ValueError, "a block has at most 1024"),
         ({"source": GRAYSCALE, "grid": (0, 1)}, ValueError, r"grid: \(0, 1, 1\); sizes are at least 1"),
         ({"source": GRAYSCALE, **gray_arguments(), "expected": {"grey": torch.ones(1)}}, TypeError, "no tensor grey"),
+        ({"source": GRAYSCALE, **gray_arguments(), "pixels": 3.5}, TypeError, "pixels: 3.5, but .* takes int pixels"),
+        ({"source": GRAYSCALE, **gray_arguments(), "pixels": 2**31}, ValueError, "pixels: 2147483648; int holds"),
+        (
+            {"source": BLOCK_SUM, "x": torch.ones(4), "sums": torch.ones(1), "n": 4},
+            ValueError,
+            "smem: 0; block_sum has",
+        ),
         ({"source": GRAYSCALE, "block": None}, TypeError, "block is missing"),
         ({}, TypeError, "source or name is missing"),
         ({"name": "grayscale"}, TypeError, "in strobe's dialect"),
@@ -318,3 +468,18 @@ def test_comments_and_line_numbers_survive() -> None:
     kernel = cuda_source.parse(text)
     assert kernel.name == "f" and cuda_source.rewritten(text).count("\n") == text.count("\n")
     assert 'printf("// %d", 1)' in cuda_source.rewritten(text)
+
+
+@pytest.mark.parametrize(
+    ("loop", "counted"),
+    [
+        ("for (int i = 0; i < n; ++i) f(i);", "for (int i = 0;::lesson::step() && ( i < n); ++i) f(i);"),
+        ("for (;;) f();", "for (;::lesson::step();) f();"),
+        ("do { f(); } while (a || g(b));", "do { f(); } while (::lesson::step() && (a || g(b)));"),
+        ('while (f(")")) g();', 'while (::lesson::step() && (f(")"))) g();'),
+        ("while (int x = f()) g(x);", "while (int x = f()) g(x);"),
+        ("__device__ int f(int n) { return n; }", "__device__ int f(int n) { ::lesson::enter(); return n; }"),
+    ],
+)
+def test_loops_and_functions_are_counted(loop: str, counted: str) -> None:
+    assert cuda_source.rewritten(loop) == counted

@@ -178,8 +178,8 @@ def test_a_bad_architecture_is_named(arch):
 
 def test_a_missing_compiler_is_said_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert 'pip install "strobe[cu13]"' in jit.nvrtc_status()
-    with pytest.raises(RuntimeError, match=r"cannot compile forward for sm_80: .*strobe\[cu13\]"):
+    assert 'pip install "strobe-attention[cu13]"' in jit.nvrtc_status()
+    with pytest.raises(RuntimeError, match=r"cannot compile forward for sm_80: .*strobe-attention\[cu13\]"):
         jit.get(SOURCE, "sm_80", name="forward")
 
 

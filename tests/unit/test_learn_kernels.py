@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -64,6 +66,13 @@ def test_params_are_read_from_the_source() -> None:
         ("n", "int"),
         ("k", "int"),
     ]
+
+
+def test_a_kernel_is_named_and_no_path_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine.cu").write_text("secret")
+    for name in (str(tmp_path / "mine"), "../kernels/matmul", "./matmul", "matmul.cu", ""):
+        with pytest.raises(ValueError, match="the kernels are grayscale, matmul"):
+            source(name)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -159,7 +159,9 @@ def test_with_neither_the_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=None))
     monkeypatch.setenv("PATH", "")
     monitor = Monitor(CUDA, energy=True)
-    assert "nvidia-ml-py is not installed" in str(monitor.unavailable) and "strobe[bench]" in str(monitor.unavailable)
+    assert "nvidia-ml-py is not installed" in str(monitor.unavailable) and "pip install nvidia-ml-py" in str(
+        monitor.unavailable
+    )
     assert "nvidia-smi: " in str(monitor.unavailable) and monitor.energy_source is None
     assert monitor.mean_watts(0, 1e9) is None and monitor.now() is None
     monitor.close()

@@ -30,7 +30,7 @@ def unavailable() -> str | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        return f'{error}; install it with `pip install "strobe[bench]"`'
+        return f"{error}; install it with `pip install matplotlib`"
     return None
 
 

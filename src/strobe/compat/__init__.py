@@ -10,6 +10,16 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import strobe
+
+if "attention" not in getattr(
+    strobe, "__all__", ()
+):  # both projects are installed, and the other's files lie over ours
+    raise ImportError(
+        f"{strobe.__file__} is another project's package of the same name. Run: pip uninstall strobe, and install "
+        "strobe-attention again"
+    )
+
 from strobe.compat.installation import install, installed, uninstall
 
 if TYPE_CHECKING:

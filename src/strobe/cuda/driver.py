@@ -53,7 +53,7 @@ def available() -> str | None:
     try:
         _cuda()
     except ImportError as error:
-        return f'cuda-bindings cannot be imported ({error}); install it with `pip install "strobe[cu13]"`'
+        return f'cuda-bindings cannot be imported ({error}); install it with `pip install "strobe-attention[cu13]"`'
     except CudaError as error:
         return str(error)
     except Exception as error:  # the bindings' loader has exception types of its own

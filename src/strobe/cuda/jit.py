@@ -33,7 +33,7 @@ _SCHEMA = "1"  # changes when the meaning of a key does
 _HEADERS = Path(__file__).parent / "include"
 # Denormals are flushed, as in the approximate instructions that kernels name; nothing else is relaxed unasked.
 _BASE_OPTIONS = ("-std=c++17", "-ftz=true", "--ptxas-options=-v")
-_INSTALL = 'install NVRTC with `pip install "strobe[cu13]"` (or "strobe[cu12]" for a CUDA 12 build of torch)'
+_INSTALL = 'install NVRTC with `pip install "strobe-attention[cu13]"` ([cu12] for a CUDA 12 build of torch)'
 
 
 class CompileError(RuntimeError):

@@ -4,7 +4,7 @@ Needs a C++ compiler and nothing else. Every access is checked, deadlocks are ex
 and matrix products complete late and threads run in random order, so that a missing wait or barrier shows.
 """
 
-from strobe.emulator.compiler import CompilerMissing, build, compiler
+from strobe.emulator.compiler import CompilerMissing, FrameError, build, compiler
 from strobe.emulator.program import Buffer, Counters, EmulatorError, Program
 from strobe.emulator.tensor_map import encode_tensor_map
 
@@ -13,6 +13,7 @@ __all__ = [
     "CompilerMissing",
     "Counters",
     "EmulatorError",
+    "FrameError",
     "Program",
     "build",
     "compiler",

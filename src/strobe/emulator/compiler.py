@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,15 @@ _LIMIT_S = 600
 
 class CompilerMissing(RuntimeError):
     """There is no C++ compiler; the message says how to get one."""
+
+
+class FrameError(RuntimeError):
+    """A function has too large a frame for an emulated thread's stack (`bytes`), or one whose size is not known when it
+    is compiled (None)."""
+
+    def __init__(self, line: int, bytes: int | None) -> None:
+        super().__init__(f"line {line}: a frame of {bytes} bytes")
+        self.line, self.bytes = line, bytes
 
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------
@@ -73,26 +83,32 @@ def _called(command: str) -> str:
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
-def build(source: str, *, name: str = "kernel") -> Program:
-    """The kernel of `source` (flattened or not) as a program for this machine; compiled once per text and compiler."""
+def build(source: str, *, name: str = "kernel", frame_limit: tuple[str, int] | None = None) -> Program:
+    """The kernel of `source` (flattened or not) as a program for this machine; compiled once per text and compiler.
+
+    `frame_limit` is (file, bytes): a function of that file whose frame is larger raises `FrameError`. A frame that is
+    larger than the guard beside a stack would step over it."""
     command = compiler()
     if command is None:
         raise CompilerMissing(how_to_install())
     text = jit.flatten(source, "emu") + "\n" + jit.flatten("#include <strobe/emu/driver.cuh>\n", "emu")
     options = (*_OPTIONS, *_machine_options())
-    key = hashlib.sha256("\0".join((text, _version(command), *options)).encode()).hexdigest()[:32]
-    return _load(key, text, command, options, name)
+    limit = () if frame_limit is None else map(str, frame_limit)
+    key = hashlib.sha256("\0".join((text, _version(command), *options, *limit)).encode()).hexdigest()[:32]
+    return _load(key, text, command, options, name, frame_limit)
 
 
 @functools.cache
-def _load(key: str, text: str, command: str, options: tuple[str, ...], name: str) -> Program:
+def _load(
+    key: str, text: str, command: str, options: tuple[str, ...], name: str, frame_limit: tuple[str, int] | None
+) -> Program:
     kept = cache.directory("emulator")
     if kept is not None:
         # The loader trusts what it maps: a damaged library would end the process, so its content is checked first.
         for library, _ in cache.intact(kept, key, ".so"):
             with contextlib.suppress(OSError):  # of a machine that shares this cache and is unlike this one
                 return Program(library, name)
-    product = _compile(text, command, options, name)
+    product = _compile(text, command, options, name, frame_limit)
     if kept is not None:
         with contextlib.suppress(OSError):  # read-only or full, or nothing may be executed there
             cache.write(kept / f"{key}.cpp", text.encode())
@@ -104,18 +120,31 @@ def _load(key: str, text: str, command: str, options: tuple[str, ...], name: str
         raise RuntimeError(f"{_called(command)} made a library that cannot be loaded: {error}") from error
 
 
-def _compile(text: str, command: str, options: tuple[str, ...], name: str) -> bytes:
+def _compile(
+    text: str, command: str, options: tuple[str, ...], name: str, frame_limit: tuple[str, int] | None
+) -> bytes:
     """The library that the compiler makes of this text."""
     with tempfile.TemporaryDirectory(prefix="strobe-") as scratch:
         source, product = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
         source.write_text(text, encoding="utf-8")
-        done = _run(command, *options, str(source), "-o", str(product), limit_s=_LIMIT_S)
+        counting = () if frame_limit is None else ("-fstack-usage",)
+        done = _run(command, *options, *counting, str(source), "-o", str(product), limit_s=_LIMIT_S)
         if done.returncode:
             raise RuntimeError(f"{_called(command)} cannot compile {name} for the emulator:\n{done.stderr.strip()}")
+        if frame_limit is not None:
+            for listed in Path(scratch).glob("*.su"):
+                _check_frames(listed.read_text(encoding="utf-8"), *frame_limit)
         try:
             return product.read_bytes()
         except FileNotFoundError:
             raise RuntimeError(f"{_called(command)} made no library of {name}: is it a C++ compiler?") from None
+
+
+def _check_frames(listed: str, file: str, most: int) -> None:
+    """`listed` is what -fstack-usage writes, a line for each function: `file:line:column:name`, bytes, kind."""
+    for line, size, kind in re.findall(rf"^{re.escape(file)}:(\d+):[^\t]*\t(\d+)\t(\S+)$", listed, re.MULTILINE):
+        if int(size) > most or kind == "dynamic":
+            raise FrameError(int(line), None if kind == "dynamic" else int(size))
 
 
 def _run(command: str, *arguments: str, limit_s: float) -> subprocess.CompletedProcess[str]:

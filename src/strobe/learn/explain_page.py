@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +138,23 @@ def data() -> dict[str, Any]:
     }
 
 
-def html() -> str:
+_ROOT = Path(__file__).resolve().parents[3]  # of a checkout
+
+
+def _address(target: str) -> str | None:
+    """Of a file of the checkout or of the installed package, on this machine; None if it is not here."""
+    package = Path(strobe.__file__).parent / target.removeprefix("src/strobe/")
+    found = package if target.startswith("src/") else _ROOT / target
+    return found.as_uri() if found.is_file() else None
+
+
+def html(address: Callable[[str], str | None] = _address) -> str:
+    """`address` says where a file of the project can be read; what it does not know is named without a link."""
+
+    def link(found: re.Match[str]) -> str:
+        to = address(found[1])
+        return found[2] if to is None else f'<a href="{to}">{found[2]}</a>'
+
     def part(name: str) -> str:
         return (_HERE / name).read_text(encoding="utf-8")
 
@@ -144,12 +162,13 @@ def html() -> str:
     for mark, name in _STYLES.items():
         text = text.replace(f"/*{mark}*/", part(name))
     text = text.replace("<!--STORY-->", part("story.html")).replace("<!--PLAY-->", part("play.html"))
+    text = re.sub(r'<a data-to="([^"]+)">(.*?)</a>', link, text)
     text = text.replace("/*SCRIPTS*/", "\n".join(part(name).removeprefix('"use strict";\n') for name in _SCRIPTS))
     return text.replace("/*DATA*/", json.dumps(data(), separators=(",", ":"), allow_nan=False).replace("</", "<\\/"))
 
 
-def build(out: Path) -> Path:
+def build(out: Path, address: Callable[[str], str | None] = _address) -> Path:
     """Write the page to the file `out`; folders above it are made."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html(), encoding="utf-8")
+    out.write_text(html(address), encoding="utf-8")
     return out

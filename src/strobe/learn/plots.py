@@ -21,7 +21,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError('figures need matplotlib: pip install "strobe[learn]"') from None
+        raise ImportError("figures need matplotlib: pip install matplotlib") from None
     from matplotlib.figure import Figure as Canvas
 
     matplotlib.rcParams["svg.hashsalt"] = "strobe"

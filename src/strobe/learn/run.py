@@ -37,10 +37,10 @@ class Run:
 
 def source(name: str) -> str:
     """The text of a kernel, to be read."""
-    path = KERNELS / f"{name}.cu"
-    if not path.is_file():
-        raise ValueError(f"name: {name!r}; the kernels are {', '.join(sorted(p.stem for p in KERNELS.glob('*.cu')))}")
-    return path.read_text(encoding="utf-8")
+    kernels = {path.stem: path for path in sorted(KERNELS.glob("*.cu"))}
+    if name not in kernels:  # a name, not a path
+        raise ValueError(f"name: {name!r}; the kernels are {', '.join(kernels)}")
+    return kernels[name].read_text(encoding="utf-8")
 
 
 def gpu() -> str | None:
@@ -83,8 +83,9 @@ def run_kernel(
 
     `source` is ordinary CUDA C++ with one `__global__` function (or several, and `name` says which). Its parameters are
     given by name: tensors for pointers, numbers for the rest. `smem` is the size in bytes of an `extern __shared__`
-    array. On the emulator, reads and writes out of bounds, divergent barriers and races raise `KernelError`, which names
-    thread and line; with `expected` (tensors by the name of the parameter), wrong results do as well.
+    array. On the emulator, reads and writes out of bounds, reads of shared memory that nobody has written, divergent
+    barriers, races and loops that do not end raise `KernelError`, which names thread and line; with `expected` (tensors
+    by the name of the parameter), wrong results do as well.
 
     Without `source`, `name` is one of the lessons' kernels in strobe's own dialect (`strobe/learn/kernels`), which has
     `threads` threads a block and a `struct Params`, whose fields are the arguments.
@@ -107,7 +108,7 @@ def run_kernel(
 def _plain(
     kernel: cuda_source.Kernel, how: launch.Config, arguments: dict[str, Any], expected: dict[str, torch.Tensor]
 ) -> Run:
-    launch.check(kernel, arguments)
+    launch.check(kernel, how, arguments)
     if unknown := [name for name in expected if not isinstance(arguments.get(name), torch.Tensor)]:
         raise TypeError(f"expected: the kernel has no tensor {', '.join(unknown)}")
     writers: dict[str, launch.Writers] = {}

@@ -20,7 +20,7 @@ from strobe.measure.energy import EnergyLog, Rapl
 
 _INTERVAL_S = 0.01  # between two samples of the clock
 _ENERGY_INTERVAL_S = 0.004  # between two looks at the energy counter
-_INSTALL = 'install it with `pip install "strobe[bench]"`'
+_INSTALL = "install it with `pip install nvidia-ml-py`"
 _REASONS = {
     0x2: "application clocks setting",
     0x4: "power cap (software)",

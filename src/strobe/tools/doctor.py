@@ -37,6 +37,7 @@ def report() -> dict[str, Any]:
     """Everything is looked up, nothing is changed, and nothing that is missing is an error."""
     found = {
         "strobe": strobe.__version__,
+        "namesake": _namesake(),
         "python": platform.python_version(),
         "torch": _torch(),
         "gpus": _gpus(),
@@ -68,6 +69,20 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _namesake() -> str | None:
+    """What to do if the distribution `strobe` is installed beside ours, `strobe-attention`. It is another project, and
+    pip lets each of two packages with one import name write over the other's files."""
+    try:
+        files = metadata.distribution("strobe").files or ()
+    except metadata.PackageNotFoundError:
+        return None
+    if "strobe/__init__.py" not in map(str, files):  # an editable installation shares no files
+        return None
+    return (
+        "the package `strobe` is another project's, and its files lie over these: pip uninstall strobe, install again"
+    )
 
 
 def _torch() -> dict[str, Any]:
@@ -173,7 +188,7 @@ def _compat_status() -> dict[str, str]:
 
 def next_steps(found: dict[str, Any]) -> list[str]:
     """What stands in the way first, each with its remedy; then how to go on."""
-    steps = _gpu_steps(found)
+    steps = [*filter(None, [found["namesake"]]), *_gpu_steps(found)]
     if found["cache"]["problem"]:
         steps.append(f"make a cache directory usable: {found['cache']['problem']}")
     if found["compiler"]["problem"]:

@@ -137,7 +137,9 @@ def show_doctor(found: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, ready, text in _findings(found):
         state = Text("ready", "green") if ready else Text("no", "yellow") if ready is False else ""
-        table.add_row(name, state, Text(text))  # a plain string would lose what stands in brackets: strobe[cu13]
+        table.add_row(
+            name, state, Text(text)
+        )  # a plain string would lose what stands in brackets: strobe-attention[cu13]
     stdout.print(table)
     stdout.print()
     stdout.print(_hosts_table(found["hosts"]))

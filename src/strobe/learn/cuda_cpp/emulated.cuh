@@ -1,6 +1,9 @@
 // CUDA C++ on the emulator. `source.py` rewrites a learner's kernel: `float*` becomes Ptr<float>, `__shared__ float
 // t[4]` becomes Shared<float[4]>. Each read and write then passes through here, where it is checked and knows its line.
+// So does each round of a loop (`step`) and each call of a function (`enter`): both may be endless.
 #include <cmath>
+#include <type_traits>
+#include <vector>
 #include <strobe/ptx/memory.cuh>
 #include <strobe/ptx/warp.cuh>
 
@@ -15,22 +18,61 @@ struct dim3 {
 };
 struct Launch {
   dim3 grid, block;
-  unsigned threads;  // of a block; the emulator runs whole warps, and those beyond do nothing
-  unsigned number;   // of the launch
+  unsigned threads;               // of a block; the emulator runs whole warps, and those beyond do nothing
+  unsigned number;                // of the launch
+  const volatile unsigned* stop;  // 1: the learner has interrupted it
 };
 inline const Launch& launch() { return *static_cast<const Launch*>(emu::block().params); }
 
-struct Progress {  // of the block that runs: barriers that each thread has passed, and where shared arrays lie
-  unsigned number = ~0u, block = ~0u, passed[1024], slot[64], used;
+struct Meeting {  // of lanes of a warp, for a shuffle or a vote
+  unsigned mask, arrived;
+  const char* op;
+  Site site;
+  void* lanes[32];
+};
+struct Progress {  // of the block that runs
+  unsigned number = ~0u, block = ~0u;
+  unsigned passed[1024], steps[1024];  // by thread: barriers, rounds of loops
+  const char* stack[1024];             // by thread: where it begins
+  unsigned slot[64], used;             // where shared arrays lie
+  std::vector<bool> written;           // by byte of shared memory
+  Site unwritten;                      // the first read of a byte that nobody had written, if its file is set
+  unsigned reader, finished;           // who read it; threads that have ended
+  Meeting meetings[32];                // by warp
+  STROBE_OUTLINE void reset() {
+    number = launch().number, block = emu::block().index, used = 0;
+    memset(passed, 0, sizeof passed), memset(steps, 0, sizeof steps), memset(slot, 0xff, sizeof slot);
+    written.assign(emu::block().smem, false), unwritten = Site(), finished = 0;
+    for (Meeting& meeting : meetings) meeting.arrived = 0;
+  }
 };
 inline Progress& progress() {
   static thread_local Progress p;
-  if (p.number != launch().number || p.block != emu::block().index) {
-    memset(&p, 0, sizeof p);
-    memset(p.slot, 0xff, sizeof p.slot);
-    p.number = launch().number, p.block = emu::block().index;
-  }
+  if (p.number != launch().number || p.block != emu::block().index) p.reset();
   return p;
+}
+
+// ---- what may not end -----------------------------------------------------------------------------------------------
+constexpr unsigned kSteps = 50000000;                 // rounds of loops, of one thread
+constexpr long kFrame = 32 << 10, kStack = 80 << 10;  // of a function (the compiler counts it), and of its callers
+inline void stop_if_interrupted(Site site) {
+  if (*launch().stop) emu::block().fail("interrupted", site);
+}
+inline bool step(Site site = Site::here()) {
+  const unsigned steps = ++progress().steps[emu::block().running];
+  if (steps % 4096 == 0) stop_if_interrupted(site);
+  if (steps == kSteps)
+    emu::block().fail(emu::format("does this loop end? The thread has gone round loops %u times", kSteps), site);
+  return true;
+}
+__attribute__((always_inline)) inline void begin(Site site = Site::here()) {
+  stop_if_interrupted(site);
+  progress().stack[emu::block().running] = static_cast<const char*>(__builtin_frame_address(0));
+}
+__attribute__((always_inline)) inline void enter(Site site = Site::here()) {
+  const char* frame = static_cast<const char*>(__builtin_frame_address(0));
+  if (progress().stack[emu::block().running] - frame > kStack)
+    emu::block().fail("does this recursion end? The thread's stack is full", site);
 }
 inline dim3 at(unsigned flat, dim3 size) { return {flat % size.x, flat / size.x % size.y, flat / (size.x * size.y)}; }
 
@@ -97,6 +139,18 @@ struct Index {  // an index that knows the line in which it is used
   template <class I> Index(I value, Site site = Site::here()) : value(static_cast<long long>(value)), site(site) {}
 };
 
+// A missing barrier shows as a race as soon as somebody writes there. If nobody does, `end` reports the read.
+inline void note_unwritten(u32 address, Site site) {
+  Progress& p = progress();
+  if (p.written[address - emu::Block::kSharedBase] || *p.unwritten.file) return;
+  p.unwritten = site, p.reader = emu::block().running;
+}
+inline void end() {
+  Progress& p = progress();
+  if (++p.finished == launch().threads && *p.unwritten.file)
+    emu::block().fail("reads shared memory that no thread has written", p.unwritten, static_cast<int>(p.reader));
+}
+
 template <class T> struct Ptr;
 template <class T> struct Ref {  // one element: reading converts it, writing assigns to it
   typedef typename Value<T>::type V;
@@ -106,6 +160,8 @@ template <class T> struct Ref {  // one element: reading converts it, writing as
   V load() const {
     V x;
     if (space == Space::shared) {
+      emu::check_shared(static_cast<u32>(address), sizeof x, sizeof x, "shared memory", site);
+      note_unwritten(static_cast<u32>(address), site);
       emu::load_shared(&x, static_cast<u32>(address), sizeof x, "shared memory", site);
     } else {
       if (space == Space::global) {
@@ -120,6 +176,7 @@ template <class T> struct Ref {  // one element: reading converts it, writing as
     static_assert(!Value<T>::is_const, "the kernel writes to memory that is const");
     if (space == Space::shared) {
       emu::store_shared(static_cast<u32>(address), &x, sizeof x, "shared memory", site);
+      for (unsigned i = 0; i < sizeof x; ++i) progress().written[address - emu::Block::kSharedBase + i] = true;
     } else {
       if (space == Space::global) {
         emu::check_global(reinterpret_cast<const void*>(address), sizeof x, sizeof x, true, "global memory", site);
@@ -130,6 +187,11 @@ template <class T> struct Ref {  // one element: reading converts it, writing as
     return x;
   }
   operator V() const { return load(); }
+  // A half becomes a float unasked, which C++ would not do behind the conversion above.
+  template <class F, class = typename std::enable_if<std::is_same<F, float>::value && sizeof(V) == 2>::type>
+  operator F() const {
+    return static_cast<F>(load());
+  }
   V operator=(V x) const { return store(x); }
   V operator=(const Ref& other) const { return store(other.load()); }
   V operator+=(V x) const { return store(load() + x); }
@@ -137,9 +199,15 @@ template <class T> struct Ref {  // one element: reading converts it, writing as
   V operator*=(V x) const { return store(load() * x); }
   V operator/=(V x) const { return store(load() / x); }
   V operator++() const { return store(load() + 1); }
+  V operator--() const { return store(load() - 1); }
   V operator++(int) const {
     const V x = load();
     store(x + 1);
+    return x;
+  }
+  V operator--(int) const {
+    const V x = load();
+    store(x - 1);
     return x;
   }
   Ptr<T> operator&() const { return Ptr<T>(address, space); }
@@ -155,11 +223,30 @@ template <class T> struct Ptr {
     static_assert(Value<T>::is_const || !Value<U>::is_const, "a pointer to const cannot become a pointer to non-const");
   }
   Ref<T> operator[](Index i) const { return Ref<T>{address + i.value * sizeof(T), space, i.site}; }
-  Ref<T> operator*() const { return Ref<T>{address, space, Site{"kernel.cu", 0}}; }
+  struct Here {  // a pointer that knows the line in which it is followed
+    Ref<T> element;
+    Here(const Ptr& p, Site site = Site::here()) : element{p.address, p.space, site} {}
+  };
+  friend Ref<T> operator*(Here p) { return p.element; }
   Ptr operator+(Index i) const { return Ptr(address + i.value * sizeof(T), space); }
   Ptr operator-(Index i) const { return Ptr(address - i.value * sizeof(T), space); }
   Ptr& operator+=(Index i) { return *this = *this + i; }
+  Ptr& operator-=(Index i) { return *this = *this - i; }
   Ptr& operator++() { return *this = *this + 1; }
+  Ptr& operator--() { return *this = *this - 1; }
+  Ptr operator++(int) {
+    const Ptr before = *this;
+    ++*this;
+    return before;
+  }
+  Ptr operator--(int) {
+    const Ptr before = *this;
+    --*this;
+    return before;
+  }
+  bool operator==(const Ptr& other) const { return address == other.address; }
+  bool operator!=(const Ptr& other) const { return address != other.address; }
+  bool operator<(const Ptr& other) const { return address < other.address; }
   long long operator-(const Ptr& other) const {
     return (static_cast<long long>(address) - static_cast<long long>(other.address)) /
            static_cast<long long>(sizeof(T));
@@ -252,14 +339,98 @@ inline void __syncthreads(Site site = Site::here()) {
   }
   ++progress().passed[me];
 }
-inline void __syncwarp(unsigned = ~0u, Site site = Site::here()) { strobe::sync_warp(site); }
-inline float __shfl_xor_sync(unsigned, float x, int lanes, Site site = Site::here()) {
-  return strobe::shfl_xor(x, lanes, site);
+template <class T> inline T plain(T x) { return x; }
+template <class T> inline typename Value<T>::type plain(Ref<T> x) { return x; }
+
+// The lanes of `mask` come together. Each hands in `lane`; the last calls `last` with all of them
+// and with the mask of those that there are, then all go on.
+template <class Last> inline void meet(unsigned mask, const char* op, Site site, void* lane, Last last) {
+  emu::Block& b = emu::block();
+  const unsigned warp = b.running / 32, me = b.running % 32, there = launch().threads - 32 * warp;
+  if (there < 32) mask &= (1u << there) - 1;
+  Meeting& meeting = progress().meetings[warp];
+  if (!(mask >> me & 1)) b.fail(emu::format("%s: lane %u is not in its own mask 0x%x", op, me, mask), site);
+  if (!meeting.arrived) meeting.mask = mask, meeting.op = op, meeting.site = site;
+  if (meeting.mask != mask || strcmp(meeting.op, op))
+    b.fail(emu::format("%s with the mask 0x%x, while other lanes of the warp wait in %s with the mask 0x%x at ", op,
+                       mask, meeting.op, meeting.mask) +
+               meeting.site.text(),
+           site);
+  meeting.lanes[me] = lane;
+  meeting.arrived |= 1u << me;
+  if (meeting.arrived != mask) return b.suspend(emu::Waiting::group, op, site, warp, 32);
+  meeting.arrived = 0;
+  b.count_bank_conflicts(warp);
+  last(meeting.lanes, mask);
+  for (unsigned i = 0; i < 32; ++i)
+    if (mask >> i & 1 && i != me) b.make_ready(32 * warp + i);
 }
-inline float __shfl_down_sync(unsigned, float x, unsigned by, Site site = Site::here()) {
-  return strobe::as_float(emu::exchange(strobe::as_bits(x), "__shfl_down_sync", site,
-                                        [=](u32 lane) { return static_cast<int>(lane + by < 32 ? lane + by : lane); }));
+inline void __syncwarp(unsigned mask = ~0u, Site site = Site::here()) {
+  emu::Block& b = emu::block();
+  meet(mask, "__syncwarp", site, nullptr, [&b](void**, unsigned mask) {
+    const u32 first = b.running / 32 * 32;
+    std::vector<u32> all(b.slots, 0);
+    for (u32 i = 0; i < 32; ++i)
+      if (mask >> i & 1) b.join(all.data(), b.clock(first + i));
+    for (u32 i = 0; i < 32; ++i) {
+      if (!(mask >> i & 1)) continue;
+      memcpy(b.clock(first + i), all.data(), b.slots * sizeof(u32));
+      b.tick(first + i);
+    }
+  });
 }
+template <class T> inline T exchange(unsigned mask, T x, int from, const char* op, Site site) {
+  struct Lane {
+    T value, result;
+    int from;
+  } lane{x, x, from};
+  ++emu::block().counters.shuffles;
+  meet(mask, op, site, &lane, [](void** lanes, unsigned mask) {
+    for (int i = 0; i < 32; ++i) {
+      if (!(mask >> i & 1)) continue;
+      Lane* mine = static_cast<Lane*>(lanes[i]);
+      if (mask >> mine->from & 1) mine->result = static_cast<Lane*>(lanes[mine->from])->value;
+    }
+  });
+  return lane.result;
+}
+inline int lane() { return static_cast<int>(emu::block().running % 32); }
+template <class T> inline auto __shfl_sync(unsigned mask, T x, int from, int width = 32, Site site = Site::here())
+    -> decltype(plain(x)) {
+  return exchange(mask, plain(x), lane() / width * width + (from & (width - 1)), "__shfl_sync", site);
+}
+template <class T> inline auto __shfl_xor_sync(unsigned mask, T x, int lanes, int width = 32, Site site = Site::here())
+    -> decltype(plain(x)) {
+  const int from = lane() ^ lanes;
+  return exchange(mask, plain(x), from / width > lane() / width ? lane() : from & 31, "__shfl_xor_sync", site);
+}
+template <class T> inline auto __shfl_down_sync(unsigned mask, T x, unsigned by, int width = 32,
+                                                Site site = Site::here()) -> decltype(plain(x)) {
+  const int from = lane() + static_cast<int>(by);
+  return exchange(mask, plain(x), from / width > lane() / width ? lane() : from, "__shfl_down_sync", site);
+}
+template <class T> inline auto __shfl_up_sync(unsigned mask, T x, unsigned by, int width = 32, Site site = Site::here())
+    -> decltype(plain(x)) {
+  const int from = lane() - static_cast<int>(by);
+  return exchange(mask, plain(x), from < lane() / width * width ? lane() : from, "__shfl_up_sync", site);
+}
+inline unsigned __ballot_sync(unsigned mask, bool x, Site site = Site::here()) {
+  unsigned vote = x;
+  meet(mask, "__ballot_sync", site, &vote, [](void** lanes, unsigned mask) {
+    unsigned all = 0;
+    for (int i = 0; i < 32; ++i)
+      if (mask >> i & 1) all |= *static_cast<unsigned*>(lanes[i]) << i;
+    for (int i = 0; i < 32; ++i)
+      if (mask >> i & 1) *static_cast<unsigned*>(lanes[i]) = all;
+  });
+  return vote;
+}
+inline int __any_sync(unsigned mask, bool x, Site site = Site::here()) { return __ballot_sync(mask, x, site) != 0; }
+inline int __all_sync(unsigned mask, bool x, Site site = Site::here()) { return !__ballot_sync(mask, !x, site); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class T> inline T atomicAdd(Ptr<T> p, T x, Site site = Site::here()) {
   if (p.space != Space::global) {
     const T old = Ref<T>{p.address, p.space, site}.load();
@@ -275,8 +446,6 @@ template <class T> inline T atomicAdd(Ptr<T> p, T x, Site site = Site::here()) {
     if (array->writers) array->writers[(p.address - array->address) / sizeof(T)] = 0;  // atomics do not race
   return old;
 }
-template <class T> inline T plain(T x) { return x; }
-template <class T> inline typename Value<T>::type plain(Ref<T> x) { return x; }
 template <class... Arguments> inline int printf(const char* format, Arguments... arguments) {
   const int written = ::printf(format, plain(arguments)...);
   fflush(stdout);
@@ -291,7 +460,7 @@ inline int min(int a, int b) { return a < b ? a : b; }
 
 }  // namespace lesson
 
-#define __global__
+#define __global__ __attribute__((noinline))  // its frame is counted under its own name
 #define __device__ inline
 #define __host__
 #define __forceinline__

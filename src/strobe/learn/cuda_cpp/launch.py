@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
+import operator
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from strobe.cuda import jit
-from strobe.emulator import Buffer, Counters, EmulatorError, build
-from strobe.learn.cuda_cpp.source import FILE, TYPES, Kernel, Parameter, emulated
+from strobe.emulator import Buffer, Counters, EmulatorError, FrameError, Program, build
+from strobe.learn.cuda_cpp.source import FILE, FRAME_BYTES, TYPES, Kernel, Parameter, emulated
 from strobe.learn.simulator import Dim3, KernelError
 
 _DTYPES = {
     torch.float32: "float",
     torch.float64: "double",
+    torch.float16: "__half",
     torch.int32: "int",
     torch.int64: "long long",
     torch.uint8: "unsigned char",
@@ -63,8 +68,10 @@ def config(grid: int | tuple[int, ...], block: int | tuple[int, ...], smem: int)
     return Config(blocks, threads, smem)
 
 
-def check(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
+def check(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> None:
     """Every parameter has a fitting argument, and there is no other."""
+    if kernel.extern_shared and how.smem == 0:
+        raise ValueError(f"smem: 0; {kernel.name} has an `extern __shared__` array, and smem is its size in bytes")
     listed = f"{kernel.name}({', '.join(map(str, kernel.parameters))})"
     names = [parameter.name for parameter in kernel.parameters]
     if missing := [name for name in names if name not in arguments]:
@@ -78,6 +85,8 @@ def check(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
             raise TypeError(f"{parameter.name} must be {wanted}, got {type(value).__name__}: {listed}")
         if parameter.pointer:
             _check_tensor(parameter, value)
+        else:
+            _number(parameter, value)
 
 
 def _check_tensor(parameter: Parameter, tensor: torch.Tensor) -> None:
@@ -96,7 +105,9 @@ def _check_tensor(parameter: Parameter, tensor: torch.Tensor) -> None:
 
 def on_emulator(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> tuple[Counters, dict[str, Writers]]:
     """Threads run in random order, one block after the other; the first mistake ends the run."""
-    packed = struct.pack("<8I", *how.grid, *how.block, how.block.size, next(_numbers) & 0xFFFFFFFF)
+    stop = ctypes.c_uint32(0)
+    number = next(_numbers) & 0xFFFFFFFF
+    packed = struct.pack("<8IQ", *how.grid, *how.block, how.block.size, number, ctypes.addressof(stop))
     buffers, writers = [], {}
     keep = []  # alive until the kernel has run
     for parameter in kernel.parameters:
@@ -114,27 +125,57 @@ def on_emulator(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> tu
         packed += struct.pack("<4Q", value.data_ptr(), nbytes, *watched)
         buffers.append(Buffer(parameter.name, value.data_ptr(), nbytes, writable=not parameter.const))
     threads = -(-how.block.size // 32) * 32
+    program = _built(kernel)
     try:
-        program = build(jit.flatten(emulated(kernel), "emu", "lesson.cuh"), name=kernel.name)
-    except RuntimeError as error:
-        raise _compile_error(kernel, str(error), rf"{re.escape(FILE)}:(\d+)(?::\d+)?: error: (.*)") from None
-    try:
-        counters = program.run(
-            packed,
-            grid=how.grid.size,
-            threads=threads,
-            smem=_STATIC_SMEM + how.smem,
-            buffers=buffers,
-            mode="async",
-            workers=1,
-        )
+        with ThreadPoolExecutor(1) as pool:  # Python hears Ctrl-C in this thread, while the kernel runs in another
+            try:
+                running = pool.submit(
+                    program.run,
+                    packed,
+                    grid=how.grid.size,
+                    threads=threads,
+                    smem=_STATIC_SMEM + how.smem,
+                    buffers=buffers,
+                    mode="async",
+                    workers=1,
+                )
+                counters = running.result()
+            finally:
+                stop.value = 1  # if it still runs, because of an interrupt
     except EmulatorError as error:
         raise KernelError(_explained(kernel, how, arguments, str(error))) from None
     return counters, writers
 
 
+def _built(kernel: Kernel) -> Program:
+    text = jit.flatten(emulated(kernel), "emu", "lesson.cuh")
+    try:
+        return build(text, name=kernel.name, frame_limit=(FILE, FRAME_BYTES))
+    except FrameError as error:
+        line = kernel.text.splitlines()[error.line - 1].strip()
+        takes = "has an array whose size is known only at run time"
+        if error.bytes is not None:
+            takes = f"has {error.bytes:,} bytes of local variables; on the emulator {FRAME_BYTES:,} are allowed"
+        raise KernelError(f"a function of {kernel.name} {takes}\n  line {error.line}: {line}") from None
+    except RuntimeError as error:
+        raise _compile_error(kernel, str(error), rf"{re.escape(FILE)}:(\d+)(?::\d+)?: error: (.*)") from None
+
+
+_RANGES = {"int": (-(2**31), 2**31 - 1), "unsigned": (0, 2**32 - 1), "bool": (0, 1), "unsigned char": (0, 255)}
+
+
 def _number(parameter: Parameter, value: Any) -> Any:
-    return float(value) if TYPES[parameter.ctype] == "d" else int(value)
+    """As the kernel takes it: a number that would change on the way is refused."""
+    try:
+        if TYPES[parameter.ctype] == "d":
+            return float(value + 0)  # not a string
+        whole = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{parameter.name}: {value!r}, but the kernel takes {parameter}") from None
+    least, most = _RANGES.get(parameter.ctype, (-(2**63), 2**63 - 1))
+    if not least <= whole <= most:
+        raise ValueError(f"{parameter.name}: {value}; {parameter.ctype} holds {least} to {most}")
+    return whole
 
 
 def _compile_error(kernel: Kernel, log: str, pattern: str) -> KernelError:
@@ -211,7 +252,12 @@ def _waiting(report: str, how: Config, line: Callable[[str], str]) -> Iterator[s
         yield f"  {len(threads)} of {how.block.size} threads ({names}) " + (
             f"wait in {line(barrier[1])}" if barrier else "have ended"
         )
-    yield "Every thread of a block must reach the same __syncthreads()."
+    warp = re.search(r"(__(?:shfl|ballot|syncwarp)\w*) at", report)
+    yield (
+        f"Every lane in the mask must reach the same {warp[1]}()."
+        if warp
+        else "Every thread of a block must reach the same __syncthreads()."
+    )
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -264,7 +310,9 @@ _FOR_NVRTC = f'#define INFINITY __int_as_float(0x7f800000)\n#line 1 "{FILE}"\n' 
 def for_nvrtc(kernel: Kernel) -> str:
     """The learner's text; the kernel keeps its plain name, and lines keep their numbers."""
     text = re.sub(r"^[ \t]*#[ \t]*include[^\n]*", "", kernel.text, flags=re.MULTILINE)
-    return _FOR_NVRTC + re.sub(r'(?<!extern "C" )__global__(?=[^;{]*\bvoid\b)', 'extern "C" __global__', text)
+    uses_half = re.search(r"\b(?:__half|half)\b", text)
+    half = Path(__file__).with_name("half.cuh").read_text(encoding="utf-8") if uses_half else ""
+    return half + _FOR_NVRTC + re.sub(r'(?<!extern "C" )__global__(?=[^;{]*\bvoid\b)', 'extern "C" __global__', text)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -276,6 +324,8 @@ def wrong_elements(
     """Which elements are wrong, what they should be and, from the emulator, who wrote them; None if all are right."""
     if found.shape != expected.shape:
         return f"expected {name} has shape {tuple(expected.shape)}, the tensor {tuple(found.shape)}"
+    if found.dtype == torch.float16:
+        tolerance = max(tolerance, 2e-3)  # two bits of eleven
     close = torch.isclose(found.cpu().double(), expected.cpu().double(), rtol=tolerance, atol=tolerance)
     wrong = (~close).nonzero().tolist()
     if not wrong:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = "kernel.cu"  # the name under which compilers and the emulator speak of it
+FRAME_BYTES = 32 << 10  # that local variables of a function may take on the emulator: kFrame of emulated.cuh
 TYPES = {"float": "d", "double": "d", "int": "q", "unsigned": "Q", "long long": "q", "bool": "q", "unsigned char": "q"}
 
-_NAMES = sorted((*TYPES, "unsigned int", "char", "short", "size_t"), key=len, reverse=True)
+_NAMES = sorted((*TYPES, "unsigned int", "char", "short", "size_t", "__half", "half"), key=len, reverse=True)
 _TYPE = "(?:" + "|".join(name.replace(" ", r"\s+") for name in _NAMES) + ")"
 _KERNEL = re.compile(
     r"__global__\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\("
@@ -34,6 +35,7 @@ class Kernel:
     name: str
     parameters: tuple[Parameter, ...]
     text: str
+    extern_shared: bool = False  # it has an array whose size the launch gives
 
 
 _COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -57,7 +59,10 @@ def parse(text: str, name: str | None = None) -> Kernel:
         raise ValueError(f"name: {name!r}; the source has {', '.join(found)}")
     end = code.index(")", match.end())
     listed = [part for part in code[match.end() : end].split(",") if part.strip()]
-    return Kernel(match[1], tuple(_parameter(part) for part in listed), text)
+    later = [other.start() for other in found.values() if other.start() > match.start()]
+    body = code[end : min(later, default=len(code))]
+    extern_shared = re.search(r"\bextern\s+__shared__\b", body) is not None
+    return Kernel(match[1], tuple(_parameter(part) for part in listed), text, extern_shared)
 
 
 def _parameter(text: str) -> Parameter:
@@ -76,7 +81,7 @@ def _parameter(text: str) -> Parameter:
 
 def _plain(ctype: str) -> str:
     name = re.sub(r"\s+", " ", ctype)
-    return "unsigned" if name == "unsigned int" else name
+    return {"unsigned int": "unsigned", "half": "__half"}.get(name, name)
 
 
 # ---- for the emulator ------------------------------------------------------------------------------------------------
@@ -85,7 +90,9 @@ def _plain(ctype: str) -> str:
 def emulated(kernel: Kernel) -> str:
     """C++ for the emulator: the header, the learner's text with its memory watched, and an entry that unpacks the
     arguments. Lines keep their numbers."""
-    header = Path(__file__).with_name("emulated.cuh").read_text(encoding="utf-8")
+    header = "".join(
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("emulated.cuh", "half.cuh")
+    )
     fields = [
         f"unsigned long long {p.name}, {p.name}_bytes, {p.name}_writers, {p.name}_epochs;" if p.pointer else _field(p)
         for p in kernel.parameters
@@ -111,6 +118,7 @@ def emulated(kernel: Kernel) -> str:
             "STROBE_KERNEL(1024, 1)",
             "kernel(STROBE_GRID_CONSTANT Params p) {",
             "  if (strobe::thread_idx() >= p.launch.threads) return;",
+            "  lesson::begin();",
             "  const lesson::Array list[] = {",
             *arrays,
             "    {nullptr, nullptr, nullptr, 0, 0}};",
@@ -118,6 +126,7 @@ def emulated(kernel: Kernel) -> str:
             "  memcpy(kept, list, sizeof list);",
             "  lesson::arrays() = kept;",
             f"  lesson::user::{kernel.name}({', '.join(arguments)});",
+            "  lesson::end();",
             "}",
             "",
         ]
@@ -137,12 +146,45 @@ def _argument(parameter: Parameter) -> str:
 
 
 def rewritten(text: str) -> str:
-    """Pointers and shared arrays replaced by types that watch; comments are blanked, includes dropped."""
+    """Pointers and shared arrays replaced by types that watch, loops and functions that count; comments are blanked,
+    includes dropped."""
     code = re.sub(r"^[ \t]*#[ \t]*include[^\n]*", "", without_comments(text), flags=re.MULTILINE)
     code = re.sub(r'\bextern\s+"C"\s*(?=__global__)', "", code)
     slots = iter(range(64))
     code = _SHARED.sub(lambda found: _shared(found, slots), code)
-    return _POINTER.sub(lambda found: f"Ptr<{'const ' if found[1] or found[3] else ''}{found[2]}> ", code)
+    code = _POINTER.sub(lambda found: f"Ptr<{'const ' if found[1] or found[3] else ''}{found[2]}> ", code)
+    return _counted(code)
+
+
+_LOOP = re.compile(r"\b(for|while)\s*\(")
+_FUNCTION = re.compile(r"\b__device__\b[^;{}=]*\{")
+_STRING = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'")
+
+
+def _counted(code: str) -> str:
+    """Each condition of a loop calls `step` first, each function `enter`: neither can go on forever unnoticed."""
+    outside = _STRING.sub(lambda found: "_" * len(found[0]), code)  # brackets in strings do not count
+    insertions: list[tuple[int, str]] = [(found.end(), " ::lesson::enter();") for found in _FUNCTION.finditer(outside)]
+    for found in _LOOP.finditer(outside):
+        begin, depth, ends = found.end(), 1, []
+        for end in range(begin, len(outside)):
+            depth += (outside[end] in "({[") - (outside[end] in ")}]")
+            if depth == 0:
+                break
+            if depth == 1 and outside[end] == ";":
+                ends.append(end)
+        if found[1] == "for" and len(ends) != 2:  # over a range, which ends
+            continue
+        first, last = (begin, end) if found[1] == "while" else (ends[0] + 1, ends[1])
+        if re.match(rf"\s*(?:const\s+)?(?:auto|{_TYPE})\s+\w+\s*=", outside[first:last]):  # declares what it tests
+            continue
+        if outside[first:last].strip():
+            insertions += [(first, "::lesson::step() && ("), (last, ")")]
+        else:
+            insertions.append((first, "::lesson::step()"))
+    for at, text in sorted(insertions, reverse=True):
+        code = code[:at] + text + code[at:]
+    return code
 
 
 def _shared(found: re.Match[str], slots: object) -> str:

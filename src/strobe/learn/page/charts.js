@@ -213,46 +213,86 @@ function roofline({ gpu: which }, view) {
     readout = `At best, ${CASE.heads} heads of ${thousands(CASE.len_q)} tokens: standard ${duration(floor("standard"))}, FlashAttention ${duration(floor("flash"))}.`;
   return { marks, readout, label: `Roofline of ${gpu.name}. ${readout}` };
 }
+const RUNGS = {
+  "01": "standard",
+  "02": "shared-memory tiles",
+  "03": "fused, 16 rows",
+  "04": "bigger tiles",
+  "05": "queries outside",
+  "06": "matrix units",
+  "07": "swizzle",
+  "08": "cp.async",
+  "09": "P in registers",
+  10: "TMA and wgmma",
+  11: "warp specialised",
+  12: "ping-pong",
+  13: "overlap",
+};
 /** The ladder: measured speed of each rung, under the ceilings of the GPU it was measured on. */
-function ladder(_, view) {
-  const { w, h, small } = view,
-    rungs = DATA.measured.ladder.rungs.filter(r => r.tflops && /^\d/.test(r.number)),
-    gpu = GPU0;
-  const { px, py, size, marks, left, right } = frame("roof", view, {
-    xs: rungs.map((_, i) => i),
-    ys: [0.1, 1, 10, 100, 1000],
-    x: i => (i + 0.5) / rungs.length,
-    y: rateScale,
-    xName: "rung of the ladder",
-    yName: "TFLOP/s, measured",
-    xTick: i => rungs[i].number,
-    yTick: thousands,
-  });
-  const wide = ((w - left - right) / rungs.length) * 0.66;
-  rungs.forEach((rung, i) =>
+function ladder(_, { w, h, small }) {
+  const rungs = DATA.measured.ladder.rungs.filter(r => r.tflops && /^\d/.test(r.number)),
+    gpu = GPU0,
+    size = small ? 10 : 13,
+    left = small ? 128 : 176,
+    right = small ? 32 : 48, // the numbers stand there
+    top = small ? 30 : 44,
+    bottom = small ? 30 : 46,
+    tall = (h - top - bottom) / rungs.length,
+    px = v => left + rateScale(v) * (w - left - right);
+  const marks = [
+    words(
+      "rate-name",
+      (left + w - right) / 2,
+      h - (small ? 6 : 10),
+      "TFLOP/s, measured",
+      "soft",
+      { anchor: "middle", size },
+    ),
+  ];
+  for (const value of [0.1, 1, 10, 100, 1000])
     marks.push(
-      box(`rung-${rung.number}`, px(i) - wide / 2, py(rung.tflops), wide, py(RATE.low) - py(rung.tflops), "rung", {
+      path(`rate-line-${value}`, `M${px(value)} ${top}V${h - bottom}`, "gridline", { z: 0 }),
+      words(`rate-${value}`, px(value), h - bottom + (small ? 10 : 14), thousands(value), "tick", {
+        anchor: "middle",
+        size: small ? 9.5 : 12,
+      }),
+    );
+  rungs.forEach((rung, i) => {
+    const y = top + i * tall;
+    marks.push(
+      words(
+        `rung-${rung.number}-name`,
+        left - 7,
+        y + tall / 2,
+        `${rung.number} ${RUNGS[rung.number]}`,
+        "",
+        { anchor: "end", size },
+      ),
+      box(`rung-${rung.number}`, left, y + tall * 0.17, px(rung.tflops) - left, tall * 0.66, "rung", {
         round: 1,
         title: `${rung.number} ${rung.title}: ${num(rung.tflops, 3)} TFLOP/s`,
-        enter: { y: py(RATE.low), h: 0, o: 1 },
+        enter: { w: 0, o: 1 },
       }),
-      words(
-        `rung-${rung.number}-rate`,
-        px(i),
-        py(rung.tflops) - 8,
-        num(rung.tflops, rung.tflops < 1 ? 1 : rung.tflops < 10 ? 2 : 3),
-        "strong-text",
-        { anchor: "middle", size: small ? 8.5 : 11.5 },
-      ),
-    ),
-  );
-  for (const [key, value, text] of [
-    ["matrix", gpu.tflops.float16, "matrix units"],
-    ["scalar", gpu.tflops.float32, "32-bit units"],
+      words(`rung-${rung.number}-rate`, w - 2, y + tall / 2, num(rung.tflops, rung.tflops < 1 ? 1 : rung.tflops < 10 ? 2 : 3), "strong-text", {
+        anchor: "end",
+        size: small ? 9.5 : 12,
+      }),
+    );
+  });
+  for (const [key, value, text, line] of [
+    ["scalar", gpu.tflops.float32, "32-bit units", 0],
+    ["matrix", gpu.tflops.float16, "matrix units", 1],
   ])
     marks.push(
-      path(`ceiling-${key}`, `M${left} ${py(value)}H${w - right}`, "standard-line"),
-      words(`ceiling-${key}-name`, left + 5, py(value) - 9, `${text}: ${value}`, "strong-text", { size }),
+      path(`ceiling-${key}`, `M${px(value)} ${top - 4}V${h - bottom}`, "standard-line", { z: 0 }),
+      words(
+        `ceiling-${key}-name`,
+        Math.min(px(value) + (line ? 0 : 30), w - 2),
+        line ? top - (small ? 10 : 13) : top - (small ? 22 : 31),
+        `${text}: ${value}`,
+        "strong-text",
+        { anchor: "end", size },
+      ),
     );
   const third = rungs.find(r => r.number === "03"),
     second = rungs.find(r => r.number === "02"),

@@ -108,7 +108,14 @@ function product(state, { w, h, small }) {
       size: letter,
     }),
     words("head-k", at.s - 9, at.k + (d * unit) / 2, "Kᵀ", "letter k", { anchor: "end", size: letter }),
-    words("head-v", at.o - 9, at.v + (n * unit) / 2, "V", "letter v", { anchor: "end", size: letter }),
+    words(
+      "head-v",
+      at.o + (d * unit) / 2,
+      at.v - (small ? 10 : 15),
+      "V",
+      "letter v",
+      { anchor: "middle", size: letter },
+    ),
     words(
       "head-s",
       at.s + (n * unit) / 2,
@@ -177,9 +184,9 @@ function tiles({ tile = 0, phase }, view) {
   const gap = 0.8,
     columns = 2 * d + blockK + 2 * gap,
     rows = d + blockQ + gap;
-  const unit = Math.min((chip.w - 24) / columns, (chip.h - label - (small ? 22 : 44)) / rows, 46);
+  const unit = Math.min((chip.w - 24) / columns, (chip.h - label - (small ? 34 : 44)) / rows, 46);
   const cx = chip.x + (chip.w - columns * unit) / 2,
-    cy = chip.y + label + (chip.h - label - rows * unit) / 2 - 4;
+    cy = chip.y + label + (chip.h - label - rows * unit) / 2 - (small ? 8 : 4);
   const on = {
     q: cx,
     s: cx + (d + gap) * unit,

@@ -3,11 +3,18 @@
 
 const GPU0 = DATA.gpus[0],
   MIB = 2 ** 20;
-const chipMiB = gpu => (gpu.sms * gpu.shared) / 1024;
+/** What lies on the chip, in MiB: registers and shared memory in pieces, one for each multiprocessor; the L2 cache once. */
+const ON_CHIP = [
+  ["registers", (GPU0.sms * GPU0.registers) / 1024],
+  ["shared memory", (GPU0.sms * GPU0.shared) / 1024],
+  ["L2 cache", GPU0.l2],
+];
+const chipMiB = ON_CHIP.reduce((sum, [, size]) => sum + size, 0);
+const HEADS = 16; // of a layer
 const scoresMiB = n => (4 * n * n) / MIB;
 
 // ---- chapter 2: squares and a bar, to scale -------------------------------------------------------------------------------
-/** state: { upTo }: "words" (6 in 60), or the longest length drawn. */
+/** state: { upTo }: "words" (6 in 60), "head" or "heads" (the scores of one, or of all, beside the chip). */
 function squares({ upTo }, { w, h, small }) {
   return upTo === "words" ? sixInSixty(w, h, small) : toScale(upTo, w, h, small);
 }
@@ -37,94 +44,122 @@ function sixInSixty(w, h, small) {
 }
 function toScale(upTo, w, h, small) {
   const bar = small ? 46 : 70,
-    size = small ? 11 : 14,
-    area = { w: w - 8, h: h - bar - 24 };
-  const side4 = Math.min(area.h - (small ? 30 : 44), area.w * 0.8),
-    perToken = side4 / 4096,
-    chip = Math.sqrt((chipMiB(GPU0) * MIB) / 4) * perToken;
-  const x = 6,
-    y = area.h + 4,
-    marks = [],
-    at = n => n * perToken,
-    far = upTo >= 16384;
-  const square = (n, cls, z) =>
-    box(`square-${n}`, x, y - at(n), at(n), at(n), cls, { z, round: 0, enter: { x, y, w: 0, h: 0 } });
-  const label = (n, text) =>
-    words(`square-${n}-name`, x + 8, Math.max(y - at(n) + (small ? 14 : 18), 14), text, "strong-text", { size, z: 3 });
+    size = small ? 10 : 13,
+    area = { w: w - 12, h: h - bar - (small ? 34 : 50) },
+    chipSide = Math.sqrt(chipMiB),
+    scoreSide = Math.sqrt(scoresMiB(4096)),
+    gap = small ? 10 : 18;
+  const unit = Math.min((area.w - gap) / (chipSide + scoreSide), area.h / chipSide), // pixels to the root of a MiB
+    y = area.h + (small ? 22 : 34),
+    left = 6 + (area.w - gap - (chipSide + scoreSide) * unit) / 2,
+    x = left + chipSide * unit + gap,
+    far = upTo === "heads",
+    marks = [];
+  marks.push(
+    words("chip-name", left, y - chipSide * unit - (small ? 9 : 13), `${GPU0.name}: ${chipMiB.toFixed(0)} MiB on the chip`, "strong-text", {
+      size,
+      z: 3,
+    }),
+  );
+  let top = y;
+  for (const [name, mib] of ON_CHIP) {
+    const tall = (mib / chipSide) * unit;
+    top -= tall;
+    marks.push(
+      box(`chip-${name}`, left, top, chipSide * unit, tall, "chip solid", { z: 2, round: 0 }),
+      words(
+        `chip-${name}-name`,
+        left + 8,
+        top + tall / 2,
+        `${name}: ${mib.toFixed(0)} MiB`,
+        "strong-text",
+        { size, z: 3 },
+      ),
+    );
+  }
+  const square = (key, side, cls, z) =>
+    box(key, x, y - side * unit, side * unit, side * unit, cls, { z, round: 0, enter: { x, y, w: 0, h: 0 } });
   if (far)
     marks.push(
-      square(16384, "p", 0),
+      square("square-heads", Math.sqrt(HEADS * scoresMiB(4096)), "p", 0),
       words(
-        "square-16384-name",
+        "square-heads-name",
         w - 6,
-        y - side4 - 18,
-        `16,384 tokens: ${bytes(scoresMiB(16384) * MIB)}, far beyond this figure →`,
+        y - scoreSide * unit - (small ? 24 : 34),
+        `${HEADS} heads:`,
+        "strong-text",
+        { anchor: "end", size, z: 3 },
+      ),
+      words(
+        "square-heads-size",
+        w - 6,
+        y - scoreSide * unit - (small ? 11 : 15),
+        `${bytes(HEADS * scoresMiB(4096) * MIB)} →`,
         "strong-text",
         { anchor: "end", size, z: 3 },
       ),
     );
-  marks.push(square(4096, "s", 1), label(4096, `4,096 tokens: ${scoresMiB(4096)} MiB of scores`));
   marks.push(
-    box("square-chip", x, y - chip, chip, chip, "chip solid", { z: 2, round: 0 }),
+    square("square-4096", scoreSide, "s", 1),
     words(
-      "square-chip-name",
+      "square-4096-name",
       x + 8,
-      y - chip + (small ? 14 : 18),
-      `all on-chip memory of an ${GPU0.name}: ${chipMiB(GPU0).toFixed(0)} MiB`,
+      y - scoreSide * unit + (small ? 13 : 18),
+      "scores, one head,",
       "strong-text",
-      { size: small ? 10 : 13, z: 3 },
+      { size, z: 3 },
     ),
-  );
-  marks.push(
-    square(1024, "s lit", 2),
+    words(
+      "square-4096-size",
+      x + 8,
+      y - scoreSide * unit + (small ? 26 : 36),
+      `4,096 tokens: ${scoresMiB(4096)} MiB`,
+      "strong-text",
+      { size, z: 3 },
+    ),
+    square("square-1024", Math.sqrt(scoresMiB(1024)), "s lit", 2),
     words(
       "square-1024-name",
-      x + at(1024) + 7,
-      y - at(1024) / 2,
-      `1,024 tokens: ${scoresMiB(1024)} MiB`,
+      x + Math.sqrt(scoresMiB(1024)) * unit + 6,
+      y - (Math.sqrt(scoresMiB(1024)) * unit) / 2,
+      `1,024: ${scoresMiB(1024)} MiB`,
       "strong-text",
-      { size: small ? 10 : 13, z: 3 },
+      { size, z: 3 },
     ),
   );
   // the same on a linear axis
   const axis = h - bar + (small ? 22 : 30),
-    perMiB = (w - 16) / 96,
+    perMiB = (w - 16) / (chipMiB + 20),
     thick = small ? 9 : 13,
-    most = upTo >= 16384 ? 16384 : 4096;
-  const length = Math.min(scoresMiB(most) * perMiB, 4 * w);
+    heads = far ? HEADS : 1;
   marks.push(
-    box("bar-scores", 6, axis, length, thick, "s", { z: 1, round: 0 }),
-    box("bar-chip", 6, axis + thick + 3, chipMiB(GPU0) * perMiB, thick, "chip solid", { z: 1, round: 0 }),
-  );
-  marks.push(
+    box("bar-scores", 6, axis, Math.min(heads * scoresMiB(4096) * perMiB, 4 * w), thick, "s", { z: 1, round: 0 }),
+    box("bar-chip", 6, axis + thick + 3, chipMiB * perMiB, thick, "chip solid", { z: 1, round: 0 }),
     words(
       "bar-name",
       6,
       axis - 9,
-      `bytes, on a linear axis: scores of ${thousands(most)} tokens, ${bytes(scoresMiB(most) * MIB)}`,
+      `on a linear axis: scores of ${heads === 1 ? "one head" : `${HEADS} heads`}, ${bytes(heads * scoresMiB(4096) * MIB)}; the chip, ${chipMiB.toFixed(0)} MiB`,
       "soft",
-      { size: small ? 10 : 13 },
+      { size },
     ),
-    words("bar-chip-name", 10 + chipMiB(GPU0) * perMiB, axis + 1.5 * thick + 3, "on the chip", "soft", {
-      size: small ? 10 : 12,
-    }),
   );
-  const longer = (scoresMiB(16384) * perMiB) / w;
-  const readout =
-    upTo >= 16384
-      ? `The bar of 16,384 tokens would be ${longer.toFixed(0)} times as wide as this figure.`
-      : "One head of one sequence, 32-bit numbers; areas to scale.";
+  const wider = (HEADS * scoresMiB(4096) * perMiB) / w;
+  const readout = far
+    ? `The bar of ${HEADS} heads would be ${wider.toFixed(0)} times as wide as this figure.`
+    : "Scores in 32-bit numbers; areas to scale.";
   return {
     marks,
     readout,
-    label: `Squares to scale: the scores of 1,024 tokens fit on the chip, those of 4,096 do not. ${readout}`,
+    label: `Squares to scale: all memory on the chip, the scores of one head${far ? ` and of ${HEADS} heads` : ""} at 4,096 tokens. ${readout}`,
   };
 }
 
 // ---- chapter 3: four trips -------------------------------------------------------------------------------------------------
-const REAL = { n: 4096, d: 64, size: 2 }; // what the counter counts: one head in 16 bits
-const trip = { bytes: REAL.n ** 2 * REAL.size, seconds: t => (t * REAL.n ** 2 * REAL.size) / (GPU0.bandwidth * 1e9) };
-const arithmeticSeconds = (4 * REAL.n ** 2 * REAL.d) / (GPU0.tflops.float16 * 1e12);
+const REAL = { n: 4096, d: 64, heads: HEADS, size: 2 }; // what the counter counts: the heads of a layer in 16 bits
+const tripBytes = REAL.heads * REAL.n ** 2 * REAL.size;
+const trip = { bytes: tripBytes, seconds: t => (t * tripBytes) / (GPU0.bandwidth * 1e9) };
+const arithmeticSeconds = (4 * REAL.heads * REAL.n ** 2 * REAL.d) / (GPU0.tflops.float16 * 1e12);
 
 /** state: { kernel: 0 … 4 }: nothing yet, the three kernels, the account. */
 function trips({ kernel }, view) {
@@ -243,11 +278,11 @@ function trips({ kernel }, view) {
   marks.push(...account(kernel, w, h, accountHeight, small));
   const done = [0, 1, 3, 4, 4][kernel];
   const readout = done
-    ? `${done} of 4 trips: ${megabytes(done * trip.bytes)} at ${thousands(REAL.n)} tokens, d = ${REAL.d}, 16 bits.`
+    ? `${done} of 4 trips: ${gigabytes(done * trip.bytes)} at ${thousands(REAL.n)} tokens, ${REAL.heads} heads of ${REAL.d}, 16 bits.`
     : `In the time of one byte from HBM an ${GPU0.name} can do ${Math.round((GPU0.tflops.float16 * 1000) / GPU0.bandwidth)} operations.`;
   return { marks, readout, label: `HBM below, the chip above. ${readout}` };
 }
-const megabytes = b => `${Math.round(b / 1e6)} MB`;
+const gigabytes = b => `${(b / 1e9).toFixed(1)} GB`;
 /** Time: what the trips take, what the arithmetic takes. */
 function account(kernel, w, h, height, small) {
   const done = [0, 1, 3, 4, 4][kernel],

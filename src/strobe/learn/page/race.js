@@ -51,7 +51,7 @@ function flashAt(moved) {
 function race({ clock }, { w, h, small }) {
   const { n, d, blockQ, blockK, moved: total } = STORY,
     gap = small ? 8 : 22,
-    half = (w - gap) / 2,
+    half = (w - gap - 2) / 2, // the boxes' edges need a pixel
     head = small ? 16 : 26,
     foot = small ? 52 : 84,
     size = small ? 9.5 : 13;
@@ -92,7 +92,7 @@ function race({ clock }, { w, h, small }) {
           x + (values[0].length * unit) / 2,
           y - (small ? 4 : 6),
           name.toUpperCase(),
-          `letter ${cls}`,
+          `letter ${cls === "state" ? "state-ink" : cls}`,
           { anchor: "middle", size: small ? 9 : 12 },
         ),
       );
@@ -102,8 +102,8 @@ function race({ clock }, { w, h, small }) {
     );
     return { left, lines, chip, put };
   };
-  const a = side("left", 0, "standard"),
-    b = side("right", half + gap, "FlashAttention");
+  const a = side("left", 1, "standard"),
+    b = side("right", half + gap + 1, "FlashAttention");
   a.put("s", zeros(n, n), a.left, a.lines[1], filled(n, n, standard.s), "s");
   a.put("p", zeros(n, n), a.left + (n + 1.1) * unit, a.lines[1], filled(n, n, standard.p), "p");
   a.put("o", zeros(n, d), a.left, a.lines[2], filled(n, d, standard.o), "o");
