@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import strobe
-from strobe.distributed import ShardPlan, attention, shard
+from strobe.distributed import ShardPlan, attention, describe, shard
 
 WIDTH, HEADS, HEADS_K, DIM = 128, 8, 2, 16
 
@@ -118,7 +118,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     tokens, labels = shard(plan, text[:, :-1], text[:, 1:], rank=rank)
     positions = plan.position_ids(rank, device)
     if rank == 0:
-        print(plan.describe())
+        print(describe(plan))
     if options.limit:
         limit_memory(options.limit, device, too_long(options))
     for step in range(options.steps):

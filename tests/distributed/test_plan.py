@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from shard_cases import MASKS
 
 import strobe
-from strobe.distributed import ShardPlan, join, shard, spans as sets
+from strobe.distributed import ShardPlan, describe, join, shard, spans as sets
 from strobe.distributed.shard_plan import parse_plan
 from strobe.distributed.shard_strategies import STRATEGIES
 
@@ -122,12 +122,12 @@ def test_1024_ranks(strategy: str) -> None:
     assert sum(plan.pairs) == length * (length + 1) // 2
     assert sum(plan.rows(r) for r in range(ranks)) == length
     assert all(plan.seen[r][0][0] == 0 for r in range(ranks) if plan.rows(r))
-    text = plan.describe()
+    text = describe(plan)
     assert "1,024 ranks" in text and f"{strategy}, causal" in text
 
 
 def test_describe_shows_who_holds_what() -> None:
-    text = ShardPlan(64, ranks=4, mask=strobe.causal, strategy="contiguous").describe()
+    text = describe(ShardPlan(64, ranks=4, mask=strobe.causal, strategy="contiguous"))
     rows = [line.split() for line in text.splitlines()]
     pictures = {row[0]: row[1:] for row in rows if row and row[0] in "0123"}
     assert "█" * 16 + "·" * 48 in text

@@ -129,12 +129,6 @@ class ShardPlan:
     def __hash__(self) -> int:
         return hash(self.text)
 
-    def describe(self, *arguments: Any, **keywords: Any) -> str:
-        """The plan for reading, with pictures; `report.describe` documents the arguments."""
-        from strobe.distributed.report import describe
-
-        return describe(self, *arguments, **keywords)
-
     # ---- who holds what -------------------------------------------------------------------------------------------------
 
     def rows(self, rank: int) -> int:

@@ -78,9 +78,10 @@ def plan(
     if inner is not None and inner > heads:
         raise typer.BadParameter(f"--inner must be at most the {heads} query heads, got {inner}")
     from strobe.distributed.cost import Machine, Shape
+    from strobe.distributed.report import describe
     from strobe.distributed.shard_plan import ShardPlan
 
     found = ShardPlan(lengths, ranks=ranks, mask=_mask(mask, window), strategy=strategy, block=block)
     shape = Shape(heads, heads_k, head_dim, head_dim, _BYTES[dtype], batch)
     machine = Machine(link=speed, rate=tflops * 1e12)
-    typer.echo(found.describe(shape, machine, gradients=not forward, inner=inner), nl=False)
+    typer.echo(describe(found, shape, machine, gradients=not forward, inner=inner), nl=False)
