@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from shard_cases import MASKS
 
 import strobe
-from strobe.distributed import ShardPlan, describe, join, shard, spans as sets
+from strobe.distributed import ShardPlan, describe, join, shard, simulator, spans as sets, unshard
 from strobe.distributed.shard_plan import parse_plan
 from strobe.distributed.shard_strategies import STRATEGIES
 
@@ -135,6 +136,21 @@ def test_describe_shows_who_holds_what() -> None:
     assert "balanced to 57.5 %" in text  # 520 pairs on average, 904 for the last rank
 
 
+def test_no_mask_is_a_full_mask() -> None:
+    assert ShardPlan(8, ranks=2, mask=None) == ShardPlan(8, ranks=2, mask=strobe.full)
+    halves = [[(0, 4)], [(4, 8)]]
+    assert ShardPlan.of_shards(8, halves, mask=None).mask == ShardPlan.of_shards(8, halves).mask == strobe.full
+
+
+@pytest.mark.parametrize("shape, dim", [((8,), 1), ((8,), 0), ((3, 8), -1), ((8, 3), -2), ((2, 8, 3), 1)], ids=str)
+def test_join_and_unshard_find_the_axis_that_shard_has_cut(shape: tuple[int, ...], dim: int) -> None:
+    whole, plan = torch.arange(math.prod(shape)).view(shape), ShardPlan(8, ranks=3)
+    shards = [shard(plan, whole, rank=rank, dim=dim)[0] for rank in range(3)]
+    assert torch.equal(join(plan, shards, dim), whole)
+    for (found,) in simulator.run(3, lambda mesh: unshard(plan, shards[mesh.rank], mesh=mesh, dim=dim)):
+        assert torch.equal(found, whole)
+
+
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="strategy must be one of .*, got 'spiral'"):
         ShardPlan(8, ranks=2, strategy="spiral")
@@ -153,6 +169,12 @@ def test_errors_name_what_is_wrong() -> None:
         shard(plan, torch.zeros(1, 8), rank=2)
     with pytest.raises(ValueError, match="axis 1 must have the 8 positions"):
         shard(plan, torch.zeros(1, 7), rank=0)
+    with pytest.raises(ValueError, match=r"dim is -3, but a tensor has shape \(1, 8\)"):
+        shard(plan, torch.zeros(1, 8), rank=0, dim=-3)
+    with pytest.raises(ValueError, match="shards has 1 tensors, the plan 2 ranks"):
+        join(plan, [torch.zeros(1, 8)])
+    with pytest.raises(ValueError, match=r"shard 1 has shape \(1, 3\); axis 1 must have 4 positions"):
+        join(plan, [torch.zeros(1, 4), torch.zeros(1, 3)])
 
 
 def test_a_sequence_that_grows_keeps_its_stripes() -> None:
