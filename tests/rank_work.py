@@ -15,6 +15,7 @@ from shard_cases import Case, inputs, leaves_of, on_one_rank
 from tiny_llama import TinyLlama, TrainCase, text
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from wrapped_transports import Late, Traced
 
 import strobe
@@ -250,6 +251,24 @@ def llama_of_transformers(group: dist.ProcessGroup | None, lengths: tuple[int, .
     dist.all_reduce(total, group=group)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return {"loss": total, **(gradients if rank == 0 else {})}
+
+
+def sdpa_of_dtensors(
+    group: dist.ProcessGroup,
+    tensors: list[torch.Tensor],
+    dout: torch.Tensor,
+    axes: list[int | None],
+    options: dict[str, Any],
+) -> list[torch.Tensor]:
+    """The result and the gradients of q, k and v, whole. `axes`: of each tensor the one that is sharded."""
+    mesh = device_mesh(group, None)
+    placed = [
+        distribute_tensor(t, mesh, [Replicate() if axis is None else Shard(axis)]).requires_grad_()
+        for t, axis in zip(tensors, axes, strict=True)
+    ]
+    out = strobe.sdpa(*placed, **options)
+    gradient = distribute_tensor(dout, mesh, [Replicate()]).redistribute(mesh, out.placements)
+    return [t.full_tensor().detach() for t in (out, *torch.autograd.grad(out, placed, gradient))]
 
 
 def decode_tokens(group: dist.ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

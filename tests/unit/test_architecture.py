@@ -29,7 +29,7 @@ LAYERS = [
     ["bound_call"],
     ["autograd"],
     ["call"],
-    ["traced"],
+    ["traced", "sharded"],
     ["api", "explain", "tiled"],
     ["scaled_dot_product"],
     ["nn"],
