@@ -180,11 +180,14 @@ def device_mesh(group: dist.ProcessGroup, inner: int | None) -> DeviceMesh:
     return _meshes["mesh", inner]
 
 
-def compiled(group: dist.ProcessGroup, method: str, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def compiled(
+    group: dist.ProcessGroup, method: str, case: Case, as_group: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Results and gradients of a function around a call, as it is and compiled into one graph."""
     torch._dynamo.reset()  # there is a limit to how often a function is compiled
     inner = 2 if method == "hybrid" else None
-    mesh, plan, x = device_mesh(group, inner), case.plan(group.size()), inputs(case)
+    mesh = group if as_group else device_mesh(group, inner)
+    plan, x = case.plan(group.size()), inputs(case)
     (dout,) = shard(plan, x.dout, rank=group.rank(), dim=case.axis)
     found = []
 

@@ -106,6 +106,8 @@ def _call(
 ) -> tuple[operation.Call, bool, bool]:
     """The arguments of `attention` as those of the operation; whether the tensors had a batch, and whether there are
     several documents."""
+    if check not in operation.CHECKS:
+        raise ValueError(f"check must be None, True or False, got {check!r}")
     if dropout and seed is None:
         raise ValueError(f"dropout is {dropout}; it needs a seed, the same on every rank")
     if score is not None and softcap is not None:

@@ -221,14 +221,14 @@ def names_of(mesh: Any) -> list[str]:
     """The names of the transports of a 1-D or 2-D `DeviceMesh`, a process group, a transport, or a pair of those."""
     if isinstance(mesh, tuple):
         return [name for one in mesh for name in names_of(one)]
+    if isinstance(mesh, dist.ProcessGroup):  # first: a compiler lets nobody ask a group for what it has not
+        return [mesh.group_name]
     if hasattr(mesh, "get_group"):
         if mesh.ndim > 2:
             raise ValueError(
                 f"mesh has {mesh.ndim} dimensions; select the one or two of context parallelism: mesh['cp']"
             )
         return [mesh.get_group(i).group_name for i in range(mesh.ndim)]
-    if isinstance(mesh, dist.ProcessGroup):
-        return [mesh.group_name]
     if not all(hasattr(mesh, name) for name in ("rank", "size", "exchange")):
         allowed = "a DeviceMesh, a ProcessGroup, a pair of those or a strobe.distributed.Transport"
         raise TypeError(f"mesh must be {allowed}, got {mesh!r}")
@@ -241,9 +241,9 @@ def sizes_of(mesh: Any) -> list[int]:
     """How many ranks each of the transports of `names_of` has."""
     if isinstance(mesh, tuple):
         return [size for one in mesh for size in sizes_of(one)]
-    if hasattr(mesh, "get_group"):
-        return [mesh.size(i) for i in range(mesh.ndim)]
-    return [mesh.size() if isinstance(mesh, dist.ProcessGroup) else mesh.size]
+    if isinstance(mesh, dist.ProcessGroup):
+        return [mesh.size()]
+    return [mesh.size(i) for i in range(mesh.ndim)] if hasattr(mesh, "get_group") else [mesh.size]
 
 
 def only(mesh: Any) -> Transport:
