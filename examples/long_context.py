@@ -32,7 +32,7 @@ if not hasattr(strobe, "attention"):
         f"{strobe.__file__} is another project's package of the same name: pip uninstall strobe, then pip install ."
     )
 
-from strobe.distributed import ShardPlan, attention, shard
+from strobe.distributed import ShardPlan, attention, describe, shard
 
 WIDTH, HEADS, HEADS_K, DIM = 128, 8, 2, 16
 
@@ -124,7 +124,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     tokens, labels = shard(plan, text[:, :-1], text[:, 1:], rank=rank)
     positions = plan.position_ids(rank, device)
     if rank == 0:
-        print(plan.describe())
+        print(describe(plan))
     if options.limit:
         limit_memory(options.limit, device, too_long(options))
     for step in range(options.steps):

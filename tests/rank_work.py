@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
+import signal
+import time
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from shard_cases import Case, inputs, leaves_of, on_one_rank
 from tiny_llama import TinyLlama, TrainCase, text
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from wrapped_transports import Late, Traced
 
 import strobe
@@ -95,27 +99,38 @@ def events(group: dist.ProcessGroup, method: str, case: Case) -> tuple[list[str]
 def call_differently(group: dist.ProcessGroup, changed: dict[int, dict[str, Any]]) -> torch.Tensor:
     """A call in which some ranks pass something else."""
     mine = {"rows": 4, "heads": 2, "dtype": torch.float32, "mask": strobe.causal, "method": "ring", "scale": None}
-    mine |= {"grad": False, "length": 4 * group.size(), **changed.get(group.rank(), {})}
+    mine |= {"layout": "bshd", "grad": False, "length": 4 * group.size(), **changed.get(group.rank(), {})}
     q = torch.randn(1, mine["rows"], mine["heads"], 8).to(mine["dtype"]).requires_grad_(mine["grad"])
     plan = ShardPlan(mine["length"], ranks=group.size(), strategy="contiguous")
-    options = {name: mine[name] for name in ("mask", "method", "scale")}
+    options = {name: mine[name] for name in ("mask", "method", "scale", "layout")}
     return strobe.distributed.attention(q, q, q, mesh=group, plan=plan, **options).detach()
 
 
-def die_before_the_call(rank: int, size: int, store: str, who: int, check: bool) -> None:
-    """Not in a pool: one of these processes is gone before the others send it anything."""
-    timeout = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+def lose_a_rank(rank: int, size: int, store: str, who: int, signal_: str, when: str, timeout: float) -> None:
+    """Not in a pool: one of these processes is killed, or stops and is silent, before or in the middle of a call. The
+    others say what they were told, after how many seconds."""
+    patient = datetime.timedelta(seconds=240)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=patient)
     q = torch.randn(1, 4, 2, 8)
-    strobe.distributed.attention(q, q, q, mesh=dist.group.WORLD, method="ring")
-    if rank == who:
-        os._exit(0)
+    strobe.distributed.attention(q, q, q, mesh=dist.group.WORLD, method="ring")  # loads what a call needs
+    group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=timeout))
+    strobe.distributed.attention(q, q, q, mesh=group, method="ring")
+    if rank == who and when == "before the call":
+        os.kill(os.getpid(), getattr(signal, signal_))
+    if rank == who:  # after the agreement, which is the first exchange
+        exchange, exchanges = GroupTransport.exchange, itertools.count()
+
+        def last_exchange(self: GroupTransport, *messages: Any) -> Any:
+            if next(exchanges):
+                os.kill(os.getpid(), getattr(signal, signal_))
+            return exchange(self, *messages)
+
+        GroupTransport.exchange = last_exchange  # type: ignore[method-assign]
+    start = time.monotonic()
     try:
-        for _ in range(3):
-            strobe.distributed.attention(q, q, q, mesh=dist.group.WORLD, method="ring", check=check)
+        strobe.distributed.attention(q, q, q, mesh=group, method="ring")
     except Failed as error:
-        print(f"rank {rank}: {error}")
-        os._exit(3)
+        print(f"{time.monotonic() - start:.1f} {error}", flush=True)
     os._exit(0)
 
 
@@ -165,11 +180,14 @@ def device_mesh(group: dist.ProcessGroup, inner: int | None) -> DeviceMesh:
     return _meshes["mesh", inner]
 
 
-def compiled(group: dist.ProcessGroup, method: str, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def compiled(
+    group: dist.ProcessGroup, method: str, case: Case, as_group: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Results and gradients of a function around a call, as it is and compiled into one graph."""
     torch._dynamo.reset()  # there is a limit to how often a function is compiled
     inner = 2 if method == "hybrid" else None
-    mesh, plan, x = device_mesh(group, inner), case.plan(group.size()), inputs(case)
+    mesh = group if as_group else device_mesh(group, inner)
+    plan, x = case.plan(group.size()), inputs(case)
     (dout,) = shard(plan, x.dout, rank=group.rank(), dim=case.axis)
     found = []
 
@@ -236,6 +254,24 @@ def llama_of_transformers(group: dist.ProcessGroup | None, lengths: tuple[int, .
     dist.all_reduce(total, group=group)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return {"loss": total, **(gradients if rank == 0 else {})}
+
+
+def sdpa_of_dtensors(
+    group: dist.ProcessGroup,
+    tensors: list[torch.Tensor],
+    dout: torch.Tensor,
+    axes: list[int | None],
+    options: dict[str, Any],
+) -> list[torch.Tensor]:
+    """The result and the gradients of q, k and v, whole. `axes`: of each tensor the one that is sharded."""
+    mesh = device_mesh(group, None)
+    placed = [
+        distribute_tensor(t, mesh, [Replicate() if axis is None else Shard(axis)]).requires_grad_()
+        for t, axis in zip(tensors, axes, strict=True)
+    ]
+    out = strobe.sdpa(*placed, **options)
+    gradient = distribute_tensor(dout, mesh, [Replicate()]).redistribute(mesh, out.placements)
+    return [t.full_tensor().detach() for t in (out, *torch.autograd.grad(out, placed, gradient))]
 
 
 def decode_tokens(group: dist.ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from strobe import autograd, traced
+from strobe import autograd, sharded, traced
 from strobe.arguments import Arguments
 from strobe.backends import dispatch
 from strobe.bound_call import PLAIN
@@ -117,6 +117,8 @@ _tracing = torch._C._is_tracing
 
 def attend(a: Arguments) -> Any:
     """The one way from arguments to a result: traced, cast by autocast, or run."""
+    if a.q.__class__ not in PLAIN or a.k.__class__ not in PLAIN or a.v.__class__ not in PLAIN:
+        sharded.refuse(a)
     if _is_compiling() or _dispatch_modes() or _tracing() or (a.q.__class__ not in PLAIN and traced.is_traced(a.q)):
         return traced.attention(a)
     if _autocasting() and isinstance(a.q, torch.Tensor) and torch.is_autocast_enabled(a.q.device.type):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from strobe import mask as masks
+from strobe import mask as masks, sharded
 from strobe.api import attention, attention_varlen
 from strobe.mask import Mask
 
@@ -28,8 +29,8 @@ def sdpa(
         raise ValueError("attn_mask must be None when is_causal is True")
     if isinstance(scale, torch.Tensor):
         scale = float(scale)
-    for t in (query, key, value):
-        if type(t) is not torch.Tensor and (special := _special(t)) is not None:
+    for t in (query, key, value, attn_mask):
+        if t is not None and type(t) is not torch.Tensor and (special := _special(t)) is not None:
             return special(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
         axes = f"{query.dim()}, {key.dim()}, {value.dim()}"
@@ -77,7 +78,7 @@ def _special(t: torch.Tensor) -> Any:
     """How to attend to tensors that are more than one piece of memory."""
     if getattr(t, "is_nested", False):
         return _nested
-    return _sharded if type(t).__name__ == "DTensor" else None
+    return functools.partial(sharded.sdpa, sdpa) if sharded.is_sharded(t) else None
 
 
 def _nested(
@@ -102,29 +103,3 @@ def _nested(
         scale=scale,
     )
     return torch.nested.nested_tensor_from_jagged(out, offsets=q.offsets()).transpose(1, 2)
-
-
-def _sharded(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> Any:
-    """Batches and heads do not see each other: every rank attends to its own. Whatever else is sharded is gathered."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh = next(t.device_mesh for t in (query, key, value) if isinstance(t, DTensor))
-    source = next(t for t in (query, key, value) if isinstance(t, DTensor))
-    placements = [p if p in (Shard(0), Shard(1)) else Replicate() for p in source.placements]
-
-    def local(t: Any) -> Any:
-        if t is None:
-            return None
-        if not isinstance(t, DTensor):
-            t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        missing = 4 - t.dim()  # a mask may have fewer axes, or 1 where it is the same for all
-        wanted = [
-            Shard(p.dim - missing)
-            if isinstance(p, Shard) and p.dim >= missing and t.shape[p.dim - missing] > 1
-            else Replicate()
-            for p in placements
-        ]
-        return t.redistribute(mesh, wanted).to_local()
-
-    out = sdpa(local(query), local(key), local(value), local(attn_mask), *options)
-    return DTensor.from_local(out, mesh, placements, run_check=False)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from rank_pool import ROOT, RankPool
 
 import strobe
-from strobe.distributed import ShardPlan, attention, decode, simulator
+from strobe.distributed import ShardPlan, attention, decode, merge, simulator, unshard
 
 
 @pytest.mark.parametrize(
@@ -46,36 +46,51 @@ def test_ranks_that_disagree(pool: RankPool, changed: dict[int, dict[str, Any]],
         ({"method": "hybrid"}, "ValueError: method='hybrid' needs two dimensions of mesh"),
         ({"method": "tree"}, "ValueError: method must be one of 'auto', 'ring', .* got 'tree'"),
         ({"dtype": torch.int32}, "TypeError: q has dtype torch.int32; allowed are"),
+        ({"layout": "hd"}, "ValueError: layout must be one of 'bshd', 'bhsd', got 'hd'"),
     ],
-    ids=["rows", "mesh", "method", "dtype"],
+    ids=["rows", "mesh", "method", "dtype", "layout"],
 )
 def test_an_error_of_one_rank_is_told_to_all(pool: RankPool, mine: dict[str, Any], words: str) -> None:
     outcomes = pool.outcomes(rank_work.call_differently, {1: mine})
     for rank, (ok, value) in enumerate(outcomes):
         assert not ok
-        told = "" if rank == 1 else "ValueError: context parallel attention cannot run: rank 1: "
+        told = "" if rank == 1 else "ValueError: strobe.distributed.attention cannot run: rank 1: "
         assert re.match(re.escape(told) + words, value[0]), value[0]
     assert all(ok for ok, _ in pool.outcomes(rank_work.call_differently, {}))
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["before messages", "in messages"])
-def test_a_rank_that_dies(tmp_path: Path, check: bool) -> None:
-    """The others find out, each with an error that says who could not be reached."""
-    script = f"import sys, rank_work; rank_work.die_before_the_call(int(sys.argv[1]), 3, sys.argv[2], 1, {check})"
+@pytest.mark.parametrize(
+    "signal, when",
+    [("SIGKILL", "before the call"), ("SIGKILL", "in its middle"), ("SIGSTOP", "in its middle")],
+    ids=lambda x: x,
+)
+def test_a_rank_that_dies(tmp_path: Path, signal: str, when: str) -> None:
+    """Or that is silent. Each of the others ends with an error that names it, also the one that does not talk to it."""
+    timeout, lost = 8.0, 1
+    script = "import sys, rank_work; rank_work.lose_a_rank(int(sys.argv[1]), 4, sys.argv[2], 1, *sys.argv[3:5], 8.0)"
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script]
-    start = time.monotonic()
     ranks = [
         subprocess.Popen(
-            [*command, str(r), str(tmp_path / "store")], env=environment, stdout=subprocess.PIPE, text=True
+            [*command, str(r), str(tmp_path / "store"), signal, when],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        for r in range(3)
+        for r in range(4)
     ]
-    told = [process.communicate(timeout=600)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [3, 0, 3], told
-    for rank in (0, 2):
-        assert f"rank {rank}: rank {rank} could not" in told[rank]
-    assert time.monotonic() - start < 85
+    try:
+        told = {r: ranks[r].communicate(timeout=300)[0] for r in range(4) if r != lost}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for rank, text in told.items():
+        seconds, error = text.split(" ", 1)
+        assert error.startswith(f"rank {rank} could not "), error
+        assert re.search(rf"could not (send to|receive from) rank {lost}: ", error), error
+        assert "gloo" not in error and "typically" not in error, "where in gloo it happened is nobody's business"
+        assert float(seconds) < timeout + 4
 
 
 def test_arguments() -> None:
@@ -124,6 +139,71 @@ def test_what_needs_a_plan_of_a_kind() -> None:
         assert "invariant=True needs method='allgather'" in told[1] and "got method='ring'" in told[1]
         assert told[2] == "method='ulysses' needs a query head for each of the 2 ranks, q has 1 heads"
         assert told[3] == "plan is for 4 ranks, mesh has 2"
+
+
+def told_on_each_rank(*functions: Callable[[Any], Any]) -> list[list[str]]:
+    """For each function of a transport the errors on two ranks."""
+
+    def work(mesh: Any) -> list[str]:
+        told = []
+        for function in functions:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                function(mesh)
+            told.append(str(caught.value))
+        return told
+
+    return [list(each) for each in zip(*simulator.run(2, work, timeout=20), strict=True)]
+
+
+def test_ranks_that_decode_differently() -> None:
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
+    told = told_on_each_rank(
+        lambda mesh: decode(q, k, k, mesh=mesh, scale=0.5 if mesh.rank else None),
+        lambda mesh: decode(q, k, k, mesh=mesh, sinks=torch.zeros(2) if mesh.rank else None),
+        lambda mesh: decode(q, k, k, mesh=mesh, plan=ShardPlan(8, ranks=2, mask=strobe.causal if mesh.rank else None)),
+        lambda mesh: decode(q, k[:, :, : 1 + mesh.rank], k[:, :, : 1 + mesh.rank], mesh=mesh),
+        lambda mesh: decode(q, k, k, mesh=mesh) if mesh.rank else attention(k, k, k, mesh=mesh),
+    )
+    for here, there in told:
+        assert here == there
+    words = [each[0].removeprefix("ranks disagree about the call: ") for each in told]
+    assert words[0] == "scale is None on rank 0, 0.5 on rank 1"
+    assert words[1] == "sinks is None on rank 0, (2,) on rank 1"
+    assert "mask is strobe.full on rank 0, strobe.causal on rank 1" in words[2]
+    assert words[3].startswith("k is (1, 'rows', 1, 8) on rank 0, (1, 'rows', 2, 8) on rank 1; v is ")
+    names = [f"strobe.distributed.{name} on rank {rank}" for rank, name in enumerate(("attention", "decode"))]
+    assert words[4] == f"function is {', '.join(names)}"
+
+
+def test_an_error_of_one_rank_in_decode_merge_and_unshard() -> None:
+    """Also of a rank that holds no keys: it would otherwise wait for those that raise."""
+    q, k, plan = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8), ShardPlan(8, ranks=2)
+    empty = k[:, :0]
+    told = told_on_each_rank(
+        lambda mesh: decode(q, k, k.double() if mesh.rank else k, mesh=mesh),
+        lambda mesh: decode(q, *((k[..., :7], k) if mesh.rank else (empty, empty)), mesh=mesh),
+        lambda mesh: decode(q, k, k, mesh=mesh, plan=ShardPlan(8, ranks=4 if mesh.rank else 2)),
+        lambda mesh: merge(q, torch.zeros(1, 2, 1 + mesh.rank), mesh=mesh),
+        lambda mesh: unshard(plan, torch.zeros(1, 4 - mesh.rank), mesh=mesh),
+    )
+    for here, there in told:
+        assert re.fullmatch(
+            rf"strobe.distributed.(decode|merge|unshard) cannot run: rank 1: \w+: {re.escape(there)}", here
+        )
+    assert [there.split(",")[0].split(";")[0] for _, there in told] == [
+        "v has dtype torch.float64",
+        "q and k disagree in head dim: 8 and 7",
+        "plan is for 4 ranks",
+        "lse must be (…",
+        "a tensor has shape (1",
+    ]
+
+
+def test_shards_of_other_kinds_are_named() -> None:
+    plan = ShardPlan(8, ranks=2)
+    (told,) = told_on_each_rank(lambda mesh: unshard(plan, torch.zeros(1 + mesh.rank, 4), mesh=mesh))
+    kinds = [f"[({n}, 'rows', torch.float32)] on rank {n - 1}" for n in (1, 2)]
+    assert told[0] == told[1] == f"ranks disagree about the call: tensors is {', '.join(kinds)}"
 
 
 def test_decoding_needs_positions_for_a_mask() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from shard_cases import MASKS
 
 import strobe
-from strobe.distributed import ShardPlan, join, shard, spans as sets
+from strobe.distributed import ShardPlan, describe, join, shard, simulator, spans as sets, unshard
 from strobe.distributed.shard_plan import parse_plan
 from strobe.distributed.shard_strategies import STRATEGIES
 
@@ -122,17 +123,32 @@ def test_1024_ranks(strategy: str) -> None:
     assert sum(plan.pairs) == length * (length + 1) // 2
     assert sum(plan.rows(r) for r in range(ranks)) == length
     assert all(plan.seen[r][0][0] == 0 for r in range(ranks) if plan.rows(r))
-    text = plan.describe()
+    text = describe(plan)
     assert "1,024 ranks" in text and f"{strategy}, causal" in text
 
 
 def test_describe_shows_who_holds_what() -> None:
-    text = ShardPlan(64, ranks=4, mask=strobe.causal, strategy="contiguous").describe()
+    text = describe(ShardPlan(64, ranks=4, mask=strobe.causal, strategy="contiguous"))
     rows = [line.split() for line in text.splitlines()]
     pictures = {row[0]: row[1:] for row in rows if row and row[0] in "0123"}
     assert "█" * 16 + "·" * 48 in text
     assert pictures["1"] == ["█", "▒", "·", "·"]  # keys of ranks 0 to 3, under the last heading
     assert "balanced to 57.5 %" in text  # 520 pairs on average, 904 for the last rank
+
+
+def test_no_mask_is_a_full_mask() -> None:
+    assert ShardPlan(8, ranks=2, mask=None) == ShardPlan(8, ranks=2, mask=strobe.full)
+    halves = [[(0, 4)], [(4, 8)]]
+    assert ShardPlan.of_shards(8, halves, mask=None).mask == ShardPlan.of_shards(8, halves).mask == strobe.full
+
+
+@pytest.mark.parametrize("shape, dim", [((8,), 1), ((8,), 0), ((3, 8), -1), ((8, 3), -2), ((2, 8, 3), 1)], ids=str)
+def test_join_and_unshard_find_the_axis_that_shard_has_cut(shape: tuple[int, ...], dim: int) -> None:
+    whole, plan = torch.arange(math.prod(shape)).view(shape), ShardPlan(8, ranks=3)
+    shards = [shard(plan, whole, rank=rank, dim=dim)[0] for rank in range(3)]
+    assert torch.equal(join(plan, shards, dim), whole)
+    for (found,) in simulator.run(3, lambda mesh: unshard(plan, shards[mesh.rank], mesh=mesh, dim=dim)):
+        assert torch.equal(found, whole)
 
 
 def test_errors_name_what_is_wrong() -> None:
@@ -153,6 +169,12 @@ def test_errors_name_what_is_wrong() -> None:
         shard(plan, torch.zeros(1, 8), rank=2)
     with pytest.raises(ValueError, match="axis 1 must have the 8 positions"):
         shard(plan, torch.zeros(1, 7), rank=0)
+    with pytest.raises(ValueError, match=r"dim is -3, but a tensor has shape \(1, 8\)"):
+        shard(plan, torch.zeros(1, 8), rank=0, dim=-3)
+    with pytest.raises(ValueError, match="shards has 1 tensors, the plan 2 ranks"):
+        join(plan, [torch.zeros(1, 8)])
+    with pytest.raises(ValueError, match=r"shard 1 has shape \(1, 3\); axis 1 must have 4 positions"):
+        join(plan, [torch.zeros(1, 4), torch.zeros(1, 3)])
 
 
 def test_a_sequence_that_grows_keeps_its_stripes() -> None:

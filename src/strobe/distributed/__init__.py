@@ -2,7 +2,8 @@
 
 from strobe.distributed.api import attention, unshard
 from strobe.distributed.decoding import decode, merge
+from strobe.distributed.report import describe
 from strobe.distributed.shard_plan import ShardPlan, join, shard
 from strobe.distributed.transport import Counted, Transport
 
-__all__ = ["Counted", "ShardPlan", "Transport", "attention", "decode", "join", "merge", "shard", "unshard"]
+__all__ = ["Counted", "ShardPlan", "Transport", "attention", "decode", "describe", "join", "merge", "shard", "unshard"]

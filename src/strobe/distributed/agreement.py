@@ -27,14 +27,22 @@ def agree(
     facts: dict[str, Any],
     error: Exception | None,
     device: torch.device,
-    every_call: bool,
+    check: bool | None,
 ) -> None:
-    """`error`: what this rank would raise on its own. `every_call`: also for calls like an earlier one."""
+    """`facts`: the name of the function first. `error`: what this rank would raise on its own, and raises here. `check`:
+    True, at each call; False, never; None, at each call on a CPU and elsewhere at each new kind of call."""
+    if check is False:
+        if error is not None:
+            raise error
+        return
+    every_call = check is True or device.type == "cpu"
     text = json.dumps({name: str(value) for name, value in facts.items()})
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     holder = getattr(transports[0], "group", transports[0])
     known = _agreed.setdefault(holder, set())
-    if error is None and not every_call and digest in known:
+    if not every_call and error is not None and known:
+        raise error  # the others may know the call and not ask: they would not hear of it
+    if not every_call and error is None and digest in known:
         return
     mine = torch.tensor([_FAILED if error is not None else digest], dtype=torch.int64, device=device)
     for transport in reversed(transports):
@@ -45,11 +53,18 @@ def agree(
         known.add(digest)
         return
     if error is not None:
-        text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        text = json.dumps(
+            {"error": f"{type(error).__name__}: {error}"[: _TEXT // 8]}
+        )  # which JSON may write as six bytes each
     told = _told(transports, text, device)
     if error is not None:
         raise error
-    raise ValueError(_difference(told))
+    raise ValueError(_difference(facts["function"], told))
+
+
+def short_text(plan: str) -> str:
+    """The text of a plan as a fact: where it is long its beginning, and a digest."""
+    return plan if len(plan) < 200 else f"{plan[:100]}… ({hashlib.sha256(plan.encode()).hexdigest()[:16]})"
 
 
 def _gathered(transport: Transport, mine: torch.Tensor) -> torch.Tensor:
@@ -73,10 +88,10 @@ def _told(transports: Sequence[Transport], text: str, device: torch.device) -> l
     return [json.loads(bytes(row.tolist()).rstrip(b"\0").decode()) for row in found.cpu()]
 
 
-def _difference(told: list[dict[str, str]]) -> str:
+def _difference(function: str, told: list[dict[str, str]]) -> str:
     errors = [f"rank {rank}: {facts['error']}" for rank, facts in enumerate(told) if "error" in facts]
     if errors:
-        return f"context parallel attention cannot run: {'; '.join(errors)}"
+        return f"{function} cannot run: {'; '.join(errors)}"
     lines = []
     for name in told[0]:
         by_value: dict[str, list[int]] = {}
@@ -85,4 +100,6 @@ def _difference(told: list[dict[str, str]]) -> str:
         if len(by_value) > 1:
             each = ", ".join(f"{value} on rank {' '.join(map(str, ranks))}" for value, ranks in by_value.items())
             lines.append(f"{name} is {each}")
+            if name == "function":  # which has other facts
+                break
     return f"ranks disagree about the call: {'; '.join(lines)}"

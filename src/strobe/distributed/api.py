@@ -9,8 +9,9 @@ import torch
 from strobe import api
 from strobe.arguments import Arguments
 from strobe.distributed import operation
-from strobe.distributed.shard_plan import ShardPlan, join
-from strobe.distributed.transport import names_of, resolve, sizes_of
+from strobe.distributed.agreement import agree, short_text
+from strobe.distributed.shard_plan import ShardPlan, axis_of, join
+from strobe.distributed.transport import Transport, names_of, only, sizes_of
 from strobe.mask import Mask
 from strobe.problem import any_requires_grad
 from strobe.score import Score, identity, softcap as softcap_score
@@ -60,6 +61,53 @@ def attention(
     The other arguments are those of `strobe.attention`. All ranks of the mesh must call, in the same order."""
     names, sizes = names_of(mesh), sizes_of(mesh)
     ranks = sizes[0] if len(sizes) == 1 else sizes[0] * sizes[1]
+    try:
+        call, batched, documents = _call(
+            q, k, v, names, ranks, plan, method, mask, scale, softcap, score, dropout, seed, sinks, layout,
+            deterministic, invariant, backend, check,
+        )  # fmt: skip
+    except Exception as error:
+        if ranks > 1 and isinstance(q, torch.Tensor) and not operation.is_compiling():
+            operation.tell(names, error, q.device, check)
+        raise
+    if ranks == 1 and not invariant:
+        out, lse = operation.alone(call)
+    else:
+        out, lse = operation.attention(call)
+    if documents and batched:
+        out, lse = out[None], lse[None]
+    elif not documents and not batched:
+        out, lse = out[0], lse[0]
+    if layout == "bhsd":
+        out = out.transpose(-3, -2)
+    return (out, lse) if return_lse else out
+
+
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    names: list[str],
+    ranks: int,
+    plan: ShardPlan | None,
+    method: str,
+    mask: Mask | None,
+    scale: float | None,
+    softcap: float | None,
+    score: Score | None,
+    dropout: float,
+    seed: int | None,
+    sinks: torch.Tensor | None,
+    layout: str,
+    deterministic: bool,
+    invariant: bool,
+    backend: str | None,
+    check: bool | None,
+) -> tuple[operation.Call, bool, bool]:
+    """The arguments of `attention` as those of the operation; whether the tensors had a batch, and whether there are
+    several documents."""
+    if check not in operation.CHECKS:
+        raise ValueError(f"check must be None, True or False, got {check!r}")
     if dropout and seed is None:
         raise ValueError(f"dropout is {dropout}; it needs a seed, the same on every rank")
     if score is not None and softcap is not None:
@@ -94,17 +142,7 @@ def attention(
         "" if mask is None else mask.text(), score.text(), scale, float(dropout), seed or 0, method, deterministic,
         invariant, backend, operation.CHECKS[check], torch.is_grad_enabled() and any_requires_grad(a),
     )  # fmt: skip
-    if ranks == 1 and not invariant:
-        out, lse = operation.alone(call)
-    else:
-        out, lse = operation.attention(call)
-    if documents and batched:
-        out, lse = out[None], lse[None]
-    elif not documents and not batched:
-        out, lse = out[0], lse[0]
-    if layout == "bhsd":
-        out = out.transpose(-3, -2)
-    return (out, lse) if return_lse else out
+    return call, batched, documents
 
 
 def _contiguous_plan(length: int, ranks: int) -> str:
@@ -115,17 +153,32 @@ def _contiguous_plan(length: int, ranks: int) -> str:
 def unshard(plan: ShardPlan, *tensors: torch.Tensor, mesh: Any, dim: int = 1) -> tuple[torch.Tensor, ...]:
     """The whole of each tensor, on every rank, from the shards of all of them: the inverse of `shard`. Not
     differentiable."""
-    (transport,) = (resolve(name) for name in names_of(mesh))
-    found = []
-    for t in tensors:
-        axis = dim if dim < t.dim() else t.dim() - 1
-        rows = plan.rows(transport.rank)
-        if plan.ranks != transport.size or t.shape[axis] != rows:
-            have = f"a tensor has shape {tuple(t.shape)}, mesh {transport.size} ranks"
-            raise ValueError(f"{have}; the plan has {plan.ranks} ranks and {rows} positions for axis {axis} here")
+    if not tensors:
+        return ()
+    transport = only(mesh)
+    axes: list[int] = []
+    error: Exception | None = None
+    try:
+        axes = [_axis_of_shard(plan, t, transport, dim) for t in tensors]
+    except Exception as found:
+        error = found
+    shapes = [(*t.shape[:axis], "rows", *t.shape[axis + 1 :], t.dtype) for t, axis in zip(tensors, axes, strict=False)]
+    facts = {"function": "strobe.distributed.unshard", "plan": short_text(plan.text), "dim": dim, "tensors": shapes}
+    agree([transport], facts, error, tensors[0].device, None)
+    wholes = []
+    for t, axis in zip(tensors, axes, strict=True):
         room = t.new_zeros((*t.shape[:axis], plan.largest, *t.shape[axis + 1 :]))
-        room.narrow(axis, 0, rows).copy_(t.detach())
+        room.narrow(axis, 0, t.shape[axis]).copy_(t.detach())
         into = room.new_empty((transport.size, *room.shape))
         transport.all_gather(into, room).wait()
-        found.append(join(plan, [into[r].narrow(axis, 0, plan.rows(r)) for r in range(plan.ranks)], axis))
-    return tuple(found)
+        wholes.append(join(plan, [into[r].narrow(axis, 0, plan.rows(r)) for r in range(plan.ranks)], axis))
+    return tuple(wholes)
+
+
+def _axis_of_shard(plan: ShardPlan, t: torch.Tensor, transport: Transport, dim: int) -> int:
+    axis = axis_of(t, dim)
+    if plan.ranks != transport.size or t.shape[axis] != plan.rows(transport.rank):
+        have = f"a tensor has shape {tuple(t.shape)}, mesh {transport.size} ranks"
+        rows = plan.rows(transport.rank) if transport.rank < plan.ranks else 0
+        raise ValueError(f"{have}; the plan has {plan.ranks} ranks and {rows} positions for axis {axis} here")
+    return axis

@@ -7,7 +7,6 @@ as text, process groups as names.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from strobe import api
 from strobe.arguments import Arguments
 from strobe.autograd import without_autocast
 from strobe.checks import lse_dtype
-from strobe.distributed.agreement import agree
+from strobe.distributed.agreement import agree, short_text
 from strobe.distributed.choose_method import check_name, chosen, make, rank_of, shape_of
 from strobe.distributed.method import Method, Task
 from strobe.distributed.shard_plan import ShardPlan, parse_plan
@@ -45,7 +44,9 @@ _library.define(
 )
 is_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
+NAME = "strobe.distributed.attention"
 CHECKS = {None: 0, True: 1, False: 2}  # of `check`
+_CHECK = {number: check for check, number in CHECKS.items()}
 
 
 class Call(NamedTuple):
@@ -117,28 +118,35 @@ def _agreed_method(call: Call, transports: Sequence[Transport]) -> Method:
     try:
         _check(call, transports)
         method = method_of(call, transports)
-    except (ValueError, TypeError) as found:
+    except Exception as found:
         error = found
-    if call.check != CHECKS[False]:
-        q, every = call.q, call.check == CHECKS[True] or call.q.device.type == "cpu"
-        agree(transports, _facts(call), error, q.device, every)
-    if error is not None:
-        raise error
+    agree(transports, _facts(call), error, call.q.device, _CHECK[call.check])
     assert method is not None
     return method
+
+
+def tell(groups: Sequence[str], error: Exception, device: torch.device, check: bool | None) -> None:
+    """Raises an error that this rank has found before there was a call, and tells the others, which would wait for it."""
+    agree([resolve(name) for name in groups], {"function": NAME}, error, device, check)
 
 
 def _facts(call: Call) -> dict[str, Any]:
     """On which all ranks must agree; how many rows each has is the plan's business."""
     q, k, v = call.q, call.k, call.v
     shapes = {name: (*t.shape[:-3], "rows", *t.shape[-2:]) for name, t in (("q", q), ("k", k), ("v", v))}
-    digest = hashlib.sha256(call.plan.encode()).hexdigest()[:16]
-    plan = call.plan if len(call.plan) < 200 else f"{call.plan[:100]}… ({digest})"
     sinks = None if call.sinks is None else tuple(call.sinks.shape)
     own = ("q", "k", "v", "sinks", "groups", "plan", "score_tensors", "check")
     rest = {name: value for name, value in call._asdict().items() if name not in own}
     gradients = {"a gradient is needed": rest.pop("keep")}
-    return {**shapes, "dtype": q.dtype, "sinks": sinks, "plan": plan, **rest, **gradients}
+    return {
+        "function": NAME,
+        **shapes,
+        "dtype": q.dtype,
+        "sinks": sinks,
+        "plan": short_text(call.plan),
+        **rest,
+        **gradients,
+    }
 
 
 def _check(call: Call, transports: Sequence[Transport]) -> None:

@@ -49,7 +49,7 @@ class ShardPlan:
     strategy  "contiguous", "zigzag" (an early and a late part each: equal work under a causal mask), "documents" (a
               zig-zag within each document) or "striped" (blocks dealt out in turn)
     block     cuts are at multiples of this many positions; 1 by default, for "striped" 128
-    mask      what the work, the bytes and the balance are counted for, and the default of `attention`
+    mask      what the work, the bytes and the balance are counted for, and the default of `attention`. None: no mask
 
     Any length is cut for any number of ranks, without padding. Rows of a shard are in the order of their positions."""
 
@@ -58,7 +58,7 @@ class ShardPlan:
         lengths: int | Sequence[int] | torch.Tensor,
         *,
         ranks: int,
-        mask: Mask = full,
+        mask: Mask | None = None,
         strategy: str = "zigzag",
         block: int | None = None,
     ) -> None:
@@ -69,9 +69,13 @@ class ShardPlan:
         shards = tuple(STRATEGIES[strategy](documents, _count("ranks", ranks, 1), block))
         self._set(documents, shards, strategy, block, mask)
 
-    def _set(self, lengths: tuple[int, ...], shards: tuple[Spans, ...], strategy: str, block: int, mask: Mask) -> None:
+    def _set(
+        self, lengths: tuple[int, ...], shards: tuple[Spans, ...], strategy: str, block: int, mask: Mask | None
+    ) -> None:
+        if mask is None:
+            mask = full
         if not isinstance(mask, Mask):
-            raise TypeError(f"mask must be a strobe mask (strobe.causal, strobe.window(…), …), got {mask!r}")
+            raise TypeError(f"mask must be a strobe mask (strobe.causal, strobe.window(…), …) or None, got {mask!r}")
         self.lengths, self.shards, self.strategy, self.block, self.mask = lengths, shards, strategy, block, mask
         self.ranks = len(shards)
         self.starts = (0, *itertools.accumulate(lengths))  # of the documents, and the end of the last one
@@ -84,7 +88,7 @@ class ShardPlan:
         lengths: int | Sequence[int] | torch.Tensor,
         shards: Sequence[Sequence[tuple[int, int]]],
         *,
-        mask: Mask = full,
+        mask: Mask | None = None,
         block: int = 1,
     ) -> ShardPlan:
         """A cut of one's own: for each rank the (start, stop) ranges that it holds."""
@@ -128,12 +132,6 @@ class ShardPlan:
 
     def __hash__(self) -> int:
         return hash(self.text)
-
-    def describe(self, *arguments: Any, **keywords: Any) -> str:
-        """The plan for reading, with pictures; `report.describe` documents the arguments."""
-        from strobe.distributed.report import describe
-
-        return describe(self, *arguments, **keywords)
 
     # ---- who holds what -------------------------------------------------------------------------------------------------
 
@@ -209,7 +207,7 @@ def shard(plan: ShardPlan, *tensors: torch.Tensor, rank: int, dim: int = 1) -> t
     mine = plan.shards[plan._rank(rank)]
     found = []
     for t in tensors:
-        axis = dim if dim < t.dim() else t.dim() - 1
+        axis = axis_of(t, dim)
         if t.shape[axis] != plan.total:
             raise ValueError(
                 f"a tensor has shape {tuple(t.shape)}; axis {axis} must have the {plan.total} positions of the plan"
@@ -218,8 +216,23 @@ def shard(plan: ShardPlan, *tensors: torch.Tensor, rank: int, dim: int = 1) -> t
     return tuple(found)
 
 
+def axis_of(t: torch.Tensor, dim: int) -> int:
+    """The axis of positions of a tensor: `dim`, or the last one where it has fewer."""
+    if not t.dim() or dim < -t.dim():
+        raise ValueError(f"dim is {dim}, but a tensor has shape {tuple(t.shape)}")
+    return min(dim, t.dim() - 1) if dim >= 0 else dim + t.dim()
+
+
 def join(plan: ShardPlan, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
     """The whole, from the shards of all ranks in their order: the inverse of `shard`, in one process."""
+    if len(shards) != plan.ranks:
+        raise ValueError(f"shards has {len(shards)} tensors, the plan {plan.ranks} ranks")
+    dim = axis_of(shards[0], dim)
+    for rank, t in enumerate(shards):
+        if t.shape[dim] != plan.rows(rank):
+            raise ValueError(
+                f"shard {rank} has shape {tuple(t.shape)}; axis {dim} must have {plan.rows(rank)} positions"
+            )
     whole = torch.cat(list(shards), dim)
     order = plan.prepared.get("order")
     if order is None:

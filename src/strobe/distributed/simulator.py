@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from strobe.distributed.transport import Failed, Message
+from strobe.distributed.transport import Failed, Message, Pending, gather_by_messages, sum_by_messages
 
 T = TypeVar("T")
 
@@ -82,23 +82,11 @@ class SimulatedTransport:
 
         return _Arriving(arrive)
 
-    def all_gather(self, into: torch.Tensor, mine: torch.Tensor) -> _Arriving:
-        into[self.rank].copy_(mine)
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        return self.exchange([(mine, peer) for peer in others], [(into[peer], peer) for peer in others])
+    def all_gather(self, into: torch.Tensor, mine: torch.Tensor) -> Pending:
+        return gather_by_messages(self, into, mine)
 
-    def reduce_scatter(self, into: torch.Tensor, parts: torch.Tensor) -> _Arriving:
-        found = torch.empty_like(parts)
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        found[self.rank].copy_(parts[self.rank])
-        sends, receives = [(parts[peer], peer) for peer in others], [(found[peer], peer) for peer in others]
-        arriving = self.exchange(sends, receives)
-
-        def arrive() -> None:
-            arriving.wait()
-            torch.sum(found, 0, out=into)
-
-        return _Arriving(arrive)
+    def reduce_scatter(self, into: torch.Tensor, parts: torch.Tensor) -> Pending:
+        return sum_by_messages(self, into, parts)
 
 
 def run(ranks: int, function: Callable[..., T], *, inner: int | None = None, timeout: float = 60.0) -> list[T]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from strobe.mask import Mask
 
 _STRATEGIES = ("contiguous", "zigzag", "documents", "striped")  # those of `ShardPlan`, which would load torch
+MOST_RANKS = 1024
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _LENGTH_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _RATE_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -41,7 +42,7 @@ def _mask(name: str, window: int | None) -> Mask:
 
 
 def plan(
-    ranks: Annotated[int, typer.Option(min=1, help="Among how many ranks.")],
+    ranks: Annotated[int, typer.Option(min=1, help=f"Among how many ranks, at most {MOST_RANKS}.")],
     length: Annotated[
         list[str], typer.Option(help="Tokens: 5000, 128K, 1M. May be repeated: documents, packed one after the other.")
     ],
@@ -70,6 +71,9 @@ def plan(
     forward: Annotated[bool, typer.Option("--forward", help="A forward pass alone, without gradients.")] = False,
 ) -> None:
     """Show how a sequence is cut among ranks, and what each method of context parallelism costs on paper."""
+    if ranks > MOST_RANKS:
+        why = "what each rank sends to each other one is counted, which would take minutes"
+        raise typer.BadParameter(f"--ranks must be at most {MOST_RANKS}, got {ranks}: {why}")
     lengths, speed = [_length(text) for text in length], _link(link)
     if heads % heads_k:
         raise typer.BadParameter(f"--heads must be a multiple of --heads-k, got {heads} and {heads_k}")
@@ -78,9 +82,10 @@ def plan(
     if inner is not None and inner > heads:
         raise typer.BadParameter(f"--inner must be at most the {heads} query heads, got {inner}")
     from strobe.distributed.cost import Machine, Shape
+    from strobe.distributed.report import describe
     from strobe.distributed.shard_plan import ShardPlan
 
     found = ShardPlan(lengths, ranks=ranks, mask=_mask(mask, window), strategy=strategy, block=block)
     shape = Shape(heads, heads_k, head_dim, head_dim, _BYTES[dtype], batch)
     machine = Machine(link=speed, rate=tflops * 1e12)
-    typer.echo(found.describe(shape, machine, gradients=not forward, inner=inner), nl=False)
+    typer.echo(describe(found, shape, machine, gradients=not forward, inner=inner), nl=False)
