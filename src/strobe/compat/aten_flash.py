@@ -6,6 +6,7 @@ autograd, which calls the backward ones with what the forward ones returned. Cau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def _flash_backward(
     return _backward(a, grad_out, out, logsumexp, rng_state)
 
 
-_OPERATORS = {
+_OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _dense_forward,
     "_scaled_dot_product_flash_attention_backward": _dense_backward,
     "_flash_attention_forward": _flash_forward,
