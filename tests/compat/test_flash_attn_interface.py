@@ -174,7 +174,9 @@ def used_rows(cu: list[int], used: list[int]) -> list[slice]:
 )
 def test_queries_that_are_not_in_use_send_no_gradient(way: str, options: dict[str, Any]) -> None:
     cu_q, cu_k, used_q, used_k = [0, 4, 8, 11], [0, 6, 12, 15], [3, 0, 3], [6, 5, 2]
-    ints = {n: torch.tensor(x, dtype=torch.int32) for n, x in (("cu_q", cu_q), ("cu_k", cu_k), ("q", used_q), ("k", used_k))}
+    ints = {
+        n: torch.tensor(x, dtype=torch.int32) for n, x in (("cu_q", cu_q), ("cu_k", cu_k), ("q", used_q), ("k", used_k))
+    }
     q, k, v = (t.requires_grad_() for t in (random(11, 4, 8), random(15, 2, 8, seed=1), random(15, 2, 8, seed=2)))
     dout = random(11, 4, 8, seed=3)
     expected = torch.zeros_like(q)
@@ -202,8 +204,6 @@ def test_queries_that_are_not_in_use_send_no_gradient(way: str, options: dict[st
             max_seqlen_q=4, max_seqlen_k=6, causal=causal, **windows,
         )  # fmt: skip
         found = tuple(torch.empty_like(t) for t in (q, k, v))
-        fa3._flash_attn_backward(
-            dout, q, k, v, out, lse, *arguments, *used, 4, 6, *found, is_causal=causal, **windows
-        )
+        fa3._flash_attn_backward(dout, q, k, v, out, lse, *arguments, *used, 4, 6, *found, is_causal=causal, **windows)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(found, wanted)

@@ -298,3 +298,29 @@ def test_caches_and_queries_are_compared_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="q has 3 heads, which is not a multiple of the 2"):
         flash_attn.flash_attn_with_kvcache(q[:, :, :3], k_cache, v_cache, k, k, cache_seqlens=5)
     assert torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_scores_of_queries_and_cached_values(packed: bool) -> None:
+    """`qv`: absorbed attention."""
+    k_cache, v_cache = caches(used=USED)
+    before = k_cache.clone(), v_cache.clone()
+    q, qv = random(BATCH, 3, HEADS, DIM), random(BATCH, 3, HEADS, DIM, seed=8)
+    k, v = (random(BATCH, 3, HEADS_K, DIM, seed=s) for s in (3, 4))
+    cos, sin = rotary_tables(DIM)
+    options: dict[str, Any] = {"cu_seqlens_q": ints(0, 3, 6, 9), "max_seqlen_q": 3} if packed else {}
+    queries = (q.flatten(0, 1), qv.flatten(0, 1)) if packed else (q, qv)
+    out = fa3.flash_attn_with_kvcache(
+        queries[0], k_cache, v_cache, k, v, queries[1], cos, sin, ints(*USED), causal=True, rotary_interleaved=False,
+        **options,
+    ).view(BATCH, 3, HEADS, DIM)  # fmt: skip
+    for i, n in enumerate(USED):
+        one = slice(i, i + 1)
+        turned = [apply_rotary_emb(t[one], cos, sin, seqlen_offsets=n) for t in (q, k)]
+        keys, values = torch.cat((before[0][one, :n], turned[1]), 1), torch.cat((before[1][one, :n], v[one]), 1)
+        expected, _, _ = textbook.attention(
+            torch.cat((turned[0], qv[one]), -1), torch.cat((keys, values), -1), values, causal=True
+        )
+        torch.testing.assert_close(out[one], expected)
+    with pytest.raises(ValueError, match="qv must be torch.float64 of shape"):
+        fa3.flash_attn_with_kvcache(q, k_cache, v_cache, qv=qv[:, :1], cache_seqlens=5)

@@ -44,6 +44,7 @@ def attend(
     max_q: int | None = None,
     cu_new: _Maybe = None,
     rotary_seqlens: _Maybe = None,  # (batch,): where rotary positions start, if not at cache_seqlens
+    qv: _Maybe = None,  # (…, heads, dim_v), beside q: adds qv vᵀ to the scores
 ) -> Any:
     q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
     batch = q.shape[0] if cu_q is None else cu_q.numel() - 1
@@ -51,6 +52,9 @@ def attend(
     if not isinstance(used, torch.Tensor) or used.dim() == 0:
         used = flash_terms.integer("cache_seqlens", used)
     _check(batch, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cu_new)
+    if qv is not None and (qv.shape != (*q.shape[:-1], v_cache.shape[-1]) or qv.dtype != q.dtype):
+        want = f"{q.dtype} of shape {(*q.shape[:-1], v_cache.shape[-1])}, as q and the values are"
+        raise InvalidArgument(f"qv must be {want}; got {qv.dtype} of shape {tuple(qv.shape)}")
     if k is not None and cache_seqlens is None:
         raise InvalidArgument("cache_seqlens must be given with k and v: it says where they are written")
     new: Any = 0 if k is None else k.shape[1] if cu_new is None else cu_new.diff()
@@ -64,6 +68,8 @@ def attend(
     if k is not None and v is not None:
         _write(k_cache, v_cache, k, v, used, cache_batch_idx, cu_new)
         used = used + new
+    if qv is not None:  # (q, qv) · (k, v), for which keys and values are copied
+        q, k_cache = torch.cat((q, qv), dim=-1), torch.cat((k_cache, v_cache), dim=-1)
     a = Arguments(
         q, k_cache, v_cache, mask=mask, scale=flash_terms.scale_of(softmax_scale, q.shape[-1]), score=score,
         return_lse=return_lse,

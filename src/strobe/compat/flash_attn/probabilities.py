@@ -26,7 +26,8 @@ def signed_scores(a: Arguments) -> torch.Tensor:
     found = torch.where(tiles > 0, tiles / largest[..., None], 0).flatten(-2)
     if not a.dropout:
         return found
-    kept = dropout.keep(a.seed, *map(range, p.shape), a.dropout, p.device)
+    batch, heads, rows, keys = map(range, p.shape)
+    kept = dropout.keep(a.seed, batch, heads, rows, keys, a.dropout, p.device)
     return torch.where(kept, found, -found)
 
 
