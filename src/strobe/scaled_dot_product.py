@@ -141,9 +141,7 @@ def _nested(query: Any, key: Any, value: Any, mask: _Mask, dropout_p: float, sca
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise ValueError("key and value must have sequences of the same lengths")
     cu_q, cu_k = (t.offsets().to(torch.int32) for t in (q, k))
-    out = attention_varlen(
-        q.values(), k.values(), v.values(), cu_q, cu_k, mask=mask, dropout=dropout_p, scale=scale
-    )
+    out = attention_varlen(q.values(), k.values(), v.values(), cu_q, cu_k, mask=mask, dropout=dropout_p, scale=scale)
     return torch.nested.nested_tensor_from_jagged(out, offsets=q.offsets()).transpose(1, 2)
 
 
