@@ -36,8 +36,8 @@ OPERATIONS: dict[str, Operation] = {
     "-": Operation(lambda a, b: a - b, "({0} - {1})", lambda a, b, y: (_ONE, _MINUS_ONE)),
     "*": Operation(lambda a, b: a * b, "({0} * {1})", lambda a, b, y: (b, a)),
     "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b)),
-    # Of integers. Operands are kept non-negative, so that C++, which rounds towards zero, agrees.
-    "//": Operation(lambda a, b: a // b, "({0} / {1})"),
+    # Of integers, by a positive one, rounded down. C++ rounds towards zero.
+    "//": Operation(lambda a, b: a // b, "(({0} < 0 ? {0} - ({1} - 1) : {0}) / {1})"),
     "min": Operation(functools.partial(_minmax, min, torch.minimum), "min({0}, {1})"),
     "max": Operation(functools.partial(_minmax, max, torch.maximum), "max({0}, {1})"),
     "abs": Operation(abs, "fabs({0})"),

@@ -203,9 +203,10 @@ def prefix(n: int) -> Mask:
 
 
 def chunked(n: int) -> Mask:
-    """Queries see the keys of their own chunk of `n` positions. Queries before the first key count as chunk 0."""
+    """Queries see the keys of their own chunk of `n` positions: those with the same `position // n`. The last query
+    stands opposite the last key; queries before the first key are in chunks of their own, without keys."""
     size = _number(_size(n, "chunked(n): n", 1))
-    chunk = Expr("max", (_diag, Expr.of(0))) // size
+    chunk = _diag // size
     return Mask(chunk * size, (chunk + 1) * size, f"chunked({n})")
 
 

@@ -9,9 +9,13 @@ import torch
 
 from strobe import mask as masks, sharded
 from strobe.api import attention, attention_varlen
+from strobe.invalid import raises_as_hosts
 from strobe.mask import Mask
 
+_Mask = Mask | torch.Tensor | None
 
+
+@raises_as_hosts
 def sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -24,32 +28,75 @@ def sdpa(
 ) -> torch.Tensor:
     """A drop-in for torch.nn.functional.scaled_dot_product_attention: its signature, its (batch, heads, length, dim)
     layout, its causal mask aligned to the top left. It takes what that takes: broadcast leading axes and heads, any
-    strides, jagged nested tensors, tensors that are sharded by batch or heads."""
-    if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask must be None when is_causal is True")
+    strides, `torch.nn.attention.bias.causal_lower_right`, jagged nested tensors, tensors that are sharded by batch or
+    heads. Its errors are RuntimeErrors, too."""
+    mask: _Mask = attn_mask
+    if is_causal:
+        if attn_mask is not None:
+            raise ValueError("attn_mask must be None when is_causal is True")
+        mask = masks.causal_top_left
+    elif attn_mask is not None and type(attn_mask) is not torch.Tensor:
+        mask = _without_causal_bias(attn_mask, query, key)
     if isinstance(scale, torch.Tensor):
         scale = float(scale)
-    for t in (query, key, value, attn_mask):
-        if t is not None and type(t) is not torch.Tensor and (special := _special(t)) is not None:
-            return special(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
-        axes = f"{query.dim()}, {key.dim()}, {value.dim()}"
-        raise ValueError(f"query, key and value must have the same number of axes, at least 2; got {axes}")
-    q, k, v, lead = query, key, value, query.shape[:-3]
-    if query.dim() > 2 and not enable_gqa and not q.shape[-3] == k.shape[-3] == v.shape[-3]:
+    return _attend(query, key, value, mask, dropout_p, scale, enable_gqa)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: _Mask,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    for t in (query, key, value, mask):
+        if isinstance(t, torch.Tensor) and type(t) is not torch.Tensor and (special := _special(t)) is not None:
+            return special(query, key, value, mask, dropout_p, scale, enable_gqa)
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise ValueError(
+            f"query, key and value must have at least 2 axes; got {query.dim()}, {key.dim()}, {value.dim()}"
+        )
+    q, k, v = query, key, value
+    if not query.dim() == key.dim() == value.dim():
+        most = max(query.dim(), key.dim(), value.dim())
+        q, k, v = (t[(None,) * (most - t.dim())] for t in (q, k, v))
+    axes, lead = q.dim(), q.shape[:-3]
+    if axes > 2 and not enable_gqa and not q.shape[-3] == k.shape[-3] == v.shape[-3]:
         q, k, v = _same_heads(q, k, v)
-    if query.dim() > 4 or not key.shape[:-3] == value.shape[:-3] == lead:
-        lead = torch.broadcast_shapes(lead, key.shape[:-3], value.shape[:-3])
+    if axes > 4 or not k.shape[:-3] == v.shape[:-3] == lead:
+        lead = torch.broadcast_shapes(lead, k.shape[:-3], v.shape[:-3])
         q, k, v = (t.expand(*lead, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+    if q.shape[-1] == k.shape[-1] == 0:  # every score is 0
+        q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
-    mask, bias = _mask_and_bias(attn_mask, is_causal, lead)
-    options: dict[str, Any] = {"mask": mask, "bias": bias, "scale": scale, "layout": "bhsd"}
+    interval, bias = _mask_and_bias(mask, lead)
+    options: dict[str, Any] = {"mask": interval, "bias": bias, "scale": scale, "layout": "bhsd"}
     if dropout_p == 1.0:  # nothing is left, whatever the scores are
         out = attention(q, k, v, **options)
         out = out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0)
     else:
         out = attention(q, k, v, dropout=dropout_p, **options)
-    return out if query.dim() <= 4 else out.reshape(*lead, *out.shape[-3:])
+    return out if axes <= 4 else out.reshape(*lead, *out.shape[-3:])
+
+
+def _without_causal_bias(attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Mask | torch.Tensor:
+    """PyTorch's `CausalBias` is a tensor without contents that says where the diagonal is."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(attn_mask, CausalBias):
+        return attn_mask
+    if getattr(query, "is_nested", False):
+        raise ValueError("attn_mask cannot be given with nested tensors; pass is_causal=True")
+    lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if lengths != (query.shape[-2], key.shape[-2]):
+        found = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+        raise ValueError(f"attn_mask is a causal bias of {lengths[0]} queries and {lengths[1]} keys; there are {found}")
+    return masks.causal_top_left if attn_mask.variant == CausalVariant.UPPER_LEFT else masks.causal
+
+
+_HEADS = "query has {} heads, key has {}, value has {}; pass enable_gqa=True to group them"
 
 
 def _same_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -57,49 +104,43 @@ def _same_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     heads = [t.shape[-3] for t in tensors]
     most = max(heads)
     if any(n not in (1, most) for n in heads):
-        names = "query has {} heads, key has {}, value has {}".format(*heads)
-        raise ValueError(f"{names}; pass enable_gqa=True to group them")
+        raise ValueError(_HEADS.format(*heads))
     if heads[1] == heads[2] == 1:
         return tensors
     return tuple(t.expand(*t.shape[:-3], most, *t.shape[-2:]) for t in tensors)
 
 
-def _mask_and_bias(
-    attn_mask: torch.Tensor | None, is_causal: bool, lead: torch.Size
-) -> tuple[Mask | torch.Tensor | None, torch.Tensor | None]:
-    if attn_mask is None:
-        return (masks.causal_top_left if is_causal else None), None
-    if attn_mask.dim() > 4:
-        attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
-    return (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+def _mask_and_bias(mask: _Mask, lead: torch.Size) -> tuple[_Mask, torch.Tensor | None]:
+    if not isinstance(mask, torch.Tensor):
+        return mask, None
+    if mask.dim() > 4:
+        mask = mask.expand(*lead, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    return (mask, None) if mask.dtype == torch.bool else (None, mask)
 
 
 def _special(t: torch.Tensor) -> Any:
     """How to attend to tensors that are more than one piece of memory."""
     if getattr(t, "is_nested", False):
         return _nested
-    return functools.partial(sharded.sdpa, sdpa) if sharded.is_sharded(t) else None
+    return functools.partial(sharded.sdpa, _attend) if sharded.is_sharded(t) else None
 
 
-def _nested(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
-) -> Any:
+def _nested(query: Any, key: Any, value: Any, mask: _Mask, dropout_p: float, scale: Any, enable_gqa: bool) -> Any:
     """(batch, heads, ragged length, dim), as a transposed jagged tensor is."""
-    if attn_mask is not None:
+    if isinstance(mask, torch.Tensor):
         raise ValueError("attn_mask cannot be given with nested tensors")
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if not getattr(t, "is_nested", False) or t.layout != torch.jagged or t.dim() != 4:
+        if not getattr(t, "is_nested", False) or t.layout != torch.jagged or t.dim() != 4 or t._ragged_idx != 2:
             raise ValueError(f"{name} must be a jagged nested tensor (batch, heads, length, dim), as the others are")
+        if t.lengths() is not None:
+            raise ValueError(f"{name} has gaps between its sequences, as torch.nested.narrow leaves them; make a copy")
+    heads = query.size(1), key.size(1), value.size(1)
+    if not enable_gqa and not heads[0] == heads[1] == heads[2]:
+        raise ValueError(_HEADS.format(*heads))
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (batch, ragged length, heads, dim)
+    # Of the same offsets, or of equal ones, at which it has to look.
+    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+        raise ValueError("key and value must have sequences of the same lengths")
     cu_q, cu_k = (t.offsets().to(torch.int32) for t in (q, k))
-    out = attention_varlen(
-        q.values(),
-        k.values(),
-        v.values(),
-        cu_q,
-        cu_k,
-        mask=masks.causal_top_left if is_causal else None,
-        dropout=dropout_p,
-        scale=scale,
-    )
+    out = attention_varlen(q.values(), k.values(), v.values(), cu_q, cu_k, mask=mask, dropout=dropout_p, scale=scale)
     return torch.nested.nested_tensor_from_jagged(out, offsets=q.offsets()).transpose(1, 2)

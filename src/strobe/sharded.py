@@ -30,7 +30,7 @@ def refuse(a: Arguments) -> None:
 def sdpa(
     attend: Callable[..., torch.Tensor], query: Any, key: Any, value: Any, attn_mask: Any, dropout: float, *options: Any
 ) -> Any:
-    """`attend`: `strobe.sdpa` of local tensors."""
+    """`attend`: the same of local tensors. `attn_mask` may also be a `strobe.Mask`."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     given = [t for t in (query, key, value, attn_mask) if is_sharded(t)]
@@ -71,8 +71,8 @@ def sdpa(
         raise ValueError(f"{has}, but would not drop the same weights; shard by batch or heads, or call to_local()")
 
     def local(t: Any) -> Any:
-        if t is None:
-            return None
+        if not isinstance(t, torch.Tensor):  # no mask, or an interval
+            return t
         if not is_sharded(t):
             t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
         missing = axes - t.dim()  # a mask may have fewer axes, or 1 where it is the same for all

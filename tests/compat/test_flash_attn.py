@@ -6,12 +6,13 @@ import inspect
 import itertools
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from compat import textbook
 
 import strobe
-from strobe.compat import flash_attn, flash_attn_2_cuda
+from strobe.compat import flash_attn, flash_attn_2_cuda, flash_attn_interface as fa3
 from strobe.compat.flash_attn import flash_attn_interface as interface
 
 TAIL = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"]
@@ -144,30 +145,43 @@ def test_packed_forms_are_views_of_the_same() -> None:
 def test_s_dmask_has_the_sign_of_dropout() -> None:
     q, k, v = qkv(5, 9)
     torch.manual_seed(3)
-    out, _, s_dmask = flash_attn.flash_attn_func(q, k, v, dropout_p=0.4, causal=True, return_attn_probs=True)
+    out, _, s_dmask = flash_attn.flash_attn_func(q, k, v, dropout_p=0.375, causal=True, return_attn_probs=True)
     assert s_dmask.shape == (2, 4, 128, 128)
     dropped = s_dmask[:, :, :5, :9] < 0
     assert 0.2 < dropped[s_dmask[:, :, :5, :9] != 0].double().mean() < 0.6
-    expected, _, p = textbook.attention(q, k, v, causal=True, dropped=dropped, dropout_p=0.4)
-    torch.testing.assert_close(s_dmask[:, :, :5, :9].abs(), p)
+    expected, _, p = textbook.attention(q, k, v, causal=True, dropped=dropped, dropout_p=0.375)
+    torch.testing.assert_close(s_dmask[:, :, :5, :9].abs(), p / p.amax(-1, keepdim=True))
     assert not s_dmask[:, :, 5:].any() and not s_dmask[:, :, :, 9:].any()
     torch.testing.assert_close(out, expected)
     torch.manual_seed(3)
-    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, dropout_p=0.4, causal=True), out)
+    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, dropout_p=0.375, causal=True), out)
 
 
 def test_s_dmask_of_packed_sequences() -> None:
     cu_q, cu_k = torch.tensor([0, 4, 7], dtype=torch.int32), torch.tensor([0, 2, 9], dtype=torch.int32)
     q, k, v = random(7, 4, 8), random(9, 2, 8, seed=1), random(9, 2, 8, seed=2)
     out, _, s_dmask = flash_attn.flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 4, 7, dropout_p=0.3, return_attn_probs=True
+        q, k, v, cu_q, cu_k, 4, 7, dropout_p=0.25, return_attn_probs=True
     )
     assert s_dmask.shape == (2, 4, 128, 128)
     for i, (row, key) in enumerate(((slice(0, 4), slice(0, 2)), (slice(4, 7), slice(2, 9)))):
         part = s_dmask[i : i + 1, :, : row.stop - row.start, : key.stop - key.start]
-        expected, _, p = textbook.attention(q[None, row], k[None, key], v[None, key], dropped=part < 0, dropout_p=0.3)
-        torch.testing.assert_close(part.abs(), p)
+        expected, _, p = textbook.attention(q[None, row], k[None, key], v[None, key], dropped=part < 0, dropout_p=0.25)
+        torch.testing.assert_close(part.abs(), p / p.amax(-1, keepdim=True))
         torch.testing.assert_close(out[row], expected[0])
+
+
+def test_s_dmask_is_relative_to_the_largest_score_so_far() -> None:
+    """As flash-attn 2 visits tiles of keys, the last one first. Its users normalise with `_get_block_size_n`."""
+    q, k, v = qkv(3, 150, dim=72)
+    size = interface._get_block_size_n(q.device, 72, True, False)
+    _, lse, s_dmask = flash_attn.flash_attn_func(q, k, v, dropout_p=0.4, return_attn_probs=True)
+    s = textbook.attention(q, k, v)[2].log() + lse[..., None]
+    for start in range(0, 150, size):
+        so_far = s[..., start:].amax(-1, keepdim=True)  # of this tile and those behind it
+        here = slice(start, start + size)
+        torch.testing.assert_close(s_dmask[:, :, :3, :150][..., here].abs(), (s[..., here] - so_far).exp())
+    assert (s_dmask < 0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -313,3 +327,91 @@ def test_compiles_without_a_graph_break() -> None:
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, numpy.int64], ids=["0-d tensors", "numpy"])
+def test_numbers_of_other_kinds(kind: Any) -> None:
+    """transformers passes lengths as tensors when it packs by position_ids."""
+    q, k, v = qkv(9, 9)
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    window, scale, cap = (kind(3), kind(1)), kind(2) / 4, kind(2) * 1.5
+    options: dict[str, Any] = {"softmax_scale": scale, "window_size": window, "softcap": cap}
+    expected = textbook.attention(q, k, v, scale=0.5, window=(3, 1), softcap=3.0)[0]
+    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, **options), expected)
+    torch.testing.assert_close(fa3.flash_attn_func(q, k, v, **options), expected)
+    for function in (flash_attn.flash_attn_varlen_func, fa3.flash_attn_varlen_func):
+        found = function(*flat, cu, cu, kind(9), kind(9), **options)
+        torch.testing.assert_close(found, expected.flatten(0, 1))
+    private = interface._flash_attn_varlen_forward(*flat, cu, cu, kind(9), kind(9), 0.0, scale, False, *window, cap)
+    torch.testing.assert_close(private[0], expected.detach().flatten(0, 1))
+    chunks = fa3.flash_attn_func(q, k, v, attention_chunk=kind(4), causal=True)
+    torch.testing.assert_close(chunks, textbook.attention(q, k, v, chunk=4, causal=True)[0])
+    cached = fa3.flash_attn_with_kvcache(
+        flat[0], k, v, cache_seqlens=kind(9), cu_seqlens_q=cu, max_seqlen_q=kind(9), **options
+    )
+    torch.testing.assert_close(cached, expected.detach().flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": -1.0}, "softcap must be finite and at least 0 .no cap., got -1.0"),
+        ({"softcap": float("nan")}, "softcap must be finite"),
+        ({"softcap": float("inf")}, "softcap must be finite"),
+        ({"softmax_scale": "0.5"}, "softmax_scale must be a number, got '0.5'"),
+        ({"softmax_scale": float("nan")}, "scale must be finite, got nan"),
+        ({"window_size": (2.5, 0)}, r"window_size.0. must be an int, got 2.5"),
+        ({"window_size": (0, torch.tensor(2.0))}, r"window_size.1. must be an int"),
+        ({"dropout_p": 1.0}, "dropout must be at least 0 and less than 1"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    """The errors are RuntimeErrors, too, as flash-attn's are."""
+    with pytest.raises(ValueError, match=message) as found:
+        flash_attn.flash_attn_func(*qkv(9, 9), **options)
+    assert isinstance(found.value, RuntimeError)
+
+
+def test_chunks_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="attention_chunk must be at least 0, got -4"):
+        fa3.flash_attn_func(*qkv(9, 9), attention_chunk=-4)
+
+
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [
+        ({"seqused_k": [9, -1]}, r"seqused_k must be from 0 to \[9, 9\], got \[9, -1\]"),
+        ({"seqused_k": [10, 9]}, "seqused_k must be from 0 to"),
+        ({"seqused_q": [9, 10]}, "seqused_q must be from 0 to"),
+        ({"seqused_k": [9]}, r"seqused_k must be ints, one for each sequence, shape \(2,\)"),
+    ],
+    ids=str,
+)
+def test_lengths_in_use_that_make_no_sense(used: dict[str, list[int]], message: str) -> None:
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat = [t.flatten(0, 1) for t in qkv(9, 9)]
+    tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in used.items()}
+    with pytest.raises(ValueError, match=message):
+        fa3.flash_attn_varlen_func(*flat, cu, cu, 9, 9, **tensors)
+
+
+def test_generators_are_refused() -> None:
+    x = [t.detach() for t in qkv(9, 9)]
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat = [t.flatten(0, 1) for t in x]
+    generator = torch.Generator()
+    gpu = interface.flash_attn_gpu
+    with pytest.raises(strobe.Unsupported, match="generator was given"):
+        gpu.fwd(*x, None, None, 0.1, 0.5, False, -1, -1, 0.0, False, generator)
+    with pytest.raises(strobe.Unsupported, match="generator was given"):
+        gpu.varlen_fwd(
+            *flat, None, cu, cu, None, None, None, None, 9, 9, 0.1, 0.5, False, False, -1, -1, 0.0, False, generator
+        )
+    out, lse, _, state = gpu.fwd(*x, None, None, 0.1, 0.5, False, -1, -1, 0.0, False, None)
+    with pytest.raises(strobe.Unsupported, match="generator was given"):
+        gpu.bwd(out, *x, out, lse, None, None, None, None, 0.1, 0.5, False, -1, -1, 0.0, False, generator, state)

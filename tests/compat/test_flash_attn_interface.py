@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -157,3 +158,52 @@ def test_metadata_is_taken_and_eight_bits_are_refused() -> None:
     torch.testing.assert_close(plain, planned)
     with pytest.raises(strobe.Unsupported, match="k_descale was given, but there are no 8-bit kernels"):
         fa3.flash_attn_func(q, cache, cache, k_descale=torch.ones(2, 2))
+
+
+def used_rows(cu: list[int], used: list[int]) -> list[slice]:
+    return [slice(start, start + n) for start, n in zip(cu, used, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        *itertools.product(["autograd", "private"], [{}, {"causal": True}, {"window_size": (1, 2)}]),
+        ("autograd", {"attention_chunk": 4}),
+    ],
+    ids=str,
+)
+def test_queries_that_are_not_in_use_send_no_gradient(way: str, options: dict[str, Any]) -> None:
+    cu_q, cu_k, used_q, used_k = [0, 4, 8, 11], [0, 6, 12, 15], [3, 0, 3], [6, 5, 2]
+    ints = {
+        n: torch.tensor(x, dtype=torch.int32) for n, x in (("cu_q", cu_q), ("cu_k", cu_k), ("q", used_q), ("k", used_k))
+    }
+    q, k, v = (t.requires_grad_() for t in (random(11, 4, 8), random(15, 2, 8, seed=1), random(15, 2, 8, seed=2)))
+    dout = random(11, 4, 8, seed=3)
+    expected = torch.zeros_like(q)
+    names = {"window_size": "window", "attention_chunk": "chunk"}
+    ours = {names.get(n, n): value for n, value in options.items()}
+    for row, key in zip(used_rows(cu_q, used_q), used_rows(cu_k, used_k), strict=True):
+        if row.start < row.stop:
+            part = textbook.attention(q[None, row], k[None, key], v[None, key], **ours)[0][0]
+            expected = expected.index_put((torch.arange(row.start, row.stop),), part)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    arguments = (ints["cu_q"], ints["cu_k"])
+    if way == "autograd":
+        out, lse = fa3.flash_attn_varlen_func(
+            q, k, v, *arguments, 4, 6, seqused_q=ints["q"], seqused_k=ints["k"], return_attn_probs=True, **options
+        )
+        assert (lse[:, 3] == -torch.inf).all()
+        found = torch.autograd.grad(out, (q, k, v), dout)
+    else:
+        left, right = options.get("window_size", (-1, -1))
+        windows = {"window_size_left": left, "window_size_right": right}
+        causal = options.get("causal", False)
+        used = (ints["q"], ints["k"])
+        out, lse, *_ = fa3._flash_attn_forward(
+            q, k, v, cu_seqlens_q=arguments[0], cu_seqlens_k=arguments[1], seqused_q=used[0], seqused_k=used[1],
+            max_seqlen_q=4, max_seqlen_k=6, causal=causal, **windows,
+        )  # fmt: skip
+        found = tuple(torch.empty_like(t) for t in (q, k, v))
+        fa3._flash_attn_backward(dout, q, k, v, out, lse, *arguments, *used, 4, 6, *found, is_causal=causal, **windows)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, wanted)

@@ -202,3 +202,125 @@ def test_the_cache_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> Non
         a = seen.pop()
         assert a.k.data_ptr() == k_cache.data_ptr() and a.v.data_ptr() == v_cache.data_ptr()
         assert a.bias is None and isinstance(a.mask, strobe.Mask)
+
+
+FULL = torch.tensor([20, 20, 20], dtype=torch.int32)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_seqlens": -3}, "cache_seqlens must be from 0 to 24, got -3"),
+        ({"cache_seqlens": 25}, "cache_seqlens must be from 0 to 24, got 25"),
+        ({"cache_seqlens": ints(5, -3, 4)}, r"cache_seqlens must be from 0 to 24, got \[5, -3, 4\]"),
+        ({"cache_seqlens": ints(5, 25, 4)}, "cache_seqlens must be from 0 to 24"),
+        ({"cache_seqlens": ints(5, 4)}, r"cache_seqlens must be ints, one for each sequence, shape \(3,\)"),
+        ({"cache_seqlens": torch.ones(3)}, "cache_seqlens must be ints"),
+        ({"cache_seqlens": 5, "cache_batch_idx": ints(0, 1, -1)}, "cache_batch_idx must be from 0 to 2"),
+        ({"cache_seqlens": 5, "cache_batch_idx": ints(0, 1, 3)}, "cache_batch_idx must be from 0 to 2"),
+        ({"cache_seqlens": 5, "cache_leftpad": ints(0, -1, 2)}, "cache_leftpad must be from 0 to 5"),
+        ({"cache_seqlens": 5, "cache_leftpad": ints(0, 6, 2)}, "cache_leftpad must be from 0 to 5"),
+        ({"cache_seqlens": 5, "softcap": -1.0}, "softcap must be finite and at least 0"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("function", [flash_attn.flash_attn_with_kvcache, fa3.flash_attn_with_kvcache])
+def test_numbers_that_make_no_sense(function: Any, options: dict[str, Any], message: str) -> None:
+    """Negative ones would count from the end of the cache."""
+    with pytest.raises(ValueError, match=message) as found:
+        function(random(BATCH, 3, HEADS, DIM), *caches(), **options)
+    assert isinstance(found.value, RuntimeError)
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return random(*shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "message"),
+    [
+        (new(1, 3, HEADS_K, DIM), new(1, 3, HEADS_K, DIM), r"k must be torch.float64 of shape \(3, 3, 2, 16\)"),
+        (new(BATCH, 3, 1, DIM), new(BATCH, 3, 1, DIM), r"k must be torch.float64 of shape \(3, 3, 2, 16\)"),
+        (new(BATCH, 3, HEADS_K, DIM), new(BATCH, 1, HEADS_K, DIM), r"v must be torch.float64 of shape \(3, 3, 2, 16\)"),
+        (new(BATCH, 3, HEADS_K, DIM), new(BATCH, 3, HEADS_K, 1), r"v must be torch.float64 of shape \(3, 3, 2, 16\)"),
+        (new(BATCH, 3, HEADS_K, DIM, dtype=torch.float32), new(BATCH, 3, HEADS_K, DIM), "k must be torch.float64"),
+        (new(3, HEADS_K, DIM), new(3, HEADS_K, DIM), "k must be torch.float64 of shape"),
+    ],
+    ids=["batch", "heads", "length", "dim", "dtype", "axes"],
+)
+@pytest.mark.parametrize("seqlens", [5, ints(5, 0, 17)], ids=["int", "tensor"])
+def test_new_keys_are_not_broadcast(seqlens: Any, k: torch.Tensor, v: torch.Tensor, message: str) -> None:
+    k_cache, v_cache = caches()
+    before = k_cache.clone(), v_cache.clone()
+    for function in (flash_attn.flash_attn_with_kvcache, fa3.flash_attn_with_kvcache):
+        with pytest.raises(ValueError, match=message):
+            function(random(BATCH, 3, HEADS, DIM), k_cache, v_cache, k, v, cache_seqlens=seqlens)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize("missing", ["rotary_cos", "rotary_sin"])
+def test_half_of_a_rotation_is_refused(missing: str) -> None:
+    cos, sin = rotary_tables(DIM)
+    tables = {"rotary_cos": cos, "rotary_sin": sin}
+    del tables[missing]
+    q, k = random(BATCH, 3, HEADS, DIM), random(BATCH, 3, HEADS_K, DIM)
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin must be given together"):
+        flash_attn.flash_attn_with_kvcache(q, *caches(), k, k, cache_seqlens=5, **tables)
+
+
+@pytest.mark.parametrize("seqlens", [20, FULL], ids=["int", "tensor"])
+def test_rotary_tables_that_end_too_early(seqlens: Any) -> None:
+    cos, sin = (t[:21] for t in rotary_tables(DIM))
+    k_cache, v_cache = caches()
+    before = k_cache.clone()
+    q, k = random(BATCH, 3, HEADS, DIM), random(BATCH, 3, HEADS_K, DIM)
+    with pytest.raises(ValueError, match="rotary positions must be from 0 to 20, the rows of the tables; got 20 to 22"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cos, sin, seqlens, causal=True)
+    with pytest.raises(ValueError, match="rotary_seqlens must be from 0"):
+        fa3.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, k, rotary_cos=cos, rotary_sin=sin, cache_seqlens=5, rotary_seqlens=ints(0, -1, 2)
+        )
+    assert torch.equal(k_cache, before)
+
+
+def test_caches_and_queries_are_compared_before_anything_is_written() -> None:
+    k_cache, v_cache = caches()
+    before = k_cache.clone()
+    q, k = random(BATCH, 3, HEADS, DIM), random(BATCH, 3, HEADS_K, DIM)
+    with pytest.raises(ValueError, match="q and k_cache must have one dtype and one head dim"):
+        flash_attn.flash_attn_with_kvcache(q[..., :8].contiguous(), k_cache, v_cache, k, k, cache_seqlens=5)
+    with pytest.raises(ValueError, match="k_cache and v_cache must be"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache[:, :8], k, k, cache_seqlens=5)
+    with pytest.raises(ValueError, match="q has 3 heads, which is not a multiple of the 2"):
+        flash_attn.flash_attn_with_kvcache(q[:, :, :3], k_cache, v_cache, k, k, cache_seqlens=5)
+    assert torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_scores_of_queries_and_cached_values(packed: bool) -> None:
+    """`qv`: absorbed attention."""
+    k_cache, v_cache = caches(used=USED)
+    before = k_cache.clone(), v_cache.clone()
+    q, qv = random(BATCH, 3, HEADS, DIM), random(BATCH, 3, HEADS, DIM, seed=8)
+    k, v = (random(BATCH, 3, HEADS_K, DIM, seed=s) for s in (3, 4))
+    cos, sin = rotary_tables(DIM)
+    options: dict[str, Any] = {"cu_seqlens_q": ints(0, 3, 6, 9), "max_seqlen_q": 3} if packed else {}
+    queries = (q.flatten(0, 1), qv.flatten(0, 1)) if packed else (q, qv)
+    out = fa3.flash_attn_with_kvcache(
+        queries[0], k_cache, v_cache, k, v, queries[1], cos, sin, ints(*USED), causal=True, rotary_interleaved=False,
+        **options,
+    ).view(BATCH, 3, HEADS, DIM)  # fmt: skip
+    for i, n in enumerate(USED):
+        one = slice(i, i + 1)
+        turned = [apply_rotary_emb(t[one], cos, sin, seqlen_offsets=n) for t in (q, k)]
+        keys, values = torch.cat((before[0][one, :n], turned[1]), 1), torch.cat((before[1][one, :n], v[one]), 1)
+        expected, _, _ = textbook.attention(
+            torch.cat((turned[0], qv[one]), -1), torch.cat((keys, values), -1), values, causal=True
+        )
+        torch.testing.assert_close(out[one], expected)
+    with pytest.raises(ValueError, match="qv must be torch.float64 of shape"):
+        fa3.flash_attn_with_kvcache(q, k_cache, v_cache, qv=qv[:, :1], cache_seqlens=5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from strobe.compat.flash_attn import bert_padding
 from strobe.compat.flash_attn.layers import rotary
+from strobe.compat.flash_attn.ops.triton.rotary import apply_rotary
 from strobe.nn.rotary import angles
 
 
@@ -20,6 +23,14 @@ def test_unpad_and_pad_are_inverse() -> None:
     torch.testing.assert_close(back, x * mask[..., None, None])
     (gradient,) = torch.autograd.grad(back.sum(), x)
     torch.testing.assert_close(gradient, mask[..., None, None].expand_as(x).to(x.dtype))
+
+
+def test_padding_with_indices_in_int32() -> None:
+    """transformers has them so in `generate()` with padded batches."""
+    tokens, indices = torch.randn(3, 2), torch.tensor([1, 2, 5], dtype=torch.int32)
+    back = bert_padding.pad_input(tokens, indices, 2, 3)
+    torch.testing.assert_close(back.flatten(0, 1)[indices.long()], tokens)
+    torch.testing.assert_close(bert_padding.index_first_axis(back.flatten(0, 1), indices), tokens)
 
 
 def test_unused_tokens_keep_their_place() -> None:
@@ -97,6 +108,100 @@ def test_rotary_in_place() -> None:
     torch.testing.assert_close(grouped[:, :, 3], before[:, :, 0, 3])
     with pytest.raises(ValueError, match="num_heads_q must leave as many heads of k as of v"):
         rotary.apply_rotary_emb_qkv_(grouped, cos, sin, num_heads_q=1)
+
+
+def leaf_and_views() -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(kind, the leaf, what is to be turned)"""
+    leaf = torch.randn(2, 6, 4, 16, requires_grad=True)
+    yield "leaf", leaf, leaf
+    leaf = torch.randn(2, 6, 4, 16, requires_grad=True)
+    yield "view", leaf, leaf[:, :, 1:3]
+    leaf = torch.randn(2, 6, 4, 16, requires_grad=True)
+    yield "result", leaf, leaf * 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rotary_in_place_of_leaves_and_their_views(compiled: bool) -> None:
+    """What is returned is a function of what x was; the memory of x holds it."""
+    cos, sin = angles(torch.arange(8), 16)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return rotary.apply_rotary_emb(x, cos, sin, inplace=True)
+
+    function = torch.compile(turn, backend="aot_eager", fullgraph=True) if compiled else turn
+    for kind, leaf, x in leaf_and_views():
+        torch._dynamo.reset()
+        old = x.detach().clone().requires_grad_()
+        expected = rotary.apply_rotary_emb(old, cos, sin)
+        found = function(x)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(x.detach(), expected.detach())
+        weights = torch.randn_like(found)
+        (wanted,) = torch.autograd.grad(expected, old, weights)
+        (gradient,) = torch.autograd.grad(found, leaf, weights)
+        torch.testing.assert_close(gradient[:, :, 1:3] if kind == "view" else gradient, wanted)
+
+
+@pytest.mark.parametrize("parts", [3, 2])
+def test_rotary_in_place_of_packed_leaves(parts: int) -> None:
+    cos, sin = angles(torch.arange(8), 16)
+    packed = torch.randn(2, 6, parts, 4, 16, requires_grad=True)
+    old = packed.detach().clone().requires_grad_()
+    turned = [rotary.apply_rotary_emb(old[:, :, i], cos, sin) for i in range(parts - 1)]
+    expected = torch.stack((*turned, old[:, :, -1]), 2)
+    function = rotary.apply_rotary_emb_qkv_ if parts == 3 else rotary.apply_rotary_emb_kv_
+    found = function(packed, cos, sin)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(packed.detach(), expected.detach())
+    weights = torch.randn_like(found)
+    (wanted,), (gradient,) = (torch.autograd.grad(o, x, weights) for o, x in ((expected, old), (found, packed)))
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (3, "seqlen_offsets must be from 0 to 2: x has 6 rows and the tables have 8; got 3"),
+        (7, "got 7"),
+        (-1, "got -1"),
+        (torch.tensor([0, 3]), r"seqlen_offsets must be from 0 to 2, got \[0, 3\]"),
+        (torch.tensor([0, -1]), r"got \[0, -1\]"),
+    ],
+    ids=str,
+)
+def test_rotary_offsets_that_the_tables_do_not_have(offset: int | torch.Tensor, message: str) -> None:
+    cos, sin = angles(torch.arange(8), 16)
+    x = torch.randn(2, 6, 3, 16)
+    with pytest.raises(ValueError, match=message):
+        rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
+    with pytest.raises(ValueError, match="rotary positions must be from 0 to 7"):
+        cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+        rotary.apply_rotary_emb(x.flatten(0, 1), cos, sin, seqlen_offsets=offset, cu_seqlens=cu, max_seqlen=6)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_below_autograd(inplace: bool) -> None:
+    cos, sin = angles(torch.arange(8), 16)
+    x = torch.randn(2, 6, 3, 16, requires_grad=True)
+    expected = rotary.apply_rotary_emb(x.detach().clone(), cos, sin, seqlen_offsets=2)
+    before = x.detach().clone()
+    found = apply_rotary(x, cos, sin, seqlen_offsets=2, inplace=inplace)
+    torch.testing.assert_close(found.detach(), expected)
+    torch.testing.assert_close(x.detach(), expected if inplace else before)
+    back = apply_rotary(found.detach(), cos, sin, seqlen_offsets=2, conjugate=True)
+    torch.testing.assert_close(back, before)
+
+
+def test_rotary_module_in_inference_and_then_in_training() -> None:
+    module = rotary.RotaryEmbedding(16)
+    qkv = torch.randn(2, 6, 3, 4, 16)
+    with torch.inference_mode():
+        expected = module(qkv.clone())
+    leaf = qkv.clone().requires_grad_()
+    found = module(leaf * 1)
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    assert gradient.isfinite().all()
 
 
 def test_rotary_module() -> None:

@@ -3,12 +3,17 @@ ours are registered for it here; what a GPU chooses is tested in tests/gpu."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
@@ -17,6 +22,7 @@ from strobe.compat import aten_flash, sdpa as ours
 
 F = torch.nn.functional
 aten = torch.ops.aten
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 FLASH = "aten::_scaled_dot_product_flash_attention"
 
 
@@ -326,3 +332,48 @@ def test_patched_and_compiled() -> None:
     with ours.patched():
         torch.testing.assert_close(torch.compile(f, fullgraph=True, backend=keep)(*x), expected)
     assert "strobe" in graphs[0].code and "scaled_dot_product" not in graphs[0].code
+
+
+@pytest.mark.parametrize("lengths", [(17, 17), (5, 17)])
+def test_patched_and_causal_biases(lengths: tuple[int, int], calls: list[str]) -> None:
+    x = [t.detach() for t in qkv(len_q=lengths[0], len_k=lengths[1])]
+    for bias in (causal_lower_right(*lengths), causal_upper_left(*lengths)):
+        expected = F.scaled_dot_product_attention(*x, attn_mask=bias)
+        with ours.patched():
+            for function in (F.scaled_dot_product_attention, imported_by_name):
+                found = function(*x, attn_mask=bias)
+                assert type(found) is torch.Tensor
+                torch.testing.assert_close(found, expected)
+    assert calls == ["sdpa"] * 4
+
+
+def test_patched_errors_are_those_that_callers_catch() -> None:
+    q, k, _ = qkv()
+    with ours.patched(), pytest.raises(RuntimeError, match="query has 4 heads"):
+        F.scaled_dot_product_attention(q, k[:, :3], k[:, :3])
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_errors_of_the_operators_are_runtime_errors() -> None:
+    q, k, v = qkv()
+    with pytest.raises(RuntimeError, match="disagree in length"):
+        aten._scaled_dot_product_flash_attention(q, k, v[:, :, :5])
+
+
+def test_patched_and_scripted() -> None:
+    """In a process of its own: TorchScript remembers a class that it could not compile."""
+    code = """
+        import torch
+        from strobe.compat import sdpa
+        layer, x = torch.nn.MultiheadAttention(16, 2).eval(), torch.randn(3, 2, 16)
+        expected = layer(x, x, x)[0]
+        with sdpa.patched():
+            scripted = torch.jit.script(layer)
+            torch.testing.assert_close(scripted(x, x, x)[0], expected)
+        torch.testing.assert_close(torch.jit.script(layer)(x, x, x)[0], expected)
+    """
+    environment = {"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr

@@ -39,7 +39,7 @@ def attention(
     if right >= 0:
         visible = visible & (key <= row + right)
     if chunk:
-        visible = visible & (key // chunk == row.clamp(min=0) // chunk)
+        visible = visible & (key // chunk == row // chunk)
     s = s.masked_fill(~visible, -torch.inf)
     lse = s.logsumexp(-1)
     p = (s - torch.where(lse == -torch.inf, 0, lse)[..., None]).exp()

@@ -38,6 +38,7 @@ CASES = [
     Case("causal_more_queries", 100, 40, batch=1, dim=32, mask=causal),  # the first rows see nothing
     Case("window", 90, 70, batch=1, heads=2, heads_k=1, dim=32, mask=window(20, 7)),
     Case("chunked", 70, 70, batch=1, dim=32, mask=chunked(20) & causal),
+    Case("chunked_more_queries", 70, 40, batch=1, dim=32, mask=chunked(20)),  # the first chunks have no keys
     Case("varlen", 0, 0, heads=4, heads_k=2, dim=32, mask=causal, lengths=((40, 70), (0, 5), (3, 0), (65, 33), (1, 1))),
     Case("softcap", 40, 70, batch=1, heads=2, heads_k=1, dim=32, mask=causal, softcap=1.5),
     Case("sinks", 40, 70, batch=1, heads=4, heads_k=2, dim=32, mask=causal, sinks=True),

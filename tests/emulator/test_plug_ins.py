@@ -82,6 +82,24 @@ def test_packed_sequences_of_which_the_first_rows_are_used(emulated: Callable[[C
     judge(call, emulated)
 
 
+def test_gradients_of_packed_sequences_whose_last_queries_are_not_in_use(
+    emulated: Callable[[Call], torch.Tensor],
+) -> None:
+    cu = torch.tensor([0, 40, 110], dtype=torch.int32)
+    used = torch.tensor([3, 65], dtype=torch.int32)
+    x = [random(110, h, DIM, seed=s) for s, h in enumerate((HEADS, HEADS_K, HEADS_K))]
+    dout = random(110, HEADS, DIM, seed=4)
+
+    def call(dtype: torch.dtype) -> torch.Tensor:
+        q, k, v = (t.to(dtype).requires_grad_() for t in x)
+        out = fa3.flash_attn_varlen_func(q, k, v, cu, cu, 70, 70, seqused_q=used, causal=True)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.to(dtype))
+        assert not out[3:40].any() and not dq[3:40].any()
+        return torch.cat((out, dq, dk, dv), dim=1).detach()
+
+    judge(call, emulated)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("window", [None, 16])
 def test_padded_batches_of_transformers(

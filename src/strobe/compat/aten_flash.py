@@ -6,6 +6,7 @@ autograd, which calls the backward ones with what the forward ones returned. Cau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from strobe.arguments import Arguments
 from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms
-from strobe.mask import used_keys
+from strobe.invalid import raises_as_hosts
 from strobe.problem import Unsupported
 
 _QKV = (True, True, True, False, False)  # gradients of q, k and v, none of bias and sinks
@@ -28,7 +29,7 @@ def library(key: str) -> torch.library.Library:
     made = torch.library.Library("aten", "IMPL", key)
     for name, function in _OPERATORS.items():
         if hasattr(torch.ops.aten, name):  # the one that writes in place is younger than the others
-            made.impl(name, function, key)
+            made.impl(name, raises_as_hosts(function), key)
     return made
 
 
@@ -99,11 +100,7 @@ def _flash_forward(
     flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     a = _arguments(query, key, value, dropout_p, is_causal, scale, window_size_left, window_size_right, alibi_slopes)
     a = _with_sequences(a, cum_seq_q, cum_seq_k, max_q, max_k)
-    if seqused_k is not None:
-        len_q = query.shape[1] if cum_seq_q is None else cum_seq_q.diff()
-        positions = flash_terms.positions_of(seqused_k.shape[0], len_q, seqused_k, 0, query.device)
-        a = a._replace(mask=a.mask & used_keys, positions=positions)
-    return _forward(a._replace(out=out), return_debug_mask)
+    return _forward(flash_terms.in_use(a, None, seqused_k)._replace(out=out), return_debug_mask)
 
 
 def _flash_forward_in_place(out: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -136,7 +133,7 @@ def _flash_backward(
     return _backward(a, grad_out, out, logsumexp, rng_state)
 
 
-_OPERATORS = {
+_OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _dense_forward,
     "_scaled_dot_product_flash_attention_backward": _dense_backward,
     "_flash_attention_forward": _flash_forward,

@@ -29,6 +29,7 @@ def fwd(
     generator: Any = None,
 ) -> list[torch.Tensor]:
     """[out, LSE, S_dmask, rng_state]"""
+    flash_terms.refuse(generator=(generator, flash_terms.NO_GENERATOR))
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     found = kernels._flash_attn_forward(q, k, v, *options, return_softmax)
     return _into(out, found)
@@ -58,6 +59,7 @@ def varlen_fwd(
     generator: Any = None,
 ) -> list[torch.Tensor]:
     """[out, LSE, S_dmask, rng_state]"""
+    flash_terms.refuse(generator=(generator, flash_terms.NO_GENERATOR))
     found = kernels._flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size_left, window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k,
@@ -87,6 +89,7 @@ def bwd(
     rng_state: _Maybe = None,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv, rowsum(dout * out)]"""
+    flash_terms.refuse(generator=(generator, flash_terms.NO_GENERATOR))
     dq, dk, dv = _allocated((dq, q), (dk, k), (dv, v))
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     delta = kernels._flash_attn_backward(
@@ -122,6 +125,7 @@ def varlen_bwd(
     rng_state: _Maybe = None,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv, rowsum(dout * out)]"""
+    flash_terms.refuse(generator=(generator, flash_terms.NO_GENERATOR))
     dq, dk, dv = _allocated((dq, q), (dk, k), (dv, v))
     delta = kernels._flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,

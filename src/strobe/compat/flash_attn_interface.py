@@ -17,7 +17,7 @@ from strobe.arguments import Arguments
 from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms, kvcache
-from strobe.mask import used_keys
+from strobe.invalid import InvalidArgument, raises_as_hosts
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]
@@ -83,7 +83,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=2)
     else:
         allowed = "(batch, length, 3, heads, dim), or (batch, length, num_heads_q + 2 heads_k, dim) with num_heads_q"
-        raise ValueError(f"qkv must have shape {allowed}; got {tuple(qkv.shape)}, num_heads_q = {num_heads_q}")
+        raise InvalidArgument(f"qkv must have shape {allowed}; got {tuple(qkv.shape)}, num_heads_q = {num_heads_q}")
     _refuse_fp8(q_descale, k_descale, v_descale)
     a = _arguments(q, k, v, None, softmax_scale, causal, window_size, attention_chunk, softcap)
     return _run(a._replace(deterministic=deterministic, return_lse=return_attn_probs), v.shape[-1])
@@ -115,15 +115,15 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Sequences one after the other: q is (total_q, heads, dim), k and v (total_k, heads_k, dim). With `seqused_q` and
-    `seqused_k` (sequences,) only the first rows of each are in use; other rows of the output mean nothing. The LSE is
-    (heads, total_q)."""
+    `seqused_k` (sequences,) only the first rows of each are in use; other rows of the output are 0, and send no gradient.
+    The LSE is (heads, total_q)."""
     _refuse_fp8(q_descale, k_descale, v_descale)
     a = _arguments(q, k, v, qv, softmax_scale, causal, window_size, attention_chunk, softcap)
     a = a._replace(
-        cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k, deterministic=deterministic,
-        return_lse=return_attn_probs,
+        cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=flash_terms.longest("max_seqlen_q", max_seqlen_q),
+        max_k=flash_terms.longest("max_seqlen_k", max_seqlen_k), deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return _run(_with_used(a, seqused_q, seqused_k), v.shape[-1])
+    return _run(flash_terms.in_use(a, seqused_q, seqused_k), v.shape[-1])
 
 
 def flash_attn_with_kvcache(
@@ -159,18 +159,16 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """Queries against the first `cache_seqlens` rows of a cache (batch_cache, capacity, heads_k, dim), to which k and v
-    are appended in place. Queries are (batch, len_q, heads, dim), or (total_q, heads, dim) with `cu_seqlens_q`. Returns
-    the output; with `return_softmax_lse` (output, LSE, None, None): there are no partial results to show."""
-    flash_terms.refuse(
-        page_table=(page_table, flash_terms.NO_PAGES),
-        qv=(qv, "the cached form of absorbed attention is not built; flash_attn_func takes qv"),
-    )
+    are appended in place. Queries are (batch, len_q, heads, dim), or (total_q, heads, dim) with `cu_seqlens_q`. `qv` is
+    as in `flash_attn_func`; it copies the cache. Returns the output; with `return_softmax_lse` (output, LSE, None, None):
+    there are no partial results to show."""
+    flash_terms.refuse(page_table=(page_table, flash_terms.NO_PAGES))
     _refuse_fp8(q_descale, k_descale, v_descale)
     found = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         softmax_scale, flash_terms.mask_of(bool(causal), *window_size, attention_chunk), flash_terms.score_of(softcap, None),
         rotary_interleaved, return_softmax_lse, cu_q=cu_seqlens_q, max_q=max_seqlen_q, cu_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens,
+        rotary_seqlens=rotary_seqlens, qv=qv,
     )  # fmt: skip
     return (*found, None, None) if return_softmax_lse else found
 
@@ -181,7 +179,7 @@ def flash_attn_combine(
     """Merges attention over parts of the keys: outputs (parts, batch, length, heads, dim) and LSE (parts, batch, length,
     heads), both in fp32. Returns (output, LSE)."""
     if out_partial.shape[:-1] != lse_partial.shape:
-        raise ValueError(
+        raise InvalidArgument(
             f"lse_partial must have the shape of out_partial without its last axis, {tuple(out_partial.shape[:-1])}; "
             f"got {tuple(lse_partial.shape)}"
         )
@@ -259,18 +257,28 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, LSE, empty, empty), which autograd does not see. Caches go through `flash_attn_with_kvcache`."""
-    why = "flash_attn_with_kvcache is the function for caches"
-    flash_terms.refuse(
-        page_table=(page_table, flash_terms.NO_PAGES), k_new=(k_new, why), v_new=(v_new, why), rotary_cos=(rotary_cos, why),
-        cu_seqlens_k_new=(cu_seqlens_k_new, why), kv_batch_idx=(kv_batch_idx, why), leftpad_k=(leftpad_k, why),
-    )  # fmt: skip
+    """(out, LSE, empty, empty), which autograd does not see. With `k_new`, `kv_batch_idx` or `leftpad_k`, k and v are a
+    cache of which `seqused_k` rows are in use, as `flash_attn_with_kvcache` has it."""
+    flash_terms.refuse(page_table=(page_table, flash_terms.NO_PAGES))
     _refuse_fp8(q_descale, k_descale, v_descale)
+    if any(t is not None for t in (k_new, v_new, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)):
+        why = "with a cache it is not built"
+        flash_terms.refuse(cu_seqlens_k=(cu_seqlens_k, why), seqused_q=(seqused_q, why))
+        out, lse, *_ = flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, None, cu_seqlens_q,
+            cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, None, None, None, softmax_scale, causal,
+            (window_size_left, window_size_right), attention_chunk, softcap, rotary_interleaved, return_softmax_lse=True,
+        )  # fmt: skip
+        nothing = out.new_empty(0)
+        return out if out_ is None else out_.copy_(out), lse, nothing, nothing
     window = (window_size_left, window_size_right)
     with torch.no_grad():
         a = _arguments(q, k, v, qv, softmax_scale, causal, window, attention_chunk, softcap)
-        a = a._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k, return_lse=True)
-        out, lse = call.run(_with_used(a, seqused_q, seqused_k))
+        a = a._replace(
+            cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=flash_terms.longest("max_seqlen_q", max_seqlen_q),
+            max_k=flash_terms.longest("max_seqlen_k", max_seqlen_k), return_lse=True,
+        )  # fmt: skip
+        out, lse = call.run(flash_terms.in_use(a, seqused_q, seqused_k))
     nothing = out.new_empty(0)
     return out if out_ is None else out_.copy_(out), lse, nothing, nothing
 
@@ -304,10 +312,11 @@ def _flash_attn_backward(
         window = (window_size_left, window_size_right)
         a = _arguments(q, k, v, None, softmax_scale, is_causal, window, 0, softcap)
         a = a._replace(
-            q=a.q.detach(), k=a.k.detach(), v=a.v.detach(), cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q,
-            max_k=max_seqlen_k, return_lse=True, deterministic=deterministic,
+            q=a.q.detach(), k=a.k.detach(), v=a.v.detach(), cu_q=cu_seqlens_q, cu_k=cu_seqlens_k,
+            max_q=flash_terms.longest("max_seqlen_q", max_seqlen_q), return_lse=True, deterministic=deterministic,
+            max_k=flash_terms.longest("max_seqlen_k", max_seqlen_k),
         )  # fmt: skip
-        a = _with_used(a, sequed_q, sequed_k)
+        a = flash_terms.in_use(a, sequed_q, sequed_k)
         a = with_longest(a) if a.cu_q is not None else a
         dout, out = (flash_terms.last_axis_contiguous(t).detach() for t in (dout, out))
         found = lookup(a).backward((True, True, True, False, False), a, out, softmax_lse, dout, None)
@@ -340,23 +349,13 @@ def _arguments(
 ) -> Arguments:
     if qv is not None:  # (q, qv) · (k, v)
         q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = flash_terms.scale_of(softmax_scale, q.shape[-1])
     q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
     mask = flash_terms.mask_of(bool(causal), *window_size, attention_chunk)
     return Arguments(q, k, v, mask=mask, scale=scale, score=flash_terms.score_of(softcap, None))
 
 
-def _with_used(a: Arguments, used_q: _Maybe, used_k: _Maybe) -> Arguments:
-    """Only the first rows of each sequence are in use."""
-    if used_q is None and used_k is None:
-        return a
-    batch = a.q.shape[0] if a.cu_q is None else a.cu_q.numel() - 1
-    len_q: Any = used_q if used_q is not None else a.q.shape[1] if a.cu_q is None else a.cu_q.diff()
-    len_k: Any = used_k if used_k is not None else a.k.shape[1] if a.cu_k is None else a.cu_k.diff()
-    positions = flash_terms.positions_of(batch, len_q, len_k, 0, a.q.device)
-    return a._replace(mask=a.mask & used_keys, positions=positions)
-
-
+@raises_as_hosts
 def _run(a: Arguments, dim_v: int) -> Any:
     q, k, v = flash_terms.padded(a.q, a.k, a.v)
     found = attend(a._replace(q=q, k=k, v=v))

@@ -3,21 +3,86 @@
 from __future__ import annotations
 
 import functools
+import math
+import numbers
+import operator
 from typing import Any
 
 import torch
 
+from strobe.arguments import Arguments
 from strobe.expression import Expr
-from strobe.mask import Mask, causal, chunked, full, window
+from strobe.invalid import InvalidArgument
+from strobe.mask import Mask, causal, chunked, full, used_keys, window
 from strobe.problem import Unsupported
 from strobe.score import Score, alibi, softcap
 
-_S = Expr("var", ("s",))
+_S, _Q, _LEN_Q, _LEN_K = (Expr("var", (name,)) for name in ("s", "q", "len_q", "len_k"))
+_0, _1 = (Expr("literal", (n,)) for n in (0, 1))
+# Only the queries that the whole sequence has, as positions say: those from len_q on see the keys from len_k on, none.
+used_queries = Mask(Expr("min", (Expr("max", (_Q - _LEN_Q + _1, _0)), _1)) * _LEN_K, None, "used_queries")
 
 
-def mask_of(is_causal: bool, left: int, right: int, chunk: int = 0) -> Mask:
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def integer(name: str, value: Any) -> int:
+    """Also of a tensor with one element, as transformers passes lengths (on a GPU this waits), and of numpy's numbers."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return int(value.item())
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} must be an int, got {value!r}") from None
+
+
+def number(name: str, value: Any) -> float:
+    """Also of a tensor with one element."""
+    if isinstance(value, (float, torch.SymFloat)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value.item())
+    if not isinstance(value, numbers.Real):
+        raise InvalidArgument(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def scale_of(softmax_scale: Any, dim: int) -> float:
+    return dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+
+
+def longest(name: str, value: Any) -> int | None:
+    """A `max_seqlen`; None: to be found."""
+    return None if value is None else integer(name, value)
+
+
+def check_counts(name: str, counts: Any, batch: int, least: Any, most: Any) -> None:
+    """`counts` of rows, an int or a tensor (batch,), are between `least` and `most`, which are ints or such tensors.
+    Values are looked at where that does not wait for a GPU."""
+    if isinstance(counts, torch.Tensor) and (counts.shape != (batch,) or counts.is_floating_point()):
+        found = f"{counts.dtype} of shape {tuple(counts.shape)}"
+        raise InvalidArgument(f"{name} must be ints, one for each sequence, shape ({batch},); got {found}")
+    tensors = [t for t in (counts, least, most) if isinstance(t, torch.Tensor)]
+    if torch.compiler.is_compiling() or not all(t.is_cpu for t in tensors):
+        return
+    wrong = (counts < least) | (counts > most)
+    if wrong.any() if tensors else wrong:
+        least, counts, most = (t.tolist() if isinstance(t, torch.Tensor) else t for t in (least, counts, most))
+        raise InvalidArgument(f"{name} must be from {least} to {most}, got {counts}")
+
+
+# ---- masks and scores ------------------------------------------------------------------------------------------------
+
+
+def mask_of(is_causal: bool, left: Any, right: Any, chunk: Any = 0) -> Mask:
     """A window counts from the diagonal that ends at the last query and the last key; negative is unbounded. `chunk`:
     keys of the same chunk alone; 0: any."""
+    left, right = integer("window_size[0]", left), integer("window_size[1]", right)
+    chunk = integer("attention_chunk", chunk)
+    if chunk < 0:
+        raise InvalidArgument(f"attention_chunk must be at least 0, got {chunk}")
     made = _made if torch.compiler.is_dynamo_compiling() else _remembered  # the compiler looks through caches and warns
     return made(is_causal, left, right, chunk)
 
@@ -37,15 +102,21 @@ def _made(is_causal: bool, left: int, right: int, chunk: int) -> Mask:
 _remembered = functools.lru_cache(maxsize=256)(_made)
 
 
-def score_of(cap: float, slopes: torch.Tensor | None) -> Score | None:
+def score_of(cap: Any, slopes: torch.Tensor | None) -> Score | None:
     """The cap comes first, then the slopes."""
+    cap = number("softcap", cap)
+    if not 0 <= cap < math.inf:
+        raise InvalidArgument(f"softcap must be finite and at least 0 (no cap), got {cap}")
     if slopes is None:
-        return softcap(float(cap)) if cap else None
+        return softcap(cap) if cap else None
     biased = alibi(slopes.detach().float())
     if not cap:
         return biased
-    capped = softcap(float(cap))
+    capped = softcap(cap)
     return Score(biased.expr.replaced(_S, capped.expr), f"{capped.name} with alibi", biased.tensors)
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def last_axis_contiguous(t: Any) -> Any:
@@ -72,6 +143,43 @@ def positions_of(
     return found
 
 
+def in_use(a: Arguments, used_q: Any = None, used_k: Any = None, first_key: Any = None) -> Arguments:
+    """Of each sequence the first `used_q` queries and the keys from `first_key` to `used_k` are in use: ints or tensors
+    (batch,), None: all. Other queries see nothing and send no gradient."""
+    if used_q is None and used_k is None and first_key is None:
+        return a
+    batch = a.q.shape[0] if a.cu_q is None else a.cu_q.numel() - 1
+    len_q: Any = a.q.shape[1] if a.cu_q is None else a.cu_q.diff()
+    len_k: Any = a.k.shape[1] if a.cu_k is None else a.cu_k.diff()
+    if used_k is not None:
+        check_counts("seqused_k", used_k, batch, 0, len_k)
+        len_k = used_k
+    first: Any = 0
+    if first_key is not None:
+        check_counts("leftpad_k", first_key, batch, 0, len_k)
+        first = first_key
+    mask = a.mask & used_keys
+    if used_q is not None:
+        check_counts("seqused_q", used_q, batch, 0, len_q)
+        len_q, mask = used_q, mask & used_queries
+    return a._replace(mask=mask, positions=positions_of(batch, len_q, len_k - first, first, a.q.device))
+
+
+def rotary_rows(cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the tables, for each position of `at`. `index_select` refuses positions that they do not have, also on a GPU;
+    an index in brackets would count negative ones from the end."""
+    if at.is_cpu and at.numel() and not torch.compiler.is_compiling():
+        first, last = int(at.min()), int(at.max())
+        if first < 0 or last >= cos.shape[0]:
+            raise InvalidArgument(
+                f"rotary positions must be from 0 to {cos.shape[0] - 1}, the rows of the tables; got {first} to {last}"
+            )
+    return tuple(t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in (cos, sin))  # type: ignore[return-value]
+
+
+# ---- what is not built -----------------------------------------------------------------------------------------------
+
+
 def refuse(**arguments: Any) -> None:
     """For what is not built: `name=(value, why)`."""
     for name, (value, why) in arguments.items():
@@ -81,3 +189,4 @@ def refuse(**arguments: Any) -> None:
 
 NO_PAGES = "paged keys are not built yet; pass contiguous keys and values"
 NO_FP8 = "there are no 8-bit kernels yet; pass float16 or bfloat16 without descale factors"
+NO_GENERATOR = "the seed of dropout follows torch.manual_seed; pass None"

@@ -13,13 +13,15 @@ import torch
 from strobe.api import attend as attend_to
 from strobe.arguments import Arguments
 from strobe.compat import flash_terms
-from strobe.mask import Mask, used_keys
+from strobe.invalid import InvalidArgument, raises_as_hosts
+from strobe.mask import Mask
 from strobe.nn.rotary import rotate
 from strobe.score import Score
 
 _Maybe = torch.Tensor | None
 
 
+@raises_as_hosts
 @torch.no_grad()
 def attend(
     q: torch.Tensor,  # (batch, len_q, heads, dim), or (total_q, heads, dim) with cu_q
@@ -42,41 +44,103 @@ def attend(
     max_q: int | None = None,
     cu_new: _Maybe = None,
     rotary_seqlens: _Maybe = None,  # (batch,): where rotary positions start, if not at cache_seqlens
+    qv: _Maybe = None,  # (…, heads, dim_v), beside q: adds qv vᵀ to the scores
 ) -> Any:
     q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
     batch = q.shape[0] if cu_q is None else cu_q.numel() - 1
-    if (k is None) != (v is None):
-        raise ValueError("k and v must be given together")
-    if k is not None and cache_seqlens is None:
-        raise ValueError("cache_seqlens must be given with k and v: it says where they are written")
-    if rotary_cos is not None and k is None:
-        raise ValueError("rotary_cos and rotary_sin turn queries and new keys: k and v must be given")
-    if k_cache.shape[0] != batch and cache_batch_idx is None:
-        raise ValueError(
-            f"k_cache has batch size {k_cache.shape[0]}, q has {batch}; cache_batch_idx must map one to the other"
-        )
     used: Any = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
-    if isinstance(used, torch.Tensor) and used.shape != (batch,):
-        raise ValueError(f"cache_seqlens must be an int or have shape (batch,) = ({batch},), got {tuple(used.shape)}")
+    if not isinstance(used, torch.Tensor) or used.dim() == 0:
+        used = flash_terms.integer("cache_seqlens", used)
+    _check(batch, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cu_new)
+    if qv is not None and (qv.shape != (*q.shape[:-1], v_cache.shape[-1]) or qv.dtype != q.dtype):
+        want = f"{q.dtype} of shape {(*q.shape[:-1], v_cache.shape[-1])}, as q and the values are"
+        raise InvalidArgument(f"qv must be {want}; got {qv.dtype} of shape {tuple(qv.shape)}")
+    if k is not None and cache_seqlens is None:
+        raise InvalidArgument("cache_seqlens must be given with k and v: it says where they are written")
+    new: Any = 0 if k is None else k.shape[1] if cu_new is None else cu_new.diff()
+    _check_places(batch, k_cache, used, new, cache_batch_idx, cache_leftpad, rotary_seqlens)
     if rotary_cos is not None and rotary_sin is not None:
         assert k is not None
         start = used if rotary_seqlens is None else rotary_seqlens
         moves = mask.lo is not None or mask.hi is not None  # else every query stands behind the cache
         q = _turned(q, rotary_cos, rotary_sin, start, cu_q, rotary_interleaved, moves)
         k = _turned(k, rotary_cos, rotary_sin, start, cu_new, rotary_interleaved)
-    if k is not None:
-        new = k.shape[1] if cu_new is None else cu_new.diff()
-        _write(k_cache, v_cache, k, v, used, new, cache_batch_idx, cu_new)  # type: ignore[arg-type]
+    if k is not None and v is not None:
+        _write(k_cache, v_cache, k, v, used, cache_batch_idx, cu_new)
         used = used + new
+    if qv is not None:  # (q, qv) · (k, v), for which keys and values are copied
+        q, k_cache = torch.cat((q, qv), dim=-1), torch.cat((k_cache, v_cache), dim=-1)
     a = Arguments(
-        q, k_cache, v_cache, mask=mask, scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        score=score, return_lse=return_lse,
+        q, k_cache, v_cache, mask=mask, scale=flash_terms.scale_of(softmax_scale, q.shape[-1]), score=score,
+        return_lse=return_lse,
     )  # fmt: skip
     return attend_to(_looked_up(a, batch, used, cache_batch_idx, cache_leftpad, cu_q, max_q))
 
 
+def _check(
+    batch: int,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: _Maybe,
+    v: _Maybe,
+    cos: _Maybe,
+    sin: _Maybe,
+    cu_new: _Maybe,
+) -> None:
+    """Shapes and types, before anything is written: an assignment would broadcast, and convert."""
+    if (k is None) != (v is None):
+        raise InvalidArgument("k and v must be given together")
+    if (cos is None) != (sin is None):
+        raise InvalidArgument("rotary_cos and rotary_sin must be given together")
+    if cos is not None and k is None:
+        raise InvalidArgument("rotary_cos and rotary_sin turn queries and new keys: k and v must be given")
+    if k_cache.dim() != 4 or v_cache.dim() != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
+        found = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise InvalidArgument(f"k_cache and v_cache must be (batch_cache, capacity, heads_k, dim), got {found}")
+    if q.shape[-1] != k_cache.shape[3] or q.dtype != k_cache.dtype:
+        found = f"{q.dtype} of dim {q.shape[-1]} and {k_cache.dtype} of dim {k_cache.shape[3]}"
+        raise InvalidArgument(f"q and k_cache must have one dtype and one head dim, got {found}")
+    if q.shape[-2] % max(1, k_cache.shape[2]):
+        raise InvalidArgument(
+            f"q has {q.shape[-2]} heads, which is not a multiple of the {k_cache.shape[2]} heads of k_cache"
+        )
+    if k is None or v is None:
+        return
+    rows = (batch, *k.shape[1:2]) if cu_new is None else k.shape[:1]
+    for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        want = (*rows, *cache.shape[2:])
+        if t.shape != want or t.dtype != cache.dtype:
+            found = f"{t.dtype} of shape {tuple(t.shape)}"
+            raise InvalidArgument(f"{name} must be {cache.dtype} of shape {want}, as the cache and q are; got {found}")
+
+
+def _check_places(
+    batch: int, k_cache: torch.Tensor, used: Any, new: Any, batch_idx: _Maybe, leftpad: _Maybe, rotary: _Maybe
+) -> None:
+    """Where in the cache things are, before anything is written: a negative number would count from the end."""
+    caches, capacity = k_cache.shape[:2]
+    if batch_idx is None and caches != batch:
+        raise InvalidArgument(
+            f"k_cache has batch size {caches}, q has {batch}; cache_batch_idx must map one to the other"
+        )
+    if batch_idx is not None:
+        flash_terms.check_counts("cache_batch_idx", batch_idx, batch, 0, caches - 1)
+    flash_terms.check_counts("cache_seqlens", used, batch, 0, capacity)
+    most = used + new
+    if isinstance(most, torch.Tensor):
+        known = most.is_cpu and not torch.compiler.is_compiling()  # reading it elsewhere would wait
+        most = int(most.max()) if known and most.numel() else 0
+    if most > capacity:
+        raise InvalidArgument(f"the cache holds {capacity} rows; cache_seqlens and the new keys come to {most}")
+    if leftpad is not None:
+        flash_terms.check_counts("cache_leftpad", leftpad, batch, 0, used + new)
+    if rotary is not None:
+        flash_terms.check_counts("rotary_seqlens", rotary, batch, 0, torch.iinfo(torch.int32).max)
+
+
 def _looked_up(
-    a: Arguments, batch: int, used: Any, batch_idx: _Maybe, leftpad: _Maybe, cu_q: _Maybe, max_q: int | None
+    a: Arguments, batch: int, used: Any, batch_idx: _Maybe, leftpad: _Maybe, cu_q: _Maybe, max_q: Any
 ) -> Arguments:
     """The call on the part of the cache that is in use."""
     k, v = a.k, a.v
@@ -90,15 +154,11 @@ def _looked_up(
         cu_k = torch.arange(0, (batch + 1) * capacity, max(1, capacity), dtype=torch.int32, device=k.device)[
             : batch + 1
         ]
+        max_q = flash_terms.longest("max_seqlen_q", max_q)
         a = a._replace(
             k=k.flatten(0, 1), v=v.flatten(0, 1), cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=capacity
         )  # every sequence's buffer is one of the packed ones
-    if isinstance(used, int) and leftpad is None:
-        return a
-    first = 0 if leftpad is None else leftpad
-    len_q = a.q.shape[1] if cu_q is None else cu_q.diff()
-    positions = flash_terms.positions_of(batch, len_q, used - first, first, a.q.device)
-    return a._replace(mask=a.mask & used_keys, positions=positions)
+    return a if isinstance(used, int) and leftpad is None else flash_terms.in_use(a, None, used, leftpad)
 
 
 def _write(
@@ -107,25 +167,18 @@ def _write(
     k: torch.Tensor,
     v: torch.Tensor,
     used: Any,
-    new: Any,
     batch_idx: _Maybe,
     cu_new: _Maybe,
 ) -> None:
-    capacity = k_cache.shape[1]
-    most = used + new
-    if isinstance(most, torch.Tensor):
-        most = int(most.max()) if most.is_cpu and most.numel() else 0  # reading it elsewhere would wait
-    if most > capacity:
-        raise ValueError(f"the cache holds {capacity} rows; cache_seqlens and the new keys come to {most}")
     if isinstance(used, int) and cu_new is None and batch_idx is None:
         for cache, rows in ((k_cache, k), (v_cache, v)):
-            cache[:, used : used + new] = rows
+            cache[:, used : used + k.shape[1]] = rows
         return
     at, sequence = _places(k, used, cu_new)
     if batch_idx is not None:
         sequence = batch_idx.long()[sequence]
     for cache, rows in ((k_cache, k), (v_cache, v)):
-        cache[sequence, at] = rows.to(cache.dtype)
+        cache[sequence, at] = rows
 
 
 def _places(t: torch.Tensor, start: Any, cu: _Maybe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,4 +208,4 @@ def _turned(
     if not moves:
         first = start[sequence] if isinstance(start, torch.Tensor) else torch.full_like(at, start)
         at = first.expand_as(at)
-    return rotate(t, cos[at], sin[at], interleaved)
+    return rotate(t, *flash_terms.rotary_rows(cos, sin, at), interleaved)

@@ -111,7 +111,9 @@ class _Mode(TorchFunctionMode):
 def patched() -> Iterator[None]:
     """In this block every call of SDPA is a call of `strobe.sdpa`, on any device, with mask tensors and dropout: in this
     thread, however the function was imported; in other threads, where it is called as
-    `torch.nn.functional.scaled_dot_product_attention`."""
+    `torch.nn.functional.scaled_dot_product_attention`. What `torch.jit.script` compiles calls PyTorch's own, here as
+    elsewhere."""
+    torch.jit._builtins._register_builtin(sdpa, "aten::scaled_dot_product_attention")  # else it would compile ours
     with _lock:
         _patch(1)
     try:

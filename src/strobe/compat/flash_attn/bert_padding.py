@@ -12,7 +12,8 @@ def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
     """The inverse: `first_axis_dim` rows, 0 where no value goes."""
-    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
+    found = values.new_zeros((first_axis_dim, *values.shape[1:]))
+    return found.index_copy(0, indices.long(), values)  # transformers has indices in int32, which only reading takes
 
 
 def index_first_axis_residual(x: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

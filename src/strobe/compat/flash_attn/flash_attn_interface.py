@@ -29,7 +29,8 @@ from strobe.compat.flash_attn.kernels import (
     new_seed,
     round_multiple,
 )
-from strobe.compat.flash_attn.probabilities import signed_probabilities
+from strobe.compat.flash_attn.probabilities import signed_scores
+from strobe.invalid import InvalidArgument, raises_as_hosts
 
 USE_TRITON_ROCM = False
 
@@ -77,7 +78,8 @@ def flash_attn_func(
     (batch, heads).
 
     Returns the output; with `return_attn_probs` (output, LSE (batch, heads, len_q), S_dmask). S_dmask holds the
-    probabilities, negative where dropout dropped them, in lengths rounded up to 128; it is empty without dropout."""
+    probabilities, not normalised, negative where dropout dropped them, in lengths rounded up to 128; it is empty without
+    dropout."""
     return _run(
         q, k, v, None, None, None, None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -235,10 +237,11 @@ def _unpacked(name: str, t: torch.Tensor, axes: int, parts: int) -> tuple[torch.
         shape = ", ".join(
             [*("batch", "length", "total")[0 if axes == 5 else 2 :][: axes - 3], str(parts), "heads", "dim"]
         )
-        raise ValueError(f"{name} must have shape ({shape}), got {tuple(t.shape)}")
+        raise InvalidArgument(f"{name} must have shape ({shape}), got {tuple(t.shape)}")
     return t.unbind(axes - 3)
 
 
+@raises_as_hosts
 def _run(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -256,17 +259,17 @@ def _run(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> Any:
-    dim, dim_v = q.shape[-1], v.shape[-1]
+    dim_v, scale = v.shape[-1], flash_terms.scale_of(softmax_scale, q.shape[-1])
+    dropout = flash_terms.number("dropout_p", dropout_p)
     q, k, v = flash_terms.padded(*map(flash_terms.last_axis_contiguous, (q, k, v)))
     a = Arguments(
-        q, k, v, cu_q, cu_k, max_q, max_k, flash_terms.mask_of(bool(causal), *window_size),
-        dim**-0.5 if softmax_scale is None else softmax_scale, None, flash_terms.score_of(softcap, alibi_slopes),
-        dropout=dropout_p, seed=new_seed() if dropout_p and return_attn_probs else None, return_lse=return_attn_probs,
+        q, k, v, cu_q, cu_k, flash_terms.longest("max_seqlen_q", max_q), flash_terms.longest("max_seqlen_k", max_k),
+        flash_terms.mask_of(bool(causal), *window_size), scale, None, flash_terms.score_of(softcap, alibi_slopes),
+        dropout=dropout, seed=new_seed() if dropout and return_attn_probs else None, return_lse=return_attn_probs,
         deterministic=deterministic,
     )  # fmt: skip
     if not return_attn_probs:
         out = attend(a)
         return out if out.shape[-1] == dim_v else out[..., :dim_v]
     out, lse = attend(a)
-    probabilities = signed_probabilities(a) if dropout_p else q.new_empty(0)
-    return out[..., :dim_v], empty_rows_as_inf(lse), probabilities
+    return out[..., :dim_v], empty_rows_as_inf(lse), signed_scores(a) if dropout else q.new_empty(0)

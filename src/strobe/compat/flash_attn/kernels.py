@@ -15,8 +15,8 @@ from strobe.arguments import Arguments
 from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms
-from strobe.compat.flash_attn.probabilities import signed_probabilities
-from strobe.mask import used_keys
+from strobe.compat.flash_attn.probabilities import keys_of_tile, signed_scores
+from strobe.invalid import InvalidArgument, raises_as_hosts
 
 _ALL = (True, True, True, False, False)  # gradients of q, k and v
 _Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -41,10 +41,10 @@ def empty_rows_as_inf(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Keys of a tile. Only S_dmask, which depends on tiles in flash-attn and does not here, is ever unpacked with it."""
+    """Keys of a tile, by which S_dmask is unpacked."""
     if head_dim > 256:
-        raise ValueError(f"head_dim must be at most 256, got {head_dim}")
-    return 128 if head_dim <= 64 else 64
+        raise InvalidArgument(f"head_dim must be at most 256, got {head_dim}")
+    return keys_of_tile(head_dim)
 
 
 def _arguments(
@@ -63,21 +63,28 @@ def _arguments(
     q, k, v = (flash_terms.last_axis_contiguous(t).detach() for t in (q, k, v))
     mask, score = flash_terms.mask_of(bool(causal), left, right), flash_terms.score_of(softcap, alibi_slopes)
     return Arguments(
-        q, k, v, mask=mask, scale=softmax_scale, score=score, dropout=dropout_p, return_lse=True,
-        deterministic=deterministic,
+        q, k, v, mask=mask, scale=flash_terms.number("softmax_scale", softmax_scale), score=score, return_lse=True,
+        dropout=flash_terms.number("dropout_p", dropout_p), deterministic=deterministic,
     )  # fmt: skip
 
 
+def _packed(a: Arguments, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: Any, max_k: Any) -> Arguments:
+    max_q, max_k = flash_terms.longest("max_seqlen_q", max_q), flash_terms.longest("max_seqlen_k", max_k)
+    return a._replace(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
+
+
+@raises_as_hosts
 def _forward(a: Arguments, return_softmax: bool) -> _Four:
     """(out, LSE, S_dmask, rng_state); the state is the seed."""
     seed = new_seed() if a.dropout else 0
     a = a._replace(seed=seed if a.dropout else None)
     with torch.no_grad():
         out, lse = call.run(a)
-        s_dmask = signed_probabilities(a) if return_softmax else a.q.new_empty(0)
+        s_dmask = signed_scores(a) if return_softmax else a.q.new_empty(0)
     return out, empty_rows_as_inf(lse), s_dmask, torch.tensor([seed, 0])  # on the CPU: reading it waits for nothing
 
 
+@raises_as_hosts
 def _backward(
     a: Arguments,
     dout: torch.Tensor,
@@ -89,7 +96,7 @@ def _backward(
     """Writes the gradients of q, k and v; returns rowsum(dout * out), (batch, heads, len_q) or (heads, total_q)."""
     if a.dropout:
         if rng_state is None:
-            raise ValueError("rng_state must be given with dropout: the forward returned it")
+            raise InvalidArgument("rng_state must be given with dropout: the forward returned it")
         a = a._replace(seed=int(rng_state[0]))
     dout, out = (flash_terms.last_axis_contiguous(t).detach() for t in (dout, out))
     lse = torch.where(lse == torch.inf, -torch.inf, lse.detach())
@@ -171,13 +178,8 @@ def _flash_attn_varlen_forward(
     flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     a = _arguments(q, k, v, *options)
-    a = a._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k)
-    if leftpad_k is not None or seqused_k is not None:
-        first = 0 if leftpad_k is None else leftpad_k
-        filled = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-        positions = flash_terms.positions_of(filled.shape[0], cu_seqlens_q.diff(), filled - first, first, q.device)
-        a = a._replace(mask=a.mask & used_keys, positions=positions)
-    return _forward(a, return_softmax)
+    a = _packed(a, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _forward(flash_terms.in_use(a, None, seqused_k, leftpad_k), return_softmax)
 
 
 def _flash_attn_varlen_backward(
@@ -207,7 +209,7 @@ def _flash_attn_varlen_backward(
 ) -> torch.Tensor:
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     a = _arguments(q, k, v, *options, deterministic)
-    a = a._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k)
+    a = _packed(a, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     delta = _backward(a, dout, out, softmax_lse, (dq, dk, dv), rng_state)
     return torch.nn.functional.pad(delta, (0, 128 * (cu_seqlens_q.numel() - 1)))
 

@@ -1,0 +1,1 @@
+"""Operations of flash-attn that other libraries import."""

@@ -1,0 +1,1 @@
+"""Those that flash-attn has in Triton: the one of rotary embedding."""
