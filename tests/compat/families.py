@@ -1,6 +1,7 @@
 """Which families of transformers' models compute the same with attn_implementation="strobe" as with "eager".
 
-    python tests/compat/families.py --try        tiny models of all families, ten minutes or so, into families.json
+    python tests/compat/families.py --try        tiny models of all families, into families.json: a second or two for each
+    python tests/compat/families.py --try gpt2   of these families only; what is there of others stays
     python tests/compat/families.py --write      the table in docs/plug-in.md, from families.json
 
 A family's configuration is made small by the names of its fields. What cannot be built or run that way with eager
@@ -332,12 +333,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--try", dest="trying", action="store_true")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("only", nargs="*", help="families; what is found is printed, not kept")
+    parser.add_argument("only", nargs="*")
     options = parser.parse_args()
-    if options.trying or options.only:
+    if options.trying:
         found = tried(options.only)
-        if not options.only:
-            DATA.write_text(json.dumps(found, indent=1) + "\n")
+        if options.only and DATA.exists():
+            found["families"] = dict(sorted((json.loads(DATA.read_text())["families"] | found["families"]).items()))
+        DATA.write_text(json.dumps(found, indent=1) + "\n")
     if options.write:
         PAGE.write_text(page(PAGE.read_text(), json.loads(DATA.read_text())))
 
