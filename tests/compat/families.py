@@ -310,7 +310,8 @@ def table(data: dict[str, Any]) -> str:
     left = dict(data["families"])
     lines = [
         f"{len(left)} families of transformers {data['transformers']} were tried with tiny random models (torch "
-        f"{data['torch']}, CPU, float32); `python tests/compat/families.py --try` does it again.\n",
+        f"{data['torch']}, CPU, float32), each with one class and a small configuration: layers of other kinds, as "
+        "DeepSeek-V4's compressed ones, may be refused. `python tests/compat/families.py --try` does it again.\n",
         '| `attn_implementation="strobe"` | families |',
         "|---|---|",
     ]

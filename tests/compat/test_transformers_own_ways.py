@@ -101,7 +101,7 @@ def test_a_mask_of_booleans_is_not_added_either() -> None:
         ("SamVisionModel", "sam_vision_model", {}),
         ("SamHQVisionModel", "sam_hq_vision_model", {}),
         ("Data2VecVisionModel", "data2vec-vision", {}),
-        ("DeepseekOcr2SamVisionEncoder", "deepseek_ocr2_sam_vision_model", {}),
+        ("DeepseekOcr2VisionModel", "deepseek_ocr2_vision", {}),
         ("BarkSemanticModel", "bark", {}),
     ],
 )
