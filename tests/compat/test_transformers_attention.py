@@ -59,9 +59,15 @@ def test_windows_without_a_mask() -> None:
     found = attention(layer(is_causal=True), q, k, v, None, sliding_window=3)[0]
     torch.testing.assert_close(found, sdpa(q, k, v, attn_mask=(distance >= 0) & (distance < 3)))
     found = attention(layer(is_causal=False), q, k, v, None, sliding_window=3)[0]
-    torch.testing.assert_close(found, sdpa(q, k, v, attn_mask=distance.abs() < 3))
-    with pytest.raises(strobe.Unsupported, match="sliding_window without an attention mask"):
-        attention(layer(is_causal=True), q[:, :, :5], k, v, None, sliding_window=3)
+    torch.testing.assert_close(found, sdpa(q, k, v))  # as with eager attention: what is not hidden by a mask is seen
+    few = q[:, :, :5]
+    torch.testing.assert_close(attention(layer(is_causal=False), few, k, v, None, sliding_window=3)[0], sdpa(few, k, v))
+    wide = attention(layer(is_causal=True), few, k, v, None, sliding_window=LENGTH)[0]
+    torch.testing.assert_close(wide, sdpa(few, k, v, is_causal=True))
+    with pytest.raises(
+        strobe.Unsupported, match="Module has a sliding_window of 3, 5 queries, 12 keys and no attention mask"
+    ):
+        attention(layer(is_causal=True), few, k, v, None, sliding_window=3)
 
 
 def test_masks_that_a_user_made() -> None:
@@ -157,12 +163,26 @@ def test_what_packed_sequences_cannot_have() -> None:
         attention(layer(), q, k, v, padded, **described)
     with pytest.raises(strobe.Unsupported, match="cannot be combined with packed sequences"):
         attention(layer(), q, k, v, None, position_bias=torch.zeros(1, 4, LENGTH, LENGTH), **described)
+    with pytest.raises(strobe.Unsupported, match="mask tensors and position_bias cannot be combined with packed"):
+        attention(layer(), q, k, v, torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), **described)
     function = mu.and_masks(
         mu.causal_mask_function, mu.packed_sequence_mask_function(torch.tensor([[0] * 5 + [1] * 7]))
     )
     documents = masks.mask(1, LENGTH, LENGTH, mask_function=function)
     with pytest.raises(strobe.Unsupported, match="position_ids that start again"):
         attention(layer(), q, k, v, documents, position_bias=torch.zeros(1, 4, LENGTH, LENGTH))
+
+
+def test_booleans_and_packed_sequences() -> None:
+    """Under a tracer a mask is booleans; cu_seq_lens still say where sequences end."""
+    q, k, v = qkv(batch=1)
+    cu = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
+    described = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    expected = attention(layer(), q, k, v, masks.mask(1, LENGTH, LENGTH), **described)[0]
+    booleans = masks.mask(1, LENGTH, LENGTH)[:]
+    assert booleans.booleans is not None
+    torch.testing.assert_close(attention(layer(), q, k, v, booleans, **described)[0], expected)
+    assert not torch.allclose(attention(layer(), q, k, v, booleans)[0], expected)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -178,8 +198,6 @@ def test_weights_cannot_be_had() -> None:
         model(**models.inputs("llama"), output_attentions=True)
     with pytest.raises(ValueError, match="output_attentions"):
         model.config.output_attentions = True
-    with pytest.raises(strobe.Unsupported, match="indices"):
-        attention(layer(), q, k, v, None, indices=torch.zeros(1))
 
 
 # ---- nothing waits ---------------------------------------------------------------------------------------------------

@@ -124,11 +124,13 @@ def test_promises_are_believed_while_tracing(monkeypatch: pytest.MonkeyPatch) ->
     flags = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True, "local_size": 4}
     wide = masks.mask(**common, mask_function=both, **flags, config=config(sliding_window=4))
     assert isinstance(wide, LayerMask) and torch.equal(wide.dense(), expected(**common, mask_function=both))
+    everything = masks.mask(**common, mask_function=mu.bidirectional_mask_function, **flags)  # a size that is not meant
+    assert everything.dense().all()
     chunks = mu.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
     ambiguous = config(sliding_window=4, attention_chunk_size=4)
     for settings_ in (config(attention_chunk_size=4), ambiguous):  # chunked or sliding: the flags do not say
         found = masks.mask(**common, mask_function=chunks, local_size=4, config=settings_)
-        assert isinstance(found, torch.Tensor) and torch.equal(found, expected(**common, mask_function=chunks))
+        assert found.booleans is not None and torch.equal(found.dense(), expected(**common, mask_function=chunks))
 
 
 # ---- the common cases need no booleans -------------------------------------------------------------------------------
@@ -182,32 +184,97 @@ def test_documents() -> None:
 # ---- models that compute with a mask ---------------------------------------------------------------------------------
 
 
-def test_it_turns_into_booleans_when_it_must() -> None:
+def padded() -> tuple[LayerMask, torch.Tensor]:
     padding = torch.ones(2, 6, dtype=torch.bool)
     padding[1, :2] = False
-    lazy = masks.mask(2, 6, 6, attention_mask=padding)
-    dense = expected(batch_size=2, q_length=6, kv_length=6, attention_mask=padding)
-    assert isinstance(lazy, LayerMask) and isinstance(lazy, torch.nn.attention.flex_attention.BlockMask)
+    description = {"batch_size": 2, "q_length": 6, "kv_length": 6, "attention_mask": padding}
+    return masks.mask(**description), expected(**description)
+
+
+def test_it_looks_like_a_tensor() -> None:
+    lazy, dense = padded()
+    assert isinstance(lazy, LayerMask)
     assert lazy.shape == dense.shape and len(lazy.shape) == lazy.ndim == lazy.dim() == 4 and lazy.dtype == torch.bool
     assert lazy.size(2) == 6 and lazy.size() == dense.size() and lazy.numel() == dense.numel()
-    pairs = [
-        (lazy[:, :, 1:, :3], dense[:, :, 1:, :3]),
-        (torch.cat((lazy, dense), -1), torch.cat((dense, dense), -1)),
-        (torch.where(lazy, 0.0, -1.0), torch.where(dense, 0.0, -1.0)),
-        (torch.nn.functional.pad(lazy, (0, 2)), torch.nn.functional.pad(dense, (0, 2))),
-        (lazy.expand(2, 4, 6, 6), dense.expand(2, 4, 6, 6)),
-        (lazy.to(torch.float32), dense.to(torch.float32)),
-        (lazy & dense, dense),
-        (lazy | dense, dense),
-        (~lazy, ~dense),
-        (lazy.to_dense(), dense),
-    ]
-    for found, wanted in pairs:
-        assert torch.equal(found, wanted)
-    assert lazy.to("cpu") is lazy and lazy.to(torch.bool) is lazy
+    assert lazy.to("cpu") is lazy and lazy.is_floating_point() is False
     moved = lazy.to("meta")
     assert moved.positions.device.type == "meta" and lazy.positions.device.type == "cpu"
     assert repr(lazy) == "LayerMask(strobe.causal & strobe.used, shape=(2, 1, 6, 6))"
+    assert repr(lazy[:1]) == "LayerMask(booleans, shape=(1, 1, 6, 6))"
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         lazy.nonsense  # noqa: B018
     assert lazy != None and (lazy == None) is False  # noqa: E711
+
+
+def test_it_turns_into_booleans_when_it_must() -> None:
+    lazy, dense = padded()
+    scores = torch.randn(2, 4, 6, 6)
+    masks_of_it = [
+        (lazy[:, :, 1:, :3], dense[:, :, 1:, :3]),
+        (torch.cat((lazy, dense), -1), torch.cat((dense, dense), -1)),
+        (lazy.expand(2, 4, 6, 6), dense.expand(2, 4, 6, 6)),
+        (lazy & dense, dense),
+        (dense & lazy, dense),
+        (lazy | dense, dense),
+        (~lazy, ~dense),
+    ]
+    for found, wanted in masks_of_it:
+        assert isinstance(found, LayerMask) and torch.equal(found.dense(), wanted)
+    tensors = [
+        (torch.where(lazy, 0.0, -1.0), torch.where(dense, 0.0, -1.0)),
+        (scores.where(lazy, -1.0), scores.where(dense, -1.0)),
+        (scores.masked_fill(~lazy, -1.0), scores.masked_fill(~dense, -1.0)),
+        (scores.masked_fill(mask=~lazy, value=-1.0), scores.masked_fill(~dense, -1.0)),
+        (scores[:, :1][lazy], scores[:, :1][dense]),
+        (torch.zeros_like(lazy), torch.zeros_like(dense)),
+        (lazy.cumsum(-1), dense.cumsum(-1)),
+        (lazy.to_dense(), dense),
+    ]
+    for found, wanted in tensors:
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda scores, mask: scores + mask,
+        lambda scores, mask: mask + scores,
+        lambda scores, mask: scores.add_(mask),
+        lambda scores, mask: scores * mask,
+        lambda scores, mask: 1.0 - mask,
+        lambda scores, mask: torch.baddbmm(mask.squeeze(1), scores[:, 0], scores[:, 0]),
+        lambda scores, mask: mask == 0,
+        lambda scores, mask: mask < 0,
+        lambda scores, mask: mask.float(),
+        lambda scores, mask: mask.to(scores.dtype),
+        lambda scores, mask: mask.to(torch.bool),
+        lambda scores, mask: mask.bool(),
+        lambda scores, mask: mask.any(),
+        lambda scores, mask: torch.logical_not(mask),
+        lambda scores, mask: mask.masked_fill(scores[:, :1] < 0, -1.0),
+        lambda scores, mask: torch.where(scores < 0, mask, -1.0),
+        lambda scores, mask: torch.cat((mask, scores[:, :1]), -1),
+        lambda scores, mask: torch.nn.functional.pad(mask, (0, 2)),
+        lambda scores, mask: mask.__setitem__(0, -1.0),
+    ],
+)
+def test_it_is_no_number(compute: Any, sliced: bool) -> None:
+    """What means something else for numbers that are added to scores, of a mask and of what was cut out of it."""
+    lazy, _ = padded()
+    with pytest.raises(
+        strobe.Unsupported, match=r'computes with its attention mask \(\w+\).*attn_implementation="eager"'
+    ):
+        compute(torch.randn(2, 4, 6, 6), lazy[:, :, :, :6] if sliced else lazy)
+
+
+def test_a_mask_that_is_ready_stays() -> None:
+    """generate() makes masks before the forward pass, which asks for them again."""
+    lazy, _ = padded()
+    embeddings = torch.zeros(2, 6, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(transformers.AttentionMaskInterface._global_mapping, "strobe", masks.mask)
+        settings_ = config(_attn_implementation="strobe", sliding_window=4, attention_chunk_size=4)
+        for make in (mu.create_causal_mask, mu.create_sliding_window_causal_mask, mu.create_chunked_causal_mask):
+            assert make(settings_, embeddings, lazy, None) is lazy
+        assert mu.create_bidirectional_mask(settings_, embeddings, lazy) is lazy

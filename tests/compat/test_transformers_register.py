@@ -14,7 +14,8 @@ from strobe.compat import transformers as ours  # noqa: E402
 def state() -> tuple[object, ...]:
     manager = continuous_api.ContinuousBatchingManager
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
-    return (*(dict(i._global_mapping) for i in interfaces), manager.switch_to_cb_friendly_attn)
+    check = transformers.PreTrainedModel.get_correct_attn_implementation
+    return (*(dict(i._global_mapping) for i in interfaces), manager.switch_to_cb_friendly_attn, check)
 
 
 def test_register_and_unregister() -> None:

@@ -11,19 +11,19 @@ from typing import Any
 from strobe.problem import Unsupported
 
 NAME = "strobe"
-_gate: Any = None  # of continuous batching, while registered
+_opened: Any = None  # the gate of continuous batching and the entries in tables, while registered
 
 
 def register(mesh: Any = None) -> None:
     """Makes "strobe", and "paged|strobe" for continuous batching, an attention implementation, with its mask function.
     Twice is like once. With a `mesh`, "strobe_context_parallel" is one, too: each rank of the mesh has a shard of the
     sequence, see `strobe.distributed.transformers`."""
-    global _gate
+    global _opened
     if mesh is not None:
         from strobe.distributed import transformers as context_parallel
 
         context_parallel.register(mesh)
-    if _gate is not None:
+    if _opened is not None:
         return
     import transformers
 
@@ -33,18 +33,18 @@ def register(mesh: Any = None) -> None:
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from strobe.compat.transformers import attention, masks, paged
+    from strobe.compat.transformers import attention, lookup, masks, paged
 
     AttentionInterface.register(NAME, attention.attention)
     AttentionInterface.register(f"paged|{NAME}", attention.attention)
     AttentionMaskInterface.register(NAME, masks.mask)
-    _gate = paged.open_gate(NAME)
+    _opened = paged.open_gate(NAME), lookup.Entries(NAME)
 
 
 def unregister() -> None:
     """transformers as it was. Models that use the implementation must be given another."""
-    global _gate
-    if _gate is None:
+    global _opened
+    if _opened is None:
         return
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -53,9 +53,11 @@ def unregister() -> None:
     for name in (NAME, f"paged|{NAME}"):
         AttentionInterface._global_mapping.pop(name, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
-    paged.close_gate(_gate)
-    _gate = None
+    gate, entries = _opened
+    paged.close_gate(gate)
+    entries.close()
+    _opened = None
 
 
 def status() -> str | None:
-    return None if _gate is None else f'attn_implementation="{NAME}" is registered'
+    return None if _opened is None else f'attn_implementation="{NAME}" is registered'

@@ -14,6 +14,16 @@ from strobe.mask import Mask, causal, causal_top_left, full, window
 from strobe.problem import Unsupported
 
 _Maybe = torch.Tensor | None
+# What models hand down to their attention functions although it says nothing about attention: these, and whatever is
+# None, are passed over. A keyword that is not here may be one that hides keys (`indices`, `block_indices`), so it raises.
+_SAY_NOTHING = frozenset(
+    """position_ids cache_position use_cache past_key_values past_key_value cache_params seq_idx position_embeddings
+    input_ids inputs_embeds token_type_ids mm_token_type_ids pixel_values input_values interpolate_pos_encoding
+    encoder_hidden_states encoder_outputs transformer_hidden_states decoder_input_ids decoder_inputs_embeds
+    decoder_position_ids labels num_items_in_batch logits_to_keep output_hidden_states output_router_logits return_dict
+    output_attentions cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k max_seqlen_q max_seqlen_k
+    read_index write_index block_table logits_indices logits_processor_args""".split()  # noqa: SIM905
+)
 
 
 def attention(
@@ -30,6 +40,7 @@ def attention(
     s_aux: _Maybe = None,
     position_bias: _Maybe = None,
     cache: Any = None,
+    deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """((batch, len_q, heads, dim), None). `sliding_window` counts the keys that a query sees, itself included; `s_aux`
@@ -38,17 +49,29 @@ def attention(
         raise Unsupported(
             'output_attentions=True: strobe never holds the attention weights; load the model with attn_implementation="eager"'
         )
-    if kwargs.get("indices") is not None:
-        raise Unsupported("indices: attention to chosen keys is not built; use another attn_implementation")
-    deterministic = kwargs.get("deterministic") or False
+    for name, given in kwargs.items():
+        if given is not None and name not in _SAY_NOTHING:
+            raise Unsupported(
+                f"{type(module).__name__} passes {name}= to its attention function, which strobe does not know; load the model "
+                'with attn_implementation="eager"'
+            )
+    deterministic = bool(deterministic)
+    query, key, value = _rows_together(query), _rows_together(key), _rows_together(value)
     if cache is not None and not paged.is_paged(cache):
         cache = None
-    if cache is not None or kwargs.get("cu_seq_lens_q") is not None:
+    described = cache is not None or kwargs.get("cu_seq_lens_q") is not None
+    if described and cache is None and isinstance(attention_mask, LayerMask) and attention_mask.booleans is not None:
+        # Where masks are not looked into, under a tracer, the sequences are in the booleans already, or are added to them.
+        attention_mask = LayerMask.of(attention_mask.booleans & paged.together(query, key, kwargs))
+        described = False
+    if described:
         q, k, v, cu_q, cu_k, max_q, max_k = paged.packed(
             module, query, key, value, sliding_window, cache, kwargs
         )  # (total, heads, dim) each
-        if position_bias is not None or (cache is None and _limits_keys(attention_mask)):
-            raise Unsupported("padding and position_bias cannot be combined with packed sequences (cu_seq_lens_q)")
+        if position_bias is not None or (cache is None and _says_more(attention_mask)):
+            raise Unsupported(
+                "padding, mask tensors and position_bias cannot be combined with packed sequences (cu_seq_lens_q)"
+            )
         if isinstance(attention_mask, LayerMask) and cache is None:
             mask = attention_mask.mask
         else:
@@ -59,14 +82,18 @@ def attention(
                 None, False, deterministic,
             )
         )  # fmt: skip
-        return out.unflatten(0, (query.shape[0], -1)), None
+        return out.unflatten(0, (query.shape[0], -1)).contiguous(), None
 
+    if query.shape[0] != key.shape[0]:  # one sequence for all, as PyTorch's matrix products have it
+        rows = max(query.shape[0], key.shape[0])
+        query, key, value = (t.expand(rows, -1, -1, -1) for t in (query, key, value))
     bias, positions, documents = position_bias, None, None
     chosen: Any = None  # a mask of ours, or booleans
     if attention_mask is None:
         if query.shape[2] > 1:
-            chosen = _mask_of(module, is_causal, sliding_window, query.shape[2] != key.shape[2])
-    elif isinstance(attention_mask, LayerMask):
+            chosen = _mask_of_none(module, is_causal, sliding_window, query.shape[2], key.shape[2])
+    elif isinstance(attention_mask, LayerMask) and attention_mask.booleans is None:
+        _check_lengths(module, attention_mask, query, key)
         chosen, positions = attention_mask.mask, attention_mask.positions
         if attention_mask.keys is not None:
             key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
@@ -75,6 +102,9 @@ def attention(
             bias = attention_mask.bias if bias is None else bias + attention_mask.bias
         documents = attention_mask.documents()
     else:
+        if isinstance(attention_mask, LayerMask):
+            _check_lengths(module, attention_mask, query, key)
+            attention_mask = attention_mask.dense()
         chosen, bias = _given(attention_mask, bias, key.shape[2])
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if documents is None:
@@ -84,7 +114,7 @@ def attention(
                 False, deterministic, None, positions,
             )
         )  # fmt: skip
-        return out, None
+        return out.contiguous(), None
     if bias is not None:
         raise Unsupported("position_bias cannot be combined with packed sequences (position_ids that start again)")
     cu, longest = documents
@@ -94,26 +124,54 @@ def attention(
             None, dropout, None, s_aux, "bshd", None, False, deterministic,
         )
     )  # fmt: skip
-    return out.unflatten(0, q.shape[:2]), None
+    return out.unflatten(0, q.shape[:2]).contiguous(), None
 
 
-def _limits_keys(attention_mask: LayerMask | torch.Tensor | None) -> bool:
+def _says_more(attention_mask: LayerMask | torch.Tensor | None) -> bool:
     """Whether it says more than which keys a query sees by position."""
-    return isinstance(attention_mask, LayerMask) and (
-        attention_mask.padding is not None or attention_mask.positions is not None
-    )
+    if not isinstance(attention_mask, LayerMask):
+        return attention_mask is not None
+    return any(t is not None for t in (attention_mask.padding, attention_mask.positions, attention_mask.booleans))
 
 
-def _mask_of(module: Any, is_causal: bool | None, sliding_window: int | None, top_left: bool = False) -> Mask:
-    """What a layer without a mask sees. A causal one with more keys than queries is aligned with the first key, as in
-    PyTorch: the keys behind are room for tokens to come."""
+def _check_lengths(module: Any, mask: LayerMask, query: torch.Tensor, key: torch.Tensor) -> None:
+    """A model that adds keys of its own after the mask was made says nothing about who sees them."""
+    if mask.dim() == 4 and mask.shape[2:] != (query.shape[2], key.shape[2]):
+        raise Unsupported(
+            f"{type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, but its attention mask was made "
+            f'for {mask.shape[2]} and {mask.shape[3]}; load the model with attn_implementation="eager"'
+        )
+
+
+def _rows_together(t: torch.Tensor) -> torch.Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _mask_of_none(module: Any, is_causal: bool | None, sliding_window: int | None, len_q: int, len_k: int) -> Mask:
+    """What a layer sees that asked for no mask. A causal one with more keys than queries is aligned with the first key, as
+    in PyTorch: the keys behind are room for tokens to come. One that is not causal sees everything, as with eager
+    attention: its cache has kept the keys of the window."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    mask = (causal_top_left if top_left else causal) if is_causal else full
+    if not is_causal:
+        return full
+    if len_q == len_k:
+        return _mask_of(module, True, sliding_window)
+    if sliding_window is not None and sliding_window < len_k:
+        raise Unsupported(
+            f"{type(module).__name__} has a sliding_window of {sliding_window}, {len_q} queries, {len_k} keys and no attention "
+            "mask; without one as many keys as queries are needed"
+        )
+    return causal_top_left
+
+
+def _mask_of(module: Any, is_causal: bool | None, sliding_window: int | None) -> Mask:
+    """What a layer says that it sees."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask = causal if is_causal else full
     if sliding_window is None:
         return mask
-    if top_left:
-        raise Unsupported("sliding_window without an attention mask needs as many keys as queries")
     return mask & window(sliding_window - 1, None if is_causal else sliding_window - 1)
 
 

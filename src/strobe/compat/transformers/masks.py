@@ -20,6 +20,9 @@ from strobe.compat import flash_terms
 from strobe.compat.transformers.layer_mask import LayerMask
 from strobe.mask import Mask, causal, chunked, full, used_keys, window
 
+# Parts of models that never call an attention function, and do with eager attention's mask what cannot be told from outside.
+_BY_THEMSELVES = frozenset({"gemma4_audio"})
+
 
 class Rule(NamedTuple):
     """Which keys a query sees, as far as positions decide it."""
@@ -54,7 +57,7 @@ def mask(
     q_offset: Any = 0,
     kv_offset: Any = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | LayerMask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -63,9 +66,17 @@ def mask(
     dtype: torch.dtype = torch.float32,
     config: Any = None,
     **kwargs: Any,
-) -> LayerMask | torch.Tensor:
+) -> LayerMask | torch.Tensor | None:
     """transformers' interface for mask functions: queries stand at q_offset, keys at kv_offset; `attention_mask` (batch,
-    tokens so far) is True where a token is."""
+    tokens so far) is True where a token is; or it is a mask that is ready, of an earlier call."""
+    if isinstance(attention_mask, LayerMask):
+        return attention_mask
+    if getattr(config, "model_type", None) in _BY_THEMSELVES:
+        return masking_utils.eager_mask(
+            batch_size, q_length, kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap, device=device,
+        )  # fmt: skip
     traced = is_tracing(attention_mask)
     if traced:
         rule = _promised(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
@@ -82,7 +93,7 @@ def mask(
         found = _with_padding(rule, shape, q_offset, kv_offset, attention_mask, device, dtype)
     if found is not None:
         return found
-    return masking_utils.sdpa_mask(
+    booleans = masking_utils.sdpa_mask(
         batch_size,
         q_length,
         kv_length,
@@ -95,6 +106,7 @@ def mask(
         use_vmap=use_vmap,
         device=device,
     )
+    return LayerMask.of(booleans)
 
 
 # ---- recognising a mask ----------------------------------------------------------------------------------------------
@@ -105,6 +117,8 @@ def _promised(
 ) -> Rule | None:
     """What transformers' own flags say of the function, where a tracer cannot look into it: as long as a mask may be
     skipped, it is nothing but causal, or nothing but bidirectional, within `local_size`."""
+    if function is masking_utils.bidirectional_mask_function:
+        return Rule(causal=False)  # some say a `local_size` and mean the size of the cache
     if causal_skip:
         if local_size is None:
             return Rule(causal=True)

@@ -52,6 +52,18 @@ def packed(
     return q, k, v, cu_q, cu_k, _as_int(max_q), _as_int(max_k)
 
 
+def together(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """(batch, 1, len_q, len_k), whether a query and a key are of one sequence."""
+
+    def sequence_of(cu: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+        at = torch.arange(batch * length, device=cu.device, dtype=cu.dtype)
+        return torch.searchsorted(cu, at, right=True).view(batch, length)
+
+    of_q = sequence_of(kwargs["cu_seq_lens_q"], query.shape[0], query.shape[2])
+    of_k = sequence_of(kwargs["cu_seq_lens_k"], key.shape[0], key.shape[2])
+    return (of_q[:, :, None] == of_k[:, None, :])[:, None]
+
+
 def _longest(kwargs: dict[str, Any], axis: str) -> Any:
     found = kwargs.get(f"max_length_{axis}")
     return kwargs.get(f"max_seqlen_{axis}") if found is None else found
