@@ -16,7 +16,8 @@ from playwright.sync_api import Page
 import strobe
 from strobe.learn import explain_page, measured, worked_example
 from strobe.learn.gpus import GPUS
-from strobe.learn.trace import sample, trace
+from strobe.tile_trace import trace
+from trace_sample import sample
 
 MODERATE, WORDS, WORKED, LARGE, CAUSAL, WINDOW, NARROW, REAL = range(8)
 

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 import strobe
 from strobe.learn import explain_page, measured, story, worked_example
-from strobe.learn.trace import Trace, sample, trace
+from strobe.tile_trace import Trace, trace
 from strobe.tiled import block_sizes
 from strobe.tools import cli
+from trace_sample import sample
 
 PAPERS = {
     f"https://arxiv.org/abs/{number}"
