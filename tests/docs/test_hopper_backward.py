@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import backward_page, claims, read_results
+from benchmarks.pages import backward_page
+from strobe.bench import claims, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/h200"

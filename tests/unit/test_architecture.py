@@ -142,7 +142,9 @@ STILL_PRIVATE = {
 @pytest.mark.parametrize("module", MODULES)
 def test_no_private_name_leaves_its_module(module: str) -> None:
     used = private_names(MODULES[module])
-    assert used == STILL_PRIVATE.get(module, set()), f"{module} uses {', '.join(sorted(used))}: make it public, or move it to where it is used"
+    assert used == STILL_PRIVATE.get(module, set()), (
+        f"{module} uses {', '.join(sorted(used))}: make it public, or move it to where it is used"
+    )
 
 
 def test_no_cycles_on_import() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from strobe.bench import claims, figures, model_page
+from benchmarks.committed import Machines
+from benchmarks.pages import figures, model_page
+from strobe.bench import claims
 from strobe.bench.case import BenchCase
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.conclusions import conclusions
@@ -16,7 +18,6 @@ from strobe.measure.method import METHODS, SUMMARIES, SUSTAINED, TITLES
 from strobe.measure.palette import KINDS
 from strobe.measure.provenance import busy_machine
 
-Machines = dict[str, dict[str, Results]]  # machine -> name of a file -> its results
 AGAIN = "-again"  # NAME-again.json is NAME.json once more
 
 
@@ -24,7 +25,7 @@ def page(machines: Machines) -> str:
     lines = [
         "# Results",
         "",
-        "Generated from `benchmarks/results` by `python -m strobe.bench.docs --write`; a test fails when it differs.",
+        "Generated from `benchmarks/results` by `python -m benchmarks.pages --write`; a test fails when it differs.",
         "`benchmarks/README.md` says how things are measured and how to repeat them. A difference is called one only where",
         "the 95 % intervals do not overlap.",
         "",

@@ -7,14 +7,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import claims, read_results, studies, training_costs
+from benchmarks import committed
+from benchmarks.pages.results_page import cells_table
+from benchmarks.studies import training_costs
+from strobe.bench import claims, read_results
 from strobe.bench.results import Results
-from strobe.bench.results_page import cells_table
 from strobe.measure.method import SUSTAINED
 from strobe.measure.statistics import geometric_mean
 
 PAGE = Path("docs/design/hopper-backward.md")
-BEGIN, END = "<!-- measured: begin (python -m strobe.bench.docs --write) -->", "<!-- measured: end -->"
+BEGIN, END = "<!-- measured: begin (python -m benchmarks.pages --write) -->", "<!-- measured: end -->"
+TURNS_BEGIN, TURNS_END = "<!-- turns: begin (python -m benchmarks.pages --write) -->", "<!-- turns: end -->"
 OURS, CUDNN = "strobe-sm90", "torch-cudnn"
 
 
@@ -26,8 +29,8 @@ def speeds(study: dict[str, Any], what: str, **where: Any) -> list[float]:
 
 def block(root: Path) -> str:
     names = ("grid36-backward", "grid36-backward-sustained", "gqa-both")
-    paths = [root / studies.RESULTS / f"{name}.json" for name in names]
-    study = studies.load(root, "training")
+    paths = [root / committed.RESULTS / f"{name}.json" for name in names]
+    study = committed.study(root, "training")
     if study is None or not all(path.exists() for path in paths):
         return ""
     grid, sustained, grouped = map(read_results.load, paths)
@@ -36,7 +39,7 @@ def block(root: Path) -> str:
     lines = [
         "cuDNN's time over ours on an H200, in short turns through `torch.autograd.grad`, bfloat16, 16,384 tokens, "
         f"heads × dim = 2,048; geometric mean {_mean(ahead):.2f}, least "
-        f"{min(ahead.values()):.2f} (`grid36-backward.json` in `{studies.RESULTS}`):",
+        f"{min(ahead.values()):.2f} (`grid36-backward.json` in `{committed.RESULTS}`):",
         "",
         *cells_table(cases, {key: f"{ratio:.2f}" for key, ratio in ahead.items()}),
         "",
@@ -92,7 +95,7 @@ def _facts(grid: Results, sustained: Results, grouped: Results, study: dict[str,
 
 def turns_block(root: Path) -> str:
     """What each way to wait for a turn costs."""
-    study = studies.load(root, "turns-tried")
+    study = committed.study(root, "turns-tried")
     if study is None:
         return ""
     (length,) = {row["length"] for row in study["rows"]}
