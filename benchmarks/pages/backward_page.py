@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import committed
+from benchmarks.pages import comparisons
 from benchmarks.pages.results_page import cells_table
 from benchmarks.studies import training_costs
 from strobe.bench import claims, read_results
@@ -34,7 +35,7 @@ def block(root: Path) -> str:
     if study is None or not all(path.exists() for path in paths):
         return ""
     grid, sustained, grouped = map(read_results.load, paths)
-    ahead = claims.ratios(grid, "grid36", OURS, CUDNN, "backward")
+    ahead = comparisons.ratios(grid, "grid36", OURS, CUDNN, "backward")
     cases = {row.case.key: row.case for row in grid.rows if row.case.key in ahead}
     lines = [
         "cuDNN's time over ours on an H200, in short turns through `torch.autograd.grad`, bfloat16, 16,384 tokens, "
@@ -54,11 +55,11 @@ def block(root: Path) -> str:
 
 def _facts(grid: Results, sustained: Results, grouped: Results, study: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, what was found, where)."""
-    long = _mean(claims.ratios(sustained, "grid36", OURS, CUDNN, "backward", SUSTAINED))
-    energy = _mean(claims.energy_ratios(sustained, "grid36", OURS, CUDNN, "backward"))
-    ampere = _mean(claims.ratios(grid, "grid36", "strobe-sm80", "torch-flash", "backward"))
+    long = _mean(comparisons.ratios(sustained, "grid36", OURS, CUDNN, "backward", SUSTAINED))
+    energy = _mean(comparisons.energy_ratios(sustained, "grid36", OURS, CUDNN, "backward"))
+    ampere = _mean(comparisons.ratios(grid, "grid36", "strobe-sm80", "torch-flash", "backward"))
     memory = claims.memory_in_q(claims.selected(grid.rows, "grid36", "backward"))[OURS]
-    both = list(claims.ratios(grouped, "gqa", OURS, CUDNN, "both").values())
+    both = list(comparisons.ratios(grouped, "gqa", OURS, CUDNN, "both").values())
     (cpu,) = (row["us"]["strobe"] / row["us"]["sdpa"] for row in study["rows"] if row["what"] == "cpu")
     causal = speeds(study, "grouped", dim=128, mask="causal")
     others = [x for x in speeds(study, "grouped") if x not in causal]

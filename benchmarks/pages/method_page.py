@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import committed
+from benchmarks.pages import comparisons
 from benchmarks.studies.experiments import BOTH
-from strobe.bench import claims, read_results
+from strobe.bench import read_results
 
 BEGIN, END = "<!-- turns: begin (python -m benchmarks.pages --write) -->", "<!-- turns: end -->"
 
@@ -35,6 +36,6 @@ def _best_moments(root: Path) -> list[str]:
         return []
     grid = read_results.load(path)
     ways = (lambda row: row.timing.summary.median, lambda row: row.timing.summary.p5)
-    median, best = (claims.mean_ratio(claims.ratios(grid, "grid36", *BOTH, of=way)) for way in ways)
+    median, best = (comparisons.mean_ratio(comparisons.ratios(grid, "grid36", *BOTH, of=way)) for way in ways)
     found = f"{median:.3f} by medians, {best:.3f} by 5th percentiles"
     return ["", f"`strobe-sm90` over `torch-cudnn`, geometric mean of `grid36`: {found}."]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from benchmarks.committed import Machines
-from benchmarks.pages import figures, model_page
+from benchmarks.pages import comparisons, figures, model_page
 from strobe.bench import claims
 from strobe.bench.case import BenchCase
 from strobe.bench.compile_time import CALLED, COMPILED
@@ -170,8 +170,8 @@ def mean_ratios(run: Results, direction: str, method: str) -> list[str]:
     lines = []
     for name in ours:
         for other in others:
-            ratios = claims.ratios(run, "grid36", name, other, direction, method)
-            mean = claims.mean_ratio(ratios)
+            ratios = comparisons.ratios(run, "grid36", name, other, direction, method)
+            mean = comparisons.mean_ratio(ratios)
             if mean is None:
                 continue
             behind = sum(value < 1 for value in ratios.values())
@@ -179,7 +179,7 @@ def mean_ratios(run: Results, direction: str, method: str) -> list[str]:
             where = f"; slower in {behind}" if behind and mean >= 1 else where
             words = units.faster(mean)
             than = "as" if words == "as fast" else "than"
-            energy = claims.mean_ratio(claims.energy_ratios(run, "grid36", name, other, direction))
+            energy = comparisons.mean_ratio(comparisons.energy_ratios(run, "grid36", name, other, direction))
             joules = f", and needs {units.less(energy)} energy per FLOP" if energy and method == SUSTAINED else ""
             lines.append(
                 f"- `{name}` is {words} {than} `{other}` (geometric mean of {len(ratios)} cells{where}){joules}."
@@ -207,7 +207,7 @@ def memory_line(cases: dict[str, list[Row]]) -> list[str]:
 def _against_standard(run: Results, suite: str, method: str) -> list[str]:
     lines: list[str] = []
     for direction in PASSES:
-        found = claims.speed_ups(run, suite, direction, method)
+        found = comparisons.speed_ups(run, suite, direction, method)
         baselines = sorted({s.baseline for s in found if s.times is not None})  # what never ran has no column
         lengths = sorted({s.length for s in found})
         if not baselines or len(lengths) < 2:
@@ -236,7 +236,7 @@ def _against_standard(run: Results, suite: str, method: str) -> list[str]:
     return lines
 
 
-def _range(found: list[claims.SpeedUp]) -> str:
+def _range(found: list[comparisons.SpeedUp]) -> str:
     times = [s.times for s in found if s.times is not None]
     oom = sum(1 for s in found if s.times is None)
     ends = [f"{value:.3g}" for value in (min(times), max(times))] if times else []
@@ -351,7 +351,7 @@ def _repeatability(results: dict[str, Results]) -> list[str]:
         if again is None:
             continue
         for method in run.methods():
-            close, total = claims.repeatability(run, again, method)
+            close, total = comparisons.repeatability(run, again, method)
             if total:
                 share = f"{close} of {total} times ({close / total:.0%}) differ by at most 3 %"
                 lines.append(f"- `{name}`, {TITLES[method]}, was run twice: {share}.")
@@ -366,7 +366,7 @@ def _same_ratios(name: str, run: Results, again: Results) -> list[str]:
         if not duels:
             continue
         ours, peer = duels[0][0].provider, duels[0][1].provider
-        close, total = claims.ratio_repeatability(run, again, "grid36", ours, peer, direction)
+        close, total = comparisons.ratio_repeatability(run, again, "grid36", ours, peer, direction)
         if total:
             which = "sustained" if direction == "forward" else f"{PASS_TITLES[direction]}, sustained"
             share = f"{close} of {total} ratios of `{ours}` to `{peer}` differ by at most 3 %"

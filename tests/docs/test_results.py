@@ -9,8 +9,8 @@ import pytest
 from bench_results import synthetic
 
 from benchmarks import committed
-from benchmarks.pages import documents, figures
-from strobe.bench import claims, results as files
+from benchmarks.pages import comparisons, documents, figures
+from strobe.bench import results as files
 from strobe.bench.figures import unavailable
 from strobe.measure import units
 from strobe.measure.method import SUSTAINED, TURNS
@@ -64,7 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mean(run: files.Results, ours: str, direction: str = "forward", method: str = TURNS) -> str:
-    found = claims.mean_ratio(claims.ratios(run, "grid36", ours, "torch-cudnn", direction, method))
+    found = comparisons.mean_ratio(comparisons.ratios(run, "grid36", ours, "torch-cudnn", direction, method))
     assert found is not None
     return units.faster(found)
 
@@ -106,7 +106,7 @@ def test_the_page_has_both_methods_and_passes(written: Path) -> None:
     assert text.count("Joules per 1,000 tokens of the same providers (NVML energy counter).") == grids
     again = "grid36-sustained"
     first, second = (committed.runs(written)["made-up"][name] for name in (again, f"{again}-again"))
-    close, of = claims.ratio_repeatability(first, second, "grid36", "strobe-sm90", "torch-cudnn")
+    close, of = comparisons.ratio_repeatability(first, second, "grid36", "strobe-sm90", "torch-cudnn")
     assert re.search(rf"`{again}`[^\n]* {close} of {of} ratios", text)
 
 

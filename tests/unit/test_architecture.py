@@ -45,12 +45,14 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 HEADER_LAYERS = ["ptx", "tile", "pipeline", "kernels"]  # emu stands in for ptx
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+def module_name(path: Path, root: Path = SOURCE.parent) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+# Beside the package: what writes the documents, and experiments. They stand above it and are not installed.
+CHECKOUT = {module_name(path, ROOT): path for path in sorted((ROOT / "benchmarks").rglob("*.py"))}
 
 
 def layer_of(module: str) -> str | None:
@@ -100,6 +102,8 @@ def test_imports_point_down(module: str) -> None:
             below = layer_of(imported)
             assert below in RANK, f"{module} imports {imported}, which is in no layer"
             assert RANK[below] <= RANK[layer], f"{module} ({layer}) imports {imported}: {below} stands above {layer}"
+        else:
+            assert imported.split(".")[0] != "benchmarks", f"{module} imports {imported}, which is not installed"
 
 
 def test_the_package_reaches_no_higher_than_its_hosts() -> None:
@@ -116,17 +120,18 @@ HOSTS_NAMES = re.compile(r"strobe\.compat\.flash_attn\.kernels\._(wrapped_)?(fla
 def private_names(path: Path) -> set[str]:
     """Names of other modules of ours that begin with an underscore and are imported by a file, or read from a module
     that it imports: "strobe.cuda.jit._memory"."""
+    ours = MODULES | CHECKOUT
     tree = ast.parse(path.read_text(encoding="utf-8"))
     modules: dict[str, str] = {}  # what the file calls a module of ours -> which it is
     used: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "strobe":
+        if isinstance(node, ast.ImportFrom) and node.module in ours:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 used.add(full)
-                modules |= {alias.asname or alias.name: full} if full in MODULES else {}
+                modules |= {alias.asname or alias.name: full} if full in ours else {}
         elif isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in MODULES}
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in ours}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (module := modules.get(ast.unparse(node.value))) is not None:
             used.add(f"{module}.{node.attr}")
@@ -139,9 +144,9 @@ STILL_PRIVATE = {
 }
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", MODULES | CHECKOUT)
 def test_no_private_name_leaves_its_module(module: str) -> None:
-    used = private_names(MODULES[module])
+    used = private_names((MODULES | CHECKOUT)[module])
     assert used == STILL_PRIVATE.get(module, set()), (
         f"{module} uses {', '.join(sorted(used))}: make it public, or move it to where it is used"
     )
@@ -291,7 +296,7 @@ def test_no_paths_of_one_machine() -> None:
 
 
 def test_modules_say_what_they_are_and_stay_small() -> None:
-    for module, path in MODULES.items():
+    for module, path in (MODULES | CHECKOUT).items():
         text = path.read_text(encoding="utf-8")
         assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
         assert text.count("\n") <= 400, f"{module} has {text.count(chr(10))} lines: split it by subject"

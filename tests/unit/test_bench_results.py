@@ -13,7 +13,7 @@ import pytest
 from bench_results import synthetic
 from typer.testing import CliRunner
 
-from benchmarks.pages import results_page
+from benchmarks.pages import comparisons, results_page
 from strobe.bench import ceilings, claims, figures, read_results, results as files
 from strobe.bench.compare import comparable, compare, other_neighbours
 from strobe.bench.conclusions import conclusions
@@ -303,28 +303,28 @@ def test_claims(made: Results) -> None:
     exponents = claims.memory_exponents(made, "sweep")
     assert exponents["strobe-sm90"] == pytest.approx(1.0, abs=0.01)
     assert exponents["torch-math"] == pytest.approx(2.0, abs=0.01)
-    found = claims.speed_ups(made, "sweep")
+    found = comparisons.speed_ups(made, "sweep")
     assert any(s.times is None and s.reason == "out of memory" for s in found)
     assert all(s.times > 1 for s in found if s.times is not None)
-    ratio = claims.mean_ratio(claims.ratios(made, "sweep", "strobe-sm90", "torch-cudnn"))
+    ratio = comparisons.mean_ratio(comparisons.ratios(made, "sweep", "strobe-sm90", "torch-cudnn"))
     assert ratio is not None and 1.0 < ratio < 1.3
-    assert claims.repeatability(made, made) == (sum(r.timed for r in made.rows),) * 2
+    assert comparisons.repeatability(made, made) == (sum(r.timed for r in made.rows),) * 2
 
 
 def test_energy_claims() -> None:
     run = synthetic(("grid36",), methods=BOTH)
-    speed = claims.ratios(run, "grid36", "strobe-sm90", "torch-cudnn", method=SUSTAINED)
-    energy = claims.energy_ratios(run, "grid36", "strobe-sm90", "torch-cudnn")
+    speed = comparisons.ratios(run, "grid36", "strobe-sm90", "torch-cudnn", method=SUSTAINED)
+    energy = comparisons.energy_ratios(run, "grid36", "strobe-sm90", "torch-cudnn")
     assert len(energy) == 36 and energy == pytest.approx(speed)  # both draw the same power here
-    assert claims.energy_ratios(synthetic(("grid36",)), "grid36", "strobe-sm90", "torch-cudnn") == {}
+    assert comparisons.energy_ratios(synthetic(("grid36",)), "grid36", "strobe-sm90", "torch-cudnn") == {}
     again = synthetic(("grid36",), methods=BOTH, seed=3)
-    assert claims.ratio_repeatability(run, again, "grid36", "strobe-sm90", "torch-cudnn") == (36, 36)
+    assert comparisons.ratio_repeatability(run, again, "grid36", "strobe-sm90", "torch-cudnn") == (36, 36)
     other = synthetic(("grid36",), methods=BOTH, faster=1.1)
-    assert claims.ratio_repeatability(run, other, "grid36", "strobe-sm90", "torch-cudnn")[0] == 0
+    assert comparisons.ratio_repeatability(run, other, "grid36", "strobe-sm90", "torch-cudnn")[0] == 0
 
 
 def mean_speed(run: Results, suite: str, direction: str = "forward", method: str = TURNS) -> str:
-    mean = claims.mean_ratio(claims.ratios(run, suite, "strobe-sm90", "torch-cudnn", direction, method))
+    mean = comparisons.mean_ratio(comparisons.ratios(run, suite, "strobe-sm90", "torch-cudnn", direction, method))
     assert mean is not None
     return units.faster(mean)
 
@@ -336,7 +336,7 @@ def test_conclusions_by_both_methods() -> None:
     assert "torch-cudnn" in peer and "torch-math-half" in standard
     without_memory = {row.case.key for row in run.rows if row.status == "out of memory"}
     assert f"{len(without_memory)} of 24" in oom
-    joules = claims.mean_ratio(claims.energy_ratios(run, "sweep", "strobe-sm90", "torch-cudnn"))
+    joules = comparisons.mean_ratio(comparisons.energy_ratios(run, "sweep", "strobe-sm90", "torch-cudnn"))
     assert joules is not None and units.less(joules) in energy and "strobe-sm90" in memory
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from bench_results import synthetic
 
-from benchmarks.pages import forward_page, method_page
+from benchmarks.pages import comparisons, forward_page, method_page
 from benchmarks.studies import experiments, training_costs
-from strobe.bench import claims
 from strobe.bench.results import save
 from strobe.cuda import forward_sm90, jit
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
@@ -80,7 +79,7 @@ def test_tables(tmp_path: Path) -> None:
     assert "5th percentiles" not in method_page.block(tmp_path)  # of a grid that is not there
     grid = synthetic(("grid36",))
     save(grid, folder.parent / "grid36.json")
-    mean = claims.mean_ratio(claims.ratios(grid, "grid36", "strobe-sm90", "torch-cudnn"))
+    mean = comparisons.mean_ratio(comparisons.ratios(grid, "grid36", "strobe-sm90", "torch-cudnn"))
     assert f"geometric mean of `grid36`: {mean:.3f} by medians" in method_page.block(tmp_path)
     ratio = "| d128-full-8k | 2 providers, 12 calls | ratio | 1.500 | 1.250 | 1.250 | 1.250 |  |"
     assert ratio in method_page.block(tmp_path)
