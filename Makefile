@@ -70,11 +70,7 @@ site: $(READY) ## the documents as a web site, in build/site
 	@echo "open $(CURDIR)/build/site/index.html in a browser"
 
 docs: $(READY) ## bring the generated tables and figures of the documents up to date
-	$(VENV)/bin/python -m strobe.tools.support --write README.md
-	$(VENV)/bin/python -m strobe.bench.docs --write
-	$(VENV)/bin/python -m strobe.learn.measured --write
-	$(VENV)/bin/python -m strobe.learn.gallery --write
-	$(VENV)/bin/python -m strobe.learn.ladder.docs --write
+	$(VENV)/bin/python -m benchmarks.pages --write
 
 package: $(READY) ## the sdist and the wheel, in dist
 	$(VENV)/bin/python -m build --no-isolation --outdir dist

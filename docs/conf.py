@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT / "src"), str(HERE)]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(HERE)]
 
 project = "strobe"
 author = "the strobe authors"
@@ -50,7 +50,7 @@ def _copy_notebooks(app):
 def _complete(app, name, source):
     """Diffs are put in, and links that leave this folder lead to the same text in the site."""
     if name.startswith("ladder/"):
-        from strobe.learn.ladder.docs import with_diffs
+        from benchmarks.pages.ladder_page import with_diffs
 
         source[0] = with_diffs(source[0])
     depth = "../" * name.count("/")

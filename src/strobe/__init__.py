@@ -59,7 +59,7 @@ def __getattr__(name: str) -> object:
     if name in ("compat", "distributed", "nn"):
         return import_module(f"strobe.{name}")
     if name == "trace":
-        from strobe.learn.trace import trace
+        from strobe.tile_trace import trace
 
         return trace
     if name in __all__:

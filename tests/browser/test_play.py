@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from playwright.sync_api import Page
+from trace_sample import sample
 
 import strobe
 from strobe.learn import explain_page, measured, worked_example
 from strobe.learn.gpus import GPUS
-from strobe.learn.trace import sample, trace
+from strobe.tile_trace import trace
 
 MODERATE, WORDS, WORKED, LARGE, CAUSAL, WINDOW, NARROW, REAL = range(8)
 

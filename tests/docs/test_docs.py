@@ -16,7 +16,7 @@ import torch
 from matplotlib.image import imread
 
 import strobe
-from strobe.learn import gallery
+from benchmarks.pages import gallery
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import backward_page, claims, read_results
+from benchmarks.pages import backward_page, comparisons
+from strobe.bench import read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/h200"
@@ -65,7 +66,7 @@ def test_ideas_brought_what_the_page_says() -> None:
 
 def test_the_cell_closest_to_cudnn_is_long_causal_and_wide() -> None:
     grid = read_results.load(RESULTS / "grid36-backward.json")
-    ahead = claims.ratios(grid, "grid36", backward_page.OURS, backward_page.CUDNN, "backward")
+    ahead = comparisons.ratios(grid, "grid36", backward_page.OURS, backward_page.CUDNN, "backward")
     least = min(ahead, key=ahead.__getitem__)
     (case,) = {row.case.label: row.case for row in grid.rows if row.case.key == least}.values()
     assert case.dim == 256 and case.mask.name == "causal" and case.len_k >= 8192

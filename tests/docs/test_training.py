@@ -17,7 +17,8 @@ import torch
 from training_example import SCRIPT, load
 
 import strobe
-from strobe.bench import docs, figures, training
+from benchmarks.pages import documents, training_page
+from strobe.bench import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "examples" / "text" / "moby-dick.txt"
@@ -38,7 +39,7 @@ SMALL = [
     "--lr",
     "0.01",
 ]
-COMMITTED = training.load(ROOT)
+COMMITTED = training_page.load(ROOT)
 
 each_file = pytest.mark.parametrize("place", COMMITTED, ids=str)
 gpt = load()
@@ -220,26 +221,28 @@ def test_the_verdict_is_that_of_the_curves(place: Path) -> None:
 
 @each_file
 def test_the_page_shows_the_distances(place: Path) -> None:
-    page, found = (ROOT / training.PAGE).read_text(encoding="utf-8"), COMMITTED[place]
-    assert f"`benchmarks/results/{place.as_posix()}`" in page and f"(figures/{training.figure_name(place)})" in page
+    page, found = (ROOT / training_page.PAGE).read_text(encoding="utf-8"), COMMITTED[place]
+    assert (
+        f"`benchmarks/results/{place.as_posix()}`" in page and f"(figures/{training_page.figure_name(place)})" in page
+    )
     for name, far in found["verdict"]["distance"].items():
         (run,) = (run for run in found["runs"] if run["attention"] == name)
-        assert training.distance_from(found, run) == pytest.approx(far)
+        assert training_page.distance_from(found, run) == pytest.approx(far)
         assert f"| {name} | {run['forward']} | {run['backward']} | {run['validation'][-1]:.4f} | {far:.2g} |" in page
 
 
 @pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
 def test_other_files_of_that_kind_are_taken(tmp_path: Path) -> None:
-    results, page = tmp_path / "benchmarks" / "results", tmp_path / training.PAGE
+    results, page = tmp_path / "benchmarks" / "results", tmp_path / training_page.PAGE
     page.parent.mkdir(parents=True)
-    page.write_text(f"before\n{training.BEGIN}\n{training.END}\nafter\n", encoding="utf-8")
+    page.write_text(f"before\n{training_page.BEGIN}\n{training_page.END}\nafter\n", encoding="utf-8")
     found = dict(next(iter(COMMITTED.values()))) | {"runs": made_up(0.0001, 0.001)}
     found["verdict"] = gpt.judge(found["runs"])
     for name in ("h200/train-gpt.json", "train-gpt-h200.json"):
         (results / name).parent.mkdir(parents=True, exist_ok=True)
         (results / name).write_text(json.dumps(found), encoding="utf-8")
-    assert docs.main([], tmp_path) == 1
-    assert docs.main(["--write"], tmp_path) == 0 and docs.main([], tmp_path) == 0
+    assert documents.main([], tmp_path) == 1
+    assert documents.main(["--write"], tmp_path) == 0 and documents.main([], tmp_path) == 0
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith("after\n") and "`strobe` agrees with math attention" in text
     assert "| math, keys shuffled (1) |" in text and "| math, another seed |" in text
@@ -247,12 +250,12 @@ def test_other_files_of_that_kind_are_taken(tmp_path: Path) -> None:
         assert f"figures/{name}" in text and "another seed" in (tmp_path / "docs" / "figures" / name).read_text()
     (results / "train-gpt-h200.json").unlink()
     stale = tmp_path / "docs" / "figures" / "train-gpt-h200.svg"
-    assert set(docs.outdated(tmp_path)) == {page, stale}
+    assert set(documents.outdated(tmp_path)) == {page, stale}
 
 
 def test_an_unfinished_comparison_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks" / "results" / "x" / "train-gpt.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"kind": training.KIND, "verdict": None}), encoding="utf-8")
+    path.write_text(json.dumps({"kind": training_page.KIND, "verdict": None}), encoding="utf-8")
     with pytest.raises(ValueError, match="must be a complete comparison"):
-        training.load(tmp_path)
+        training_page.load(tmp_path)

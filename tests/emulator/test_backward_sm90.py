@@ -12,12 +12,12 @@ from cases import Case
 from emulator.gradients import Mutation, check, check_case, check_deterministic, check_fp32, finding, gradients
 from oracle import prepare
 
+from benchmarks.studies import ideas
 from strobe.cuda import backward_plan, backward_sm90
 from strobe.cuda.families import FAMILIES
 from strobe.emulator import compiler
 from strobe.emulator.backend import MACHINES
 from strobe.mask import Positions, causal, window
-from strobe.tools import ideas
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -30,7 +30,7 @@ LAYERS = [
     ["autograd"],
     ["call"],
     ["traced", "sharded"],
-    ["api", "explain", "tiled"],
+    ["api", "explain", "tiled", "tile_trace"],
     ["scaled_dot_product"],
     ["nn"],
     ["distributed"],
@@ -45,12 +45,14 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 HEADER_LAYERS = ["ptx", "tile", "pipeline", "kernels"]  # emu stands in for ptx
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+def module_name(path: Path, root: Path = SOURCE.parent) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+# Beside the package: what writes the documents, and experiments. They stand above it and are not installed.
+CHECKOUT = {module_name(path, ROOT): path for path in sorted((ROOT / "benchmarks").rglob("*.py"))}
 
 
 def layer_of(module: str) -> str | None:
@@ -100,6 +102,54 @@ def test_imports_point_down(module: str) -> None:
             below = layer_of(imported)
             assert below in RANK, f"{module} imports {imported}, which is in no layer"
             assert RANK[below] <= RANK[layer], f"{module} ({layer}) imports {imported}: {below} stands above {layer}"
+        else:
+            assert imported.split(".")[0] != "benchmarks", f"{module} imports {imported}, which is not installed"
+
+
+def test_the_package_reaches_no_higher_than_its_hosts() -> None:
+    """`import strobe` offers what is below lessons, measurements and commands, and knows none of them."""
+    for imported in imports(MODULES["strobe"]):
+        if imported.startswith("strobe."):
+            assert RANK[layer_of(imported) or ""] <= RANK["compat"], f"strobe/__init__ imports {imported}"
+
+
+# flash-attn's own names begin with an underscore and are imported by its users.
+HOSTS_NAMES = re.compile(r"strobe\.compat\.flash_attn\.kernels\._(wrapped_)?(flash_attn|get_block)_\w+")
+
+
+def private_names(path: Path) -> set[str]:
+    """Names of other modules of ours that begin with an underscore and are imported by a file, or read from a module
+    that it imports: "strobe.cuda.jit._memory"."""
+    ours = MODULES | CHECKOUT
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules: dict[str, str] = {}  # what the file calls a module of ours -> which it is
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ours:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                used.add(full)
+                modules |= {alias.asname or alias.name: full} if full in ours else {}
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in ours}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (module := modules.get(ast.unparse(node.value))) is not None:
+            used.add(f"{module}.{node.attr}")
+    return {name for name in used if re.search(r"\._(?!_)", name) and not HOSTS_NAMES.fullmatch(name)}
+
+
+STILL_PRIVATE = {
+    "strobe.bench.compile_time": {"strobe.cuda.jit._memory"},
+    "strobe.cuda.plain_launch": {"strobe.cuda.driver._check", "strobe.cuda.driver._cuda"},
+}
+
+
+@pytest.mark.parametrize("module", MODULES | CHECKOUT)
+def test_no_private_name_leaves_its_module(module: str) -> None:
+    used = private_names((MODULES | CHECKOUT)[module])
+    assert used == STILL_PRIVATE.get(module, set()), (
+        f"{module} uses {', '.join(sorted(used))}: make it public, or move it to where it is used"
+    )
 
 
 def test_no_cycles_on_import() -> None:
@@ -155,18 +205,19 @@ def test_jit_and_driver_know_no_torch(module: str) -> None:
 # -----------------------------------------------------------------------------------------------------------
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
-_HEADER_FILES = sorted(path for path in HEADERS.rglob("*.cuh"))
+_BENCHMARK = SOURCE / "bench" / "kernels"  # standard attention, to be measured against: built on the library's wrappers
+_HEADER_FILES = sorted(path for folder in (HEADERS, _BENCHMARK) for path in folder.rglob("*.cuh"))
 
 
 def without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("path", _HEADER_FILES, ids=lambda p: str(p.relative_to(HEADERS)))
+@pytest.mark.parametrize("path", _HEADER_FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_includes_point_down(path: Path) -> None:
     text = without_comments(path.read_text(encoding="utf-8"))
-    layer = path.relative_to(HEADERS).parts[0]
-    assert layer in [*HEADER_LAYERS, "emu"], f"{path.relative_to(HEADERS)} is in no layer"
+    layer = "kernels" if path.parent == _BENCHMARK else path.relative_to(HEADERS).parts[0]
+    assert layer in [*HEADER_LAYERS, "emu"], f"{path.relative_to(SOURCE)} is in no layer"
     for bracket, included in _INCLUDE.findall(text):
         if not included.startswith("strobe/"):
             assert layer == "emu", f"{path.name} includes <{included}>: kernels include no header but ours"
@@ -258,7 +309,7 @@ def test_no_paths_of_one_machine() -> None:
 
 
 def test_modules_say_what_they_are_and_stay_small() -> None:
-    for module, path in MODULES.items():
+    for module, path in (MODULES | CHECKOUT).items():
         text = path.read_text(encoding="utf-8")
         assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
         assert text.count("\n") <= 400, f"{module} has {text.count(chr(10))} lines: split it by subject"

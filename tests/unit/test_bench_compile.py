@@ -13,7 +13,8 @@ import pytest
 import torch
 from bench_results import synthetic
 
-from strobe.bench import compile_time, first_call, registry, results_page
+from benchmarks.pages import results_page
+from strobe.bench import compile_time, first_call, registry
 from strobe.bench.case import case
 from strobe.bench.provider import Refusal
 from strobe.bench.results import Row, Timing

@@ -13,8 +13,9 @@ from bench_results import synthetic
 from fake_driver import Recorder
 
 import strobe
+from benchmarks.pages import figures, results_page
 from strobe import emulator
-from strobe.bench import compile_time, figures, registry, results as files, results_page, rungs as bench_rungs, runner
+from strobe.bench import compile_time, registry, results as files, rungs as bench_rungs, runner
 from strobe.bench.case import BenchCase, case
 from strobe.bench.inputs import make_tensors
 from strobe.bench.report import page

@@ -12,7 +12,8 @@ import pytest
 import torch
 from bench_results import synthetic
 
-from strobe.bench import claims, studies, training_costs
+from benchmarks.pages import comparisons, forward_page, method_page
+from benchmarks.studies import experiments, training_costs
 from strobe.bench.results import save
 from strobe.cuda import forward_sm90, jit
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
@@ -28,15 +29,15 @@ def test_times_are_kept_by_place_in_the_turn() -> None:
         calls.append(name)
 
     providers = {name: (lambda name=name: slow_at_first(name), contextlib.nullcontext) for name in ("a", "b", "c")}
-    found = studies.by_place(Stopwatch(torch.device("cpu"), Settings()), providers, places=4, rounds=9)
+    found = experiments.by_place(Stopwatch(torch.device("cpu"), Settings()), providers, places=4, rounds=9)
     assert set(found) == {"a", "b", "c"} and all(len(places) == 4 for places in found.values())
     for first, *others in found.values():
         assert first >= 2.9 > 1.0 > max(others)
 
 
 def test_a_call_is_the_providers() -> None:
-    case = studies.replace(studies.cases("grid36")[0], batch=1, heads=2, heads_k=2, len_q=24, len_k=24)
-    call, scope = studies.prepared(case, "strobe-tiled", torch.device("cpu"))
+    case = experiments.replace(experiments.cases("grid36")[0], batch=1, heads=2, heads_k=2, len_q=24, len_k=24)
+    call, scope = experiments.prepared(case, "strobe-tiled", torch.device("cpu"))
     with scope():
         assert call().shape[-1] == case.dim_v
 
@@ -55,7 +56,7 @@ def test_what_training_adds_is_a_pair_of_calls(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_inputs_differ_from_plain_bf16_in_one_thing() -> None:
-    problems = studies.input_cases()
+    problems = experiments.input_cases()
     assert {problem["bf16"].dim for problem in problems} == {64, 128, 256}
     assert sum(problem["bf16"].heads == 64 for problem in problems) == len(problems) / 2
     for problem in problems:
@@ -70,55 +71,49 @@ def test_inputs_differ_from_plain_bf16_in_one_thing() -> None:
 
 
 def test_tables(tmp_path: Path) -> None:
-    assert studies.turns_block(tmp_path) == "" and studies.inputs_table(tmp_path) == []
+    assert method_page.block(tmp_path) == "" == forward_page.block(tmp_path)
     folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
     folder.mkdir(parents=True)
     ms = {"strobe-sm90": [2.0] + [1.0] * 11, "torch-cudnn": [3.0] + [1.25] * 11}
     (folder / "turns.json").write_text(json.dumps({"rows": [{"case": "d128-full-8k", "rounds": 3, "ms": ms}]}))
-    assert "5th percentiles" not in studies.turns_block(tmp_path)  # of a grid that is not there
+    assert "5th percentiles" not in method_page.block(tmp_path)  # of a grid that is not there
     grid = synthetic(("grid36",))
     save(grid, folder.parent / "grid36.json")
-    mean = claims.mean_ratio(claims.ratios(grid, "grid36", "strobe-sm90", "torch-cudnn"))
-    assert f"geometric mean of `grid36`: {mean:.3f} by medians" in studies.turns_block(tmp_path)
+    mean = comparisons.mean_ratio(comparisons.ratios(grid, "grid36", "strobe-sm90", "torch-cudnn"))
+    assert f"geometric mean of `grid36`: {mean:.3f} by medians" in method_page.block(tmp_path)
     ratio = "| d128-full-8k | 2 providers, 12 calls | ratio | 1.500 | 1.250 | 1.250 | 1.250 |  |"
-    assert ratio in studies.turns_block(tmp_path)
-    row = {"dim": 128, "mask": "full", "length": 2048, "heads": 64, "ms": {"bf16": 1.0, "grouped": 0.8}}
-    (folder / "inputs.json").write_text(json.dumps({"rows": [row]}))
-    assert studies.inputs_table(tmp_path)[-1] == "| 128, full, 2048, 64 |  | 1.250 |"
+    assert ratio in method_page.block(tmp_path)
 
 
 @pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
-    rows = list(studies.variants(torch.device("cpu"), most=2))
+    rows = list(experiments.variants(torch.device("cpu"), most=2))
     assert len(rows) == 2 and all(0 < row["seconds"] < 60 and row["spills"] == 0 for row in rows)
     assert [row["tile"] for row in rows] == [str(forward_sm90.table_tile(64, 64))] * 2
-    assert studies.variants_tables(tmp_path) == []
-    folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
+    folder = tmp_path / "benchmarks" / "results" / "another" / "studies"
     folder.mkdir(parents=True)
-    rows[0] |= {"seconds": 1.0, "tries": [1.0]}
-    rows[1] |= {"softcap": True, "split": True, "spills": 8, "seconds": 3.0, "tries": [3.1, 2.0, 3.0]}
-    machine = {"nvrtc": "13.0", "host_cpu": "a CPU", "host_cores": 16}
-    found = {"rows": rows, "provenance": machine, "complete": False}
-    (folder / "variants.json").write_text(json.dumps(found))
-    (table,) = studies.variants_tables(tmp_path)
-    assert "(a CPU, 16 cores). 1 took more than 1.5 at first and were compiled twice more" in table[0]
-    assert "Of the first 2, 1 take more than 1.5, 1 spill and 0 have" in table[0]
-    assert table[-1] == "| softcap and split-KV | 1 | 3.00 | 3.00 | 3.00 |"
-    another = tmp_path / "benchmarks" / "results" / "another" / "studies"
-    another.mkdir(parents=True)
-    (another / "variants.json").write_text(json.dumps(found | {"rows": rows[:1], "complete": True}))
-    first, second = studies.variants_tables(tmp_path)
-    assert "cores). Of all 1, 0 take" in first[0] and second == table
-    for variant in forward_sm90.variants(exhaustive=True):  # each belongs to one line of the table
-        assert studies._feature(variant.facts) in studies._FEATURES
-    assert studies._feature({"packed": True, "softcap": False, "split": False}) == "varlen"  # of an older file
+    rows[0] |= {"seconds": 1.0}
+    rows[1] |= {"seconds": 3.0, "spills": 8}
+    machine = {"host_cpu": "a CPU", "host_cores": 16}
+    (folder / "variants.json").write_text(json.dumps({"rows": rows, "provenance": machine}))
+    assert forward_page.compiled(tmp_path)[-1].endswith("2 variants in bf16, median 2.00 s, longest 3.00 s; 1 spill.")
+
+
+def test_an_idea_brings_the_mean_of_its_cases() -> None:
+    rows = [{"dim": 64, "case": case, "tile": tile, "ms": ms} for case, tile, ms in TIMED]
+    study = {"rows": [*rows, {"dim": 64, "case": "a", "tile": "idea", "reason": "spills"}]}
+    assert forward_page.over_the_kernel_in_use(study, "idea") == [2.0, 0.5]
+    assert forward_page.table_row("idea", [2.0, 0.5], False) == "| idea | 1.00 (0.50 to 2.00) | no |"
+
+
+TIMED = (("a", "in use", 1.0), ("a", "idea", 0.5), ("b", "in use", 3.0), ("b", "idea", 6.0), ("b", "other", 1.0))
 
 
 def test_a_variant_that_took_too_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([1.4, 1.7, 1.2, 1.3, 1.8, 1.6, 1.5])
     monkeypatch.setattr(jit, "compile", lambda *_: jit.Compiled(b"", "", next(took), (13, 0)))
     variant = next(forward_sm90.variants())
-    found = [studies._variant(variant, "sm_90a") for _ in range(3)]
+    found = [experiments._variant(variant, "sm_90a") for _ in range(3)]
     assert [row["tries"] for row in found] == [[1.4], [1.7, 1.2, 1.3], [1.8, 1.6, 1.5]]
     assert [row["seconds"] for row in found] == [1.4, 1.3, 1.6]
 
@@ -128,15 +123,15 @@ def test_without_a_gpu_it_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        studies.main(["turns", "-o", str(tmp_path / "x.json")])
+        experiments.main(["turns", "-o", str(tmp_path / "x.json")])
     assert "there is no GPU" in capsys.readouterr().err
 
 
 def test_a_file_has_its_provenance_and_a_row_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"a": 1}, {"a": [2.0, 3.0]}]
-    monkeypatch.setitem(studies.STUDIES, "variants", lambda device: iter(rows))
+    monkeypatch.setitem(experiments.STUDIES, "variants", lambda device: iter(rows))
     path = tmp_path / "new" / "x.json"
-    assert studies.main(["variants", "-o", str(path)]) == 0
+    assert experiments.main(["variants", "-o", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["rows"] == rows and found["complete"] and found["provenance"]["torch"] == torch.__version__
     assert '\n  {"a": [2.0, 3.0]}\n' in path.read_text()
@@ -147,8 +142,8 @@ def test_a_study_that_is_stopped_leaves_its_rows(tmp_path: Path, monkeypatch: py
         yield {"a": 1}
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(studies.STUDIES, "variants", stopped)
+    monkeypatch.setitem(experiments.STUDIES, "variants", stopped)
     with pytest.raises(KeyboardInterrupt):
-        studies.main(["variants", "-o", str(tmp_path / "x.json")])
+        experiments.main(["variants", "-o", str(tmp_path / "x.json")])
     found = json.loads((tmp_path / "x.json").read_text())
     assert found["rows"] == [{"a": 1}] and not found["complete"]

@@ -266,7 +266,7 @@ def test_a_tensor_map_is_encoded_and_pointed_elsewhere(with_stub):
         encoded = spec.encode()
         function = driver.Kernel(b"\\x7fELF.....").function(0)
         launch = driver.Launch(function, 1, 128, 0, bytes(64) + encoded)
-        driver.replace_address(launch.params, 0x2000, offset=64)
+        driver.TensorMapSlot(launch.params, 64).point_to(0x2000)
         address, = struct.unpack_from("<Q", encoded)
         moved, = struct.unpack_from("<Q", launch.params, 64)
         assert bytes(launch.params[72:]) == b"\\xab" * 120

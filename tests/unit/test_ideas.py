@@ -1,5 +1,5 @@
-"""Ideas for the Hopper kernels as edits of their source: each applies to the kernels as they are now, those for the
-forward that are right compute the same, and the table says which of them are better."""
+"""Ideas for the Hopper kernels as edits of their source: each applies to the kernels as they are now, and those for the
+forward that are right compute the same."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from fake_gpu import H200
 
+from benchmarks.studies import ideas
 from strobe.arguments import Inputs
 from strobe.backends.tiled import forward as tiled
-from strobe.bench import ledger, results
 from strobe.cuda.kernel import TemplateKernel, TextKernel
 from strobe.emulator import backend, compiler
 from strobe.mask import causal
-from strobe.tools import ideas, tune
+from strobe.tools import tune
 from strobe.tools.tune_forward import TileCase
 
 RIGHT = [idea for idea in ideas.forward_ideas(64, 64, "bounded") if not idea.is_bound]
@@ -89,23 +89,3 @@ def test_the_command_needs_a_gpu(
     with pytest.raises(SystemExit):
         ideas.main(["-o", str(tmp_path / "ideas.json")])
     assert "there is no GPU" in capsys.readouterr().err
-
-
-def test_the_table_shows_all_ideas_and_why_some_did_not_run(tmp_path: Path) -> None:
-    folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
-    facts = {"dim": 128, "dim_v": 128, "kind": "full"}
-
-    def file(name: str, speeds: dict[str, float]) -> None:
-        timed = [{**facts, "case": "full, 8192", "tile": t, "ms": 1.0, "tflops": s} for t, s in speeds.items()]
-        results.write(
-            {"kind": "ideas", "rows": [*timed, {**facts, "tile": "too large", "reason": "spills"}]},
-            folder / f"{name}.json",
-        )
-
-    file("ideas", {"in use": 600.0, "cooler": 600.0, "bound: nothing": 600.0, "worse": 600.0})
-    file("ideas-sustained", {"in use": 500.0, "cooler": 510.0, "bound: nothing": 550.0, "worse": 400.0})
-    *_, bound, better, used, worse, refused = ledger._sustained(tmp_path, *ledger.IDEAS)
-    assert bound == "| full | 128 | in use | bound: nothing | 1.100 |  | 1.000 |  |"
-    assert better == "| full | 128 | in use | cooler | 1.020 |  | 1.000 | yes |"
-    assert "1.000" in used and "0.800" in worse
-    assert refused == "| full | 128 | in use | too large | | | | spills |"

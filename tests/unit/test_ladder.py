@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.pages import ladder_chart, ladder_page
 from strobe.emulator import Counters
 from strobe.learn import measured
-from strobe.learn.ladder import chart, docs, measure, rungs, show
+from strobe.learn.ladder import measure, rungs, show
 from strobe.learn.ladder.measure import Row
 from strobe.learn.ladder.rung import KERNELS, PARAMS, Rung, Shape
 from strobe.measure.tolerance import Verdict
@@ -281,8 +282,8 @@ def test_mistakes_are_explained(arguments: list[str], message: str) -> None:
 
 
 def test_documents_are_up_to_date() -> None:
-    assert docs.outdated(ROOT) == {}, "python -m strobe.learn.ladder.docs --write"
-    assert len(docs.headers(ROOT)) == len(docs.pages(ROOT)) == len(rungs.RUNGS)
+    assert ladder_page.outdated(ROOT) == {}, "run `make docs`"
+    assert len(ladder_page.headers(ROOT)) == len(ladder_page.pages(ROOT)) == len(rungs.RUNGS)
 
 
 @every_rung
@@ -292,7 +293,7 @@ def test_a_page_has_the_header_the_diff_and_the_file(rung: Rung) -> None:
     (included,) = re.findall(r"literalinclude\} (\S+)", text)
     assert (ROOT / "docs" / "ladder" / included).is_file()
     before = rungs.before(rung)
-    drawn = docs.with_diffs(text)
+    drawn = ladder_page.with_diffs(text)
     if rung.library or before is None:
         assert drawn == text
         return
@@ -302,21 +303,21 @@ def test_a_page_has_the_header_the_diff_and_the_file(rung: Rung) -> None:
 
 
 def test_the_figure_has_every_measurement_and_prediction() -> None:
-    found = docs.measurements(ROOT)["h200"]
-    drawn = (ROOT / docs.FIGURE).read_text(encoding="utf-8")
+    found = ladder_page.measurements(ROOT)["h200"]
+    drawn = (ROOT / ladder_page.FIGURE).read_text(encoding="utf-8")
     for row in found["rungs"]:
         assert f"{row['number']}  {row['title']}".replace("'", "&apos;") in drawn.replace("'", "&apos;")
         assert f">{row['tflops']:.3g}<" in drawn, "make docs"
     assert found["provenance"]["device"]["name"] in drawn
     second = found["rungs"][1]
-    assert chart.predicted_rate(second, found["rungs"]) == second["predicted"] * found["rungs"][0]["tflops"]
-    assert chart.predicted_rate(found["rungs"][0], found["rungs"]) is None
-    complete = docs.completed(found)
+    assert ladder_chart.predicted_rate(second, found["rungs"]) == second["predicted"] * found["rungs"][0]["tflops"]
+    assert ladder_chart.predicted_rate(found["rungs"][0], found["rungs"]) is None
+    complete = ladder_page.completed(found)
     for row in complete["rungs"]:
         assert f"{row['number']}  {row['title']}".replace("'", "&apos;") in drawn.replace("'", "&apos;")
     assert drawn.count(">not measured yet<") == sum(row["tflops"] is None for row in complete["rungs"])
     assert ">Forward<" in drawn and ">Gradient<" in drawn
-    again = chart.svg(complete)
+    again = ladder_chart.svg(complete)
     assert set(re.findall(r">([\d.]+)<", again)) == set(re.findall(r">([\d.]+)<", drawn))
 
 
@@ -326,21 +327,21 @@ def test_a_prediction_may_build_on_a_prediction() -> None:
         {"number": "b3", "against": "b2", "predicted": 7.0, "tflops": None},
         {"number": "b4", "against": "b3", "predicted": 5.0, "tflops": None},
     ]
-    assert chart.predicted_rate(rows[2], rows) == 5 * 7 * 10.0
+    assert ladder_chart.predicted_rate(rows[2], rows) == 5 * 7 * 10.0
     rows[1]["tflops"] = 80.0
-    assert chart.predicted_rate(rows[2], rows) == 5 * 80.0
+    assert ladder_chart.predicted_rate(rows[2], rows) == 5 * 80.0
 
 
 def test_a_measurement_takes_the_place_of_the_last_one() -> None:
     text = "// 01  Title\n//\n// Predicted: x 2.\n//   Because.\n// What limits it now: time.\n"
     row = {"number": "01", "ms": 1.0, "tflops": 5.111, "speed_up": 1.5}
-    first = docs.with_measurement(text, row, "A GPU")
+    first = ladder_page.with_measurement(text, row, "A GPU")
     assert "//   Because.\n// Measured: x 1.50, 5.11 TFLOP/s (A GPU; docs/ladder.md says how)\n// What limits" in first
-    assert docs.with_measurement(first, row, "A GPU") == first
-    missing = docs.with_measurement(first, row | {"ms": None}, "A GPU")
+    assert ladder_page.with_measurement(first, row, "A GPU") == first
+    missing = ladder_page.with_measurement(first, row | {"ms": None}, "A GPU")
     assert "// Measured: not yet; `strobe ladder` measures it on a GPU\n// What limits" in missing
-    assert docs.with_measurement(missing, row, "A GPU") == first
-    assert "Measured: 5.11" in docs.with_measurement(first, row | {"speed_up": None}, "A GPU")
+    assert ladder_page.with_measurement(missing, row, "A GPU") == first
+    assert "Measured: 5.11" in ladder_page.with_measurement(first, row | {"speed_up": None}, "A GPU")
 
 
 def test_document_has_measurements_beside_predictions(tmp_path: Path) -> None:
@@ -350,7 +351,7 @@ def test_document_has_measurements_beside_predictions(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "results" / "h200"
     folder.mkdir(parents=True)
     (folder / "ladder.json").write_text(json.dumps(written), encoding="utf-8")
-    block = docs.block(tmp_path)
+    block = ladder_page.block(tmp_path)
     title = "FlashAttention-2: queries outside, one division at the end"
     assert f"| [05](ladder/05.md) | {title} | 2.000 ms | 5 | x 4.00 | x 8 |" in block
     assert "`benchmarks/results/h200/ladder.json`" in block and "No measurements" not in block
@@ -358,4 +359,4 @@ def test_document_has_measurements_beside_predictions(tmp_path: Path) -> None:
         "| [b2](ladder/b2.md) | One pass: five products, dQ by atomic sums | not measured yet |  |  | x 1.3 |" in block
     )
     assert block.count("| rung |") == 2 and "not run" not in block
-    assert "- [b1 The backward pass, by recomputation](ladder/b1.md)" in docs.block(tmp_path / "empty")
+    assert "- [b1 The backward pass, by recomputation](ladder/b1.md)" in ladder_page.block(tmp_path / "empty")

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from trace_sample import sample
 from typer.testing import CliRunner
 
 import strobe
+from benchmarks.pages import measured_page
 from strobe.learn import explain_page, measured, story, worked_example
-from strobe.learn.trace import Trace, sample, trace
+from strobe.tile_trace import Trace, trace
 from strobe.tiled import block_sizes
 from strobe.tools import cli
 
@@ -177,5 +179,5 @@ def test_the_story_has_the_scores_that_it_promises() -> None:
 
 def test_the_measured_excerpt_is_current() -> None:
     root = Path(__file__).resolve().parents[2]
-    assert measured.excerpt(root) == measured.load(), "run `make docs`"
-    assert measured.main([], root) == 0
+    assert measured_page.excerpt(root) == measured.load(), "run `make docs`"
+    assert measured_page.main([], root) == 0

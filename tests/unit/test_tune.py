@@ -15,7 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import strobe
-from strobe.bench import ledger, results, studies, tile_speeds
+from benchmarks import committed
+from strobe.bench import results, tile_speeds
 from strobe.cuda import backward_sm80, backward_sm90, backward_wide_sm90, forward_sm90, jit, tuned
 from strobe.cuda.launch import addresses_of
 from strobe.cuda.plan import Machine, Plan
@@ -128,28 +129,6 @@ def test_a_cached_kernel_that_spills_is_still_out_of_the_question(monkeypatch: p
     ):
         monkeypatch.setattr(jit, "compile", lambda *_, log=log: jit.Compiled(b"", log, 0.1, (13, 0)))
         assert tune.compiles(variant) == expected
-
-
-def test_sustained_tiles_have_a_table(tmp_path: Path) -> None:
-    """Speed and energy over the tile in use; better only where short turns lose little."""
-    folder = tmp_path / "benchmarks" / "results" / "h200" / "studies"
-
-    def file(name: str, speeds: dict[str, float], joules: dict[str, float] | None = None) -> None:
-        found = rows("full", {tile: [speed, speed] for tile, speed in speeds.items()})
-        for row in found:
-            row["joules_per_tflop"] = None if joules is None else joules[row["tile"]]
-        results.write({"rows": found, "best": {}}, folder / f"{name}.json")
-
-    def table() -> list[str]:
-        return ledger._sustained(tmp_path, *ledger.TILES)
-
-    assert table() == []
-    file("tiles", {"now": 600.0, "cool": 597.0, "hot": 570.0})
-    file("tiles-sustained", {"now": 500.0, "cool": 510.0, "hot": 520.0}, {"now": 1.4, "cool": 1.372, "hot": 1.346})
-    *_, first, second, third = table()
-    assert first == "| full | 64 | now | hot | 1.040 | 0.961 | 0.950 |  |"
-    assert second == "| full | 64 | now | cool | 1.020 | 0.980 | 0.995 | yes |"
-    assert third == "| full | 64 | now | now | 1.000 | 1.000 | 1.000 |  |"
 
 
 class FakeMonitor:
@@ -369,7 +348,7 @@ def test_the_command_names_what_is_wrong() -> None:
 
 def test_the_tables_are_those_of_the_committed_sweep(no_overrides) -> None:  # type: ignore[no-untyped-def]
     """A tile that another beats clearly has no business in the table."""
-    found = studies.load(Path(__file__).parents[2], "tiles")
+    found = committed.study(committed.ROOT, "tiles")
     assert found is not None
     for dim, dim_v in forward_sm90.DIMS:
         for kind in forward_sm90.KINDS:

@@ -1,17 +1,9 @@
-"""Figures of results, through matplotlib (the extra `bench`): the committed ones, and those of the report as PNG and SVG.
-
-A committed figure carries a digest of the numbers in it. Whether it is current is decided by that: matplotlib draws the
-same numbers a little differently from version to version."""
+"""Figures of results, through matplotlib (the extra `bench`), which the report writes as PNG and SVG."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,51 +47,13 @@ def families(rows: list[Row]) -> dict[str, list[Row]]:
     return {title: same for title, same in found.items() if len({r.case.len_k for r in same}) > 1}
 
 
-# ---- the committed figure
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A figure in the documents."""
-
-    digest: str
-    draw: Callable[[], str]  # its SVG
-
-    def is_current(self, path: Path) -> bool:
-        return path.exists() and f"<!-- strobe figure {self.digest} -->" in path.read_text(encoding="utf-8")
-
-
-def speed(results: Results, suite: str, direction: str = "forward", method: str = TURNS) -> Committed | None:
-    """TFLOP/s against length, one panel per head dim and mask; None without such rows."""
-    rows = [
-        r
-        for r in results.rows
-        if (r.case.suite, r.case.direction, r.case.measure, r.method) == (suite, direction, "time", method)
-        and r.case.tile is None
-    ]
-    if not families([r for r in rows if r.timed]):
-        return None
-    points = [(family(r), r.provider, r.kind, r.case.len_k, f"{r.tflops:.4g}") for r in rows if r.timed and r.tflops]
-    digest = hashlib.sha256(json.dumps([points, palette.COLOURS]).encode()).hexdigest()[:16]
-    return Committed(digest, lambda: svg(_speed(rows, method), digest))
-
-
-def svg(figure: Any, digest: str) -> str:
-    text = io.StringIO()
-    with _style():
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    head, _, body = text.getvalue().partition("<svg")
-    drawn = re.sub(r"[ \t]+$", "", f"<svg{body}", flags=re.MULTILINE)
-    return f"{head}<!-- strobe figure {digest} -->\n{drawn}"
-
-
-def _style() -> Any:
+def style() -> Any:
     import matplotlib
 
     return matplotlib.rc_context({"svg.hashsalt": "strobe", "svg.fonttype": "none", "font.family": "sans-serif"})
 
 
-def _speed(rows: list[Row], method: str) -> Any:
+def speed(rows: list[Row], method: str) -> Any:
     unit, scale = rate_unit([r.tflops or 0.0 for r in rows if r.timed])
     return _lines(rows, lambda r: r.tflops and r.tflops / scale, f"{unit}, {TITLES[method]}")
 
@@ -127,7 +81,7 @@ def write(runs: list[Results], directory: Path) -> list[Path]:
                 for suffix in ("png", "svg"):
                     path = directory / f"{stem}.{suffix}"
                     metadata = {"Date": None} if suffix == "svg" else None
-                    with _style():
+                    with style():
                         figure.savefig(path, dpi=150, bbox_inches="tight", metadata=metadata)
                     written.append(path)
     return written
@@ -137,7 +91,7 @@ def _figures(run: Results, rows: list[Row], method: str) -> dict[str, Any]:
     plain = [r for r in rows if r.case.measure == "time" and r.case.tile is None]
     memory = run.provenance["device"].get("memory_bytes")
     found = {
-        "speed": _speed(plain, method),
+        "speed": speed(plain, method),
         "speed-up": _lines(*_against_ours(plain), "× faster (our fastest)", log=True),
         "memory": _lines(
             plain, lambda r: r.extra_bytes, "memory beyond inputs, outputs, gradients", memory=memory or 0

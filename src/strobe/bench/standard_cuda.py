@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from strobe.cuda.shared_memory import tile_bytes
 from strobe.mask import MAX_CONSTANTS, Mask
 from strobe.problem import Problem
 
+KERNELS = Path(__file__).with_name("kernels")
 STEPS = ("scores", "softmax", "values")
 _KEYS = 64  # of a tile in standard_mma_values
 
@@ -92,7 +94,7 @@ class Kernel:
         function = f"standard_{self.style}_{self.step}"
         return (
             f"// {function}\n"
-            f"#include <strobe/kernels/standard_{self.style}.cuh>\n"
+            f"{_text(self.style)}"
             "namespace strobe {\n"
             "struct Config {\n"
             f"  using Element = {self.element};\n"
@@ -115,6 +117,12 @@ class Kernel:
         if self.style == "naive":
             return slices * down * -(-(row_stride(problem) if self.step == "scores" else problem.dim_v) // 16)
         return slices * down * (-(-row_stride(problem) // self.block_n) if self.step == "scores" else 1)
+
+
+@functools.cache
+def _text(style: str) -> str:
+    """Part of the source, not included by it: the headers of the library are what `#include <strobe/...>` finds."""
+    return (KERNELS / f"standard_{style}.cuh").read_text(encoding="utf-8")
 
 
 def row_stride(problem: Problem) -> int:

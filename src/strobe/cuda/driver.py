@@ -329,8 +329,3 @@ class TensorMapSlot:
             if error:
                 _check("cuTensorMapReplaceAddress", (error,))
         self._address = address
-
-
-def replace_address(buffer: bytearray | memoryview, address: int, offset: int = 0) -> None:
-    """Point the tensor map at `offset` in a writable buffer to other memory of the same shape and strides."""
-    TensorMapSlot(buffer, offset).point_to(address)

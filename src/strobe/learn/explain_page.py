@@ -13,7 +13,7 @@ import torch
 import strobe
 from strobe.learn import measured, story, worked_example
 from strobe.learn.gpus import GPUS
-from strobe.learn.trace import Trace, trace
+from strobe.tile_trace import Trace, trace
 
 _HERE = Path(__file__).parent / "page"
 _STYLES = {"BASE": "base.css", "STORY-STYLE": "story.css", "PLAY-STYLE": "play.css"}

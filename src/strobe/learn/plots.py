@@ -11,8 +11,6 @@ import torch
 
 from strobe.learn.drawing import Figure
 
-# The colours of the page: one meaning each.
-QUERY, KEY, VALUE, SCORE = "#1d5a9e", "#a85200", "#1f7038", "#5433a0"
 _LINES = ("#1b1c1f", "#5433a0", "#a85200", "#1f7038")
 _MARKERS = "osD^"
 

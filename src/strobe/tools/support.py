@@ -1,30 +1,20 @@
-"""The table of features and backends in README.md, made by asking each backend about small problems.
-
-    python -m strobe.tools.support                      print it
-    python -m strobe.tools.support --write README.md    put it between the markers there
+"""What each backend can run, found by asking it about small problems: for `strobe doctor`, and as the table in README.md.
 
 The table says what the code can do and is the same on every machine: it asks for the limits of backends, not for what
 they lack here."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from strobe import mask as masks
 from strobe.backends import dispatch
-from strobe.measure.generated import replace_between
 from strobe.problem import Problem, supposed
 from strobe.score import alibi
 
-BEGIN, END = (
-    "<!-- support table: begin (python -m strobe.tools.support --write README.md) -->",
-    "<!-- support table: end -->",
-)
 YES, NO = "✓", "–"
 
 
@@ -111,22 +101,3 @@ def table() -> str:
     for row in next(iter(columns.values())):
         lines.append(f"| {row} | " + " | ".join(cells[row] for cells in columns.values()) + " |")
     return "\n".join(lines)
-
-
-def with_table(text: str) -> str:
-    """The text with a fresh table between its markers."""
-    return replace_between(text, BEGIN, END, f"{table()}\n")
-
-
-def main(arguments: list[str]) -> None:
-    if not arguments:
-        print(table())
-    elif len(arguments) == 2 and arguments[0] == "--write":
-        path = Path(arguments[1])
-        path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        raise SystemExit("usage: python -m strobe.tools.support [--write FILE]")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,54 +1,45 @@
 """The numbers in the documents, made from the committed results: a block of README.md, the whole of docs/results.md,
-the tables of four other pages, the figures.
+the tables of four other pages, the figures. And the table of backends in README.md, made from the code.
 
-    python -m strobe.bench.docs            say what differs; exit 1 if anything does
-    python -m strobe.bench.docs --write    bring everything up to date
-
-Where there are no results for something, nothing is said about it.
-"""
+Where there are no results for something, nothing is said about it."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import defaultdict
 from pathlib import Path
 
-from strobe.bench import backward_page, claims, figures, ledger, read_results, studies, training
+from benchmarks import committed
+from benchmarks.committed import Machines
+from benchmarks.pages import backward_page, figures, forward_page, method_page, training_page
+from benchmarks.pages.generated import replace_between
+from benchmarks.pages.results_page import AGAIN, energy_tables, figure_name, grid_table, page
+from strobe.bench import claims
 from strobe.bench.conclusions import conclusions
+from strobe.bench.figures import unavailable
 from strobe.bench.names import PASS_TITLES, PASSES
-from strobe.bench.results import Results
-from strobe.bench.results_page import AGAIN, Machines, energy_tables, figure_name, grid_table, page
-from strobe.measure.generated import replace_between
 from strobe.measure.method import SUSTAINED, TITLES, TURNS
+from strobe.tools import support
 
-BEGIN, END = "<!-- results: begin (python -m strobe.bench.docs --write) -->", "<!-- results: end -->"
-
-
-def committed(root: Path) -> Machines:
-    """Every file of results; the ladder, `strobe tune` and training write there too, and are left out."""
-    found: dict[str, dict[str, Results]] = defaultdict(dict)
-    paths = (root / "benchmarks" / "results").glob("*/*.json")
-    for path in sorted(paths, key=lambda path: (path.parent.name, path.stem)):
-        if json.loads(path.read_text(encoding="utf-8")).get("kind") == "strobe bench":
-            found[path.parent.name][path.stem] = read_results.load(path)
-    return dict(found)
+BEGIN, END = "<!-- results: begin (python -m benchmarks.pages --write) -->", "<!-- results: end -->"
+SUPPORT_BEGIN = "<!-- support table: begin (python -m benchmarks.pages --write) -->"
+SUPPORT_END = "<!-- support table: end -->"
 
 
 def texts(root: Path) -> dict[Path, str]:
     """Every generated file with the text it should have."""
-    machines = committed(root)
+    machines = committed.runs(root)
     files = {root / "docs" / "results.md": page(machines)}
     readme = root / "README.md"
     if readme.exists() and BEGIN in (text := readme.read_text(encoding="utf-8")):
         files[readme] = replace_between(text, BEGIN, END, readme_block(machines))
+        if SUPPORT_BEGIN in text:
+            files[readme] = replace_between(files[readme], SUPPORT_BEGIN, SUPPORT_END, f"{support.table()}\n")
     hopper_backward = root / backward_page.PAGE
     for path, begin, end, block in (
-        (root / "docs" / "design" / "hopper-forward.md", ledger.BEGIN, ledger.END, ledger.block(root)),
+        (root / forward_page.PAGE, forward_page.BEGIN, forward_page.END, forward_page.block(root)),
         (hopper_backward, backward_page.BEGIN, backward_page.END, backward_page.block(root)),
-        (hopper_backward, studies.BEGIN, studies.END, backward_page.turns_block(root)),
-        (root / "benchmarks" / "README.md", studies.BEGIN, studies.END, studies.turns_block(root)),
-        (root / training.PAGE, training.BEGIN, training.END, training.block(root)),
+        (hopper_backward, backward_page.TURNS_BEGIN, backward_page.TURNS_END, backward_page.turns_block(root)),
+        (root / "benchmarks" / "README.md", method_page.BEGIN, method_page.END, method_page.block(root)),
+        (root / training_page.PAGE, training_page.BEGIN, training_page.END, training_page.block(root)),
     ):
         if path.exists():
             text = files.get(path) or path.read_text(encoding="utf-8")
@@ -58,8 +49,8 @@ def texts(root: Path) -> dict[Path, str]:
 
 def drawings(root: Path) -> dict[Path, figures.Committed]:
     """Every committed figure."""
-    found = training.drawings(root)
-    for machine, results in committed(root).items():
+    found = training_page.drawings(root)
+    for machine, results in committed.runs(root).items():
         for name, run in results.items():
             for direction in () if name.endswith(AGAIN) else PASSES:
                 for method in run.methods():
@@ -115,16 +106,14 @@ def outdated(root: Path) -> list[Path]:
 
 
 def main(arguments: list[str], root: Path | None = None) -> int:
-    root = root or Path.cwd()
-    if arguments not in ([], ["--write"]):
-        raise SystemExit("usage: python -m strobe.bench.docs [--write]")
+    root = root or committed.ROOT
     late = outdated(root)
     if not arguments:
         for path in late:
             print(f"out of date: {path.relative_to(root)}")
         return 1 if late else 0
     wanted, drawn = texts(root), drawings(root)
-    if any(path in drawn for path in late) and (problem := figures.unavailable()) is not None:
+    if any(path in drawn for path in late) and (problem := unavailable()) is not None:
         raise SystemExit(f"the figures cannot be drawn: {problem}")
     for path in late:
         if path in wanted or path in drawn:
@@ -135,7 +124,3 @@ def main(arguments: list[str], root: Path | None = None) -> int:
             path.unlink()
             print(f"removed {path.relative_to(root)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -7,14 +7,18 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import claims, read_results, studies, training_costs
+from benchmarks import committed
+from benchmarks.pages import comparisons
+from benchmarks.pages.results_page import cells_table
+from benchmarks.studies import training_costs
+from strobe.bench import claims, read_results
 from strobe.bench.results import Results
-from strobe.bench.results_page import cells_table
 from strobe.measure.method import SUSTAINED
 from strobe.measure.statistics import geometric_mean
 
 PAGE = Path("docs/design/hopper-backward.md")
-BEGIN, END = "<!-- measured: begin (python -m strobe.bench.docs --write) -->", "<!-- measured: end -->"
+BEGIN, END = "<!-- measured: begin (python -m benchmarks.pages --write) -->", "<!-- measured: end -->"
+TURNS_BEGIN, TURNS_END = "<!-- turns: begin (python -m benchmarks.pages --write) -->", "<!-- turns: end -->"
 OURS, CUDNN = "strobe-sm90", "torch-cudnn"
 
 
@@ -26,17 +30,17 @@ def speeds(study: dict[str, Any], what: str, **where: Any) -> list[float]:
 
 def block(root: Path) -> str:
     names = ("grid36-backward", "grid36-backward-sustained", "gqa-both")
-    paths = [root / studies.RESULTS / f"{name}.json" for name in names]
-    study = studies.load(root, "training")
+    paths = [root / committed.RESULTS / f"{name}.json" for name in names]
+    study = committed.study(root, "training")
     if study is None or not all(path.exists() for path in paths):
         return ""
     grid, sustained, grouped = map(read_results.load, paths)
-    ahead = claims.ratios(grid, "grid36", OURS, CUDNN, "backward")
+    ahead = comparisons.ratios(grid, "grid36", OURS, CUDNN, "backward")
     cases = {row.case.key: row.case for row in grid.rows if row.case.key in ahead}
     lines = [
         "cuDNN's time over ours on an H200, in short turns through `torch.autograd.grad`, bfloat16, 16,384 tokens, "
         f"heads × dim = 2,048; geometric mean {_mean(ahead):.2f}, least "
-        f"{min(ahead.values()):.2f} (`grid36-backward.json` in `{studies.RESULTS}`):",
+        f"{min(ahead.values()):.2f} (`grid36-backward.json` in `{committed.RESULTS}`):",
         "",
         *cells_table(cases, {key: f"{ratio:.2f}" for key, ratio in ahead.items()}),
         "",
@@ -51,11 +55,11 @@ def block(root: Path) -> str:
 
 def _facts(grid: Results, sustained: Results, grouped: Results, study: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, what was found, where)."""
-    long = _mean(claims.ratios(sustained, "grid36", OURS, CUDNN, "backward", SUSTAINED))
-    energy = _mean(claims.energy_ratios(sustained, "grid36", OURS, CUDNN, "backward"))
-    ampere = _mean(claims.ratios(grid, "grid36", "strobe-sm80", "torch-flash", "backward"))
+    long = _mean(comparisons.ratios(sustained, "grid36", OURS, CUDNN, "backward", SUSTAINED))
+    energy = _mean(comparisons.energy_ratios(sustained, "grid36", OURS, CUDNN, "backward"))
+    ampere = _mean(comparisons.ratios(grid, "grid36", "strobe-sm80", "torch-flash", "backward"))
     memory = claims.memory_in_q(claims.selected(grid.rows, "grid36", "backward"))[OURS]
-    both = list(claims.ratios(grouped, "gqa", OURS, CUDNN, "both").values())
+    both = list(comparisons.ratios(grouped, "gqa", OURS, CUDNN, "both").values())
     (cpu,) = (row["us"]["strobe"] / row["us"]["sdpa"] for row in study["rows"] if row["what"] == "cpu")
     causal = speeds(study, "grouped", dim=128, mask="causal")
     others = [x for x in speeds(study, "grouped") if x not in causal]
@@ -92,7 +96,7 @@ def _facts(grid: Results, sustained: Results, grouped: Results, study: dict[str,
 
 def turns_block(root: Path) -> str:
     """What each way to wait for a turn costs."""
-    study = studies.load(root, "turns-tried")
+    study = committed.study(root, "turns-tried")
     if study is None:
         return ""
     (length,) = {row["length"] for row in study["rows"]}

@@ -1,23 +1,24 @@
 """Keeps what is generated in step with the committed measurements: a line in each rung's header, docs/ladder.md, a page
 for each rung in docs/ladder/, and the figure.
 
-`python -m strobe.learn.ladder.docs --write` writes them; without `--write` it says what is out of date.
+`python -m benchmarks.pages --write` writes them; without `--write` it says what is out of date.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-from strobe.learn.ladder import chart, rungs, show
+from benchmarks.committed import ROOT
+from benchmarks.pages import ladder_chart
+from benchmarks.pages.generated import replace_between
+from strobe.learn.ladder import rungs, show
 from strobe.learn.ladder.rung import Rung
 from strobe.learn.ladder.rungs import RUNGS
-from strobe.measure.generated import replace_between
 
-BEGIN, END = "<!-- ladder: begin (python -m strobe.learn.ladder.docs --write) -->", "<!-- ladder: end -->"
+BEGIN, END = "<!-- ladder: begin (python -m benchmarks.pages --write) -->", "<!-- ladder: end -->"
 FIGURE = Path("docs", "figures", "ladder.svg")
 
 
@@ -139,7 +140,7 @@ def _page(rung: Rung) -> str:
     """What the header says, a mark where the diff from the rung before goes, and the whole file, which Sphinx includes."""
     kernels = "../../src/strobe/learn/ladder/kernels"
     lines = [
-        f"<!-- generated: python -m strobe.learn.ladder.docs --write -->\n# {rung.number} {_plain(rung.title)}",
+        f"<!-- generated: python -m benchmarks.pages --write -->\n# {rung.number} {_plain(rung.title)}",
         "",
         *(f"**{name}.** {_plain(_sentence(text))}\n" for name, text in rung.header.items()),
     ]
@@ -196,11 +197,11 @@ def outdated(root: Path) -> dict[Path, str]:
 
 
 def main(arguments: list[str], root: Path | None = None) -> int:
-    root = root or Path(__file__).resolve().parents[4]
+    root = root or ROOT
     if "--write" not in arguments:
         stale = outdated(root)
         for path in stale:
-            print(f"{path.relative_to(root)} is out of date: python -m strobe.learn.ladder.docs --write")
+            print(f"{path.relative_to(root)} is out of date: python -m benchmarks.pages --write")
         return 1 if stale else 0
     for path, text in headers(root).items():
         path.write_text(text, encoding="utf-8")
@@ -209,9 +210,5 @@ def main(arguments: list[str], root: Path | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     for found in list(measurements(root).values())[:1]:
-        (root / FIGURE).write_text(chart.svg(completed(found)), encoding="utf-8")
+        (root / FIGURE).write_text(ladder_chart.svg(completed(found)), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

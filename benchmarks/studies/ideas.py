@@ -1,7 +1,7 @@
 """Ideas for the Hopper kernels, timed beside the kernels in use. Each is an edit of a kernel's source, so that it needs
 no switch for what is not kept:
-`python -m strobe.tools.ideas --method sustained -o benchmarks/results/MACHINE/studies/ideas-sustained.json`
-`python -m strobe.tools.ideas --pass backward -o benchmarks/results/MACHINE/studies/ideas-backward.json`
+`python -m benchmarks.studies.ideas --method sustained -o benchmarks/results/MACHINE/studies/ideas-sustained.json`
+`python -m benchmarks.studies.ideas --pass backward -o benchmarks/results/MACHINE/studies/ideas-backward.json`
 
 In short turns those for the forward bring nothing. They may save power, and at the power limit speed is energy per
 FLOP. Those for the backward come from its SASS."""
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from strobe.bench import results
-from strobe.bench.ledger import BOUND
 from strobe.cuda import backward_sm90, jit
 from strobe.cuda.kernel import KernelSpec, TemplateKernel, TextKernel
 from strobe.cuda.plan import Dims, Machine, Plan
@@ -28,6 +27,7 @@ from strobe.tools import tune, tune_backward, tune_forward
 from strobe.tools.tune_backward import BackwardCase
 from strobe.tools.tune_forward import TileCase
 
+BOUND = "bound: "  # before the name of an idea with wrong results, which shows what something could bring at most
 Edit = tuple[str, str]  # what stands in the flattened source, each time it does, and what takes its place
 
 
@@ -212,7 +212,8 @@ PASSES: dict[str, tuple[tune.Subject, tuple[int, ...]]] = {  # and the lengths
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m strobe.tools.ideas", description="Ideas for the Hopper kernels, beside the kernels in use."
+        prog="python -m benchmarks.studies.ideas",
+        description="Ideas for the Hopper kernels, beside the kernels in use.",
     )
     parser.add_argument("--pass", dest="direction", choices=PASSES, default="forward")
     parser.add_argument("--method", choices=[TURNS, SUSTAINED], default=TURNS)

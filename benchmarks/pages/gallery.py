@@ -1,18 +1,19 @@
 """The gallery: what each mask and each option of `strobe.attention` does to the weights, as code and as a picture.
 
 If the values are the identity matrix, the output of attention is the matrix of its weights. So every example is a call,
-and its picture is what the call returned. `python -m strobe.learn.gallery --write` writes docs/gallery.md and its
+and its picture is what the call returned. `python -m benchmarks.pages --write` writes docs/gallery.md and its
 pictures; without `--write` it says what is out of date."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.committed import ROOT
 
 N = 24  # tokens
 _PIXELS = 8  # for each weight
@@ -169,7 +170,7 @@ def write_picture(example: Example, path: Path) -> None:
 
 # ---- the document ----------------------------------------------------------------------------------------------------
 
-_INTRODUCTION = """<!-- generated: python -m strobe.learn.gallery --write -->
+_INTRODUCTION = """<!-- generated: python -m benchmarks.pages --write -->
 # Gallery
 
 What each mask and each option does to the weights of attention, for 24 tokens. Queries run down, keys run across.
@@ -191,7 +192,7 @@ def document() -> str:
 
 
 def main(arguments: list[str], root: Path | None = None) -> int:
-    root = root or Path(__file__).resolve().parents[3]
+    root = root or ROOT
     page = root / "docs" / "gallery.md"
     if "--write" in arguments:
         page.write_text(document(), encoding="utf-8")
@@ -199,10 +200,6 @@ def main(arguments: list[str], root: Path | None = None) -> int:
             write_picture(example, root / FOLDER / f"{example.name}.png")
         return 0
     if not page.is_file() or page.read_text(encoding="utf-8") != document():
-        print(f"{page.relative_to(root)} is out of date: python -m strobe.learn.gallery --write")
+        print(f"{page.relative_to(root)} is out of date: python -m benchmarks.pages --write")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import figures
+from benchmarks.pages import figures
+from strobe.bench.figures import panels
 from strobe.measure import palette
 
-BEGIN, END = "<!-- training: begin (python -m strobe.bench.docs --write) -->", "<!-- training: end -->"
+BEGIN, END = "<!-- training: begin (python -m benchmarks.pages --write) -->", "<!-- training: end -->"
 KIND = "train gpt"
 PAGE = Path("docs", "training.md")
 
@@ -121,7 +122,7 @@ def drawing(data: dict[str, Any]) -> figures.Committed:
 def _draw(data: dict[str, Any]) -> Any:
     """Left: the losses. Right: how far each run is from the math run, step by step, smoothed so that lines can be told
     apart."""
-    figure, (left, right) = figures.panels(2)
+    figure, (left, right) = panels(2)
     kinds = [(title(data, r), "ours" if r["attention"].startswith("strobe") else "standard") for r in data["runs"]]
     styles, exact = palette.styles(kinds), _exact(data)
     for run, (name, _) in zip(data["runs"], kinds, strict=True):

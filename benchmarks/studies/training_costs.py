@@ -1,5 +1,5 @@
 """What training adds to attention, as ratios of two calls in turns: dropout, sums of dQ in a fixed order, grouped heads,
-context parallel steps, and the CPU time of a small forward and backward. A study: `python -m strobe.bench.studies
+context parallel steps, and the CPU time of a small forward and backward. A study: `python -m benchmarks.studies
 training -o benchmarks/results/MACHINE/studies/training.json`."""
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from strobe.bench import claims, figures, model_page
+from benchmarks.committed import Machines
+from benchmarks.pages import comparisons, figures, model_page
+from strobe.bench import claims
 from strobe.bench.case import BenchCase
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.conclusions import conclusions
@@ -16,7 +18,6 @@ from strobe.measure.method import METHODS, SUMMARIES, SUSTAINED, TITLES
 from strobe.measure.palette import KINDS
 from strobe.measure.provenance import busy_machine
 
-Machines = dict[str, dict[str, Results]]  # machine -> name of a file -> its results
 AGAIN = "-again"  # NAME-again.json is NAME.json once more
 
 
@@ -24,7 +25,7 @@ def page(machines: Machines) -> str:
     lines = [
         "# Results",
         "",
-        "Generated from `benchmarks/results` by `python -m strobe.bench.docs --write`; a test fails when it differs.",
+        "Generated from `benchmarks/results` by `python -m benchmarks.pages --write`; a test fails when it differs.",
         "`benchmarks/README.md` says how things are measured and how to repeat them. A difference is called one only where",
         "the 95 % intervals do not overlap.",
         "",
@@ -169,8 +170,8 @@ def mean_ratios(run: Results, direction: str, method: str) -> list[str]:
     lines = []
     for name in ours:
         for other in others:
-            ratios = claims.ratios(run, "grid36", name, other, direction, method)
-            mean = claims.mean_ratio(ratios)
+            ratios = comparisons.ratios(run, "grid36", name, other, direction, method)
+            mean = comparisons.mean_ratio(ratios)
             if mean is None:
                 continue
             behind = sum(value < 1 for value in ratios.values())
@@ -178,7 +179,7 @@ def mean_ratios(run: Results, direction: str, method: str) -> list[str]:
             where = f"; slower in {behind}" if behind and mean >= 1 else where
             words = units.faster(mean)
             than = "as" if words == "as fast" else "than"
-            energy = claims.mean_ratio(claims.energy_ratios(run, "grid36", name, other, direction))
+            energy = comparisons.mean_ratio(comparisons.energy_ratios(run, "grid36", name, other, direction))
             joules = f", and needs {units.less(energy)} energy per FLOP" if energy and method == SUSTAINED else ""
             lines.append(
                 f"- `{name}` is {words} {than} `{other}` (geometric mean of {len(ratios)} cells{where}){joules}."
@@ -206,7 +207,7 @@ def memory_line(cases: dict[str, list[Row]]) -> list[str]:
 def _against_standard(run: Results, suite: str, method: str) -> list[str]:
     lines: list[str] = []
     for direction in PASSES:
-        found = claims.speed_ups(run, suite, direction, method)
+        found = comparisons.speed_ups(run, suite, direction, method)
         baselines = sorted({s.baseline for s in found if s.times is not None})  # what never ran has no column
         lengths = sorted({s.length for s in found})
         if not baselines or len(lengths) < 2:
@@ -235,7 +236,7 @@ def _against_standard(run: Results, suite: str, method: str) -> list[str]:
     return lines
 
 
-def _range(found: list[claims.SpeedUp]) -> str:
+def _range(found: list[comparisons.SpeedUp]) -> str:
     times = [s.times for s in found if s.times is not None]
     oom = sum(1 for s in found if s.times is None)
     ends = [f"{value:.3g}" for value in (min(times), max(times))] if times else []
@@ -350,7 +351,7 @@ def _repeatability(results: dict[str, Results]) -> list[str]:
         if again is None:
             continue
         for method in run.methods():
-            close, total = claims.repeatability(run, again, method)
+            close, total = comparisons.repeatability(run, again, method)
             if total:
                 share = f"{close} of {total} times ({close / total:.0%}) differ by at most 3 %"
                 lines.append(f"- `{name}`, {TITLES[method]}, was run twice: {share}.")
@@ -365,7 +366,7 @@ def _same_ratios(name: str, run: Results, again: Results) -> list[str]:
         if not duels:
             continue
         ours, peer = duels[0][0].provider, duels[0][1].provider
-        close, total = claims.ratio_repeatability(run, again, "grid36", ours, peer, direction)
+        close, total = comparisons.ratio_repeatability(run, again, "grid36", ours, peer, direction)
         if total:
             which = "sustained" if direction == "forward" else f"{PASS_TITLES[direction]}, sustained"
             share = f"{close} of {total} ratios of `{ours}` to `{peer}` differ by at most 3 %"

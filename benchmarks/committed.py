@@ -1,0 +1,30 @@
+"""What is committed below benchmarks/results, as the pages read it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from strobe.bench import read_results
+from strobe.bench.results import Results
+
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout
+RESULTS = Path("benchmarks", "results", "h200")
+Machines = dict[str, dict[str, Results]]  # machine -> name of a file -> its results
+
+
+def runs(root: Path) -> Machines:
+    """Every file of results; the ladder, `strobe tune` and training write there too, and are left out."""
+    found: dict[str, dict[str, Results]] = defaultdict(dict)
+    paths = (root / "benchmarks" / "results").glob("*/*.json")
+    for path in sorted(paths, key=lambda path: (path.parent.name, path.stem)):
+        if json.loads(path.read_text(encoding="utf-8")).get("kind") == "strobe bench":
+            found[path.parent.name][path.stem] = read_results.load(path)
+    return dict(found)
+
+
+def study(root: Path, name: str) -> dict[str, Any] | None:
+    path = root / RESULTS / "studies" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,0 +1,1 @@
+"""Small experiments beside the benchmark: `python -m benchmarks.studies`, `python -m benchmarks.studies.ideas`."""
