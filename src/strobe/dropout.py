@@ -17,9 +17,10 @@ with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= 
 The factors are odd, and no two are equal modulo 16: words of a cell are then independent in pairs as far as the halves of
 z are, but for their three lowest bits.
 
-An entry is dropped where x, 16 random bits, is one of n = round(p * 2^16) patterns. Which ones is up to the hardware: it
-compares two fp16 numbers at once, so these are the n least numbers, if the bits are read as fp16. NaN counts as the
-largest. For p beyond `LARGEST` that would have to tell NaN from NaN: there, all but the least patterns are dropped.
+An entry is dropped where x, 16 random bits, is one of n = round(p * 2^16) patterns, and else divided by 1 - n / 2^16.
+Which patterns is up to the hardware: it compares two fp16 numbers at once, so these are the n least numbers, if the bits
+are read as fp16. NaN counts as the largest. For p beyond `LARGEST` that would have to tell NaN from NaN: there, all but
+the least patterns are dropped.
 """
 
 from __future__ import annotations
@@ -40,14 +41,20 @@ LARGEST = (_FINITE_AND_INF - 1) / (1 << 16)  # p that one comparison can say, wh
 
 
 def threshold(p: float) -> int:
-    """How many of the 2^16 patterns drop an entry."""
-    return min(round(p * (1 << 16)), (1 << 16) - 1)
+    """How many of the 2^16 patterns drop an entry. 31745 is not to be had: see `_rank`."""
+    n = min(round(p * (1 << 16)), (1 << 16) - 1)
+    return n + 1 if n == _INF + 1 else n
+
+
+def kept_share(p: float) -> float:
+    """The part of all entries that is really kept, by which those are divided: their expectation stays what it was."""
+    return 1 - threshold(p) / (1 << 16)
 
 
 def _rank(n: int) -> int:
     """The least number that is not among the n least: the bits of an fp16 number, negative if that is. -0 and 0 are one
-    number and two patterns, so n = 31745 is not to be had: one more it is."""
-    return n - _INF if n <= _INF else max(n - _INF - 1, 1)
+    number and two patterns, so n = 31745 is not to be had."""
+    return n - _INF if n <= _INF else n - _INF - 1
 
 
 def threshold_bits(p: float) -> int:

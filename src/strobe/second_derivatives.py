@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from strobe import dropout
 from strobe.arguments import Arguments, Inputs, Layout
 from strobe.backends.reference import probabilities, scores
 from strobe.backends.tiled.slab import Slab, choose_blocks, slabs, tile_of
@@ -85,5 +86,5 @@ def _dense_rows(slab: Slab, rows: range, leaves: Sequence[Any]) -> tuple[torch.T
         visible = visible & tile_of(slab.mask, rows, keys)
     p, lse = probabilities(s, visible, None if sinks is None else sinks[:, :, None, None])
     if problem.dropout:
-        p = torch.where(slab.spread(slab.kept(rows, keys), rows), p / (1 - problem.dropout), 0)
+        p = torch.where(slab.spread(slab.kept(rows, keys), rows), p / dropout.kept_share(problem.dropout), 0)
     return p @ v.unsqueeze(2), lse

@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
+import strobe
 from strobe import dropout
+from strobe.arguments import Arguments
+from strobe.cuda.plan import problem_values
+from strobe.problem import Problem
 
 GOLDEN = 38190, 55485, "..x...xxxxxxx..xxx..xxx...x..x.x"
 
@@ -60,9 +64,26 @@ def test_drops_as_many_patterns_as_asked_for(n: int, monkeypatch: pytest.MonkeyP
     p = n / (1 << 16)
     kept = dropout.keep(0, range(1), range(1), range(1), torch.zeros(1 << 16, dtype=torch.int64), p).flatten()
     assert (~kept).sum() == (31746 if n == 31745 else n)
+    assert kept.sum() / dropout.kept_share(p) == 1 << 16  # the expectation of what is kept
     if p <= dropout.LARGEST:
         halves = words.to(torch.uint16).view(torch.float16)
         assert torch.equal(kept, ~(halves < as_fp16(dropout.threshold_bits(p))))
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_the_mean_is_right_where_p_is_rounded(backend: str) -> None:
+    """One entry of 65536 is kept, not one of a million."""
+    q, k, v = torch.zeros(1, 128, 1, 1), torch.zeros(1, 8192, 1, 1), torch.ones(1, 8192, 1, 1, requires_grad=True)
+    out = strobe.attention(q, k, v, dropout=0.999999, seed=1, backend=backend)
+    assert abs(out.mean().item() - 1) < 5 / math.sqrt(128 * 8192 / 65536)  # Poisson's law
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(dv.sum(), out.sum().detach())
+
+
+def test_kernels_scale_by_what_they_keep() -> None:
+    q = torch.empty(1, 8, 1, 64, dtype=torch.float16)
+    problem, _ = Problem.of(Arguments(q, q, q, dropout=0.9687, seed=1))
+    assert problem_values(problem)["dropout_scale"] == 65536 / (65536 - 63485) != 1 / (1 - 0.9687)
 
 
 def test_golden_values() -> None:

@@ -268,3 +268,17 @@ def test_a_product_overwrites_its_buffer(dtype: torch.dtype, factor: float) -> N
     a, b = (torch.randn(4, 40, 32, dtype=dtype) for _ in range(2))
     found = product(a, b.mT, torch.full((8000,), torch.nan, dtype=dtype), factor)
     torch.testing.assert_close(found, factor * (a @ b.mT))
+
+
+@pytest.mark.parametrize("factor", [1e-46, -1e-46, 1e-40])
+def test_a_factor_that_is_nothing_in_fp32(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Arm, `baddbmm` leaves its output alone where alpha and beta are 0, as 1e-46 is in fp32, and with denormals
+    flushed also 1e-40."""
+    baddbmm = torch.baddbmm
+
+    def on_arm(into: torch.Tensor, *args: object, alpha: float, **more: object) -> torch.Tensor:
+        return into if abs(alpha) < 2**-126 else baddbmm(into, *args, alpha=alpha, **more)
+
+    monkeypatch.setattr(torch, "baddbmm", on_arm)
+    a, b = (torch.randn(1, 4, 8) for _ in range(2))
+    torch.testing.assert_close(product(a, b.mT, torch.full((16,), torch.nan), factor), torch.zeros(1, 4, 4))

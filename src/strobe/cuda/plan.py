@@ -102,7 +102,7 @@ def problem_values(problem: Problem) -> dict[str, Any]:
     return {
         "score": numbers + (0.0,) * (MAX_SCORE_CONSTANTS - len(numbers)),
         "scale_log2": problem.score.kernel_form(problem.scale).after * LOG2E,
-        "dropout_scale": 1 / (1 - problem.dropout),
+        "dropout_scale": 1 / dropout.kept_share(problem.dropout),
         "dropout_threshold": 0x10001 * dropout.threshold_bits(problem.dropout),  # the same in both halves of 32 bits
         "batch": problem.batch,
         "heads": problem.heads,

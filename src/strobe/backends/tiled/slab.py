@@ -242,6 +242,31 @@ class Slab:
         """exp, over `difference`, which is in the units of the scores."""
         return difference.exp2_() if self.unit == 1.0 else difference.mul_(self.unit).exp2_()
 
+    def softmax_step(
+        self, s: torch.Tensor, m: torch.Tensor, ell: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One more tile of scores: its exponentials, over `s`, the factor for what was summed before, and the new row
+        maxima and sums."""
+        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+        p = self.exponentials(s, m_new)
+        difference = m - m_new
+        if self.inputs.sinks is not None:  # 0 for an infinite sink
+            difference = torch.where(m == m_new, 0, difference)
+        rescale = self.exponential(difference)
+        return p, rescale, m_new, torch.addcmul(p.sum(-1, keepdim=True), ell, rescale)
+
+    def before_the_first_tile(self, rows: range, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and ell, (b*hk, g*rows, 1). The sink is a key already seen whose value is 0. Without one m is the least
+        finite number and not -inf: masked scores, which are -inf, can then be compared with it and subtracted from it
+        without NaN."""
+        least = torch.finfo(self.accumulate).min
+        m = like.new_full((*like.shape[:2], 1), least, dtype=self.accumulate)
+        if self.inputs.sinks is None:
+            return m, torch.zeros_like(m)
+        sink = self.sinks().expand(len(self.batch), len(self.heads), self.group, len(rows)).reshape(m.shape)
+        sink = self.in_units(sink)
+        return sink.clamp(min=least), (sink != -torch.inf).to(m.dtype)
+
     def _hide(self, s: torch.Tensor, visible: torch.Tensor, rows: range) -> torch.Tensor:
         # On CPUs `where` into fresh memory is several times faster than `masked_fill_`.
         return torch.where(visible, self.spread(s, rows), -torch.inf).view_as(s)
@@ -308,7 +333,7 @@ def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None
         return torch.bmm(a, b) if factor == 1.0 else torch.bmm(a, b).mul_(factor)
     shape = (a.shape[0], a.shape[1], b.shape[2])
     into = buffer[: math.prod(shape)].view(shape)
-    if factor == 0.0:  # with alpha = beta = 0, PyTorch on Arm writes nothing: the buffer keeps its old numbers
+    if abs(factor) < torch.finfo(into.dtype).tiny:  # where alpha and beta are 0 there, PyTorch on Arm writes nothing
         return torch.bmm(a, b, out=into).mul_(factor)
     return torch.baddbmm(into, a, b, beta=0, alpha=factor, out=into)
 
