@@ -215,12 +215,12 @@ def parse_mask(text: str) -> Mask:
     """The mask that has this `text()`."""
     if text.count(";") < 2:
         raise ValueError(f"{text!r:.80} is not the text of a mask: two expressions and a name, separated by ;")
-    lo, hi, name = text.split(";", 2)
-    ends = [parse(end, _GRAMMAR) if end else None for end in (lo, hi)]
-    for end in ends:
+    *ends, name = text.split(";", 2)
+    lo, hi = (parse(end, _GRAMMAR) if end else None for end in ends)
+    for end in (lo, hi):
         if end is not None and not _never_moves_left(end):
             raise ValueError(f"{end.text()!r:.80} is no end of a mask: it may become less as q grows")
-    return Mask(*ends, parse_name(name))
+    return Mask(lo, hi, parse_name(name))
 
 
 def _never_moves_left(end: Expr) -> bool:

@@ -36,7 +36,7 @@ def second_derivatives(
 def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved: Sequence[Any]) -> _Tensors:
     totals = [None if t is None else torch.zeros(t.shape, dtype=problem.lse_dtype, device=t.device) for t in saved]
     blocks = choose_blocks(problem)
-    for slab in slabs(problem, inputs, blocks.pairs):
+    for slab in slabs(problem, inputs, blocks):
         for rows in slab.row_blocks(blocks.q):
             parts = _parts(slab, rows, saved)
             directions = _parts(slab, rows, (None, None, *cotangents))[2:]

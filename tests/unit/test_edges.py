@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -293,3 +294,30 @@ def test_conjugate_and_negative_views_are_what_they_mean() -> None:
     q = torch.randn(1, 20, 2, 8)
     view = torch._neg_view(q)
     torch.testing.assert_close(strobe.attention(view, q, q), strobe.attention(-q, q, q))
+
+
+# ---- repeatable ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["tiled", "aten_cpu"])
+def test_repeatable_in_any_thread_with_as_many_threads(backend: str) -> None:
+    """What `deterministic` promises on a CPU."""
+    q, k, v = (torch.randn(2, 300, 4, 64, requires_grad=True) for _ in range(3))
+    found: list[tuple[torch.Tensor, ...]] = []
+
+    def run(threads: int) -> None:
+        torch.set_num_threads(threads)
+        out = strobe.attention(q, k, v, deterministic=True, backend=backend)
+        found.append((out.detach(), *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+
+    usual = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            run(threads)
+            other = threading.Thread(target=run, args=(threads,))
+            other.start()
+            other.join()
+    finally:
+        torch.set_num_threads(usual)
+    for here, there in (found[:2], found[2:]):
+        assert all(map(torch.equal, here, there))

@@ -9,6 +9,7 @@ for each of n equal scores, not 1/n. For such rows the maximum and the sum are c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from strobe import dropout
 from strobe.arguments import Inputs
 from strobe.backends.backend import Gradients
+from strobe.backends.tiled.sequences import Order
 from strobe.backends.tiled.slab import Blocks, Slab, add_product_, choose_blocks, product, slabs, tile_of
 from strobe.problem import GRADIENTS, Problem
 
@@ -45,6 +47,15 @@ def backward(
 ) -> Gradients:
     """The gradients that the problem names; all that there are if it names none. Those of a partial problem stay in fp32:
     they are summed up with others."""
+    if not problem.empty and (order := Order.of(problem, inputs)) is not None:
+        by_rows = [None if t is None else t[:, :, order.rows] for t in (out, lse, dout, dlse)]
+        moved = backward(problem, order.inputs, *by_rows, block_q=block_q, block_k=block_k)  # type: ignore[arg-type]
+        places = (order.rows, order.keys, order.keys)
+        q, k, v = (
+            None if g is None else torch.empty_like(g).index_copy_(2, index, g)
+            for g, index in zip(moved[:3], places, strict=True)
+        )
+        return Gradients(q, k, v, moved.bias, moved.sinks)
     wide, wanted = problem.lse_dtype, problem.gradients or GRADIENTS
 
     def zeros(name: str, dtype: torch.dtype = wide) -> torch.Tensor | None:
@@ -75,13 +86,17 @@ def _walk(
     dlse: torch.Tensor | None,
     blocks: Blocks,
 ) -> None:
-    rows = blocks.q * problem.group
-    buffers = torch.empty(2, blocks.pairs * rows * blocks.k, dtype=problem.lse_dtype, device=inputs.q.device)
-    for slab in slabs(problem, inputs, blocks.pairs):
+    buffers = torch.empty(2, blocks.scores, dtype=problem.lse_dtype, device=inputs.q.device)
+    for slab in slabs(problem, inputs, blocks):
+        # (b*hk, len_k, dim): views, or copies, still 0, of what packed sequences have.
+        of_keys = [None if t is None else slab.of_keys(t).flatten(0, 1) for t in (totals.k, totals.v)]
         for block in slab.row_blocks(blocks.q):
-            _block_of_rows(slab, block, blocks, totals, out, lse, dout, dlse, buffers)
-        if totals.k is not None:
-            slab.of_keys(totals.k).mul_(slab.slope_factor)
+            _block_of_rows(slab, block, blocks, totals, of_keys, out, lse, dout, dlse, buffers)
+        if of_keys[0] is not None:
+            of_keys[0].mul_(slab.slope_factor)
+        for total, part in zip((totals.k, totals.v), of_keys, strict=True):
+            if total is not None and part is not None and (into := slab.of_keys(total)).data_ptr() != part.data_ptr():
+                into.copy_(part.view_as(into))
 
 
 def _block_of_rows(
@@ -89,6 +104,7 @@ def _block_of_rows(
     rows: range,
     blocks: Blocks,
     totals: _Totals,
+    of_keys: Sequence[torch.Tensor | None],
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
@@ -113,7 +129,7 @@ def _block_of_rows(
     do = (do / dropout.kept_share(problem.dropout) if problem.dropout else do).to(slab.operand)
 
     dq = q.new_zeros(q.shape, dtype=slab.accumulate)
-    dk_all, dv_all = (None if t is None else slab.of_keys(t).flatten(0, 1) for t in (totals.k, totals.v))
+    dk_all, dv_all = of_keys
     dbias_all = slab.of_pairs(totals.bias)
     needs_ds = totals.q is not None or dk_all is not None or dbias_all is not None
     for keys, whole in slab.key_tiles(rows, blocks.k):

@@ -12,6 +12,7 @@ import torch
 
 from strobe import dropout
 from strobe.arguments import Inputs
+from strobe.backends.tiled.sequences import Order
 from strobe.backends.tiled.slab import LN2, Slab, add_product_, choose_blocks, slabs
 from strobe.problem import Problem
 
@@ -46,10 +47,12 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=problem.lse_dtype, device=q.device)
     if problem.empty:
         return out.zero_(), _nothing_seen(inputs, lse)
+    if (order := Order.of(problem, inputs)) is not None:
+        found = forward(problem, order.inputs, block_q=block_q, block_k=block_k, observer=observer)
+        return out.index_copy_(2, order.rows, found[0]), lse.index_copy_(2, order.rows, found[1])
     blocks = choose_blocks(problem, block_q, block_k)
-    rows = blocks.q * problem.group
-    buffer = torch.empty(blocks.pairs * rows * blocks.k, dtype=problem.lse_dtype, device=q.device)
-    for slab in slabs(problem, inputs, blocks.pairs):
+    buffer = torch.empty(blocks.scores, dtype=problem.lse_dtype, device=q.device)
+    for slab in slabs(problem, inputs, blocks):
         slab_out, slab_lse = slab.of_queries(out), slab.of_queries(lse)
         for block in slab.row_blocks(blocks.q):
             o, row_lse = _block_of_rows(slab, block, blocks.k, buffer, observer)
