@@ -216,16 +216,24 @@ def _parse(words: list[str], at: int, grammar: Grammar, levels: int) -> tuple[Ex
         raise ValueError(f"{' '.join(words[at:])!r:.80} has no end")
     if len(args) != OPERATIONS[op].operands:
         raise ValueError(f"{op!r} has {len(args)} operands, it takes {OPERATIONS[op].operands}")
-    _check_divisor(op, args[-1])
+    _check_division(op, args)
     return Expr(op, tuple(args)), end + 1
 
 
-def _check_divisor(op: str, divisor: Expr) -> None:
-    """On a CPU, an integer division by 0 ends the process."""
+def _check_division(op: str, args: list[Expr]) -> None:
+    """On a CPU, an integer division by 0 ends the process. The C++ text of a division may hold its dividend several times:
+    it must not grow with each level."""
+    divisor = args[-1]
+    if op == "//" and _holds(args[0], "//"):
+        raise ValueError(f"'//' divides {args[0].text()!r:.80}, in which there is another '//'")
     if op == "//" and not (divisor.op == "const" and divisor.args[0] > 0):
         raise ValueError(f"'//' divides by {divisor.text()!r:.80}; it must be an integer greater than 0")
     if op == "/" and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError("'/' divides by 0")
+
+
+def _holds(expr: Expr, op: str) -> bool:
+    return expr.op == op or (expr.op in OPERATIONS and any(_holds(arg, op) for arg in expr.args))
 
 
 def _leaf(word: str, grammar: Grammar) -> Expr:

@@ -95,6 +95,7 @@ NO_MASKS = {
     "division by zero": "(// q 0)",
     "division by what may be zero": "(// q len_k)",
     "division by a negative number": "(// q -3)",
+    "a quotient of a quotient": "(// (+ (// q 2) 1) 2)",
     "an end that moves left": "(- len_k q)",
     "an end that turns round": "(* q -1)",
     "a product of q": "(* q q)",
