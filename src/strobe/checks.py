@@ -14,7 +14,7 @@ import torch
 from strobe.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
 from strobe.mask import MAX_CONSTANTS, Mask, full
 from strobe.overlap import overlaps_itself, share_memory
-from strobe.score import Score, identity, softcap
+from strobe.score import LOG2E, Score, identity, softcap
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -37,6 +37,17 @@ def checked_number(name: str, value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     return value
+
+
+def checked_scale(value: Any, score: Score, dtype: torch.dtype) -> float:
+    """A scale that, with the factors of the score and in units of log 2, is a number of the type that scores have."""
+    scale = checked_number("scale", value)
+    form, wide = score.kernel_form(scale), lse_dtype(dtype)
+    most = torch.finfo(wide).max
+    if abs(form.before) > most or abs(form.after) * LOG2E > most:
+        allowed = f"scores are {str(wide).removeprefix('torch.')}, and scale times log2(e) must be at most {most:.3g}"
+        raise ValueError(f"scale is {scale}, too large with {score!r}: {allowed}")
+    return scale
 
 
 def check_qkv(a: Arguments) -> Layout:

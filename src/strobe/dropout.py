@@ -7,19 +7,22 @@ four queries with two keys. In unsigned arithmetic of 32 bits, or of 64 where th
 
     r = mix(high ^ 0x9e3779b9); r = mix(r ^ low)                              the two halves of the 64-bit seed
     r = mix(r ^ batch); r = mix(r + head)
-    a = mix(r ^ (query & ~9)); b = mix(a ^ 0x85ebca6b)                        for four queries
-    s = (key & ~9) * 0xd2511f53 + (b * 2^32 + a)                              64 bits
+    a = mix(r ^ (query & ~9)); b = mix(a ^ 0x85ebca6b) | 0x80000001           for four queries
+    s = (key & ~9) * b + (b * 2^32 + a)                                       64 bits
     z = (s / 2^32 ^ s % 2^32) * 0x9e3779b1                                    64 bits
     w = z % 2^32 * factor + z / 2^32                                          one of eight factors, by query & 9 and key & 8
     x = key odd ? w >> 16 : w & 0xffff
 
 with mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16, a bijection with good avalanche.
+Each row has a multiplier of its own: with one for all of them, keys of some distances (6816 was one) would be correlated
+in every row. It is odd, so that no bits of a key are lost, and large, so that s / 2^32 changes with it.
 The factors are odd, and no two are equal modulo 16: words of a cell are then independent in pairs as far as the halves of
 z are, but for their three lowest bits.
 
-An entry is dropped where x, 16 random bits, is one of n = round(p * 2^16) patterns. Which ones is up to the hardware: it
-compares two fp16 numbers at once, so these are the n least numbers, if the bits are read as fp16. NaN counts as the
-largest. For p beyond `LARGEST` that would have to tell NaN from NaN: there, all but the least patterns are dropped.
+An entry is dropped where x, 16 random bits, is one of n = round(p * 2^16) patterns, and else divided by 1 - n / 2^16.
+Which patterns is up to the hardware: it compares two fp16 numbers at once, so these are the n least numbers, if the bits
+are read as fp16. NaN counts as the largest. For p beyond `LARGEST` that would have to tell NaN from NaN: there, all but
+the least patterns are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from __future__ import annotations
 import torch
 
 _MIX = (0x7FEB352D, 0x846CA68B)
-_STEP, _SPREAD = 0xD2511F53, 0x9E3779B1
+_SPREAD = 0x9E3779B1
+_ODD_AND_LARGE = 0x80000001
 _FACTORS = (  # by query & 1; key & 8; query & 8
     ((0xB5297A4D, 0x68E31DA3), (0x1B56C4E9, 0xC2B2AE3F)),
     ((0x85EBCA6B, 0x27D4EB21), (0xCD9E8D57, 0x165667B5)),
@@ -40,14 +44,20 @@ LARGEST = (_FINITE_AND_INF - 1) / (1 << 16)  # p that one comparison can say, wh
 
 
 def threshold(p: float) -> int:
-    """How many of the 2^16 patterns drop an entry."""
-    return min(round(p * (1 << 16)), (1 << 16) - 1)
+    """How many of the 2^16 patterns drop an entry. 31745 is not to be had: see `_rank`."""
+    n = min(round(p * (1 << 16)), (1 << 16) - 1)
+    return n + 1 if n == _INF + 1 else n
+
+
+def kept_share(p: float) -> float:
+    """The part of all entries that is really kept, by which those are divided: their expectation stays what it was."""
+    return 1 - threshold(p) / (1 << 16)
 
 
 def _rank(n: int) -> int:
     """The least number that is not among the n least: the bits of an fp16 number, negative if that is. -0 and 0 are one
-    number and two patterns, so n = 31745 is not to be had: one more it is."""
-    return n - _INF if n <= _INF else max(n - _INF - 1, 1)
+    number and two patterns, so n = 31745 is not to be had."""
+    return n - _INF if n <= _INF else n - _INF - 1
 
 
 def threshold_bits(p: float) -> int:
@@ -67,7 +77,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def _word(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """`w`. In int64 sums and products of 64 bits wrap around as unsigned ones do."""
-    s = (keys & ~9) * _STEP + ((b << 32) | a)
+    s = (keys & ~9) * b + ((b << 32) | a)
     z = ((s ^ (s >> 32)) & _LOW) * _SPREAD
     factor = torch.tensor(_FACTORS, device=keys.device)[rows & 1, (keys >> 3) & 1, (rows >> 3) & 1]
     return ((z & _LOW) * factor + ((z >> 32) & _LOW)) & _LOW
@@ -102,7 +112,7 @@ def keep(
         device = next((x.device for x in (batch, heads, rows, keys) if isinstance(x, torch.Tensor)), "cpu")
     batch, heads, rows, keys = (_axis(index, device, axis) for axis, index in enumerate((batch, heads, rows, keys)))
     a = _mix(head_key(seed, batch, heads) ^ (rows & ~9))
-    b = _mix(a ^ _ROW_SALT)
+    b = _mix(a ^ _ROW_SALT) | _ODD_AND_LARGE
     w = _word(a, b, rows, keys)
     x = torch.where(keys % 2 == 1, w >> 16, w & 0xFFFF)
     magnitude = x & 0x7FFF

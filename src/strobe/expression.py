@@ -7,6 +7,8 @@ is one row of `OPERATIONS`.
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,10 @@ class Operation:
     cpp: str  # with {0} and {1} for the operands
     # The partial derivatives by each operand, from the operands and the result; None: a constant, or not differentiable.
     partials: Callable[..., tuple[Expr, ...]] | None = None
+
+    @property
+    def operands(self) -> int:
+        return 2 if "{1}" in self.cpp else 1
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -94,6 +100,12 @@ class Expr:
             return {"tensor"}
         return set().union(*(a.variables() for a in self.args)) if self.op in OPERATIONS else set()
 
+    def tensors(self) -> set[tuple[int, str]]:
+        """Its captured tensors: their numbers, and the axes that index them."""
+        if self.op == "tensor":
+            return {(self.args[0], self.args[1])}
+        return set().union(*(a.tensors() for a in self.args)) if self.op in OPERATIONS else set()
+
     def cpp(self, constants: list[Any]) -> str:
         """C++ text. Constants become fields `c[i]` of the arguments: a new window size needs no new kernel."""
         if self.op == "var":
@@ -153,37 +165,102 @@ def _product(a: Expr, b: Expr) -> Expr:
     return b if a == _ONE else a if b == _ONE else a * b
 
 
-def parse(text: str) -> Expr:
+# ---- from text -------------------------------------------------------------------------------------------------------
+
+_MOST_CHARACTERS, _MOST_LEVELS = 4096, 100  # of a text; of operations inside of operations
+_MOST_INTEGER = 1 << 53  # as a float has it
+_INTEGER = re.compile(r"-?[0-9]{1,16}")
+_FLOAT = re.compile(r"-?([0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,4})?|inf)|nan")
+_TENSOR = re.compile(r"#([0-9]{1,3})(h|bh)")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of an expression may hold. Texts come with exported graphs, so from anywhere, and what is read from
+    them is printed into the source of kernels: nothing but these names, numbers and operations gets there."""
+
+    variables: frozenset[str]
+    operations: frozenset[str]
+    integers: int | None = None  # all numbers are integers, none of larger magnitude; None: floats, too
+    tensors: bool = False  # captured ones
+
+
+def parse(text: str, grammar: Grammar) -> Expr:
     """The expression that has this `text()`."""
-    words = text.replace("(", " ( ").replace(")", " ) ").split()
-    found, rest = _parse(words)
-    if rest:
-        raise ValueError(f"{text!r} is not one expression: {' '.join(rest)!r} is left over")
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"{text!r:.80} has {len(text)} characters; an expression has at most {_MOST_CHARACTERS}")
+    words = re.findall(r"[()]|[^\s()]+", text)
+    found, end = _parse(words, 0, grammar, _MOST_LEVELS)
+    if end < len(words):
+        raise ValueError(f"{text!r:.80} is not one expression: {' '.join(words[end:])!r:.80} is left over")
     return found
 
 
-def _parse(words: list[str]) -> tuple[Expr, list[str]]:
-    if not words:
+def _parse(words: list[str], at: int, grammar: Grammar, levels: int) -> tuple[Expr, int]:
+    """The expression that begins with the word `at`, and where the next one would."""
+    if at >= len(words):
         raise ValueError("an expression ends too early")
-    word, rest = words[0], words[1:]
-    if word == "(":
-        if not rest or rest[0] not in OPERATIONS:
-            raise ValueError(f"{' '.join(words)!r} does not begin with an operation")
-        op, rest, args = rest[0], rest[1:], []
-        while rest and rest[0] != ")":
-            arg, rest = _parse(rest)
-            args.append(arg)
-        if not rest:
-            raise ValueError(f"{' '.join(words)!r} has no end")
-        return Expr(op, tuple(args)), rest[1:]
-    if word[0] == "'":
-        return Expr("literal", (_number(word[1:]),)), rest
-    if word[0] == "#":
-        return Expr("tensor", (int(word[1:].rstrip("bh")), word.lstrip("#0123456789"))), rest
-    if word[0].isalpha() and word not in ("inf", "nan"):
-        return Expr("var", (word,)), rest
-    return Expr.of(_number(word)), rest
+    if words[at] != "(":
+        return _leaf(words[at], grammar), at + 1
+    if not levels:
+        raise ValueError(f"an expression has more than {_MOST_LEVELS} operations inside of each other")
+    op = words[at + 1] if at + 1 < len(words) else ""
+    if op not in grammar.operations:
+        raise ValueError(f"{op!r:.80} is no operation here; allowed are {' '.join(sorted(grammar.operations))}")
+    args: list[Expr] = []
+    end = at + 2
+    while end < len(words) and words[end] != ")":
+        arg, end = _parse(words, end, grammar, levels - 1)
+        args.append(arg)
+    if end >= len(words):
+        raise ValueError(f"{' '.join(words[at:])!r:.80} has no end")
+    if len(args) != OPERATIONS[op].operands:
+        raise ValueError(f"{op!r} has {len(args)} operands, it takes {OPERATIONS[op].operands}")
+    _check_division(op, args)
+    return Expr(op, tuple(args)), end + 1
 
 
-def _number(word: str) -> float:
-    return int(word) if word.lstrip("-").isdigit() else float(word)
+def _check_division(op: str, args: list[Expr]) -> None:
+    """On a CPU, an integer division by 0 ends the process. The C++ text of a division may hold its dividend several times:
+    it must not grow with each level."""
+    divisor = args[-1]
+    if op == "//" and _holds(args[0], "//"):
+        raise ValueError(f"'//' divides {args[0].text()!r:.80}, in which there is another '//'")
+    if op == "//" and not (divisor.op == "const" and divisor.args[0] > 0):
+        raise ValueError(f"'//' divides by {divisor.text()!r:.80}; it must be an integer greater than 0")
+    if op == "/" and divisor.op in ("const", "literal") and not divisor.args[0]:
+        raise ValueError("'/' divides by 0")
+
+
+def _holds(expr: Expr, op: str) -> bool:
+    return expr.op == op or (expr.op in OPERATIONS and any(_holds(arg, op) for arg in expr.args))
+
+
+def _leaf(word: str, grammar: Grammar) -> Expr:
+    if word in grammar.variables:
+        return Expr("var", (word,))
+    if grammar.tensors and (tensor := _TENSOR.fullmatch(word)):
+        return Expr("tensor", (int(tensor[1]), tensor[2]))
+    if word.startswith("'"):
+        value = _number(word[1:], grammar)
+        if not math.isfinite(value):
+            raise ValueError(f"{word!r:.80} is not finite")
+        return Expr("literal", (value if grammar.integers is not None else float(value),))
+    return Expr.of(_number(word, grammar))
+
+
+def _number(word: str, grammar: Grammar) -> float:
+    most = grammar.integers or _MOST_INTEGER
+    if _INTEGER.fullmatch(word) and abs(int(word)) <= most:
+        return int(word)
+    if grammar.integers is None and _FLOAT.fullmatch(word):
+        return float(word)
+    numbers = "a number" if grammar.integers is None else f"an integer of magnitude {most} at most"
+    tensors = ", nor a captured tensor such as #0h" if grammar.tensors else ""
+    raise ValueError(f"{word!r:.80} is neither {numbers} nor one of {' '.join(sorted(grammar.variables))}{tensors}")
+
+
+def parse_name(text: str) -> str:
+    """The name of a mask or a score, which errors, logs and kernels show: signs that could end a line, a string or a
+    comment become underscores."""
+    return re.sub(r"[^\w .,()&+-]", "_", text[:1000])

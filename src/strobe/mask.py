@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.expression import Expr, Value, parse
+from strobe.expression import Expr, Grammar, Value, parse, parse_name
 
 _UNBOUNDED = 1 << 30  # larger constants are clamped so that 32-bit arithmetic in the kernels cannot overflow
 
@@ -163,6 +163,7 @@ class Mask:
 
 MAX_CONSTANTS = 32  # room for them in the kernels' arguments
 
+_GRAMMAR = Grammar(frozenset(("q", "len_q", "len_k")), frozenset(("+", "-", "*", "//", "min", "max")), _UNBOUNDED)
 _q, _len_q, _len_k = (Expr("var", (name,)) for name in ("q", "len_q", "len_k"))
 _diag = _q + (_len_k - _len_q)  # the key that stands opposite query q when the last query is aligned with the last key
 
@@ -214,6 +215,23 @@ def chunked(n: int) -> Mask:
 def parse_mask(text: str) -> Mask:
     """The mask that has this `text()`."""
     if text.count(";") < 2:
-        raise ValueError(f"{text!r} is not the text of a mask: two expressions and a name, separated by ;")
-    lo, hi, name = text.split(";", 2)
-    return Mask(parse(lo) if lo else None, parse(hi) if hi else None, name)
+        raise ValueError(f"{text!r:.80} is not the text of a mask: two expressions and a name, separated by ;")
+    *ends, name = text.split(";", 2)
+    lo, hi = (parse(end, _GRAMMAR) if end else None for end in ends)
+    for end in (lo, hi):
+        if end is not None and not _never_moves_left(end):
+            raise ValueError(f"{end.text()!r:.80} is no end of a mask: it may become less as q grows")
+    return Mask(lo, hi, parse_name(name))
+
+
+def _never_moves_left(end: Expr) -> bool:
+    """Whether it is plain that the end does not decrease as `q` grows."""
+    if "q" not in end.variables() or end.op == "var":
+        return True
+    a, b = end.args
+    if end.op in ("-", "//"):
+        return _never_moves_left(a) and "q" not in b.variables()
+    if end.op == "*":
+        factor, rest = (a, b) if a.op == "const" else (b, a)
+        return factor.op == "const" and factor.args[0] >= 0 and _never_moves_left(rest)
+    return _never_moves_left(a) and _never_moves_left(b)

@@ -23,6 +23,7 @@ from strobe.checks import (
     check_sinks,
     check_state,
     checked_number,
+    checked_scale,
     checked_tensor,
     lse_dtype,
 )
@@ -176,7 +177,7 @@ class Problem:
             check_pairs("bias", a.bias, a.q, pairs)
         if a.sinks is not None:
             check_sinks(a.sinks, a.q, heads)
-        scale = 1.0 / math.sqrt(dim) if a.scale is None else checked_number("scale", a.scale)
+        scale = checked_scale(1.0 / math.sqrt(dim) if a.scale is None else a.scale, score, a.q.dtype)
         if not 0.0 <= checked_number("dropout", a.dropout) < 1.0:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {a.dropout}")
         if a.seed is not None and (isinstance(a.seed, bool) or not isinstance(a.seed, int)):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.expression import OPERATIONS, Expr, parse
+from strobe.expression import OPERATIONS, Expr, Grammar, parse, parse_name
 
 LOG2E = math.log2(math.e)
 _s = Expr("var", ("s",))
@@ -61,6 +61,10 @@ class Score:
         return Score(self.expr, self.name) if self.tensors else self
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Score:
+        for number, axes in sorted(self.expr.tensors()):
+            if number >= len(tensors) or tensors[number].dim() != len(axes):
+                shapes = [tuple(t.shape) for t in tensors]
+                raise ValueError(f"{self!r} refers to tensor {number} with {len(axes)} axes; its tensors have {shapes}")
         return Score(self.expr, self.name, tuple(tensors))
 
     @property
@@ -175,6 +179,8 @@ def _only_parent_of_s(expr: Expr) -> Expr | None:
 
 MAX_CONSTANTS = 8  # room for them in the kernels' arguments
 
+_GRAMMAR = Grammar(frozenset(("s", "q", "k", "len_q", "len_k")), frozenset(OPERATIONS) - {"//"}, tensors=True)
+
 identity = Score(_s, "identity")
 
 
@@ -199,5 +205,7 @@ def alibi(slopes: torch.Tensor) -> Score:
 @functools.lru_cache(maxsize=64)
 def parse_score(text: str) -> Score:
     """The score that has this `text()`, without tensors."""
+    if ";" not in text:
+        raise ValueError(f"{text!r:.80} is not the text of a score: an expression and a name, separated by ;")
     expr, name = text.split(";", 1)
-    return Score(parse(expr), name)
+    return Score(parse(expr, _GRAMMAR), parse_name(name))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from strobe import dropout
 from strobe.arguments import Arguments, Inputs, Layout
 from strobe.backends.reference import probabilities, scores
 from strobe.backends.tiled.slab import Slab, choose_blocks, slabs, tile_of
@@ -35,7 +36,7 @@ def second_derivatives(
 def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved: Sequence[Any]) -> _Tensors:
     totals = [None if t is None else torch.zeros(t.shape, dtype=problem.lse_dtype, device=t.device) for t in saved]
     blocks = choose_blocks(problem)
-    for slab in slabs(problem, inputs, blocks.pairs):
+    for slab in slabs(problem, inputs, blocks):
         for rows in slab.row_blocks(blocks.q):
             parts = _parts(slab, rows, saved)
             directions = _parts(slab, rows, (None, None, *cotangents))[2:]
@@ -85,5 +86,5 @@ def _dense_rows(slab: Slab, rows: range, leaves: Sequence[Any]) -> tuple[torch.T
         visible = visible & tile_of(slab.mask, rows, keys)
     p, lse = probabilities(s, visible, None if sinks is None else sinks[:, :, None, None])
     if problem.dropout:
-        p = torch.where(slab.spread(slab.kept(rows, keys), rows), p / (1 - problem.dropout), 0)
+        p = torch.where(slab.spread(slab.kept(rows, keys), rows), p / dropout.kept_share(problem.dropout), 0)
     return p @ v.unsqueeze(2), lse

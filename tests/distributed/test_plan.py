@@ -79,6 +79,27 @@ def test_a_plan_travels_as_text(plan: ShardPlan) -> None:
     assert parse_plan(custom.text).shards == plan.shards
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "8|zigzag|2|1|",
+        "8|zigzag|2|1||;system();x",
+        "8|zigzag|2|1||;(+ q;x",
+        "8|zigzag|two|1||;;full",
+        "8|zigzag|99999999999|1||;;full",
+        "8|evil|2|1||;;full",
+        "1e3|zigzag|2|1||;;full",
+        "8|custom|2|1|0-4/4|;;full",
+        "8|custom|2|1|0-4/4-9|;;full",
+        "8|zigzag|2|0||;;full",
+    ],
+)
+def test_damaged_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_plan(text)
+
+
 @given(plans)
 def test_shards_are_as_equal_as_blocks_allow(plan: ShardPlan) -> None:
     rows = [plan.rows(r) for r in range(plan.ranks)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
 
 import strobe
+from strobe.arguments import Arguments
+from strobe.bound_call import bind
 
 BACKENDS = ["reference", "tiled", None]
 
@@ -25,6 +28,30 @@ def same_as_reference(*tensors: torch.Tensor, atol: float = 1e-5, **arguments: o
 def test_any_scale(mask: strobe.Mask, scale: float) -> None:
     q = torch.randn(2, 20, 2, 8)
     same_as_reference(q, q, q, mask=mask, scale=scale, atol=1e-5 if abs(scale) < 1e3 else 1e-3 * abs(scale))
+
+
+@pytest.mark.parametrize("backend", [None, "reference", "tiled"])
+@pytest.mark.parametrize(
+    "dtype, arguments",
+    [
+        (torch.float32, {"scale": 3.4e38}),
+        (torch.float32, {"scale": -3e38}),
+        (torch.bfloat16, {"scale": 1e300}),
+        (torch.float64, {"scale": 1.7e308}),
+        (torch.float32, {"scale": 1e30, "softcap": 1e-20}),
+        (torch.float32, {"softcap": 3e38}),
+    ],
+)
+def test_scales_that_scores_cannot_have(dtype: torch.dtype, arguments: dict[str, float], backend: str | None) -> None:
+    q = torch.randn(1, 4, 1, 8, dtype=dtype)
+    with pytest.raises(ValueError, match="scale is .* too large"):
+        strobe.attention(q, q, q, **arguments, backend=backend)
+
+
+def test_the_largest_scales() -> None:
+    q = torch.randn(1, 4, 1, 8)
+    for scale, dtype in ((2e38, torch.float32), (1e308, torch.float64)):
+        same_as_reference(*(3 * [0 * q.to(dtype)]), scale=scale)
 
 
 # ---- no keys ---------------------------------------------------------------------------------------------------------
@@ -69,6 +96,76 @@ def test_values_of_no_width_still_have_an_lse() -> None:
 
 
 # ---- infinities and NaN ----------------------------------------------------------------------------------------------
+
+
+FILLS = [torch.finfo(torch.float32).min, -1e20, -1e4]
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("what", ["plain", "lse", "sinks", "bias", "grouped", "packed"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "aten_cpu"])
+def test_gradients_of_rows_whose_scores_are_all_huge(backend: str | None, what: str, fill: float) -> None:
+    """The LSE has no bits left for the logarithm of the sum; the probabilities are 1/n all the same."""
+    if backend == "aten_cpu" and what in ("sinks", "bias", "packed"):
+        pytest.skip("it has none")
+    if backend == "reference" and fill == -1e4:
+        pytest.skip("its forward pass, in float64, sees more of the scores than the gradients, in fp32")
+    len_k, heads_k = 6, 1 if what == "grouped" else 2
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    k, v = (torch.randn(1, len_k, heads_k, 8, requires_grad=True) for _ in range(2))
+    bias = torch.randn(4, len_k)
+    bias[1:3] = fill
+    bias.requires_grad_(what == "bias")
+    sinks = torch.tensor([fill, 0.5]).requires_grad_() if what == "sinks" else None
+    leaves = [t for t in (q, k, v, bias, sinks) if t is not None and t.requires_grad]
+    if what == "packed":
+        cu_q, cu_k = torch.tensor([[0, 4], [0, len_k]], dtype=torch.int32)
+        given = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_q, cu_k)
+        out, lse = strobe.attention_varlen(*given, bias=bias[None, None], return_lse=True, backend=backend)
+        out, lse = out[None], lse[None]
+    else:
+        out, lse = strobe.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True, backend=backend)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) * (what == "lse")
+    found = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)
+
+    # The textbook in fp32; the gradient of an LSE by a score is its probability.
+    one, two, three = (t.transpose(1, 2).repeat_interleave(2 // t.shape[2], 1) for t in (q, k, v))
+    s = one @ two.mT * 8**-0.5 + bias
+    s = s if sinks is None else torch.cat([s, sinks[:, None, None].expand(1, 2, 4, 1)], -1)
+    p = s.softmax(-1)
+    through_lse = (p.detach() * s * dlse[..., None]).sum()
+    scalar = ((p[..., :len_k] @ three).transpose(1, 2) * dout).sum() + through_lse
+    for mine, expected in zip(found, torch.autograd.grad(scalar, leaves), strict=True):
+        torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_second_derivatives_of_rows_whose_scores_are_all_huge(fill: float) -> None:
+    """With equal keys, the gradient of the LSE by q is the mean of the keys, whatever q is: its derivative is 0."""
+    q = torch.randn(1, 3, 1, 4, requires_grad=True)
+    k = torch.randn(1, 1, 1, 4).expand(1, 5, 1, 4).clone().requires_grad_()
+    _, lse = strobe.attention(q, k, k, bias=torch.full((3, 5), fill), scale=1.0, return_lse=True)
+    (dq,) = torch.autograd.grad(lse.sum(), q, create_graph=True)
+    torch.testing.assert_close(dq, k.mean(1, keepdim=True).expand_as(dq).detach())
+    (dk,) = torch.autograd.grad(dq.sum(), k)
+    torch.testing.assert_close(dk, torch.full_like(dk, 3 / 5))
+
+
+def test_an_lse_over_more_keys_than_those_at_hand() -> None:
+    """Shards of a sequence are differentiated with the LSE of all of it, which is no reason to compute it again."""
+    q, k, v = torch.randn(3, 1, 8, 2, 8)
+    q, k = 100 * q, 100 * k
+    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = strobe.attention(*whole, scale=1.0, return_lse=True, backend="tiled")
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, whole, dout)
+    assert lse.abs().max() > 1e4
+    parts = []
+    for keys in (slice(0, 4), slice(4, 8)):
+        a = Arguments(q, k[:, keys], v[:, keys], scale=1.0, return_lse=True, backend="tiled")
+        parts.append(bind(a, needs_grad=True).backward((True,) * 3, a, out.detach(), lse.detach(), dout, None))
+    torch.testing.assert_close(parts[0].q + parts[1].q, expected[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(torch.cat([part.v for part in parts], 1), expected[2], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -197,3 +294,30 @@ def test_conjugate_and_negative_views_are_what_they_mean() -> None:
     q = torch.randn(1, 20, 2, 8)
     view = torch._neg_view(q)
     torch.testing.assert_close(strobe.attention(view, q, q), strobe.attention(-q, q, q))
+
+
+# ---- repeatable ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["tiled", "aten_cpu"])
+def test_repeatable_in_any_thread_with_as_many_threads(backend: str) -> None:
+    """What `deterministic` promises on a CPU."""
+    q, k, v = (torch.randn(2, 300, 4, 64, requires_grad=True) for _ in range(3))
+    found: list[tuple[torch.Tensor, ...]] = []
+
+    def run(threads: int) -> None:
+        torch.set_num_threads(threads)
+        out = strobe.attention(q, k, v, deterministic=True, backend=backend)
+        found.append((out.detach(), *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+
+    usual = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            run(threads)
+            other = threading.Thread(target=run, args=(threads,))
+            other.start()
+            other.join()
+    finally:
+        torch.set_num_threads(usual)
+    for here, there in (found[:2], found[2:]):
+        assert all(map(torch.equal, here, there))

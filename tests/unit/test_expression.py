@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from strobe.expression import OPERATIONS, Expr, parse
+import strobe
+from strobe.expression import OPERATIONS, Expr, Grammar, parse
+from strobe.mask import parse_mask
 from strobe.score import Score, alibi, identity, parse_score, softcap
 
 s, x = Expr("var", ("s",)), Expr("var", ("x",))
+ANY = Grammar(frozenset("sx"), frozenset(OPERATIONS))
 EXPRESSIONS = {
     "identity": s,
     "scaled": s * 3.0,
@@ -50,15 +54,141 @@ def test_a_derivative_shares_what_was_computed() -> None:
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_text_and_back(name: str) -> None:
     expr = EXPRESSIONS[name]
-    assert parse(expr.text()) == expr
+    assert parse(expr.text(), ANY) == expr
     derivative = expr.derivative("s")
-    assert parse(derivative.text()) == derivative
+    assert parse(derivative.text(), ANY) == derivative
 
 
 @pytest.mark.parametrize("text", ["", "(+ s", "(? s s)", "s s", "(+ s 1))"])
 def test_damaged_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        parse(text)
+        parse(text, ANY)
+
+
+# ---- text from strangers ---------------------------------------------------------------------------------------------
+
+NO_MASKS = {
+    "a call": 'system("true")',
+    "a call without brackets or blanks": "x=system",
+    "C++ as a variable": "q,}int/**/evil=system",
+    "another name": "threadIdx",
+    "a name of scores": "s",
+    "a name with a backslash": "q\\",
+    "a literal that is text": "'1,system",
+    "a literal that is a name": "'q",
+    "a macro": "STROBE_DEVICE",
+    "an attribute": "q.__class__",
+    "digits of another script": "١٢",
+    "digits with underscores": "1_000",
+    "hexadecimal": "0x10",
+    "a fraction": "1.5",
+    "infinity": "inf",
+    "not a number": "nan",
+    "too large for 32 bits": "4294967296",
+    "a captured tensor": "#0h",
+    "no operands": "(+)",
+    "one operand": "(+ q)",
+    "three operands": "(max q q q)",
+    "an operation of scores": "(tanh q)",
+    "an operation of Python": "(__import__ q)",
+    "true division": "(/ q 2)",
+    "division by zero": "(// q 0)",
+    "division by what may be zero": "(// q len_k)",
+    "division by a negative number": "(// q -3)",
+    "a quotient of a quotient": "(// (+ (// q 2) 1) 2)",
+    "an end that moves left": "(- len_k q)",
+    "an end that turns round": "(* q -1)",
+    "a product of q": "(* q q)",
+    "operators of C++": "(, q q)",
+    "a comment": "q/*",
+    "a new line": "q\nx",
+    "a directive": "#include",
+    "nothing but brackets": "()",
+    "too deep": "(+ q " * 50_000 + "q" + ")" * 50_000,
+    "deep, but short": "(+ q " * 200 + "q" + ")" * 200,
+    "deep without an end": "(max 1 " * 300,
+    "too long": "(+ q 1" + " " * 100_000 + ")",
+}
+
+
+@pytest.mark.parametrize("name", NO_MASKS)
+def test_a_mask_says_nothing_but_masks(name: str) -> None:
+    """The text of a mask comes with an exported graph and ends up in the source of a kernel."""
+    for text in (f"{NO_MASKS[name]};;x", f";{NO_MASKS[name]};x"):
+        with pytest.raises(ValueError) as error:
+            parse_mask(text)
+        assert len(str(error.value)) < 400
+
+
+NO_SCORES = {
+    "a call": 'system("true")',
+    "a name of kernels": "c[0]",
+    "the result": "y",
+    "a literal that is text": "'1f,system",
+    "an infinite literal": "'inf",
+    "a literal that becomes infinite": "'1e999",
+    "a tensor without axes": "(* s #0)",
+    "a tensor with other axes": "(* s #0hb)",
+    "a tensor without a number": "(* s #h)",
+    "a negative tensor": "(* s #-1h)",
+    "an operation of masks": "(// s 2)",
+    "division by zero": "(/ s 0.0)",
+    "two operands of one": "(tanh s s)",
+    "a name behind a number": "1.0f",
+    "too deep": "(tanh " * 50_000 + "s" + ")" * 50_000,
+}
+
+
+@pytest.mark.parametrize("name", NO_SCORES)
+def test_a_score_says_nothing_but_scores(name: str) -> None:
+    with pytest.raises(ValueError):
+        parse_score(f"{NO_SCORES[name]};x")
+
+
+def test_a_score_without_its_name() -> None:
+    with pytest.raises(ValueError, match="an expression and a name"):
+        parse_score("s")
+
+
+@pytest.mark.parametrize("name", ['";system("true");"', "*/ int evil;", "a\nint evil;", "a\\\nb", "a\r", "??/", "<b>"])
+def test_names_cannot_leave_a_string_or_a_comment(name: str) -> None:
+    for found in (parse_mask(f";q;{name}").name, parse_score(f"s;{name}").name):
+        assert len(found) == len(name) and not set(found) & set('";*/\\\n\r<>?')
+    assert parse_score("s;softcap(3) with alibi").name == "softcap(3) with alibi"
+
+
+def test_a_score_refers_to_the_tensors_that_it_has() -> None:
+    score = parse_score("(* s #1bh);x")
+    assert score.with_tensors([torch.ones(2), torch.ones(1, 2)]).tensors
+    for wrong in ([], [torch.ones(2)], [torch.ones(2), torch.ones(2)]):
+        with pytest.raises(ValueError, match="refers to tensor 1 with 2 axes"):
+            score.with_tensors(wrong)
+
+
+@pytest.mark.parametrize("interval, score", [(";q,throw;x", "s;x"), (";;full", "s,throw;x"), (";(+ q);x", "s;x")])
+def test_an_operation_compiles_no_text_of_strangers(interval: str, score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the operation, as an exported graph makes it."""
+    compiler = importlib.import_module("strobe.emulator.compiler")
+
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(compiler, "_compile", build)
+    monkeypatch.setattr(subprocess, "run", build)
+    q = torch.randn(1, 16, 1, 64, dtype=torch.float16)
+    none = (None,) * 6
+    with pytest.raises(ValueError):
+        torch.ops.strobe.attention(
+            q, q, q, *none, [], None, None, interval, score, None, 0.0, 0, "bshd", False, "emulator", False
+        )
+
+
+def test_every_mask_of_ours_can_be_read() -> None:
+    most = strobe.window(1, 2)
+    for left in range(3, 16):
+        most = most & strobe.window(10**left, None) & strobe.chunked(10**left)
+    for mask in (most, strobe.full, strobe.causal & strobe.prefix(3) & strobe.window(4, 5) & strobe.chunked(7)):
+        assert parse_mask(mask.text()) == mask
 
 
 def test_what_has_no_derivative_says_so() -> None:

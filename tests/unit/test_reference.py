@@ -10,7 +10,7 @@ from cases import CASES, Case
 from oracle import forward, prepare, with_leaves
 
 from strobe import dropout
-from strobe.arguments import Inputs
+from strobe.arguments import Arguments, Inputs
 from strobe.backends import reference
 from strobe.problem import Problem
 
@@ -57,7 +57,7 @@ def loops(p: Problem, x: Inputs, b: int, h: int, i: int) -> tuple[list[float], f
     out = [0.0] * p.dim_v
     for j, s in scores.items():
         for c in range(p.dim_v):
-            weight = math.exp(s) / total * (float(kept[j]) / (1 - p.dropout))
+            weight = math.exp(s) / total * (float(kept[j]) / dropout.kept_share(p.dropout))
             out[c] += weight * float(x.v[held, hk, k0 + j, c])
     return out, math.log(total) if total else -math.inf
 
@@ -98,6 +98,17 @@ def test_rows_without_keys_have_zero_gradients() -> None:
     assert (out[:, :, :70] == 0).all() and (lse[:, :, :70] == -torch.inf).all()
     gradients = torch.autograd.grad([out.sum(), lse[:, :, 70:].sum()], leaves)
     assert all(torch.isfinite(g).all() for g in gradients) and (gradients[0][:, :, :70] == 0).all()
+
+
+def test_packed_sequences_without_any_key_are_differentiable() -> None:
+    q, k = torch.randn(3, 2, 4, requires_grad=True), torch.randn(0, 2, 4, requires_grad=True)
+    cu_q, cu_k = torch.tensor([0, 2, 3], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    a = Arguments(q, k, k, cu_q=cu_q, cu_k=cu_k, max_q=2, max_k=0, return_lse=True)
+    p, layout = Problem.of(a)
+    _, lse = reference.attention(p, Inputs.of(a, layout))
+    assert (lse == -torch.inf).all() and lse.grad_fn is not None
+    dq, dk = torch.autograd.grad(lse.sum(), (q, k))
+    assert (dq == 0).all() and dq.shape == q.shape and dk.shape == k.shape
 
 
 def test_backend_writes_into_out_and_is_never_chosen() -> None:

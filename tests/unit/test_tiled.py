@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import pytest
@@ -9,15 +10,17 @@ import tolerance
 import torch
 from cases import CASES, Case
 from hypothesis import given, settings, strategies as st
-from oracle import check, cotangents, expected, expected_gradients, prepare
+from oracle import check, cotangents, expected, expected_gradients, prepare, with_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from strobe import mask as masks
+from strobe.arguments import Arguments, Inputs
 from strobe.backends import dispatch, reference
 from strobe.backends.tiled import forward as tiled
 from strobe.backends.tiled.backward import backward
 from strobe.backends.tiled.slab import choose_blocks, product
+from strobe.problem import Problem
 from strobe.tiled import block_sizes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -268,3 +271,75 @@ def test_a_product_overwrites_its_buffer(dtype: torch.dtype, factor: float) -> N
     a, b = (torch.randn(4, 40, 32, dtype=dtype) for _ in range(2))
     found = product(a, b.mT, torch.full((8000,), torch.nan, dtype=dtype), factor)
     torch.testing.assert_close(found, factor * (a @ b.mT))
+
+
+@pytest.mark.parametrize("factor", [1e-46, -1e-46, 1e-40])
+def test_a_factor_that_is_nothing_in_fp32(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Arm, `baddbmm` leaves its output alone where alpha and beta are 0, as 1e-46 is in fp32, and with denormals
+    flushed also 1e-40."""
+    baddbmm = torch.baddbmm
+
+    def on_arm(into: torch.Tensor, *args: object, alpha: float, **more: object) -> torch.Tensor:
+        return into if abs(alpha) < 2**-126 else baddbmm(into, *args, alpha=alpha, **more)
+
+    monkeypatch.setattr(torch, "baddbmm", on_arm)
+    a, b = (torch.randn(1, 4, 8) for _ in range(2))
+    torch.testing.assert_close(product(a, b.mT, torch.full((16,), torch.nan), factor), torch.zeros(1, 4, 4))
+
+
+# ---- packed sequences that are alike ---------------------------------------------------------------------------------
+
+ALIKE = ((7, 7), (7, 7), (3, 5), (7, 7), (3, 5), (0, 2), (3, 5), (7, 7), (4, 0), (3, 5), (7, 7), (0, 2), (7, 7), (4, 0))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("plain", 0, 0, heads=4, heads_k=2, dim=8, lengths=ALIKE),
+        Case("causal", 0, 0, heads=2, dim=8, mask=masks.causal, softcap=2.0, sinks=True, lengths=ALIKE),
+        Case("dropout", 0, 0, heads=2, dim=8, dropout=0.3, lengths=ALIKE),
+        Case("bias", 0, 0, heads=2, dim=8, bias=(len(ALIKE), 2, 7, 7), lengths=ALIKE),
+        Case("mask", 0, 0, heads=2, dim=8, mask_tensor=(len(ALIKE), 1, 7, 7), lengths=ALIKE),
+    ],
+    ids=lambda case: case.name,
+)
+def test_packed_sequences_that_are_alike(case: Case) -> None:
+    p, inputs = prepare(case, torch.float64)
+    held, leaves = with_leaves(inputs)
+    exact = reference.attention(p, held)
+    out, lse = tiled.forward(p, inputs)
+    torch.testing.assert_close((out, lse), exact, atol=1e-12, rtol=1e-10)
+    dout, dlse = torch.randn_like(out), torch.where(lse.isfinite(), torch.randn_like(lse), 0)
+    finite = torch.where(exact[1].isfinite(), exact[1], 0)
+    gradients = torch.autograd.grad((exact[0] * dout).sum() + (finite * dlse).sum(), leaves)
+    found = [g for g in backward(p, inputs, out, lse, dout, dlse) if g is not None]
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mask", [masks.full, masks.causal], ids=repr)
+def test_parts_of_packed_sequences_that_are_alike(mask: masks.Mask) -> None:
+    """Alike are those that also stand at the same positions."""
+    cu = torch.arange(0, 41, 4, dtype=torch.int32)
+    q, k, v = torch.randn(3, 40, 2, 8, dtype=torch.float64)
+    positions = torch.tensor([[0, 8, 0, 8], [4, 8, 0, 8]] * 5, dtype=torch.int32)
+    a = Arguments(q, k, v, cu_q=cu, cu_k=cu, max_q=4, max_k=4, mask=mask, positions=positions, return_lse=True)
+    p, layout = Problem.of(a)
+    inputs = Inputs.of(a, layout)
+    torch.testing.assert_close(tiled.forward(p, inputs), reference.attention(p, inputs), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", [[7] * 300, [3, 7, 5] * 100], ids=["equal", "three lengths"])
+def test_short_packed_sequences_are_worked_on_together(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 products of their own took 100 times as long as the same sequences in a batch."""
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    q, k, v = torch.randn(3, sum(lengths), 4, 32)
+    a = Arguments(q, k, v, cu_q=cu, cu_k=cu, max_q=7, max_k=7, return_lse=True)
+    p, layout = Problem.of(a)
+    inputs = Inputs.of(a, layout)
+    products, bmm = [], torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda *a, **b: products.append(1) or bmm(*a, **b))
+    out, lse = tiled.forward(p, inputs)
+    assert len(products) <= 6
+    backward(p, inputs, out, lse, out)
+    assert len(products) <= 18

@@ -2,8 +2,9 @@
 
 Its limits, as found by trying: any zero length ends in a division by zero that kills the process; key and value dims
 must be equal; its causal mask is aligned top-left, and multiplies -inf by the scale; it adds masks and knows no
-booleans; a row that sees no key gets the LSE 0; there is no gradient for what is added, nor through the LSE; with fewer
-keys than a vector has lanes, a row whose scores are all NaN gets the output 0 and the LSE 0.
+booleans; a row that sees no key gets the LSE 0; there is no gradient for what is added, nor through the LSE; its
+gradients of rows whose scores are all huge (finfo.min, say) are too large; with fewer keys than a vector has lanes, a row
+whose scores are all NaN gets the output 0 and the LSE 0.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _bind_backward(problem: Problem, layout: Layout) -> Callable[..., Any]:
     inside, outside = layout.inside, layout.outside
 
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-        if dlse is not None:
+        if dlse is not None or tiled_backward.lse_loses_sums(lse):
             return on_views(a, out, lse, dout, dlse)
         q, k, v, out, dout = (inside(t) for t in (a.q, a.k, a.v, out, dout))
         found = op(dout, q, k, v, out, layout.rows_inside(lse), 0.0, is_causal, scale=scale)
@@ -134,7 +135,7 @@ def _bind_backward(problem: Problem, layout: Layout) -> Callable[..., Any]:
 def _backward(
     problem: Problem, x: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
-    if dlse is not None:
+    if dlse is not None or tiled_backward.lse_loses_sums(lse):
         return tiled_backward.backward(problem, x, out, lse, dout, dlse)
     added = _added(problem, x.mask, x.bias)
     lse = lse.masked_fill(lse == -torch.inf, 0)  # what the kernel itself had written there

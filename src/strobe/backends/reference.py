@@ -54,7 +54,7 @@ def _one(
     if problem.dropout:
         heads = range(problem.first_head, problem.first_head + problem.heads)
         kept = dropout.keep(x.seed, batch, heads, rows, keys, problem.dropout, q.device)
-        p = torch.where(kept, p / (1 - problem.dropout), 0)
+        p = torch.where(kept, p / dropout.kept_share(problem.dropout), 0)
     return p @ v, lse
 
 
@@ -84,9 +84,12 @@ def probabilities(
     seen = visible.any(-1, keepdim=True)
     s = torch.where(visible, s, torch.where(seen, -torch.inf, 0.0).to(s.dtype))  # finite where nothing is seen
     if s.shape[-1] == 0:
-        return s, s.new_full(s.shape[:-1], -torch.inf)
+        return s, s.sum(-1) - torch.inf  # differentiable, as ever
     p = torch.where(visible, s.softmax(-1), 0)[..., :len_k]
-    lse = torch.where(seen, s.logsumexp(-1, keepdim=True), -torch.inf)
+    # As `logsumexp`, whose gradient, exp(s - lse), has lost the sum beside a huge maximum.
+    m = s.detach().amax(-1, keepdim=True)
+    m = torch.where(m.isfinite(), m, 0)
+    lse = torch.where(seen, (s - m).exp().sum(-1, keepdim=True).log() + m, -torch.inf)
     if takes_all is not None:
         lse = torch.where(takes_all, torch.inf, lse)
     return p, lse.squeeze(-1)

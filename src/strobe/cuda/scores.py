@@ -64,7 +64,7 @@ class Scores:
         return {
             "score": numbers + (0.0,) * (MAX_SCORE_CONSTANTS - len(numbers)),
             "scale_log2": problem.score.kernel_form(problem.scale).after * LOG2E,
-            "dropout_scale": 1 / (1 - problem.dropout),
+            "dropout_scale": 1 / dropout.kept_share(problem.dropout),
             "dropout_threshold": 0x10001
             * dropout.threshold_bits(problem.dropout),  # the same in both halves of 32 bits
             "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),

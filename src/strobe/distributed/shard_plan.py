@@ -9,6 +9,7 @@ import bisect
 import functools
 import itertools
 import numbers
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -240,11 +241,19 @@ def join(plan: ShardPlan, shards: Sequence[torch.Tensor], dim: int = 1) -> torch
     return whole if order[0] is None else whole.index_select(dim, order[0].to(whole.device))
 
 
+_MOST_RANKS = 1 << 16  # that a text can ask for: a plan holds something for each
+_TEXT = re.compile(r"[0-9,]*\|[a-z]+\|[0-9]{1,18}\|[0-9]{1,18}\|[0-9,/-]*\|.*", re.DOTALL)
+
+
 @functools.lru_cache(maxsize=64)
 def parse_plan(text: str) -> ShardPlan:
-    """The plan that has this `text`."""
+    """The plan that has this `text`, which may come from anywhere."""
+    if not _TEXT.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is not the text of a plan: lengths|strategy|ranks|block|shards|mask")
     lengths, strategy, ranks, block, held, mask = text.split("|", 5)
     documents = [int(n) for n in lengths.split(",") if n]
+    if int(ranks) > _MOST_RANKS:
+        raise ValueError(f"a plan has {ranks} ranks; a text may ask for {_MOST_RANKS} at most")
     if strategy != "custom":
         return ShardPlan(documents, ranks=int(ranks), strategy=strategy, block=int(block), mask=parse_mask(mask))
     shards = [[_range(r) for r in shard.split(",") if r] for shard in held.split("/")]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from strobe import dropout
 from strobe.arguments import Inputs
 from strobe.problem import Problem
 
@@ -115,7 +116,8 @@ def gradient_floor(
     counts."""
     if problem.empty:
         return 0.0
-    dp = dout.double().norm(dim=-1).max().item() * inputs.v.double().norm(dim=-1).max().item() / (1 - problem.dropout)
+    dp = dout.double().norm(dim=-1).max().item() * inputs.v.double().norm(dim=-1).max().item()
+    dp /= dropout.kept_share(problem.dropout)
     scale = abs(problem.scale)
     reach = {"q": scale * _top(inputs.k), "k": scale * _top(inputs.q), "v": 0.0, "bias": 1.0}
     reach["sinks"] = problem.q.total**0.5

@@ -15,12 +15,15 @@ def _details(problem: Problem) -> dict[str, object]:
 
 
 def _extra_bytes(problem: Problem) -> int:
-    """Two tiles of scores, the accumulators of a block of rows and, for gradients, those of all keys and values."""
+    """Two tiles of scores, the accumulators of a block of rows and, for gradients, those of all keys and values. Packed
+    sequences may be put into another order."""
     blocks, size = choose_blocks(problem), problem.lse_dtype.itemsize
-    rows = blocks.pairs * blocks.q * problem.group
-    extra = size * rows * (2 * blocks.k + problem.dim + problem.dim_v + 4)
+    rows = max(blocks.pairs * blocks.q * problem.group, blocks.scores // (problem.dim + problem.dim_v))
+    extra = size * (2 * blocks.scores + rows * (problem.dim + problem.dim_v + 4))
+    if problem.varlen:
+        extra += (2 if problem.gradients else 1) * problem.bytes()
     if problem.gradients:
-        extra += 2 * size * rows * blocks.k + size * problem.heads_k * problem.k.total * (problem.dim + problem.dim_v)
+        extra += 2 * size * blocks.scores + size * problem.heads_k * problem.k.total * (problem.dim + problem.dim_v)
     return extra
 
 

@@ -10,7 +10,9 @@ from typing import Protocol
 
 import torch
 
+from strobe import dropout
 from strobe.arguments import Inputs
+from strobe.backends.tiled.sequences import Order
 from strobe.backends.tiled.slab import LN2, Slab, add_product_, choose_blocks, slabs
 from strobe.problem import Problem
 
@@ -45,10 +47,12 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=problem.lse_dtype, device=q.device)
     if problem.empty:
         return out.zero_(), _nothing_seen(inputs, lse)
+    if (order := Order.of(problem, inputs)) is not None:
+        found = forward(problem, order.inputs, block_q=block_q, block_k=block_k, observer=observer)
+        return out.index_copy_(2, order.rows, found[0]), lse.index_copy_(2, order.rows, found[1])
     blocks = choose_blocks(problem, block_q, block_k)
-    rows = blocks.q * problem.group
-    buffer = torch.empty(blocks.pairs * rows * blocks.k, dtype=problem.lse_dtype, device=q.device)
-    for slab in slabs(problem, inputs, blocks.pairs):
+    buffer = torch.empty(blocks.scores, dtype=problem.lse_dtype, device=q.device)
+    for slab in slabs(problem, inputs, blocks):
         slab_out, slab_lse = slab.of_queries(out), slab.of_queries(lse)
         for block in slab.row_blocks(blocks.q):
             o, row_lse = _block_of_rows(slab, block, blocks.k, buffer, observer)
@@ -68,43 +72,20 @@ def _block_of_rows(
     problem = slab.problem
     q = slab.query_tile(rows)  # (b*hk, g*rows, dim)
     o = q.new_zeros((*q.shape[:2], problem.dim_v), dtype=slab.accumulate)
-    m, ell = _before_the_first_tile(slab, rows, o)
+    m, ell = slab.before_the_first_tile(rows, o)
     for keys, whole in slab.key_tiles(rows, block_k):
         k, v = slab.keys_of(slab.k, keys), slab.keys_of(slab.v, keys)
         s, _ = slab.scores(q, k, rows, keys, whole, buffer)
         if observer is not None:
             observer.scored(rows, keys, whole, s * slab.unit, m * slab.unit)
-        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-        p = slab.exponentials(s, m_new)
-        rescale = slab.exponential(_difference(slab, m, m_new))
-        ell = torch.addcmul(p.sum(-1, keepdim=True), ell, rescale)
+        p, rescale, m, ell = slab.softmax_step(s, m, ell)
         if problem.dropout:
             p.mul_(slab.kept(rows, keys))
         add_product_(o.mul_(rescale), p.to(slab.operand), v)
-        m = m_new
         if observer is not None:
             observer.summed(p, rescale, m * slab.unit, ell, o)
-    o.div_(torch.where(ell == 0, 1, ell) * (1 - problem.dropout))
+    o.div_(torch.where(ell == 0, 1, ell) * dropout.kept_share(problem.dropout))
     return o, ell.log2_().div_(slab.unit).add_(m).mul_(slab.unit * LN2)  # log(0) = -inf for a row that saw nothing
-
-
-def _before_the_first_tile(slab: Slab, rows: range, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and ell, (b*hk, g*rows, 1). The sink is a key already seen whose value is 0. Without one m is the least finite
-    number and not -inf: masked scores, which are -inf, can then be compared with it and subtracted from it without
-    NaN."""
-    least = torch.finfo(slab.accumulate).min
-    m = like.new_full((*like.shape[:2], 1), least)
-    if slab.inputs.sinks is None:
-        return m, torch.zeros_like(m)
-    sink = slab.sinks().expand(len(slab.batch), len(slab.heads), slab.group, len(rows)).reshape(m.shape)
-    sink = slab.in_units(sink)
-    return sink.clamp(min=least), (sink != -torch.inf).to(m.dtype)
-
-
-def _difference(slab: Slab, m: torch.Tensor, m_new: torch.Tensor) -> torch.Tensor:
-    """m - m_new, which is 0 for an infinite sink."""
-    difference = m - m_new
-    return difference if slab.inputs.sinks is None else torch.where(m == m_new, 0, difference)
 
 
 def empty_rows(q: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from strobe import dropout
 from strobe.arguments import Inputs
+from strobe.backends.tiled.sequences import alike, sequences_differ
 from strobe.mask import Positions, full
 from strobe.problem import Problem
 from strobe.score import LOG2E
@@ -28,6 +29,7 @@ class Blocks(NamedTuple):
     q: int  # query positions of a tile; its rows are these times the heads of a group
     k: int  # keys of a tile
     pairs: int  # (batch, key head) pairs that are worked on at once
+    scores: int  # room for those of a tile of all these pairs
 
 
 _Sizes = tuple[int | None, int | None]
@@ -59,7 +61,7 @@ def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | N
     block_q, block_k = block_q or forced_q, block_k or forced_k
     k = min(block_k or keys, max(1, problem.len_k))
     q = min(block_q or max(16, rows // group), max(1, problem.len_q))
-    available = max(1, problem.heads_k * (1 if _one_sequence_at_a_time(problem) else problem.batch))
+    available = max(1, problem.heads_k * (1 if sequences_differ(problem) else problem.batch))
     pairs = max(1, min(available, tile // (group * q * k)))
     if block_q is None and 2 * pairs * group * q * k <= tile:  # too few heads to fill the tile
         q = min(2 * q, max(1, problem.len_q))
@@ -69,33 +71,37 @@ def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | N
                 block_k is None and problem.dim_v <= 64
             ):  # o is rescaled once per tile, which costs little if it is narrow
                 k = min(k, 256)
-    return Blocks(q, k, pairs)
+    scores = pairs * group * q * k
+    if sequences_differ(problem):  # those that are alike fill a tile together
+        scores = max(scores, min(tile, problem.batch * problem.heads * q * _width(problem, k)))
+    return Blocks(q, k, pairs, scores)
 
 
-def _one_sequence_at_a_time(problem: Problem) -> bool:
-    return problem.varlen or problem.positions
+def _width(problem: Problem, keys: int) -> int:
+    """Of what is held for a row: its scores in a tile, or its query and its output."""
+    return max(keys, problem.dim + problem.dim_v)
 
 
 @dataclass
 class Slab:
-    """Some (batch, key head) pairs of a problem, or of one of its sequences where those have lengths or positions of their
-    own. b, hk: how many; g: heads per group."""
+    """Some (batch, key head) pairs of a problem, whose sequences have the same lengths and positions. b, hk: how many; g:
+    heads per group."""
 
     problem: Problem
     inputs: Inputs
     batch: range  # as masks, biases and the dropout count sequences
     heads: range  # of k
-    rows: slice  # along the query axis of the tensors
+    rows: slice  # along the query axis of the tensors; of packed sequences those of all, one after the other
     keys: slice
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
         problem = self.problem
         self.group = problem.group
-        self.len_q, self.len_k = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        packed = len(self.batch) if problem.varlen else 1
+        self.len_q, self.len_k = ((axis.stop - axis.start) // packed for axis in (self.rows, self.keys))
         self.pairs = len(self.batch) * len(self.heads)
         self.query_heads = range(self.heads.start * self.group, self.heads.stop * self.group)
-        self._held = slice(0, 1) if problem.varlen else slice(self.batch.start, self.batch.stop)
         self.accumulate = problem.lse_dtype
         # Tensor cores take 16-bit operands and add up in 32 bits; a CPU has to widen them.
         self.narrow = problem.device.type == "cuda" and problem.dtype.itemsize == 2
@@ -116,12 +122,19 @@ class Slab:
 
     def of_queries(self, t: torch.Tensor) -> torch.Tensor:
         """(b, hk, g, len_q, ...) of a tensor (batch, heads, len_q, ...)."""
-        t = t[self._held, self.query_heads.start : self.query_heads.stop, self.rows]
+        t = self._part(t, self.query_heads, self.rows, self.len_q)
         return t.unflatten(1, (len(self.heads), self.group))
 
     def of_keys(self, t: torch.Tensor) -> torch.Tensor:
         """(b, hk, len_k, ...) of a tensor (batch, heads of k, len_k, ...)."""
-        return t[self._held, self.heads.start : self.heads.stop, self.keys]
+        return self._part(t, self.heads, self.keys, self.len_k)
+
+    def _part(self, t: torch.Tensor, heads: range, axis: slice, length: int) -> torch.Tensor:
+        """(b, heads, length, ...), a view."""
+        if not self.problem.varlen:
+            return t[self.batch.start : self.batch.stop, heads.start : heads.stop, axis]
+        t = t[0, heads.start : heads.stop, axis]
+        return t.unflatten(1, (len(self.batch), length)).transpose(0, 1)
 
     def of_pairs(self, t: torch.Tensor | None) -> torch.Tensor | None:
         """(b, hk, g, len_q, len_k) of a mask, bias or bias gradient, with 1 where it is to be broadcast."""
@@ -242,6 +255,31 @@ class Slab:
         """exp, over `difference`, which is in the units of the scores."""
         return difference.exp2_() if self.unit == 1.0 else difference.mul_(self.unit).exp2_()
 
+    def softmax_step(
+        self, s: torch.Tensor, m: torch.Tensor, ell: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One more tile of scores: its exponentials, over `s`, the factor for what was summed before, and the new row
+        maxima and sums."""
+        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+        p = self.exponentials(s, m_new)
+        difference = m - m_new
+        if self.inputs.sinks is not None:  # 0 for an infinite sink
+            difference = torch.where(m == m_new, 0, difference)
+        rescale = self.exponential(difference)
+        return p, rescale, m_new, torch.addcmul(p.sum(-1, keepdim=True), ell, rescale)
+
+    def before_the_first_tile(self, rows: range, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and ell, (b*hk, g*rows, 1). The sink is a key already seen whose value is 0. Without one m is the least
+        finite number and not -inf: masked scores, which are -inf, can then be compared with it and subtracted from it
+        without NaN."""
+        least = torch.finfo(self.accumulate).min
+        m = like.new_full((*like.shape[:2], 1), least, dtype=self.accumulate)
+        if self.inputs.sinks is None:
+            return m, torch.zeros_like(m)
+        sink = self.sinks().expand(len(self.batch), len(self.heads), self.group, len(rows)).reshape(m.shape)
+        sink = self.in_units(sink)
+        return sink.clamp(min=least), (sink != -torch.inf).to(m.dtype)
+
     def _hide(self, s: torch.Tensor, visible: torch.Tensor, rows: range) -> torch.Tensor:
         # On CPUs `where` into fresh memory is several times faster than `masked_fill_`.
         return torch.where(visible, self.spread(s, rows), -torch.inf).view_as(s)
@@ -280,22 +318,27 @@ def tile_of(t: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
     return t if t.shape[-1] == 1 else t[..., keys.start : keys.stop]
 
 
-def slabs(problem: Problem, inputs: Inputs, pairs: int) -> Iterator[Slab]:
-    """Every (batch, key head) pair once, at most `pairs` of them at a time."""
-    if problem.varlen:
-        assert inputs.cu_q is not None and inputs.cu_k is not None
-        ends_q, ends_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
-    at = None if inputs.positions is None else [Positions(*p) for p in inputs.positions.tolist()]
-    step_batch = 1 if _one_sequence_at_a_time(problem) else max(1, pairs // max(1, problem.heads_k))
-    for b in range(0, problem.batch, step_batch):
-        if problem.varlen:
-            rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        else:
-            rows, keys = slice(0, problem.len_q), slice(0, problem.len_k)
-        batch = range(b, min(b + step_batch, problem.batch))
-        for h in range(0, problem.heads_k, pairs):
-            heads = range(h, min(h + pairs, problem.heads_k))
-            yield Slab(problem, inputs, batch, heads, rows, keys, None if at is None else at[b])
+def slabs(problem: Problem, inputs: Inputs, blocks: Blocks) -> Iterator[Slab]:
+    """Every (batch, key head) pair once, as many at a time as there is room for."""
+    for batch, rows, keys, at in alike(problem, inputs):
+        pairs = blocks.pairs
+        if sequences_differ(problem):
+            len_q, len_k = ((axis.stop - axis.start) // len(batch) for axis in (rows, keys))
+            if not problem.varlen:
+                len_q, len_k = problem.len_q, problem.len_k
+            row = max(1, min(blocks.q, len_q)) * _width(problem, min(blocks.k, len_k))
+            pairs = max(min(blocks.pairs, problem.heads_k), blocks.scores // (max(1, problem.group) * row))
+        step = max(1, pairs // max(1, problem.heads_k))
+        for b in range(0, len(batch), step):
+            some = batch[b : b + step]
+            part_q, part_k = rows, keys
+            if problem.varlen:
+                part_q, part_k = (
+                    slice(axis.start + b * length, axis.start + (b + len(some)) * length)
+                    for axis, length in ((rows, len_q), (keys, len_k))
+                )
+            for h in range(0, problem.heads_k, pairs):
+                yield Slab(problem, inputs, some, range(h, min(h + pairs, problem.heads_k)), part_q, part_k, at)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
@@ -308,7 +351,7 @@ def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None
         return torch.bmm(a, b) if factor == 1.0 else torch.bmm(a, b).mul_(factor)
     shape = (a.shape[0], a.shape[1], b.shape[2])
     into = buffer[: math.prod(shape)].view(shape)
-    if factor == 0.0:  # with alpha = beta = 0, PyTorch on Arm writes nothing: the buffer keeps its old numbers
+    if abs(factor) < torch.finfo(into.dtype).tiny:  # where alpha and beta are 0 there, PyTorch on Arm writes nothing
         return torch.bmm(a, b, out=into).mul_(factor)
     return torch.baddbmm(into, a, b, beta=0, alpha=factor, out=into)
 

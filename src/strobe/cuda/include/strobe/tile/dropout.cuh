@@ -27,7 +27,7 @@ STROBE_DEVICE u32 dropout_head_key(u64 seed, int batch, int head) {
 }
 STROBE_DEVICE DropoutRow dropout_row(u32 head_key, int query) {
   const u32 a = mix(head_key ^ u32(query & ~9));
-  return DropoutRow{a, mix(a ^ 0x85ebca6bu)};
+  return DropoutRow{a, mix(a ^ 0x85ebca6bu) | 0x80000001u};
 }
 // The hash of 16 entries: of the four queries with four keys, one of which is `key`. A factor makes 16 bits for each of
 // two neighbouring keys of it, by one instruction.
@@ -36,7 +36,7 @@ struct DropoutCell {
   STROBE_DEVICE u32 bits(u32 factor) const { return by * factor + plus; }
 };
 STROBE_DEVICE DropoutCell dropout_cell(const DropoutRow& row, int key) {
-  const u64 sum = u64(u32(key & ~9)) * 0xd2511f53u + (u64(row.b) << 32 | row.a);
+  const u64 sum = u64(u32(key & ~9)) * row.b + (u64(row.b) << 32 | row.a);
   const u64 product = u64(u32(sum) ^ u32(sum >> 32)) * 0x9e3779b1u;
   return DropoutCell{u32(product), u32(product >> 32)};
 }
