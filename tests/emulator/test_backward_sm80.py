@@ -204,7 +204,7 @@ MUTATIONS = [
     mutation("head_of_another_group", "tile.head_k * p.group, blocks.first}", "tile.head_k, blocks.first}"),
     mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)"),
     mutation("weights_not_dropped", "dropout.drop(kept,", "if (false) dropout.drop(kept,", DROPOUT),
-    mutation("dropped_for_another_query", "keys[0], keys[1], row)", "keys[0], keys[1], row + 1)", DROPOUT),
+    mutation("dropped_for_another_query", "as_bits(x), as_bits(y)}, row)", "as_bits(x), as_bits(y)}, row + 1)", DROPOUT),
     mutation("keys_beyond_the_sequence_written", f"if (tile.key0 + row < tile.len_k && {CHUNK}", f"if ({CHUNK}", VARLEN),
 ]  # fmt: skip
 
