@@ -44,7 +44,7 @@ lint: $(READY) ## ruff, clang-format and mypy
 # and fixtures, which two workers would both make.
 PYTEST := $(VENV)/bin/python -m pytest $(TIERS) -q -rfEs -n $(WORKERS) --dist loadfile --durations=15
 
-test: lint ## lint, types and the tests for every day that need no GPU, in 20 minutes on two cores
+test: lint ## lint, types and the tests for every day that need no GPU, in about 20 minutes on two cores
 	$(PYTEST) -m "not thorough"
 
 test-all: lint ## lint, types and every test that needs no GPU

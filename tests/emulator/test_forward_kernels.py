@@ -44,7 +44,7 @@ def check(case: Case, dtype: torch.dtype, found: tuple[torch.Tensor, torch.Tenso
     tolerance.check("lse", found[1], lse, same_lse, floor=tolerance.lse_floor(same_lse))
 
 
-# Every feature and every kind of tile, in few programs: what stands in one line shares one for each kernel.
+# Most features and tiles, in few programs: what stands in one line shares one for each kernel.
 EVERYDAY = """
     plain ragged one_query one_query_causal one_key one_pair group_8 huge rising sliced_group
     causal ragged_causal more_queries_causal group_3 empty_rows rising_causal sliced
