@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TIERS := $(wildcard tests/unit tests/compat tests/distributed tests/compile tests/emulator tests/docs tests/package tests/browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint gpu-test bench bench-gpu learn notebooks site docs package clean
+.PHONY: help setup demo test test-all lint gpu-test bench bench-gpu learn notebooks site docs package clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,9 +40,15 @@ lint: $(READY) ## ruff, clang-format and mypy
 	PATH="$(VENV)/bin:$$PATH" clang-format --dry-run --Werror $$(git ls-files "*.cuh" "*.cu" "*.h")
 	$(VENV)/bin/python -m mypy
 
-# -rfEs: what failed, and what was skipped and why, in the last lines
-test: lint ## lint, types and every test that needs no GPU
-	$(VENV)/bin/python -m pytest $(TIERS) -q -rfEs -n $(WORKERS) --durations=15
+# -rfEs: what failed, and what was skipped and why, in the last lines. loadfile: the tests of a file share compiled kernels
+# and fixtures, which two workers would both make.
+PYTEST := $(VENV)/bin/python -m pytest $(TIERS) -q -rfEs -n $(WORKERS) --dist loadfile --durations=15
+
+test: lint ## lint, types and the tests for every day that need no GPU, in about 20 minutes on two cores
+	$(PYTEST) -m "not thorough"
+
+test-all: lint ## lint, types and every test that needs no GPU
+	$(PYTEST)
 
 gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -rs --durations=15

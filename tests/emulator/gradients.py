@@ -4,6 +4,7 @@ source."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import oracle
 import tolerance
 import torch
 from cases import Case
+from emulator.mutation import Mismatch, replaced
 from oracle import prepare
 
 from strobe.arguments import Inputs, layout_of
@@ -42,14 +44,14 @@ class Mutation:
     def applied(self, plan: Plan) -> Plan:
         """To the kernels of a plan that have what is replaced."""
         texts = [jit.flatten(launch.kernel.source, "emu") for launch in plan.launches]
-        assert any(self.old in text for text in texts), f"no kernel has {self.old!r}"
+        if not any(self.old in text for text in texts):
+            raise Mismatch(f"mutation {self}: no kernel of the plan has its text:\n{self.old}")
 
         def damaged(launch: Launch, text: str) -> Launch:
             if self.old not in text:
                 return launch
-            assert text.count(self.old) == 1, f"{self.old!r} occurs {text.count(self.old)} times"
             spec = launch.kernel
-            edited = text.replace(self.old, self.new)
+            edited = replaced(str(self), text, self.old, self.new)
             kernel = TextKernel(spec.name, spec.arch, spec.params, spec.threads, spec.smem, edited)
             return dataclasses.replace(launch, kernel=kernel)
 
@@ -70,6 +72,23 @@ def gradients(
     forward: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Gradients:
     """`forward`: O and the LSE, if they have been computed already."""
+    plan, tensors, finish = planned(family, p, inputs, tile, machine, mutation, wanted, forward)
+    workers = 1 if mutation else None  # so that what a seed finds does not depend on the host
+    backend.launch(plan, tensors, mode=mode, seed=seed, workers=workers)
+    return finish()
+
+
+def planned(
+    family: str,
+    p: Problem,
+    inputs: Inputs,
+    tile: Any = None,
+    machine: Machine | None = None,
+    mutation: Mutation | None = None,
+    wanted: tuple[str, ...] | None = None,
+    forward: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[Plan, dict[str, Any], Callable[[], Gradients]]:
+    """A plan, its tensors, and what makes gradients of these once the plan has run."""
     found = wanted or tuple(n for n in ("q", "k", "v", "sinks") if getattr(inputs, n) is not None)
     out, lse = forward or tiled.forward(p, inputs)
     dout, dlse = oracle.cotangents(p, inputs)
@@ -85,10 +104,12 @@ def gradients(
             tensors[name].fill_(torch.nan)
     planner = FAMILIES[family].module(asked).plan
     plan = planner(actual, strides, machine, *([tile] if tile else []))
-    workers = 1 if mutation else None  # so that what a seed finds does not depend on the host
-    backend.launch(mutation.applied(plan) if mutation else plan, tensors, mode=mode, seed=seed, workers=workers)
-    g = cuda_backend.gradients_of(asked, layout, tensors, a)
-    return Gradients(*(None if t is None else layout.inside(t) for t in g[:3]), *g[3:])
+
+    def finish() -> Gradients:
+        g = cuda_backend.gradients_of(asked, layout, tensors, a)
+        return Gradients(*(None if t is None else layout.inside(t) for t in g[:3]), *g[3:])
+
+    return mutation.applied(plan) if mutation else plan, tensors, finish
 
 
 def check(p: Problem, inputs: Inputs, found: Gradients, exact: list[torch.Tensor], same: list[torch.Tensor]) -> None:
@@ -134,6 +155,12 @@ def check_fp32(family: str, case: Case, tile: Any = None) -> None:
         exact, expected = getattr(wide, name), getattr(rounded, name)
         assert exact.dtype == torch.float32 and not torch.equal(exact, expected.float())
         assert torch.equal(exact.bfloat16(), expected), name
+
+
+def check_fits(family: str, mutation: Mutation) -> None:
+    """Raises Mismatch unless the kernels of the mutation's case have what it replaces."""
+    p, inputs = prepare(mutation.case, torch.bfloat16)
+    planned(family, replace(p, deterministic=mutation.turns), inputs, mutation.tile, mutation=mutation)
 
 
 def finding(family: str, mutation: Mutation, seed: int) -> str | None:

@@ -9,7 +9,17 @@ import oracle
 import pytest
 import torch
 from cases import Case
-from emulator.gradients import Mutation, check, check_case, check_deterministic, check_fp32, finding, gradients
+from emulator.gradients import (
+    Mutation,
+    check,
+    check_case,
+    check_deterministic,
+    check_fits,
+    check_fp32,
+    finding,
+    gradients,
+)
+from everyday import everyday
 from oracle import prepare
 
 from strobe.backends.tiled import forward as tiled
@@ -53,37 +63,45 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+EVERYDAY = """
+    full causal_group causal_more_queries varlen sinks sinks_rows_without_keys dropout_everything padded_dims huge one_query
+""".split()
+
+
+@pytest.mark.parametrize("case", everyday(CASES, EVERYDAY))
 def test_gradients(case: Case) -> None:
     for mode in ("sync", "async"):
         check_case("sm80", case, SMALL, mode=mode)
 
 
+@pytest.mark.thorough
 def test_gradients_in_fp16() -> None:
     check_case("sm80", CASES[1], SMALL, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("tile", [ONE_BUFFER, replace(SMALL, stages_do=1), EARLY], ids=str)
+@pytest.mark.parametrize("tile", everyday([ONE_BUFFER, replace(SMALL, stages_do=1), EARLY], [str(ONE_BUFFER)]))
 def test_other_orders_of_copies_and_products(tile: Tile) -> None:
     check_case("sm80", CASES[1], tile)
 
 
+@pytest.mark.thorough
 def test_scores_that_are_a_function_computed_early() -> None:
     check_case("sm80", replace(CASES[1], name="early", softcap=1.5), EARLY)
 
 
-TABLES = [
-    ("sm_80", Case("d64", 140, 140, batch=1, heads=2, heads_k=1, dim=64, mask=causal)),
-    ("sm_80", Case("d128", 70, 140, batch=1, heads=1, heads_k=1, dim=128, mask=window(60, 3))),
-    ("sm_80", Case("d256", 70, 70, batch=1, heads=1, heads_k=1, dim=256, mask=causal)),
-    ("sm_90", Case("d192_128", 70, 70, batch=1, heads=1, heads_k=1, dim=192, dim_v=128, mask=causal)),
-    ("sm_86", Case("d160", 40, 40, batch=1, heads=1, heads_k=1, dim=160, mask=causal)),
-    ("sm_86", Case("d192", 40, 70, batch=1, heads=1, heads_k=1, dim=192)),
-]
+TABLES = {
+    Case("d64", 140, 140, batch=1, heads=2, heads_k=1, dim=64, mask=causal): "sm_80",
+    Case("d128", 70, 140, batch=1, heads=1, heads_k=1, dim=128, mask=window(60, 3)): "sm_80",
+    Case("d256", 70, 70, batch=1, heads=1, heads_k=1, dim=256, mask=causal): "sm_80",
+    Case("d192_128", 70, 70, batch=1, heads=1, heads_k=1, dim=192, dim_v=128, mask=causal): "sm_90",
+    Case("d160", 40, 40, batch=1, heads=1, heads_k=1, dim=160, mask=causal): "sm_86",
+    Case("d192", 40, 70, batch=1, heads=1, heads_k=1, dim=192): "sm_86",
+}
 
 
-@pytest.mark.parametrize(("arch", "case"), TABLES, ids=str)
-def test_tiles_of_the_tables(arch: str, case: Case) -> None:
+@pytest.mark.parametrize("case", everyday(list(TABLES), ["d64", "d256"]))
+def test_tiles_of_the_tables(case: Case) -> None:
+    arch = TABLES[case]
     check_case("sm80", case, machine=machine(arch))
 
 
@@ -114,7 +132,7 @@ def test_only_what_is_asked_for(wanted: tuple[str, ...]) -> None:
     check(p, inputs, found, *oracle.expected_gradients(case, torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+@pytest.mark.parametrize("case", everyday([CASES[0], CASES[3]], ["full"]))
 def test_deterministic(case: Case) -> None:
     check_deterministic("sm80", case, SMALL)
 
@@ -131,11 +149,13 @@ def test_parts_of_a_sequence(span: tuple[int, int, int, int]) -> None:
     check(p, inputs, gradients("sm80", p, inputs, SMALL), *expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal_group", "varlen", "padded_dims")], ids=str)
 def test_gradients_in_fp32(case: Case) -> None:
     check_fp32("sm80", case, SMALL)
 
 
+@pytest.mark.thorough
 def test_a_group_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few key heads leave multiprocessors idle: query heads are divided among blocks that see the same keys."""
     monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
@@ -185,16 +205,26 @@ MUTATIONS = [
     mutation("head_of_another_group", "tile.head_k * p.group, blocks.first}", "tile.head_k, blocks.first}"),
     mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)"),
     mutation("weights_not_dropped", "dropout.drop(kept,", "if (false) dropout.drop(kept,", DROPOUT),
-    mutation("dropped_for_another_query", "keys[0], keys[1], row)", "keys[0], keys[1], row + 1)", DROPOUT),
+    mutation("dropped_for_another_query", "as_bits(x), as_bits(y)}, row)", "as_bits(x), as_bits(y)}, row + 1)", DROPOUT),
     mutation("keys_beyond_the_sequence_written", f"if (tile.key0 + row < tile.len_k && {CHUNK}", f"if ({CHUNK}", VARLEN),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_mutation_fits_the_source(mutation: Mutation) -> None:
+    """Those that `make test` does not run must not outlive what they replace."""
+    check_fits("sm80", mutation)
+
+
+EVERYDAY_MUTATIONS = "copies_not_awaited mask_only_above weights_not_dropped keys_beyond_the_sequence_written".split()
+
+
+@pytest.mark.parametrize("mutation", everyday(MUTATIONS, EVERYDAY_MUTATIONS))
 def test_mutation_is_caught(mutation: Mutation) -> None:
     assert any(finding("sm80", mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"
 
 
+@pytest.mark.thorough
 def test_sums_without_turns_are_noticed() -> None:
     """They are right, but not the same for every order of blocks."""
     untimely = mutation(

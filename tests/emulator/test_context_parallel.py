@@ -46,16 +46,17 @@ def test_forward(method: str, lengths: tuple[int, ...], monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "lengths, mask, strategy, rounded",
     [
-        ((150,), strobe.full, "zigzag", [0, 0, 0]),
+        pytest.param((150,), strobe.full, "zigzag", [0, 0, 0], marks=pytest.mark.thorough),
         (
             (150,),
             strobe.causal,
             "zigzag",
             [25, 25, 0],
         ),  # the last step that has all rows is followed by one that has half
-        ((150,), strobe.causal, "contiguous", [0, 0, 0]),
-        ((150,), strobe.window(20, 0), "contiguous", [0, 30, 30]),  # only the first rows have a second step
-        ((90, 7, 53), strobe.causal, "contiguous", None),
+        pytest.param((150,), strobe.causal, "contiguous", [0, 0, 0], marks=pytest.mark.thorough),
+        # only the first rows have a second step
+        pytest.param((150,), strobe.window(20, 0), "contiguous", [0, 30, 30], marks=pytest.mark.thorough),
+        pytest.param((90, 7, 53), strobe.causal, "contiguous", None, marks=pytest.mark.thorough),
     ],
     ids=["full", "causal", "contiguous", "window", "packed"],
 )

@@ -8,6 +8,7 @@ import torch
 from cases import Case
 from emulator.emulate import forward, member, only, plan_of
 from emulator.test_forward_kernels import check
+from everyday import everyday
 from oracle import prepare
 
 from strobe.cuda import forward_sm90
@@ -46,7 +47,12 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(forward_sm90, name, value)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+EVERYDAY = """
+    s_one_query s_causal s_many_parts s_two_row_tiles s_rows_without_keys s_sinks_softcap s_falling s_packed s_192_rows
+""".split()
+
+
+@pytest.mark.parametrize("case", everyday(CASES, EVERYDAY))
 def test_case(case: Case) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     made = plan_of("sm90", problem, (0, problem.dim_v, problem.heads * problem.dim_v), SMS)
@@ -77,7 +83,7 @@ PACKED_GQA = [
 
 
 @pytest.mark.parametrize("sms", [1, SMS])
-@pytest.mark.parametrize("case", PACKED_GQA, ids=str)
+@pytest.mark.parametrize("case", everyday(PACKED_GQA, ["f_causal", "f_decode_window_sinks"]))
 def test_heads_of_a_group_as_rows_of_a_tile(case: Case, sms: int) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     made = plan_of("sm90", problem, (0, problem.dim_v, problem.heads * problem.dim_v), sms)

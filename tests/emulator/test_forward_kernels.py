@@ -14,6 +14,7 @@ import tolerance
 import torch
 from cases import CASES, Case, make
 from emulator.emulate import KERNELS, SMS, forward, only, plan_of, poisoned_outputs
+from everyday import everyday
 from kernel_cases import KERNEL_CASES, SUPPORTED
 from oracle import expected, prepare
 
@@ -43,21 +44,44 @@ def check(case: Case, dtype: torch.dtype, found: tuple[torch.Tensor, torch.Tenso
     tolerance.check("lse", found[1], lse, same_lse, floor=tolerance.lse_floor(same_lse))
 
 
+# Most features and tiles, in few programs: what stands in one line shares one for each kernel.
+EVERYDAY = """
+    plain ragged one_query one_query_causal one_key one_pair group_8 huge rising sliced_group
+    causal ragged_causal more_queries_causal group_3 empty_rows rising_causal sliced
+    dim_v_larger k_40
+    k_64_rounds k_scale
+    k_64_causal_rounds k_64_falling
+    k_64_packed
+    k_64_softcap_sinks
+    k_rows_without_keys
+    k_window_left
+    k_chunked
+    k_72_packed
+    k_96_window_packed
+    k_128_rounds k_128_rising k_128_falling k_128_steep
+    k_128_causal k_128_more_queries k_128_sliced k_128_first_row_late k_128_huge
+    k_128_packed
+    k_128_dropout
+    k_192_128
+    k_256_rounds dim_256
+""".split()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+@pytest.mark.parametrize("case", everyday(SUPPORTED, EVERYDAY))
 def test_case(case: Case, kernel: str) -> None:
     check(case, torch.bfloat16, forward(kernel, *prepare(case, torch.bfloat16)))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", FP16)
+@pytest.mark.parametrize("name", everyday(FP16, ["k_64_causal_rounds"]))
 def test_fp16(name: str, kernel: str) -> None:
     check(BY_NAME[name], torch.float16, forward(kernel, *prepare(BY_NAME[name], torch.float16)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize("name", everyday(ASYNC, {*ASYNC} - {"k_96"}))
 def test_asynchronous(name: str, kernel: str, seed: int) -> None:
     """Whatever lands late or runs out of turn, the result has the same bits as when everything happens at once."""
     problem, inputs = prepare(BY_NAME[name], torch.bfloat16)
@@ -66,7 +90,10 @@ def test_asynchronous(name: str, kernel: str, seed: int) -> None:
     check(BY_NAME[name], torch.bfloat16, late)
 
 
-@pytest.mark.parametrize("case", [c for c in exact_inputs.CASES if c.dim <= 128], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    everyday([c for c in exact_inputs.CASES if c.dim <= 128], ["e_64", "e_64_causal", "e_128", "e_128_causal_sliced"]),
+)
 def test_kernels_agree_where_nothing_is_rounded(case: Case) -> None:
     q, k, v, kwargs = exact_inputs.make_exact(case, torch.bfloat16)
     one, other = (exact_inputs.emulate(kernel, q, k, v, **kwargs)[0] for kernel in KERNELS)

@@ -8,6 +8,8 @@ import os
 
 import pytest
 import torch
+from emulator.mutation import replaced
+from everyday import everyday
 from ladder_cases import CASES, GAIN, LARGE_SCORES, WIDE
 
 from strobe.arguments import Arguments
@@ -72,8 +74,7 @@ def test_no_race_over_many_tiles(rung: Rung) -> None:
 def test_a_missing_barrier_is_noticed() -> None:
     rung = dataclasses.replace(rungs.get("08"))
     line = "    sync_block();  // everybody's copies have arrived, and nobody reads the other buffers any more\n"
-    assert rung.text.count(line) == 1
-    rung.__dict__["text"] = rung.text.replace(line, "")
+    rung.__dict__["text"] = replaced("a missing barrier", rung.text, line, "")
     with pytest.raises(EmulatorError, match="no barrier"):
         check(rung, CASES["causal, more keys"], mode="async")
 
@@ -97,12 +98,11 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", everyday(list(MUTATIONS), ["b3, dS is read too early"]))
 def test_mistakes_in_a_backward_rung_are_noticed(name: str) -> None:
     number, old, new, finding = MUTATIONS[name]
     rung, shape = dataclasses.replace(rungs.get(number)), CASES["causal, more keys"]
-    assert rung.text.count(old) == 1
-    rung.__dict__["text"] = rung.text.replace(old, new)
+    rung.__dict__["text"] = replaced(name, rung.text, old, new)
     x = execute.make(rung, shape)
     if finding in ("wrong", "NaN"):
         execute.emulate(rung, shape, x, "async")
@@ -128,7 +128,7 @@ def test_the_last_rung_is_what_the_library_runs(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(found[None], wanted)
 
 
-@pytest.mark.parametrize("number", ["05", "09", "12", "b0", "b2", "b3", "b4"])
+@pytest.mark.parametrize("number", everyday(["05", "09", "12", "b0", "b2", "b3", "b4"], ["12", "b3"]))
 def test_wide_heads(number: str) -> None:
     check(rungs.get(number), WIDE)
 

@@ -13,10 +13,15 @@ import pytest
 import tolerance
 import torch
 from cases import Case
+from emulator import gradients
 from emulator.emulate import only, plan_of, poisoned_outputs, tensors_of, with_source
+from emulator.mutation import Mismatch, replaced
+from everyday import everyday
 from oracle import expected, prepare
 
+from strobe.arguments import Inputs
 from strobe.cuda import forward_sm80, forward_sm90
+from strobe.cuda.plan import Plan
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.mask import causal, window
 
@@ -70,10 +75,7 @@ class Mutation:
         return f"{self.tile}-{self.name}"
 
     def __call__(self, source: str) -> str:
-        assert source.count(self.old) == self.times, (
-            f"{self.old!r} occurs {source.count(self.old)} times, not {self.times}"
-        )
-        return source.replace(self.old, self.new)
+        return replaced(str(self), source, self.old, self.new, self.times)
 
 
 LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have landed"
@@ -294,6 +296,15 @@ MUTATIONS = [
     ),
 ]
 
+# One for each way of being caught (a race, a deadlock, a stray access, a wrong number) and each part of the kernels.
+EVERYDAY = """
+    sm80-mask_one_too_far sm80-no_wait_for_keys sm80-no_barrier_before_values sm80-tail_not_filled_with_zeros
+    sm80-rows_beyond_the_sequence_written
+    sm90-mask_low_end sm90-keys_not_released sm90-buffers_overwritten sm90-barriers_not_fenced sm90-no_wait_for_scores
+    sm90-output_not_rescaled sm90-no_proxy_fence sm90-store_runs_into_the_next_sequence sm90-splits_not_weighted
+    sm90-lse_of_another_head sm90_ping_pong-turn_not_passed_on sm90_one_slot-queries_released_in_use
+""".split()
+
 
 # Redundant as things are, and kept for the reader: neither the emulator nor a GPU can tell the difference. If one of
 # these is caught one day, what made it redundant has gone.
@@ -306,15 +317,20 @@ REDUNDANT = [
 ]
 
 
-def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str | None:
-    """What is wrong with a run; None if nothing is."""
+def planned(case: Case, tile: str, mutation: Mutation | None) -> tuple[Plan, Inputs, torch.Tensor, torch.Tensor]:
+    """A plan, of damaged kernels if there is a mutation, and what it works on: the inputs, the output and the LSE."""
     problem, inputs = prepare(case, torch.bfloat16)
     if problem.varlen:  # the keys of the sequence without queries are nobody's: they must not be read
         for t in (inputs.k, inputs.v):
             t[:, :, int(inputs.cu_k[1]) : int(inputs.cu_k[2])] = torch.nan  # type: ignore[index]
     out, lse = poisoned_outputs(problem, inputs)
     plan = plan_of(tile[:4], problem, out.stride()[:3], 2, TILES[tile])  # type: ignore[arg-type]
-    plan = plan if mutation is None else with_source(plan, mutation)
+    return plan if mutation is None else with_source(plan, mutation), inputs, out, lse
+
+
+def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str | None:
+    """What is wrong with a run; None if nothing is."""
+    plan, inputs, out, lse = planned(case, tile, mutation)
     try:
         backend.launch(plan, tensors_of(inputs, out, lse), mode="async", seed=seed, workers=1)
         (exact, exact_lse), (same, same_lse) = expected(case, torch.bfloat16)
@@ -327,7 +343,10 @@ def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
-    "case", [CAUSAL, WINDOWS, WIDE, WIDE_NO_KEYS, FALLING, SHORT, SPLIT, WIDE_SPLIT, LOW, PACKED_GQA, VARLEN], ids=str
+    "case",
+    everyday(
+        [CAUSAL, WINDOWS, WIDE, WIDE_NO_KEYS, FALLING, SHORT, SPLIT, WIDE_SPLIT, LOW, PACKED_GQA, VARLEN], ["causal"]
+    ),
 )
 def test_nothing_is_found_in_the_kernels_themselves(case: Case, tile: str) -> None:
     assert [finding(case, tile, None, seed) for seed in SEEDS] == [None] * len(SEEDS)
@@ -339,11 +358,28 @@ def test_keys_are_split_where_that_is_what_is_broken(case: Case) -> None:
     assert only(plan_of("sm90", problem, (1, 1, 1), 2, TILES["sm90"])).values["splits"] == 2
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *REDUNDANT], ids=str)
+def test_mutation_fits_the_source(mutation: Mutation) -> None:
+    """Those that `make test` does not run must not outlive what they replace."""
+    planned(mutation.case, mutation.tile, mutation)
+
+
+def test_a_mutation_that_does_not_fit_is_no_finding() -> None:
+    """It would pass for caught. The message says which one it is, and what text is missing."""
+    gone = Mutation("gone", "text_that_is_nowhere();")
+    with pytest.raises(Mismatch, match=r"mutation sm80-gone: .* 0 times .*, not 1:\ntext_that_is_nowhere\(\);"):
+        finding(CAUSAL, "sm80", gone, seed=1)
+    backward = gradients.Mutation("gone", "text_that_is_nowhere();", "", CAUSAL)
+    with pytest.raises(Mismatch, match=r"mutation gone: .*\ntext_that_is_nowhere\(\);"):
+        gradients.finding("sm80", backward, seed=1)
+
+
+@pytest.mark.parametrize("mutation", everyday(MUTATIONS, EVERYDAY))
 def test_mutation_is_caught(mutation: Mutation) -> None:
     assert any(finding(mutation.case, mutation.tile, mutation, seed) for seed in SEEDS), f"{mutation} passes unnoticed"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mutation", REDUNDANT, ids=str)
 def test_redundant_parts_are_known(mutation: Mutation) -> None:
     assert not any(finding(mutation.case, mutation.tile, mutation, seed) for seed in SEEDS)

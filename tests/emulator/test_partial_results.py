@@ -13,6 +13,7 @@ from cases import Case
 from emulator.emulate import KERNELS, member, plan_of, tensors_of
 from emulator.gradients import gradients
 from emulator.test_forward_kernels import check
+from everyday import everyday
 from oracle import expected, prepare
 
 from strobe.arguments import Inputs
@@ -83,7 +84,7 @@ CUTS = {"q": (0, 70, 150), "k": (0, 90, 200)}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", SHARDED, ids=str)
+@pytest.mark.parametrize("case", everyday(SHARDED, ["causal", "packed_gqa"]))
 def test_two_query_shards_by_two_key_shards_are_the_whole(case: Case, kernel: str) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     whole = problem.len_q, problem.len_k
@@ -181,7 +182,7 @@ PARTIAL = [
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", PARTIAL, ids=str)
+@pytest.mark.parametrize("case", everyday(PARTIAL, ["causal", "packed_gqa", "rows_without_keys"]))
 def test_partial_output_is_o_in_fp32(case: Case, kernel: str) -> None:
     problem, inputs = prepare(case, torch.bfloat16)
     if inputs.sinks is not None:

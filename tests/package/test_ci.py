@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -51,7 +53,7 @@ def test_chromium_is_installed_before_the_tests(machine: Machine) -> None:
     done = machine.run()
     update, install, tests = machine.called
     assert update == "apt-get -q update" and install.startswith("apt-get ") and install.endswith(" chromium")
-    assert tests == "make test"
+    assert tests == "make test-all"
     assert (done.returncode, done.stdout) == (0, "3 skipped\n")
 
 
@@ -59,7 +61,7 @@ def test_chromium_is_installed_before_the_tests(machine: Machine) -> None:
 def test_a_browser_that_is_there_is_enough(machine: Machine, name: str) -> None:
     machine.add(name)
     assert machine.run().returncode == 0
-    assert machine.called == ["make test"]
+    assert machine.called == ["make test-all"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_without_one_the_tests_run_and_the_last_line_says_so(
     else:
         machine.add(tool, does)
     done = machine.run()
-    assert done.returncode == 0 and machine.called[-1] == "make test"
+    assert done.returncode == 0 and machine.called[-1] == "make test-all"
     last = done.stdout.splitlines()[-1]
     assert last.startswith("skipped: tests/browser (") and says in last
     assert ("no network" in done.stderr) == (does is not None and "no network" in does)
@@ -100,13 +102,16 @@ def test_the_verdict_is_that_of_the_tests(machine: Machine, with_browser: bool) 
     assert done.returncode == 3 and ("skipped: tests/browser" in done.stdout) == (not with_browser)
 
 
-def test_make_test_runs_every_tier_and_lists_what_was_skipped() -> None:
+@pytest.mark.parametrize(("target", "leaves_out"), [("test", "not thorough"), ("test-all", None)])
+def test_make_runs_every_tier_and_lists_what_was_skipped(target: str, leaves_out: str | None) -> None:
     """What make would do, from its own mouth."""
     done = subprocess.run(
-        ["make", "--dry-run", "--always-make", "test"], cwd=ROOT, capture_output=True, text=True, timeout=600
+        ["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     (command,) = (line for line in done.stdout.splitlines() if "-m pytest" in line)
-    words = command.split()
-    assert "-rfEs" in words
+    words = shlex.split(command)
+    assert "-rfEs" in words and "mypy" in done.stdout
     tiers = {path.parent for path in (ROOT / "tests").glob("*/test_*.py")}
     assert {str(tier.relative_to(ROOT)) for tier in tiers} - set(words) == {"tests/gpu"}
+    selections = [chosen for option, chosen in itertools.pairwise(words) if option == "-m" and chosen != "pytest"]
+    assert selections == ([] if leaves_out is None else [leaves_out])

@@ -78,6 +78,17 @@ def test_backward(case: Case, dtype: torch.dtype) -> None:
             tolerance.check(f"d{name}", gradient, e, s, tolerance.GRADIENTS, floor)
 
 
+def test_a_row_that_a_mask_tensor_hides_among_many_keys() -> None:
+    """Where keys are few, `tiled` takes over whenever an LSE is 0, and would cover for a wrong one."""
+    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 100, 2, 8)
+    mask = torch.ones(1, 1, 5, 100, dtype=torch.bool)
+    mask[..., 3, :] = False
+    out, lse = strobe.attention(q, k, k, mask=mask, return_lse=True, backend="aten_cpu")
+    hidden = torch.tensor([False, False, False, True, False])
+    assert (lse[..., hidden] == -torch.inf).all() and lse[..., ~hidden].isfinite().all()
+    assert (out[:, hidden] == 0).all()
+
+
 def test_rows_without_keys() -> None:
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     visible = torch.ones(8, 8, dtype=torch.bool)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import CASES, Case
+from everyday import everyday
 from oracle import attend, finite_part, prepare, with_leaves
 
 import strobe
@@ -77,11 +78,13 @@ def test_gradcheck(case: Case) -> None:
         assert torch.autograd.gradcheck(function, leaves)
 
 
+@pytest.mark.parametrize("jacobian", everyday(["projected", "whole"], ["projected"]))
 @pytest.mark.parametrize("case", TINY, ids=str)
-def test_gradgradcheck(case: Case) -> None:
+def test_gradgradcheck(case: Case, jacobian: str) -> None:
+    """A random projection of the Jacobian takes a tenth of the time of all its columns."""
     function, leaves = as_function(TILED, *prepare(case, torch.float64))
     with block_sizes(2, 2):
-        assert torch.autograd.gradgradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=jacobian == "projected")
 
 
 @pytest.mark.parametrize("name", ["plain", "top_left", "mask_padding"])

@@ -64,6 +64,32 @@ def test_a_launch_sends_the_addresses_of_this_call(kernel, first_word, no_driver
             assert maps == {t: addresses[t] for t in "qkvo"}
 
 
+def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part has its own bytes of what was allocated, and all launches agree where they are."""
+    plans: list[Plan] = []
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    monkeypatch.setattr(cuda_backend, "Launcher", lambda plan, device: plans.append(plan) or Launcher(plan, device))
+    guards, allocated = torch._C._dynamo.guards, []
+    empty = guards._empty_strided_cpu
+    monkeypatch.setattr(guards, "_empty_strided_cuda", lambda *x: allocated.append(empty(*x)) or allocated[-1])
+    q = torch.randn(2, 1100, 4, 64).bfloat16()
+    a = Arguments(q, q, q)
+    problem, layout = Problem.of(a, needs_grad=True)
+    backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    backward(a, q, torch.zeros(2, 4, 1100), q, None)
+    (plan,), (workspace,) = plans, [t for t in allocated if t.dtype == torch.uint8]
+    found: dict[str, set[int]] = {name: set() for name in plan.workspace}
+    for planned, launch in zip(plan.launches, Recorder.made, strict=True):
+        offsets = planned.kernel.params.offsets
+        for name in offsets.keys() & found.keys():
+            found[name].add(struct.unpack_from("<Q", launch.sent[-1][1], offsets[name])[0])
+    parts = sorted((address, plan.workspace[name]) for name, addresses in found.items() for address in addresses)
+    assert len(parts) == len(plan.workspace) > 1 and parts[0][0] == workspace.data_ptr()
+    ends = [address + size for address, size in parts]
+    assert all(end <= address for end, (address, _) in zip(ends, parts[1:], strict=False))
+    assert ends[-1] <= workspace.data_ptr() + workspace.numel()
+
+
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 def test_the_rest_of_the_arguments_stays(kernel: str, no_driver: None) -> None:
     call, plan = call_of(kernel)
