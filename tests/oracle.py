@@ -56,7 +56,7 @@ def forward(
     """(out, lse) of a backend that is bound to the problem as it is, (batch, heads, length, …)."""
     a = arguments(p, x)
     layout = layout_of(a)
-    found, lse = dispatch.get(backend).bind(p, layout)(a._replace(out=None if out is None else layout.outside(out)))
+    found, lse = dispatch.get(backend).bind(p, layout).run(a._replace(out=None if out is None else layout.outside(out)))
     return layout.inside(found) if out is None else out, None if lse is None else layout.rows_inside(lse)
 
 
@@ -75,7 +75,7 @@ def backward(
     a = arguments(p, x)
     layout = layout_of(a)
     results = (layout.outside(out), layout.rows_outside(lse), layout.outside(dout))
-    run = dispatch.get(backend).bind(p.backward(wanted), layout)
+    run = dispatch.get(backend).bind(p.backward(wanted), layout).run
     found = run(a, *results, None if dlse is None else layout.rows_outside(dlse))
     return Gradients(*(None if g is None else layout.inside(g) for g in found[:3]), *found[3:])
 

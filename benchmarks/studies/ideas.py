@@ -94,7 +94,7 @@ _LOAD_Q = """  static constexpr int kSteps = kDim / 16 / %d;  // products whose 
     return q;
   }
 """
-_QK = """const u64 keys = k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16));
+_QK = """const u64 keys = k_major(smem + Offset::k) + u64(k.stage * (Bytes::k / 16));
     Wgmma<T, kKeys>::template rs_zero<kSteps, AlongK<kBlockN>>(s, q_desc.first, keys);
 """
 _QK_OTHERS = """    Wgmma<T, kKeys>::template ss<kDim / 16 - kSteps, AlongK<64>, AlongK<kBlockN>>(
@@ -104,7 +104,9 @@ _QK_OTHERS = """    Wgmma<T, kKeys>::template ss<kDim / 16 - kSteps, AlongK<64>,
 
 def _q_in_registers(one_of: int) -> tuple[Edit, ...]:
     """The first of so many parts of Q."""
-    product = "gemm_qk<T, kKeys, kDim, kBlockN>(s, q_desc, k_major(smem + kOffsetK) + u64(k.stage * (kBytesK / 16)));\n"
+    product = (
+        "gemm_qk<T, kKeys, kDim, kBlockN>(s, q_desc, k_major(smem + Offset::k) + u64(k.stage * (Bytes::k / 16)));\n"
+    )
     before = "  // S_n = Q K_n^T of the first kKeys keys.\n"
     return (
         ("const u64 q_desc = k_major(q_tile(consumer));", "Queries q_desc = load_fragments();"),
@@ -118,7 +120,7 @@ def _q_in_registers(one_of: int) -> tuple[Edit, ...]:
 def _without_loads(left_out: str) -> tuple[Edit, ...]:
     """Where `left_out` holds, a buffer keeps what it has: keys and values, since power depends on the numbers."""
     edits = [("  bool producer;\n  int consumer;\n", "  bool producer;\n  int consumer;\n  u32 loads = 0;\n")]
-    for ring, size in (("k", "kBytesK"), ("v", "kBytesV")):
+    for ring, size in (("k", "Bytes::k"), ("v", "Bytes::v")):
         begin = f"const u32 full = {ring}.begin_load({size});\n"
         keep = f"{ring}.wait_empty(); mbar_arrive({ring}.full_barrier()); {ring}.next(); return;"
         edits.append((begin, f"if (loads++ >= 2 * Config::kStages && {left_out}) {{ {keep} }}\n    {begin}"))

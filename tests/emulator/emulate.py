@@ -26,6 +26,12 @@ def plan_of(kernel: str, problem: Problem, out_strides: Strides, sms: int = SMS,
     return FAMILIES[kernel].forward.plan(problem, out_strides, machine, tile)
 
 
+def with_positions(problem: Problem, positions: Any) -> Problem:
+    """The same of parts of longer sequences, if `positions` are given."""
+    q, k = (dataclasses.replace(rows, positions=positions is not None) for rows in (problem.q, problem.k))
+    return dataclasses.replace(problem, q=q, k=k)
+
+
 def only(plan: Plan) -> Launch:
     (launch,) = plan.launches
     return launch

@@ -100,7 +100,7 @@ def planned(
     machine = machine or backend.MACHINES[family]
     tensors, actual, strides = cuda_backend.prepare_backward(asked, layout, a, *results, machine.sms)
     for name in ("dq", "dk", "dv", "dsink"):
-        if tensors[name] is not None:
+        if name in tensors:
             tensors[name].fill_(torch.nan)
     planner = FAMILIES[family].module(asked).plan
     plan = planner(actual, strides, machine, *([tile] if tile else []))

@@ -200,13 +200,13 @@ MUTATIONS = [
     mutation("no_barrier_before_the_epilogue", "sync_block();  // nobody reads K and V any more", "//"),
     mutation("next_q_not_awaited", "cp_async_wait<1>();", "", tile=EARLY),
     mutation("one_buffer_of_q_for_two", "kStagesQ == 1 ? 0 : left & 1", "0"),
-    mutation("mask_left_out", "if (masked(b)) {", "if (false) {"),
-    mutation("mask_only_above", "b.m < blocks.first_full || b.m >= blocks.end_full", "b.m < blocks.first_full", WINDOW),
+    mutation("mask_left_out", "if (blocks.masked(b.m)) {", "if (false) {"),
+    mutation("mask_only_above", "m < first_full || m >= end_full", "m < first_full", WINDOW),
     mutation("head_of_another_group", "tile.head_k * p.group, blocks.first}", "tile.head_k, blocks.first}"),
-    mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)"),
+    mutation("a_head_left_out", "blocks.count() * p.group", "blocks.count() * (p.group - 1)"),
     mutation("weights_not_dropped", "dropout.drop(kept,", "if (false) dropout.drop(kept,", DROPOUT),
     mutation("dropped_for_another_query", "as_bits(x), as_bits(y)}, row)", "as_bits(x), as_bits(y)}, row + 1)", DROPOUT),
-    mutation("keys_beyond_the_sequence_written", f"if (tile.key0 + row < tile.len_k && {CHUNK}", f"if ({CHUNK}", VARLEN),
+    mutation("keys_beyond_the_sequence_written", f"if (tile.key0 + row < tile.k.length && {CHUNK}", f"if ({CHUNK}", VARLEN),
 ]  # fmt: skip
 
 

@@ -151,8 +151,8 @@ def test_what_it_does_not_take() -> None:
 # ---- mutations -------------------------------------------------------------------------------------------------------
 
 MUTATIONS = [
-    Mutation("keys_not_awaited", "mbar_wait(smem + kOffsetKV, 0);", "", CAUSAL),
-    Mutation("values_not_awaited", "mbar_wait(smem + kOffsetKV + 8, 0);", "", CAUSAL),
+    Mutation("keys_not_awaited", "mbar_wait(smem + Offset::kv_barriers, 0);", "", CAUSAL),
+    Mutation("values_not_awaited", "mbar_wait(smem + Offset::kv_barriers + 8, 0);", "", CAUSAL),
     Mutation("queries_not_awaited", "q.wait_full();\n    wgmma_fence();", "wgmma_fence();", CAUSAL),
     Mutation("d_o_not_awaited", "d_o.wait_full();\n    wgmma_fence();", "wgmma_fence();", CAUSAL),
     Mutation("dp_not_awaited", "wgmma_wait<0>();\n    pin(dp);", "pin(dp);", CAUSAL),
@@ -166,9 +166,9 @@ MUTATIONS = [
              CAUSAL),
     Mutation("dq_not_read_yet", "tma_store_commit();\n      tma_store_wait_read<0>();\n    }\n    sync_warp();",
              "tma_store_commit();\n    }\n    sync_warp();", CAUSAL),
-    Mutation("mask_left_out", "const bool masked = m < blocks.first_full || m >= blocks.end_full;",
+    Mutation("mask_left_out", "const bool masked = blocks.masked(m);",
              "const bool masked = false;", CAUSAL),
-    Mutation("a_head_left_out", "(blocks.end - blocks.first) * p.group", "(blocks.end - blocks.first) * (p.group - 1)",
+    Mutation("a_head_left_out", "blocks.count() * p.group", "blocks.count() * (p.group - 1)",
              CAUSAL),
     Mutation("gradients_staged_over_keys_in_use", "bar_sync(kBarrierConsumers, 256);", ";", CAUSAL),
     Mutation("lse_without_gradient", "if (there && p.dlse) delta -=", "if (false) delta -=", CAUSAL),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from emulator.emulate import member, plan_of, tensors_of, with_source
+from emulator.emulate import member, plan_of, tensors_of, with_positions, with_source
 from emulator.mutation import replaced
 from emulator.test_merging import CASES, RESUMED, WIDE, Rows, compare, merged, run
 from emulator.test_partial_results import part_of, small_splits
@@ -19,7 +19,7 @@ from oracle import prepare
 from strobe.arguments import Inputs
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.mask import causal
-from strobe.problem import Problem
+from strobe.problem import Problem, State
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
@@ -43,14 +43,14 @@ def finish(
     batch, heads, rows, _ = inputs.q.shape
     wide = torch.full((batch, rows + 7, heads, problem.dim_v + 8), torch.nan, dtype=problem.dtype)
     out = wide[:, 2 : 2 + rows, :, : problem.dim_v].transpose(1, 2)
-    strides = {"state_lse": state.lse.stride()[:2], "state_out": state.out.stride()[:3]}
-    asked = dataclasses.replace(problem, positions=positions is not None, **strides)
+    strides = State(state.lse.stride()[:2], state.out.stride()[:3])  # type: ignore[arg-type]
+    asked = dataclasses.replace(with_positions(problem, positions), state=strides)
     made = plan_of("sm90", asked, out.stride()[:3], sms)  # type: ignore[arg-type]
     assert member(made, "kMerge") and not member(made, "kPartialOut") and not member(made, "kSplit")
     if edit is not None:
         made = with_source(made, edit)
     before = state.out.clone()
-    tensors = tensors_of(inputs, out, state.lse) | {"earlier": state.out}
+    tensors = tensors_of(inputs, out, state.lse) | {"state": state.out}
     backend.launch(made, tensors, mode="async", seed=seed)
     assert torch.equal(state.out, before)
     found = out.clone(), state.lse.clone()
@@ -108,9 +108,9 @@ def test_one_box_and_rows_that_see_no_key() -> None:
 
 
 MUTATIONS = {
-    "merged_with_what_is_in_out": (RESUMED, "return &p.map_earlier;", "return &p.map_o;"),
+    "merged_with_what_is_in_out": (RESUMED, "return &p.map_state;", "return &p.map_o;"),
     "first_block_not_rescaled": (WIDE, "if (!first || Config::kMerge) f.o", "if (!first || Config::kPartialOut) f.o"),
-    "no_state_lse": (WIDE, "Earlier<Config::kMerge> earlier;", "Earlier<Config::kPartialOut> earlier;"),
+    "no_state_lse": (WIDE, "State<Config::kMerge> state;", "State<Config::kPartialOut> state;"),
 }  # fmt: skip
 
 

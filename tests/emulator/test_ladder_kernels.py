@@ -123,7 +123,7 @@ def test_the_last_rung_is_what_the_library_runs(monkeypatch: pytest.MonkeyPatch)
     q, k, v, o, lse, d_o = (t[None] for t in (x.q, x.k, x.v, x.o, x.lse, x.d_o))
     a = Arguments(q, k, v, mask=causal, scale=shape.scale, layout="bhsd", return_lse=True)
     problem, layout = Problem.of(a)
-    run = BACKENDS["emulator"].bind(problem.backward(("q", "k", "v")), layout)
+    run = BACKENDS["emulator"].bind(problem.backward(("q", "k", "v")), layout).run
     for found, wanted in zip(x.results(rung).values(), run(a, o, lse, d_o, None)[:3], strict=True):
         assert torch.equal(found[None], wanted)
 

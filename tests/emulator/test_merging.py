@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from emulator.emulate import KERNELS, member, plan_of, tensors_of, with_source
+from emulator.emulate import KERNELS, member, plan_of, tensors_of, with_positions, with_source
 from emulator.mutation import replaced
 from emulator.test_partial_results import part_of, small_splits
 from everyday import everyday
@@ -19,7 +19,7 @@ from strobe.distributed.merging import merge_
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.emulator.program import Mode
 from strobe.mask import causal, full, window
-from strobe.problem import Problem
+from strobe.problem import Problem, State
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
@@ -64,8 +64,8 @@ def run(
 ) -> Any:
     if positions is not None:
         inputs = inputs._replace(positions=torch.tensor(positions, dtype=torch.int32))
-    earlier = into.lse.stride()[:2] if merge else None
-    asked = dataclasses.replace(problem, partial=True, positions=positions is not None, state_lse=earlier)
+    state = State(into.lse.stride()[:2]) if merge else None  # type: ignore[arg-type]
+    asked = dataclasses.replace(with_positions(problem, positions), partial=True, state=state)
     lse = into.lse if merge else torch.full(into.lse.shape, torch.nan)
     made = plan_of(kernel, asked, into.out.stride()[:3], sms)  # type: ignore[arg-type]
     if edit is not None:

@@ -78,6 +78,7 @@ class Mutation:
         return replaced(str(self), source, self.old, self.new, self.times)
 
 
+DIAGONAL_LOOP = "if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;"
 LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have landed"
 VALUES = "cp_async_wait<0>();\n    sync_block();  // V_n is here"
 ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel : src, row_there && column_there);"
@@ -109,7 +110,7 @@ ARITHMETIC = [
         WINDOW,
     ),
     ("sum_not_rescaled", "l[row] *= alpha[row];", "", FALLING),
-    ("keys_of_another", "first_key = ld_global(p.cu_k + batch);", "first_key = ld_global(p.cu_q + batch);", VARLEN),
+    ("keys_of_another", "Keys::span(p.cu_k, batch, 0)", "Keys::span(p.cu_q, batch, 0)", VARLEN),
 ]
 
 MUTATIONS = [
@@ -123,14 +124,14 @@ MUTATIONS = [
     Mutation("no_wait", LANDED, "sync_block();  //", tile="sm80_two_buffers"),
     Mutation("no_barrier", LANDED, "cp_async_wait<0>();  //", tile="sm80_two_buffers"),
     Mutation("wait_leaves_one_group", LANDED, LANDED.replace("<0>", "<1>"), tile="sm80_two_buffers"),
-    Mutation("one_buffer_for_two", "kOffsetK + (n & (kStages - 1)) * kBytesK", "kOffsetK", tile="sm80_two_buffers"),
+    Mutation("one_buffer_for_two", "Offset::k + (n & (kStages - 1)) * Bytes::k", "Offset::k", tile="sm80_two_buffers"),
     Mutation("place_not_published", "sync_block();  // now all can read it", tile="sm80_state_in_smem"),
     Mutation("tail_not_filled_with_zeros", ZERO_FILL, f"if (row_there && column_there) {ZERO_FILL}"),
     Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel);"),
     Mutation("output_not_rescaled", "softmax[t].template rescale<kMasked>(o[t]);", case=FALLING, times=2),
     Mutation("output_read_too_early", "sync_warp();\n      constexpr int kChunks", "constexpr int kChunks"),
     Mutation(
-        "rows_beyond_the_sequence_written", "if (warp_row + row < tile.len_q && (Config::", "if ((Config::", VARLEN
+        "rows_beyond_the_sequence_written", "if (warp_row + row < tile.q.length && (Config::", "if ((Config::", VARLEN
     ),
     # ---- sm90: rings of buffers ----
     *(
@@ -138,8 +139,8 @@ MUTATIONS = [
         for m in [
             ("keys_not_released", "k.release_and_advance();", "k.next();", CAUSAL),
             ("values_not_released", "v.release_and_advance();", "v.next();", CAUSAL, 2),
-            ("one_key_block_too_many", "if (n > blocks.first) load_keys(", "load_keys(", CAUSAL),
-            ("blocks_left_of_the_window_not_skipped", "for (; kSkipsAfter && n", "for (; false && n", WINDOWS),
+            ("one_key_block_too_many", "if (blocks.has_next(n)) load_keys(", "load_keys(", CAUSAL),
+            ("blocks_left_of_the_window_not_skipped", "for (; kSkipsAfter && all", "for (; false && all", WINDOWS),
             (
                 "rows_without_keys_skip_nothing",
                 f"{SKIPPED_BEFORE};",
@@ -162,12 +163,12 @@ MUTATIONS = [
             ("queries_overwritten", "q.wait_empty();", "", SHORT, 2),
             ("parity_never_flips", "parity ^= 1;", "", CAUSAL),
             ("parity_begins_wrong", "parity(producer)", "parity(!producer)", CAUSAL),
-            ("too_few_bytes_expected", "k.begin_load(kBytesK);", "k.begin_load(kBytesK / 2);", CAUSAL),
-            ("too_many_bytes_expected", "v.begin_load(kBytesV);", "v.begin_load(2 * kBytesV);", CAUSAL),
+            ("too_few_bytes_expected", "k.begin_load(Bytes::k);", "k.begin_load(Bytes::k / 2);", CAUSAL),
+            ("too_many_bytes_expected", "v.begin_load(Bytes::v);", "v.begin_load(2 * Bytes::v);", CAUSAL),
             (
                 "too_few_arrivals",
-                "kOffsetBarriersK, 4 * kConsumers);",
-                "kOffsetBarriersK, 4 * kConsumers - 1);",
+                "Offset::ring_k, 4 * kConsumers);",
+                "Offset::ring_k, 4 * kConsumers - 1);",
                 CAUSAL,
             ),
             ("barriers_not_fenced", "    mbar_init_fence();\n  }", "  }", CAUSAL),
@@ -194,7 +195,12 @@ MUTATIONS = [
                 DIAGONAL,
             ),
             ("values_of_the_diagonal_missing", f"{YIELD}\n      pv(f);", YIELD, CAUSAL),
-            ("loop_left_on_the_diagonal", "if (--n < mine.end_full || !kDiagonalAlone) break;", "--n; break;", WIDE),
+            (
+                "loop_left_on_the_diagonal",
+                "if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;",
+                "n = mine.next(n); break;",
+                WIDE,
+            ),
             ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
             # ---- output through shared memory ----
             ("no_proxy_fence", f"fence_proxy_async();\n    {MEET}", MEET, CAUSAL),
@@ -228,8 +234,8 @@ MUTATIONS = [
             ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_left);", "clip = 0;", VARLEN),
             (
                 "store_runs_into_the_next_sequence",
-                "query_box<Config, 64>(tile, first)",
-                "box_of_rows<Config::kVarlen, 64>(tile.first_row + first, 64, tile.head, tile.slice)",
+                "&p.map_o, query_box(tile, consumer), tile.row0",
+                "&p.map_o, clipped_box<64>(tile.q.first + tile.row0 + 64 * consumer, 64, tile.head), tile.row0",
                 VARLEN,
             ),
             (
@@ -256,7 +262,7 @@ MUTATIONS = [
     *(
         Mutation(*m, PACKED_GQA, tile="sm90")
         for m in [
-            ("rows_taken_for_queries", "row / kPackGqa, (row + 8) / kPackGqa, n", "row, row + 8, n"),
+            ("rows_taken_for_queries", "row / kPackGqa, (row + 8) / kPackGqa, first_key", "row, row + 8, first_key"),
             (
                 "lse_of_another_head",
                 "tile.head * Config::kPackGqa + row % Config::kPackGqa;",

@@ -10,7 +10,7 @@ import pytest
 import tolerance
 import torch
 from cases import Case
-from emulator.emulate import KERNELS, member, plan_of, tensors_of
+from emulator.emulate import KERNELS, member, plan_of, tensors_of, with_positions
 from emulator.gradients import gradients
 from emulator.test_forward_kernels import check
 from everyday import everyday
@@ -42,7 +42,7 @@ def partial_result(
     out, lse = wide[..., : problem.dim_v].transpose(1, 2), torch.full((batch, heads, rows), torch.nan)
     if positions is not None:
         inputs = inputs._replace(positions=torch.tensor(positions, dtype=torch.int32))
-    asked = dataclasses.replace(problem, partial=True, positions=positions is not None)
+    asked = dataclasses.replace(with_positions(problem, positions), partial=True)
     made = plan_of(kernel, asked, out.stride()[:3], sms)  # type: ignore[arg-type]
     backend.launch(made, tensors_of(inputs, out, lse), mode="async", seed=1)
     assert wide[..., problem.dim_v :].isnan().all()

@@ -114,7 +114,7 @@ def test_the_package_reaches_no_higher_than_its_hosts() -> None:
 
 
 # flash-attn's own names begin with an underscore and are imported by its users.
-HOSTS_NAMES = re.compile(r"strobe\.compat\.flash_attn\.kernels\._(wrapped_)?(flash_attn|get_block)_\w+")
+HOSTS_NAMES = re.compile(r"strobe\.compat\.flash_attn(\.kernels|_interface)\._(wrapped_)?(flash_attn|get_block)_\w+")
 
 
 def private_names(path: Path) -> set[str]:

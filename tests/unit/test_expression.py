@@ -176,11 +176,20 @@ def test_an_operation_compiles_no_text_of_strangers(interval: str, score: str, m
     monkeypatch.setattr(compiler, "_compile", build)
     monkeypatch.setattr(subprocess, "run", build)
     q = torch.randn(1, 16, 1, 64, dtype=torch.float16)
-    none = (None,) * 6
+    given = {
+        "q": q,
+        "k": q,
+        "v": q,
+        "score_tensors": [],
+        "interval": interval,
+        "score": score,
+        "dropout": 0.0,
+        "seed": 0,
+    }
+    given |= {"layout": "bshd", "deterministic": False, "backend": "emulator", "with_lse": False}
+    names = [argument.name for argument in torch.ops.strobe.attention.default._schema.arguments]
     with pytest.raises(ValueError):
-        torch.ops.strobe.attention(
-            q, q, q, *none, [], None, None, interval, score, None, 0.0, 0, "bshd", False, "emulator", False
-        )
+        torch.ops.strobe.attention(*[given.get(name) for name in names])
 
 
 def test_every_mask_of_ours_can_be_read() -> None:
@@ -220,8 +229,8 @@ def test_cpp_text_means_the_same(tmp_path: Path, cap: float) -> None:
     (tmp_path / "score.cpp").write_text(
         "#include <cmath>\n#define STROBE_DEVICE\nfloat tanh_fast(float x) { return std::tanh(x); }\n"
         f"{score.cpp()}static const float c[] = {{{numbers}}};\n"
-        'extern "C" float value(float x) { return Score{c}(x); }\n'
-        'extern "C" float slope(float x) { Score f{c}; return f.derivative(x, f(x)); }\n'
+        'extern "C" float value(float x) { return Score{c}(x, 0, 0); }\n'
+        'extern "C" float slope(float x) { Score f{c}; return f.slope(x, f(x, 0, 0), 0, 0); }\n'
     )
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "score.so", tmp_path / "score.cpp"], check=True)
     library = ctypes.CDLL(str(tmp_path / "score.so"))

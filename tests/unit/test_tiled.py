@@ -68,7 +68,8 @@ def test_thousands_of_keys(mask: masks.Mask) -> None:
     p, inputs = check(q, k, v, mask=mask)
     out, lse = tiled.forward(p, inputs)
     exact, same = reference.attention(p, inputs), reference.attention(p, inputs, torch.float32)
-    tolerance.check("out", out, exact[0], same[0])
+    # The floor: how lucky PyTorch's own sums are depends on the CPU's matrix product.
+    tolerance.check("out", out, exact[0], same[0], floor=torch.finfo(torch.float32).eps * v.abs().max().item() / 2)
     tolerance.check("lse", lse, exact[1], same[1], floor=tolerance.lse_floor(lse))
 
 
