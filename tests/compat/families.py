@@ -325,7 +325,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def page(text: str, data: dict[str, Any]) -> str:
-    from strobe.measure.generated import replace_between
+    from benchmarks.pages.generated import replace_between
 
     return replace_between(text, BEGIN, END, table(data))
 

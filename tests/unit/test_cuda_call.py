@@ -68,7 +68,7 @@ def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pyt
     """Each part has its own bytes of what was allocated, and all launches agree where they are."""
     plans: list[Plan] = []
     monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
-    monkeypatch.setattr(cuda_backend, "Launcher", lambda plan, device: plans.append(plan) or Launcher(plan, device))
+    monkeypatch.setattr(cuda_backend, "Launcher", lambda plan, *rest: plans.append(plan) or Launcher(plan, *rest))
     guards, allocated = torch._C._dynamo.guards, []
     empty = guards._empty_strided_cpu
     monkeypatch.setattr(guards, "_empty_strided_cuda", lambda *x: allocated.append(empty(*x)) or allocated[-1])
@@ -76,7 +76,7 @@ def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pyt
     a = Arguments(q, q, q)
     problem, layout = Problem.of(a, needs_grad=True)
     backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
-    backward(a, q, torch.zeros(2, 4, 1100), q, None)
+    backward.run(a, q, torch.zeros(2, 4, 1100), q, None)
     (plan,), (workspace,) = plans, [t for t in allocated if t.dtype == torch.uint8]
     found: dict[str, set[int]] = {name: set() for name in plan.workspace}
     for planned, launch in zip(plan.launches, Recorder.made, strict=True):

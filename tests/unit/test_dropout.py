@@ -10,7 +10,7 @@ import torch
 import strobe
 from strobe import dropout
 from strobe.arguments import Arguments
-from strobe.cuda.plan import problem_values
+from strobe.cuda.scores import Scores
 from strobe.problem import Problem
 
 GOLDEN = 35180, 49950, ".xxx..x..x.x..xxx..x...xx.x....."
@@ -83,7 +83,7 @@ def test_the_mean_is_right_where_p_is_rounded(backend: str) -> None:
 def test_kernels_scale_by_what_they_keep() -> None:
     q = torch.empty(1, 8, 1, 64, dtype=torch.float16)
     problem, _ = Problem.of(Arguments(q, q, q, dropout=0.9687, seed=1))
-    assert problem_values(problem)["dropout_scale"] == 65536 / (65536 - 63485) != 1 / (1 - 0.9687)
+    assert Scores.values(problem)["dropout_scale"] == 65536 / (65536 - 63485) != 1 / (1 - 0.9687)
 
 
 def test_golden_values() -> None:

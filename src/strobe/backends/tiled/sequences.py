@@ -24,9 +24,14 @@ def alike(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, slice, slic
         yield range(problem.batch), slice(0, problem.len_q), slice(0, problem.len_k), None
         return
     starts_q, starts_k = _starts(inputs)
-    for (_, _, at), group in itertools.groupby(enumerate(_kinds(problem, inputs)), operator.itemgetter(1)):
+    # Parts of longer sequences one by one: bits of a shard must not depend on what else a call holds.
+    apart = inputs.positions is not None
+    by = operator.itemgetter(0) if apart else operator.itemgetter(1)
+    kinds = _kinds(problem, inputs)
+    for _, group in itertools.groupby(enumerate(kinds), by):
         same = [number for number, _ in group]
         first, end = same[0], same[-1] + 1
+        at = kinds[first][2]
         if problem.varlen:
             yield range(first, end), slice(starts_q[first], starts_q[end]), slice(starts_k[first], starts_k[end]), at
         else:
@@ -58,7 +63,7 @@ class Order(NamedTuple):
     @staticmethod
     def of(problem: Problem, inputs: Inputs) -> Order | None:
         """None where there is little to gain, or where something goes by the number of a sequence."""
-        by_number = problem.has_mask_tensor or problem.has_bias or problem.dropout
+        by_number = problem.has_mask_tensor or problem.has_bias or problem.dropout or problem.positions
         if not problem.varlen or by_number or any(t.dim() == 2 for t in inputs.score_tensors):
             return None
         kinds = _kinds(problem, inputs)
@@ -74,6 +79,5 @@ class Order(NamedTuple):
             ends = itertools.accumulate((starts[b + 1] - starts[b] for b in order), initial=0)
             moved.append((torch.cat(index).to(device), torch.tensor(list(ends), dtype=torch.int32, device=device)))
         (rows, cu_q), (keys, cu_k) = moved
-        positions = None if inputs.positions is None else inputs.positions[torch.tensor(order, device=device)]
         q, k, v = inputs.q[:, :, rows], inputs.k[:, :, keys], inputs.v[:, :, keys]
-        return Order(inputs._replace(q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, positions=positions), rows, keys)
+        return Order(inputs._replace(q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_k), rows, keys)
