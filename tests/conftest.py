@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
+
+# Before torch is loaded: sums of its AVX-512 code depend on how many rows a tensor has, those of AVX2 do not. So the same
+# numbers come out on every x86 machine.
+if platform.machine() in ("x86_64", "AMD64"):
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+
 import contextlib
 import os
 import random
