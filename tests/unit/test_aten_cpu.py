@@ -128,7 +128,7 @@ def plain(**changes: object) -> str | None:
     ("changes", "reason"),
     [
         ({"device": torch.device("cuda")}, "CPU"),
-        ({"varlen": True}, "packed"),
+        ({"q": dataclasses.replace(PLAIN.q, varlen=True)}, "packed"),
         ({"k": dataclasses.replace(PLAIN.k, total=0)}, "empty"),
         ({"batch": 0}, "empty"),
         ({"dim_v": 8}, "dims must be equal, got 32 and 8"),
