@@ -11,7 +11,6 @@ if platform.machine() in ("x86_64", "AMD64"):
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 
 import contextlib
-import os
 import random
 from pathlib import Path
 
@@ -22,6 +21,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 # Kernels compiled by one run are found by the next. A cache is keyed by content, so this cannot hide a change.
 os.environ.setdefault("STROBE_CACHE_DIR", str(_ROOT / ".cache" / "strobe"))
+# Inductor's cache does not know the pin above: a graph that was cached without it steps 16 floats at a time, is then compiled
+# for AVX2, and leaves every other 8 floats as they were. So the tests have a cache of their own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_ROOT / ".cache" / "inductor"))
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))  # else the workers' threads fight for the cores
