@@ -57,6 +57,7 @@ TILES: dict[str, Any] = {
     "sm80_state_in_smem": forward_sm80.Tile(128, 64, 4, 1, 1),
     "sm80_lazy_rescale": forward_sm80.Tile(64, 64, 4, 1, 1, lazy_rescale=True),
     "sm90": forward_sm90.Tile(2, 64),
+    "sm90_rolled": forward_sm90.Tile(2, 64, rolled=True, skips_after=True),
     "sm90_ping_pong": forward_sm90.Tile(2, 64, ping_pong=True),
     "sm90_one_slot": forward_sm90.Tile(2, 64, q_slots=1, store_panels=1),
 }
@@ -210,32 +211,17 @@ MUTATIONS = [
             ("store_not_awaited", "tma_store_wait_read<0>();\n      ring.release();", "ring.release();", CAUSAL),
             # ---- tiles: the tile info slot, the first block, varlen sequences, the counter ----
             ("tile_not_published", f"{PUBLISH}\n    {LOAD_QUERIES}", f"{LOAD_QUERIES}\n    {PUBLISH}", CAUSAL),
-            # ---- one rolled loop for all blocks ----
-            ("values_released_before_the_first", "if (!first) v.release_and", "v.release_and", SOFTCAP),
-            ("queries_not_released_after_the_first", "if (first) stored.release();", "", SOFTCAP),
-            (
-                "rolled_loop_unmasked",
-                "score_and_mask(s, tile, row, n, n >= mine.end_full || n < mine.first_full);",
-                "score_and_mask(s, tile, row, n, false);",
-                SOFTCAP,
-            ),
-            (
-                "rolled_loop_without_values",
-                f"return n;\n      {OVERLAPPED}",
-                "return n;\n      qk<kBlockN>(s, q_desc, f);",
-                SOFTCAP,
-            ),
             (
                 "ragged_first_block_unmasked",
-                "Mask::kHasHi || n >= mine.end_full || n < mine.first_full",
-                "Mask::kHasHi",
+                "Mask::kHasHi || mine.masked(n));",
+                "Mask::kHasHi);",
                 SHORT,
             ),
             ("load_runs_into_the_next_sequence", "clip = max(0, kRows - rows_left);", "clip = 0;", VARLEN),
             (
                 "store_runs_into_the_next_sequence",
-                "&p.map_o, query_box(tile, consumer), tile.row0",
-                "&p.map_o, clipped_box<64>(tile.q.first + tile.row0 + 64 * consumer, 64, tile.head), tile.row0",
+                "&p.map_o, box_of_consumer<Config>(tile, consumer),",
+                "&p.map_o, clipped_box<64>(tile.q.first + tile.row0 + 64 * consumer, 64, tile.head),",
                 VARLEN,
             ),
             (
@@ -250,11 +236,24 @@ MUTATIONS = [
     *(
         Mutation(*m, SPLIT, tile="sm90")
         for m in [
-            ("splits_all_the_same", "kBlockM), remainder(tile.work, p.splits), p.splits);", "kBlockM), 0, p.splits);"),
+            ("splits_all_the_same", "remainder(tile.work, p.splits), p.splits);", "0, p.splits);"),
             ("first_split_taken_for_the_last", "== u32(p.splits - 1);", "== 0u;"),
             ("splits_not_weighted", "l = fma(ml[j][1], weight, l);", "l += ml[j][1];"),
             ("rows_of_a_split_left_out", "warp_uniform(eight < rows)", "warp_uniform(eight + 8 <= rows)"),
             ("count_not_published", "sync_warpgroup(staging.consumer);\n    const bool last", "const bool last"),
+        ]
+    ),
+    *(
+        Mutation(name, old, new, SOFTCAP, tile="sm90_rolled")
+        for name, old, new in [
+            ("values_released_before_the_first", "if (!first) v.release_and", "v.release_and"),
+            ("queries_not_released_after_the_first", "if (first) stored.release();", ""),
+            (
+                "loop_unmasked",
+                "score_and_mask(s, tile, row, n, mine.masked(n));",
+                "score_and_mask(s, tile, row, n, false);",
+            ),
+            ("loop_without_values", f"return n;\n      {OVERLAPPED}", "return n;\n      qk<kBlockN>(s, q_desc, f);"),
         ]
     ),
     Mutation("blocks_of_other_splits_skipped", f"{SKIPPED_BEFORE};", "mine.end;", WIDE_SPLIT, tile="sm90"),

@@ -40,8 +40,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
                     DqSums::kTilesDim * 16 * DqSums::kWarpsDim == kDim,
                 "warps have whole tiles");
 
-  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
-  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
+  using Offset = typename Config::Offset;  // of regions of shared memory, laid out by this kernel's module in cuda/
+  using Bytes = typename Config::Bytes;    // of one buffer there
   STROBE_DEVICE static u32 buffer_q(int left) { return kStagesQ == 1 ? 0 : left & 1; }
   STROBE_DEVICE static u32 buffer_do(int left) { return kStagesDo == 1 ? 0 : left & 1; }
   STROBE_DEVICE static u32 k_tile() { return smem_base(); }

@@ -30,8 +30,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   static_assert(kBlockN == 128 && kBlockM * kDimQ == 2 * kDqFloats && kDim <= kDimQ, "two warpgroups cover dQ");
 
   using Pair = Ring<2>;
-  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
-  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
+  using Offset = typename Config::Offset;  // of regions of shared memory, laid out by this kernel's module in cuda/
+  using Bytes = typename Config::Bytes;    // of one buffer there
 
   const Params& p;
   const KeyTile tile;
@@ -62,19 +62,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE Box query_box(int head, int m) const {
     return Config::Queries::template box<kBlockM>(tile.q, head, m * kBlockM);
   }
-  // Calls visit(head, m) for each block of queries of each head of the group, beginning with `start`.
   template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
-    if (!blocks.any()) return;
-    const int begin = start();
-    int m = begin;
-#pragma unroll 1
-    for (int i = 0; i < p.group; ++i) {
-#pragma unroll 1
-      do {
-        visit(tile.head_k * p.group + i, m);
-        m = blocks.next(m);
-      } while (m != begin);
-    }
+    if (blocks.any()) blocks.for_each(p, start(), tile.head_k, visit);
   }
   // The head of a block of queries, with which `left` are left.
   STROBE_DEVICE int head_at(int left, int head_k) const {
@@ -134,7 +123,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   // ---- consumers: the products --------------------------------------------------------------------------------------
   struct Fragments {
-    float dk[kDim / 2], dv[kDimV / 2];
+    float dk[kDim / 2] = {}, dv[kDimV / 2] = {};
   };
   STROBE_DEVICE u64 own_keys(u32 offset, int consumer) const {
     return k_major(smem + offset + consumer * 64 * kPanelRowBytes);
@@ -181,12 +170,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // S^T -> P^T. Statistics are loaded next to their use: all of them at once would take kBlockM / 4 registers.
   STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int m, bool masked) const {
     const u32 lse = smem + Offset::lse + q.stage * Bytes::lse + 4 * keys.column;
-    if (masked) {
-      const typename Keys::Bounds bounds = keys.bounds(m);
-#pragma unroll
-      for (int i = 0; i < kScores; ++i)
-        if (bounds.hides(i)) s[i] = neg_inf();
-    }
+    if (masked) keys.bounds(m).hide(s);
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
       float l[2];
@@ -224,10 +208,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         bool keep[4];
         keys.kept(keep, dropout + 8 * i, i, p.dropout_threshold);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          kept[j] = keep[j] ? kept[j] : 0.f;
-          dp[i + j] = keep[j] ? dp[i + j] : 0.f;
-        }
+        for (int j = 0; j < 4; ++j)
+          if (!keep[j]) kept[j] = dp[i + j] = 0.f;
       }
       weights[i / 2] = pack2<T>(kept[0], kept[1]);
       weights[i / 2 + 1] = pack2<T>(kept[2], kept[3]);
@@ -264,9 +246,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         float* const first = again.q.rows(p.dq, p.dq_batch, p.dq_head, p.dq_row, head, row) + column;
         return Fp32Rows{first, p.dq_row, again.q.length - row, p.dim - column};
       });
-    } else {
-      dq_sum(consumer).put(dq);
-    }
+    } else dq_sum(consumer).put(dq);
   }
 
   // ---- consumers: the loop ------------------------------------------------------------------------------------------
@@ -292,9 +272,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       issue_dk(f.dk, slopes);
       wgmma_wait<1>();  // dQ and dV are done
       pin(f.dv);
-    } else {
-      wgmma_wait<0>();
-    }
+    } else wgmma_wait<0>();
     d_o.release_and_advance();
     if (kHasDq) {
       pin(dq);
@@ -309,10 +287,6 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     const Keys keys(mask(), tile.key0 + 64 * consumer, tile.q.length, tile.k.length,
                     smem + Offset::keys + consumer * kKeyFragmentBytes);
     Fragments f;
-#pragma unroll
-    for (float& x : f.dk) x = 0.f;
-#pragma unroll
-    for (float& x : f.dv) x = 0.f;
     if (blocks.any()) {
       mbar_wait(smem + Offset::kv_barriers, 0);
       mbar_wait(smem + Offset::kv_barriers + 8, 0);
@@ -365,10 +339,7 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
   if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
   if (thread_idx() == 0) {
-    tma_prefetch_map(&p.map_q);
-    tma_prefetch_map(&p.map_d_o);
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
+    for (const TensorMap* map : {&p.map_q, &p.map_d_o, &p.map_k, &p.map_v}) tma_prefetch_map(map);
     Backward::init_barriers();
   }
   sync_block();

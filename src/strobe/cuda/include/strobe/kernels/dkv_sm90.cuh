@@ -25,8 +25,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
 
   using Pair = Ring<2>;
   using Single = Ring<1>;
-  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
-  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
+  using Offset = typename Config::Offset;  // of regions of shared memory, laid out by this kernel's module in cuda/
+  using Bytes = typename Config::Bytes;    // of one buffer there
 
   const Params& p;
   const KeyTile tile;

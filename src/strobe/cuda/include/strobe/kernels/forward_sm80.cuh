@@ -27,8 +27,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   static constexpr int kTiles = kBlockM / (16 * Config::kWarps), kWarpRows = 16 * kTiles;
   static_assert(kStages == 1 || kStages == 2, "buffers for K and for V");
 
-  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
-  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
+  using Offset = typename Config::Offset;  // of regions of shared memory, laid out by this kernel's module in cuda/
+  using Bytes = typename Config::Bytes;    // of one buffer there
   static constexpr bool kStateInSmem = Config::kStateInSmem;
   STROBE_DEVICE static u32 q_tile() { return smem_base(); }
   STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + Offset::k + (n & (kStages - 1)) * Bytes::k; }

@@ -25,7 +25,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static constexpr int kConsumers = Config::kConsumers, kBlockM = 64 * kConsumers, kPackGqa = Config::kPackGqa;
   static constexpr int kScores = kBlockN / 2;  // of one thread
   static_assert(kBlockM == Config::kBlockM && kDimV <= kDim, "O fits over Q");
-
   // O is staged in shared memory on its way out: over the Q of its own tile or, where there is only one Q slot, in a
   // buffer of its own, some panels at a time, so that the next Q can be on its way already.
   static constexpr bool kPrivateO = Config::kStorePanels > 0, kOneBox = Config::kOneBoxPerTile;
@@ -35,10 +34,9 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   using Keys = typename Config::Keys;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
-  using Parts = StateParts<Config>;  // of an O to merge with
-
-  using Offset = typename Config::Offset;  // of regions of shared memory, and the size of a buffer there: the module
-  using Bytes = typename Config::Bytes;    // of this kernel in cuda/ lays them out
+  using Parts = StateParts<Config>;        // of an O to merge with
+  using Offset = typename Config::Offset;  // of regions of shared memory, laid out by this kernel's module in cuda/
+  using Bytes = typename Config::Bytes;    // of one buffer there
 
   const Params& p;
   u32 smem;
@@ -72,22 +70,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   STROBE_DEVICE Mask mask(const Tile& tile) const {
     return mask_of<Mask, Config>(p, tile.q.length, tile.k.length, positions(tile));
   }
-
-  // The key blocks that some of `rows` rows of the tile see; none if the rows lie beyond the sequence.
-  STROBE_DEVICE KeyBlocks key_blocks(const Tile& tile, int first_row, int rows) const {
-    if (first_row >= tile.q.length) return KeyBlocks{0, 0, 0, 0};
-    const KeyBlocks seen = blocks_of_rows(tile, first_row, rows);
-    if (!Config::kSplit) return seen;
-    return blocks_of_split(seen, blocks_of_rows(tile, tile.row0, kBlockM), remainder(tile.work, p.splits), p.splits);
-  }
-  STROBE_DEVICE KeyBlocks blocks_of_rows(const Tile& tile, int first_row, int rows) const {
-    const int last_row = min(first_row + rows, tile.q.length) - 1;
-    return visible_blocks<kBlockN>(mask(tile), first_row / kPackGqa, last_row / kPackGqa);
-  }
-
-  // Of a consumer's 64 rows.
-  STROBE_DEVICE static Box query_box(const Tile& tile, int w) {
-    return Config::Queries::template box<64>(tile.q, tile.head, tile.row0 + 64 * w);
+  STROBE_DEVICE KeyBlocks blocks_of(const Tile& tile, int first_row, int rows) const {
+    return key_blocks<Config>(p, mask(tile), tile, first_row, rows);
   }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
@@ -107,24 +91,22 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
 #pragma unroll 1
     for (int w = 0; w < kConsumers; ++w)
-      tma_load_tile<kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), query_box(tile, w));
+      tma_load_tile<kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), box_of_consumer<Config>(tile, w));
   }
 
   STROBE_DEVICE void produce() {
-    int index = block_idx();
 #pragma unroll 1
-    while (index < p.tiles) {
-      const int next = take_tile(p);  // early: its latency passes during the copies
+    for (int index = block_idx(), next; index < p.tiles; index = next) {
+      next = take_tile(p);  // early: its latency passes during the copies
       const Tile tile = decode_tile<Config>(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
-      index = next;
     }
     q.wait_empty();
     publish_tile<Config>(tile_info(), Tile{Sequence{}, -1, 0, 0});  // no more
     mbar_arrive(q.full_barrier());
   }
   STROBE_DEVICE void load_tile(const Tile& tile) {
-    const KeyBlocks blocks = key_blocks(tile, tile.row0, kBlockM);
+    const KeyBlocks blocks = blocks_of(tile, tile.row0, kBlockM);
     const int head_k = quotient(tile.head, p.group);
     const bool any_keys = blocks.any();
     int n = blocks.begin();
@@ -204,9 +186,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   template <int N>
   STROBE_DEVICE void score_and_mask(float (&s)[N], const Tile& tile, int row, int n, bool masked) const {
-    if constexpr (Score::kPositional)
-      logits(s, Score{p.score}, where<Score, Config>(tile, positions(tile), tile.head, row, first_key(n)));
-    else logits(s, Score{p.score}, Nowhere{});
+    const auto at = [&] { return positions(tile); };
+    logits_of_queries<Config>(s, Score{p.score}, tile, at, row, first_key(n));
     if (masked) mask_queries<true>(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, first_key(n));
   }
   STROBE_DEVICE static int first_key(int n) { return n * kBlockN + 2 * int(thread_idx() % 4); }  // of this thread
@@ -223,9 +204,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     if (!first) v.release_and_advance();
     speculative.template weights<kBefore, kScores>(s);
     if (!speculative.accept(f.softmax, f.weights)) {
-      f.softmax.template maxima<true>(s);  // fallback
-      f.softmax.template weights<0, kScores>(s);
-      pack_fragment<T>(f.weights, s);
+      f.softmax.template to_weights<T>(f.weights, s);
       f.o.scale(f.softmax.alpha);
     }
     f.dropout.drop(f.weights, first_key(n));
@@ -244,18 +223,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     float s[kKeys / 2];
     qk<kKeys>(s, q_desc, f);
     score_and_mask(s, tile, row, n, masked);
-    f.softmax.template maxima<true>(s);
-    f.softmax.template weights<0, kKeys / 2>(s);
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i)
-      f.weights[i] = i < kKeys / 4 ? pack2<T>(s[2 * i % (kKeys / 2)], s[(2 * i + 1) % (kKeys / 2)]) : 0u;
+    f.softmax.template to_weights<T>(f.weights, s);
     f.dropout.drop(f.weights, first_key(n));
   }
 
   STROBE_DEVICE void skip_block(bool has_turn) {  // a key block of the tile that this consumer's rows do not see
     if (has_turn) turns.yield_turn();
-    k.skip();
-    v.skip();
+    k.skip(), v.skip();
   }
 
   // ---- consumers: epilogue ------------------------------------------------------------------------------------------
@@ -263,21 +237,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     return StagingO{kPrivateO ? smem + Offset::o + consumer * Bytes::o : q_tile(consumer), consumer};
   }
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row) const {
-    const OutputRows<Config, Params> out{p, tile};
-    float inverse[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float lse;
-      inverse[r] = f.softmax.template finish<Config::kSinks>(r, out.sink(row + 8 * r), lse);
-      if (Config::kDropout) inverse[r] *= p.dropout_scale;
-      if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.q.length) out.store_lse(row + 8 * r, lse);
+    if constexpr (Config::kSplit) store_split<Config>(p, tile, staging(), f.o, f.softmax);
+    else {
+      float inverse[2];
+      OutputRows<Config, Params>{p, tile}.finish(f.softmax, row, inverse);
+      staging().store(f.o, inverse, &p.map_o, box_of_consumer<Config>(tile, consumer),
+                      tile.row0 + 64 * consumer < tile.q.length);
     }
-    staging().store(f.o, inverse, &p.map_o, query_box(tile, consumer), tile.row0 + 64 * consumer < tile.q.length);
-  }
-  STROBE_DEVICE void store_split(const Fragments& f, const Tile& tile) const {
-    const StagingO buffer = staging();
-    const SplitKV<Config, Params, StagingO> split{p, tile, buffer};
-    if (split.store_partial(f.o, f.softmax)) split.merge(&p.map_o, query_box(tile, consumer));
   }
 
   // ---- consumers: the key blocks of a tile --------------------------------------------------------------------------
@@ -291,7 +257,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     const u64 q_desc = k_major(q_tile(consumer));
 #pragma unroll 1
     for (bool first = true;; first = false) {
-      qk_softmax(q_desc, f, tile, row, n, Mask::kHasHi || n >= mine.end_full || n < mine.first_full);
+      qk_softmax(q_desc, f, tile, row, n, Mask::kHasHi || mine.masked(n));
       if (!first || Config::kMerge) f.o.scale(f.softmax.alpha);
       stored.release();
       if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;
@@ -302,9 +268,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     for (; mine.has(n); n = mine.next(n)) {
       float s[kScores];
       qk_overlapped(s, q_desc, f);
-      const bool masked =
-          !kDiagonalAlone && ((Mask::kHasHi && n >= mine.end_full) || (Mask::kHasLo && n < mine.first_full));
-      score_and_mask(s, tile, row, n, masked);
+      score_and_mask(s, tile, row, n, !kDiagonalAlone && (Mask::kHasHi || Mask::kHasLo) && mine.masked(n));
       softmax_overlapped(s, f, n, false);
     }
     return n;
@@ -318,7 +282,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     qk<kBlockN>(s, q_desc, f);
 #pragma unroll 1
     for (bool first = true;; first = false) {
-      score_and_mask(s, tile, row, n, n >= mine.end_full || n < mine.first_full);
+      score_and_mask(s, tile, row, n, mine.masked(n));
       softmax_overlapped(s, f, n, first);
       if (first) stored.release();
       n = mine.next(n);
@@ -343,8 +307,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       q.wait_full();
       const Tile tile = read_tile<Config>(tile_info());
       if (tile.row0 < 0) break;
-      const KeyBlocks all = key_blocks(tile, tile.row0, kBlockM),
-                      mine = key_blocks(tile, tile.row0 + 64 * consumer, 64);
+      const KeyBlocks all = blocks_of(tile, tile.row0, kBlockM), mine = blocks_of(tile, tile.row0 + 64 * consumer, 64);
       const int row = tile.row0 + thread_row, last = all.begin();
       const bool sees_keys = mine.any();
       Fragments f(p, tile, row);
@@ -367,8 +330,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       // Epilogue.
 #pragma unroll 2  // with 1 ptxas takes the rings for divergent at head dim 192: look for R2UR in the main loop
       for (; kSkipsAfter && all.has(n); n = all.next(n)) skip_block(n < last);
-      if constexpr (Config::kSplit) store_split(f, tile);
-      else store(f, tile, row);
+      store(f, tile, row);
       stored.pending = true;
       q.next();
     }

@@ -18,6 +18,7 @@ struct KeyBlocks {
   STROBE_DEVICE bool has(int n) const { return n >= first; }
   STROBE_DEVICE static int next(int n) { return n - 1; }
   STROBE_DEVICE bool has_next(int n) const { return n > first; }
+  STROBE_DEVICE bool masked(int n) const { return n >= end_full || n < first_full; }
   STROBE_DEVICE int before(int n) const { return end - 1 - n; }  // so many blocks come before n
 };
 
@@ -42,6 +43,21 @@ STROBE_DEVICE KeyBlocks blocks_of_split(const KeyBlocks& b, const KeyBlocks& til
   r.first_full = min(max(b.first_full, r.first), r.end);
   r.end_full = min(max(b.end_full, r.first_full), r.end);
   return r;
+}
+
+// Those that some of `rows` rows of a tile see, in its split; none if the rows lie beyond the sequence.
+template <class Config, class Mask, class Tile>
+STROBE_DEVICE KeyBlocks blocks_of_rows(const Mask& mask, const Tile& tile, int first_row, int rows) {
+  const int last_row = min(first_row + rows, tile.q.length) - 1;
+  return visible_blocks<Config::kBlockN>(mask, first_row / Config::kPackGqa, last_row / Config::kPackGqa);
+}
+template <class Config, class Params, class Mask, class Tile>
+STROBE_DEVICE KeyBlocks key_blocks(const Params& p, const Mask& mask, const Tile& tile, int first_row, int rows) {
+  if (first_row >= tile.q.length) return KeyBlocks{0, 0, 0, 0};
+  const KeyBlocks seen = blocks_of_rows<Config>(mask, tile, first_row, rows);
+  if (!Config::kSplit) return seen;
+  return blocks_of_split(seen, blocks_of_rows<Config>(mask, tile, tile.row0, Config::kBlockM),
+                         remainder(tile.work, p.splits), p.splits);
 }
 
 // ---- of queries, from the first to the last -------------------------------------------------------------------------
@@ -86,6 +102,19 @@ struct QueryBlocks {
   STROBE_DEVICE int next(int m) const { return m + 1 == end ? first : m + 1; }
   STROBE_DEVICE int previous(int m) const { return m == first ? end - 1 : m - 1; }
   STROBE_DEVICE bool masked(int m) const { return m < first_full || m >= end_full; }
+  // Calls visit(head, m) for every block, beginning with `begin`, of each head of a group.
+  template <class Params, class Visit>
+  STROBE_DEVICE void for_each(const Params& p, int begin, int group, Visit visit) const {
+    int m = begin;
+#pragma unroll 1
+    for (int i = 0; i < p.group; ++i) {
+#pragma unroll 1
+      do {
+        visit(group * p.group + i, m);
+        m = next(m);
+      } while (m != begin);
+    }
+  }
 };
 template <int kBlockM, int kBlockN, class Mask>  // whole warps ask
 STROBE_DEVICE QueryBlocks visible_query_blocks(const Mask& mask, int key0, int len_q, int len_k) {

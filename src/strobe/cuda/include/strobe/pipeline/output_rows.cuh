@@ -39,6 +39,16 @@ template <class Config, class Params> struct OutputRows {
     return p.lse + tile.q.slice * p.lse_batch + head(row) * p.lse_head + tile.q.first + row / Config::kPackGqa;
   }
   STROBE_DEVICE void store_lse(int row, float x) const { st_global(lse(row), x); }
+  // Of `row` and `row + 8`: stores the LSE, if one is wanted, and tells what O has to be multiplied by.
+  template <class S> STROBE_DEVICE void finish(const S& softmax, int row, float (&inverse)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x;
+      inverse[r] = softmax.template finish<Config::kSinks>(r, sink(row + 8 * r), x);
+      if (Config::kDropout) inverse[r] *= p.dropout_scale;
+      if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.q.length) store_lse(row + 8 * r, x);
+    }
+  }
   // kPartialOut: O as fp32, for a merge with other partial results.
   STROBE_DEVICE float* o(int row) const {
     return tile.q.rows(reinterpret_cast<float*>(p.o), p.o_batch, p.o_head, p.o_row, head(row), row / Config::kPackGqa);

@@ -14,6 +14,11 @@ struct Tile : Sequence {
   int work;  // its number; with split-KV that of one split of the tile
 };
 
+// The 64 rows of a consumer, in a tensor of queries.
+template <class Config> STROBE_DEVICE Box box_of_consumer(const Tile& tile, int consumer) {
+  return Config::Queries::template box<64>(tile.q, tile.head, tile.row0 + 64 * consumer);
+}
+
 // Tiles are numbered so that heads whose keys and values fit into the L2 together form a section; inside a section the
 // rows with the most keys come first, so that the long tiles do not run last.
 template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, const Params& p) {

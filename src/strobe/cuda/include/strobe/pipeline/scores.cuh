@@ -55,6 +55,14 @@ STROBE_DEVICE void logits(float (&s)[N], float (&slope)[N], const Score& score, 
 
 // ---- rows are queries -----------------------------------------------------------------------------------------------
 
+// `positions` is called where a score looks at them: to keep them takes registers.
+template <class Config, class Score, class Tile, class At, int N>
+STROBE_DEVICE void logits_of_queries(float (&s)[N], const Score& score, const Tile& tile, At positions, int row,
+                                     int column) {
+  if constexpr (Score::kPositional) logits(s, score, where<Score, Config>(tile, positions(), tile.head, row, column));
+  else logits(s, score, Nowhere{});
+}
+
 // Scores that a mask hides from the queries of the thread's two rows become -inf; `column` is its first key. kOnce: the
 // bounds are computed once; else the compiler may do so again for every score, which takes fewer registers.
 template <bool kOnce, class Mask, int N>
@@ -104,6 +112,11 @@ template <class Mask, int kBlockM> struct KeyFragment {
     STROBE_DEVICE bool hides(int i) const {
       const int row = fragment_row(i), column = fragment_column(i);
       return (Mask::kHasHi && column < lo[row]) || (kHasEnd && column >= hi[row]);
+    }
+    template <int N> STROBE_DEVICE void hide(float (&s)[N]) const {
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (hides(i)) s[i] = neg_inf();
     }
   };
   STROBE_DEVICE Bounds bounds(int m) const {

@@ -126,4 +126,12 @@ template <class Config, class Params, class Staging> struct SplitKV {
   }
 };
 
+// The epilogue of a consumer's 64 rows: the partial result of this split and, by the last one, the merge.
+template <class Config, class Params, class Staging, class O>
+STROBE_DEVICE void store_split(const Params& p, const Tile& tile, const Staging& staging, const O& o,
+                               const Softmax<>& softmax) {
+  const SplitKV<Config, Params, Staging> split{p, tile, staging};
+  if (split.store_partial(o, softmax)) split.merge(&p.map_o, box_of_consumer<Config>(tile, staging.consumer));
+}
+
 }  // namespace strobe

@@ -57,6 +57,13 @@ template <bool kHasSink> STROBE_DEVICE float normaliser(float sum, float top, fl
   return sum == 0.f ? 0.f : keep / sum;
 }
 
+// P as the left operand of the next product: the layout already fits, two neighbours make one register. Keys without a
+// score have weight 0.
+template <class T, int M, int N> STROBE_DEVICE void pack_fragment(u32 (&p)[M], const float (&s)[N]) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) p[i] = i < N / 2 ? pack2<T>(s[2 * i % N], s[(2 * i + 1) % N]) : 0u;
+}
+
 // A weight, exp2(s * scale - m * scale), costs one FMA and one EX2, and has the error of rounding m * scale. Up to this
 // size that is less than the rounding of a weight to 16 bits. Beyond it, m is subtracted from the scores first.
 constexpr float kLargestShift = 16384.f;
@@ -142,6 +149,13 @@ template <bool kLazyRescale = false> struct Softmax {
     l[1] += sum[1][0] + sum[1][1];
   }
 
+  // S -> P: both steps, and P rounded. `alpha` is what O has to be multiplied by.
+  template <class T, int M, int N> STROBE_DEVICE void to_weights(u32 (&p)[M], float (&s)[N]) {
+    maxima<true>(s);
+    weights<0, N>(s);
+    pack_fragment<T>(p, s);
+  }
+
   // With the same kMaybeEmpty as `maxima`, which then always moves the maximum.
   template <bool kMaybeEmpty = false, int N> STROBE_DEVICE void rescale(float (&o)[N]) const {
     if (kLazyRescale && !kMaybeEmpty && !grew) return;
@@ -194,11 +208,5 @@ template <class T, int N> struct SpeculativeSoftmax {
     return true;
   }
 };
-
-// P as the left operand of the next product: the layout already fits, two neighbours make one register.
-template <class T, int N> STROBE_DEVICE void pack_fragment(u32 (&p)[N / 2], const float (&s)[N]) {
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
-}
 
 }  // namespace strobe
