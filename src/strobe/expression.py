@@ -48,14 +48,18 @@ OPERATIONS: dict[str, Operation] = {
     "max": Operation(functools.partial(_minmax, max, torch.maximum), "max({0}, {1})"),
     "abs": Operation(abs, "fabs({0})"),
     "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
+    # A score where the second operand is true; elsewhere nothing: -inf.
+    "where": Operation(
+        lambda a, b: torch.where(b, a, -math.inf), "({1} ? {0} : neg_inf())", lambda a, b, y: (_ONE, _ZERO)
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Expr:
     """`op` is "var" (a name), "const" (a user's number, which kernels get as an argument), "literal" (a number of ours,
-    which is part of their text), "tensor" (a captured tensor's number and the axes that index it, "h" or "bh") or a key
-    of OPERATIONS."""
+    which is part of their text), "tensor" (a captured tensor's number and the axes that index it: "h", "bh" or, of a bias
+    or a mask, "bhqk") or a key of OPERATIONS."""
 
     op: str
     args: tuple[Any, ...]
@@ -115,6 +119,8 @@ class Expr:
             return f"c[{len(constants) - 1}]"
         if self.op == "literal":
             return f"{self.args[0]}f" if isinstance(self.args[0], float) else f"{self.args[0]}"
+        if self.op == "tensor":
+            return f"entry{self.args[0]}(at, i)"
         return OPERATIONS[self.op].cpp.format(*(arg.cpp(constants) for arg in self.args))
 
     def derivative(self, name: str) -> Expr:

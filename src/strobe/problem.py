@@ -5,13 +5,14 @@ A problem says what is to be computed, without tensors: it is what backends are 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, Arguments, Layout
+from strobe.arguments import GRADIENTS, Arguments, Layout, four_axes
 from strobe.checks import (
     check_dims,
     check_mask,
@@ -50,6 +51,16 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Load:
+    """A tensor of which every logit reads an entry, and where that of (sequence, head, query, key) lies."""
+
+    name: str  # "score0" and so on: of the score; "bias"; "mask_tensor"
+    dtype: torch.dtype
+    strides: tuple[int, ...]  # four; 0 along axes that it does not have, or along which it is repeated
+    shared: bool = False  # several pairs of a query and a key, or heads, read the same entry
+
+
+@dataclass(frozen=True)
 class State:
     """A result over other keys, in fp32, that the call's result is merged with: where its output and its LSE lie."""
 
@@ -73,8 +84,7 @@ class Problem:
     mask: Mask
     dropout: float
     first_head: int  # of the query heads, as dropout counts them
-    has_mask_tensor: bool
-    has_bias: bool
+    loads: tuple[Load, ...]  # tensors of the score, then the bias, then the mask
     has_sinks: bool
     # ---- what is wanted
     gradients: tuple[str, ...]  # of arguments.GRADIENTS; none: the output
@@ -84,6 +94,19 @@ class Problem:
     deterministic: bool
     # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
     group_parts: int = 1
+
+    @property
+    def has_bias(self) -> bool:
+        return any(load.name == "bias" for load in self.loads)
+
+    @property
+    def has_mask_tensor(self) -> bool:
+        return any(load.name == "mask_tensor" for load in self.loads)
+
+    @functools.cached_property
+    def logit(self) -> Score:
+        """The score with the bias and the mask tensor in it, as the kernels compute it; its tensors are `loads`."""
+        return self.score.with_pairs(self.has_bias, self.has_mask_tensor)
 
     @property
     def varlen(self) -> bool:
@@ -201,8 +224,7 @@ class Problem:
             mask=mask,
             dropout=float(a.dropout),
             first_head=a.first_head if a.dropout else 0,
-            has_mask_tensor=isinstance(a.mask, torch.Tensor),
-            has_bias=a.bias is not None,
+            loads=_loads(a, score, pairs),
             has_sinks=a.sinks is not None,
             gradients=(),
             lse=bool(a.return_lse) or needs_grad,
@@ -211,6 +233,21 @@ class Problem:
             deterministic=bool(a.deterministic),
         )
         return problem, layout
+
+
+def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tuple[Load, ...]:
+    """Tensors of a score are read as contiguous fp32, the others as they are."""
+    heads = pairs[1]
+    found = [
+        Load(f"score{number}", torch.float32, (heads if axes == "bh" else 0, 1, 0, 0), shared=True)
+        for number, axes in sorted(score.expr.tensors())
+    ]
+    for name, t in (("bias", a.bias), ("mask_tensor", a.mask_tensor)):
+        if t is not None:
+            view = four_axes(t)
+            assert view is not None
+            found.append(Load(name, t.dtype, view.expand(pairs).stride(), shared=tuple(view.shape) != pairs))
+    return tuple(found)
 
 
 def _state(a: Arguments, layout: Layout) -> State:

@@ -30,6 +30,23 @@ class KernelForm(NamedTuple):
     after: float
 
 
+class Entries(NamedTuple):
+    """How kernels read the entries of a tensor."""
+
+    name: str  # of the tensor among those of a plan
+    element: str  # "float", "bf16", "fp16" or "bool"
+    pairs: bool  # indexed by query and key, too, not only by batch and head
+    unit: bool = False  # keys are neighbours in memory
+
+    def cpp(self, number: int) -> str:
+        read = f"entry_of_pair<{self.element}, {str(self.unit).lower()}>" if self.pairs else "entry_of_head"
+        result = "bool" if self.element == "bool" else "float"
+        return (
+            f"  template <class At> STROBE_DEVICE {result} entry{number}(const At& at, int i) const "
+            f"{{ return {read}(t{number}, strides{number}, at, i); }}\n"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Score:
     """An expression of `s`, the scaled score, and perhaps of the positions `q`, `k`, `len_q`, `len_k` and of captured
@@ -101,19 +118,36 @@ class Score:
             return KernelForm(before, expr.replaced(scaled, _s), after)
         return KernelForm(scale, expr, after)
 
-    def cpp(self) -> str:
+    def with_pairs(self, bias: bool, mask: bool) -> Score:
+        """The score with a bias added, and what a mask hides hidden: two more tensors, indexed by (batch, head, q, k)."""
+        expr, number = self.expr, len(self.expr.tensors())
+        if bias:
+            expr, number = expr + Expr("tensor", (number, "bhqk")), number + 1
+        if mask:
+            expr = Expr("where", (expr, Expr("tensor", (number, "bhqk"))))
+        return Score(expr, self.name) if bias or mask else self
+
+    def cpp(self, entries: Sequence[Entries] = ()) -> str:
         """`struct Score` for the kernels: x is q.k, y the inner expression of `kernel_form`, of which they compute
         exp2(scale_log2 * y), and `slope` its derivative. `at` tells where entry i of a fragment lies
-        (pipeline/scores.cuh). The text does not depend on numbers: those are fields, see `constants`."""
+        (pipeline/scores.cuh). The text does not depend on numbers: those are fields, see `constants`. `entries`: how the
+        captured tensors are read, by their numbers."""
         inner, slope = self._inner_and_slope(1.0)
         numbers: list[float] = [1.0]
         value, derivative = inner.cpp(numbers), slope.cpp(numbers)
         identity = inner == _s
+        tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in range(len(entries)))
+        given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
         return (
             "struct Score {\n"
             f"  static constexpr bool kIdentity = {str(identity).lower()};\n"
             f"  static constexpr bool kPositional = {str(not self.pointwise).lower()};\n"
+            f"  static constexpr bool kMayHide = {str(bool(entries)).lower()};  // a logit may be -inf\n"
             "  const float* c;\n"
+            f"{tensors}"
+            "  template <class Params> STROBE_DEVICE static Score of(const Params& p) "
+            f"{{ return Score{{p.score{given}}}; }}\n"
+            f"{''.join(e.cpp(i) for i, e in enumerate(entries))}"
             "  template <class At> STROBE_DEVICE float operator()(float x, const At& at, int i) const "
             f"{{ {'' if identity else _names(inner)}return {'x' if identity else value}; }}\n"
             "  template <class At> STROBE_DEVICE float slope(float x, float y, const At& at, int i) const "
@@ -179,7 +213,7 @@ def _only_parent_of_s(expr: Expr) -> Expr | None:
 
 MAX_CONSTANTS = 8  # room for them in the kernels' arguments
 
-_GRAMMAR = Grammar(frozenset(("s", "q", "k", "len_q", "len_k")), frozenset(OPERATIONS) - {"//"}, tensors=True)
+_GRAMMAR = Grammar(frozenset(("s", "q", "k", "len_q", "len_k")), frozenset(OPERATIONS) - {"//", "where"}, tensors=True)
 
 identity = Score(_s, "identity")
 

@@ -30,6 +30,7 @@ from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
 from strobe.cuda.plan import Machine
 from strobe.emulator import compiler
 from strobe.mask import Positions, causal, chunked, window
+from strobe.problem import Load
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -168,11 +169,12 @@ def test_a_group_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_does_not_take() -> None:
     p, _ = prepare(CASES[0], torch.bfloat16)
     asked = p.backward(("q", "k", "v"))
+    with_bias = replace(p.backward(("bias",)), loads=(Load("bias", torch.bfloat16, (0, 0, 0, 0), shared=True),))
     assert FAMILIES["sm80"].limits(asked) is None
     for other, reason in (
         (replace(asked, dtype=torch.float32), "float32"),
-        (replace(asked, has_bias=True), "bias"),
-        (replace(asked, has_mask_tensor=True), "mask tensor"),
+        (replace(asked, loads=(Load("bias", torch.float64, (0, 0, 0, 0)),)), "bias of float64"),
+        (replace(with_bias, deterministic=True), "deterministic gradient of a bias"),
     ):
         assert reason in str(FAMILIES["sm80"].limits(other))
 

@@ -28,6 +28,7 @@ from strobe.cuda.families import FAMILIES
 from strobe.emulator import compiler
 from strobe.emulator.backend import MACHINES
 from strobe.mask import Positions, causal, window
+from strobe.problem import Load
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -140,10 +141,11 @@ def test_packed_groups_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_does_not_take() -> None:
     p, _ = prepare(CASES[1], torch.bfloat16)
     asked = p.backward(("q", "k", "v"))
+    with_bias = replace(p.backward(("bias",)), loads=(Load("bias", torch.bfloat16, (0, 0, 0, 0), shared=True),))
     for other, reason in (
         (replace(asked, dtype=torch.float32), "float32"),
-        (replace(asked, has_bias=True), "bias"),
-        (replace(asked, has_mask_tensor=True), "mask tensor"),
+        (replace(asked, loads=(Load("bias", torch.float64, (0, 0, 0, 0)),)), "bias of float64"),
+        (replace(with_bias, deterministic=True), "deterministic gradient of a bias"),
     ):
         assert reason in str(FAMILIES["sm90"].limits(other))
 

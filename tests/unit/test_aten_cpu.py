@@ -13,6 +13,7 @@ from oracle import backward, check, cotangents, expected, expected_gradients, fo
 import strobe
 from strobe import mask as masks
 from strobe.backends import aten_cpu
+from strobe.problem import Load
 from strobe.score import softcap
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -137,8 +138,8 @@ def plain(**changes: object) -> str | None:
         ({"has_sinks": True}, "sinks"),
         ({"mask": masks.window(3, 0)}, "window"),
         ({"mask": masks.causal, "k": dataclasses.replace(PLAIN.k, length=65)}, "unequal lengths"),
-        ({"mask": masks.causal, "has_bias": True}, "bias together"),
-        ({"has_bias": True, "gradients": ("bias",)}, "gradient of the bias"),
+        ({"mask": masks.causal, "loads": (Load("bias", torch.float32, (0, 0, 0, 0)),)}, "bias together"),
+        ({"loads": (Load("bias", torch.float32, (0, 0, 0, 0)),), "gradients": ("bias",)}, "gradient of the bias"),
         ({"mask": masks.causal, "scale": -1.0}, "scale -1.0"),
         ({"mask": masks.causal, "scale": 0.0}, "scale 0.0"),
         ({"mask": masks.causal, "scale": 1e-46}, "scale 1e-46"),

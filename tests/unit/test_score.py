@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import pytest
 import torch
 
 import strobe
+from strobe.cuda.families import FAMILIES
+from strobe.expression import Expr
+from strobe.problem import supposed
+from strobe.score import Score
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -77,10 +84,16 @@ def test_alibi_is_traced_by_structure() -> None:
         torch.testing.assert_close(compiled(q, slopes), dense_alibi(q, k, v, slopes, False))
 
 
-def test_kernels_leave_captured_tensors_to_tiled() -> None:
-    q, k, v = (t.detach().bfloat16() for t in inputs(torch.float32))
-    found = strobe.explain(q, k, v, score=strobe.alibi(torch.rand(4)))
-    assert found.backend == "tiled" and "captured tensors" in found.rejected["sm90"]
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_kernels_take_a_few_captured_tensors(family: str) -> None:
+    def limits(score: Score) -> str | None:
+        problem = supposed(torch.device("cuda"), torch.bfloat16, *[(1, 64, 4, 64)] * 3, score=score)
+        return FAMILIES[family].limits(problem)
+
+    slopes = torch.empty(4, device="meta")
+    assert limits(strobe.alibi(slopes)) is None
+    expr = functools.reduce(operator.add, [Expr("tensor", (i, "h")) for i in range(4)], Expr("var", ("s",)))
+    assert "4 captured tensors; the kernels take 3" in str(limits(Score(expr, "many", (slopes,) * 4)))
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from strobe.arguments import Arguments, Layout
+from strobe.arguments import Arguments, Layout, four_axes
 from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import driver, forward_sm90, jit
 from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.families import FAMILIES, Family
 from strobe.cuda.launch import Launcher, address, allocator, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
+from strobe.cuda.scores import MOST_SCORE_TENSORS
 from strobe.problem import Problem, Strides
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
@@ -83,19 +85,43 @@ def _contiguous(t: torch.Tensor) -> torch.Tensor:
     return t.resolve_neg().contiguous()
 
 
-# The arguments besides q, k and v that kernels read, in both directions, and the form in which they do.
-READ: dict[str, Callable[[Any], Any]] = {
-    "sinks": lambda t: t.detach().resolve_neg().float().contiguous(),
-    "cu_q": _contiguous,
-    "cu_k": _contiguous,
-    "positions": _contiguous,
-    "seed": lambda seed: seed & ((1 << 64) - 1),  # unsigned
+def _as_floats(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().resolve_neg().float().contiguous()
+
+
+class Read(NamedTuple):
+    """An argument that kernels read, in both directions."""
+
+    given: Callable[[Arguments], Any]  # as the caller has it; None: the call has none
+    form: Callable[[Any], Any]  # as kernels read it
+
+
+def _score_tensor(number: int, a: Arguments) -> torch.Tensor | None:
+    tensors = a.score_tensors
+    return tensors[number] if number < len(tensors) else None
+
+
+# Those besides q, k and v, by the name that plans have for them.
+READ: dict[str, Read] = {
+    "sinks": Read(attrgetter("sinks"), _as_floats),
+    "cu_q": Read(attrgetter("cu_q"), _contiguous),
+    "cu_k": Read(attrgetter("cu_k"), _contiguous),
+    "positions": Read(attrgetter("positions"), _contiguous),
+    "seed": Read(attrgetter("seed"), lambda seed: seed & ((1 << 64) - 1)),  # unsigned
+    **{f"score{i}": Read(functools.partial(_score_tensor, i), _as_floats) for i in range(MOST_SCORE_TENSORS)},
+    "bias": Read(attrgetter("bias"), lambda t: t.detach().resolve_neg()),
+    "mask_tensor": Read(attrgetter("mask_tensor"), lambda t: t),
 }
 
 
 def read_by_kernels(a: Arguments) -> dict[str, Any]:
     """Those of READ that the call has."""
-    return {name: form(t) for name, form in READ.items() if (t := getattr(a, name)) is not None}
+    return {name: read.form(t) for name, read in READ.items() if (t := read.given(a)) is not None}
+
+
+def _addresses(names: Sequence[str], a: Arguments) -> list[int]:
+    """Of those of READ, as they are; a seed is a number."""
+    return [READ["seed"].form(a.seed) if name == "seed" else READ[name].given(a).data_ptr() for name in names]
 
 
 def with_strides(problem: Problem, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Problem:
@@ -146,7 +172,7 @@ def prepare_backward(
     if dlse is not None:
         x["dlse"] = _contiguous(dlse)
     wanted, device = problem.gradients, a.q.device
-    if "q" in wanted:
+    if "q" in wanted or "bias" in wanted:  # which is found on the way there
         x["dq"] = torch.empty(a.q.shape, dtype=problem.out_dtype, device=device)
     problem = replace(problem, group_parts=group_parts(problem, sms))
     if "k" in wanted or "v" in wanted:  # one kernel computes both
@@ -157,8 +183,19 @@ def prepare_backward(
         x["dsink"] = torch.empty_like(x["lse"])
     x |= read_by_kernels(a)
     named = ("o", "d_o", "dq", "dk", "dv")
-    strides = {n: inside_strides(x[n], layout) for n in named if n in x}
+    strides: dict[str, Any] = {n: inside_strides(x[n], layout) for n in named if n in x}
+    if "bias" in wanted:
+        x["dbias"], strides["dbias"] = _bias_gradient(problem, a)
     return x, with_strides(problem, layout, x), strides
+
+
+def _bias_gradient(problem: Problem, a: Arguments) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Zeros, which hidden pairs leave as they are, and where the gradient of each pair goes; fp32 where it is summed up."""
+    bias = next(load for load in problem.loads if load.name == "bias")
+    gradient = torch.zeros(a.bias.shape, dtype=torch.float32 if bias.shared else a.bias.dtype, device=a.q.device)
+    view = four_axes(gradient)
+    assert view is not None
+    return gradient, view.expand(problem.batch, problem.heads, problem.len_q, problem.len_k).stride()
 
 
 def _room_for_parts(t: torch.Tensor, layout: Layout, problem: Problem) -> tuple[torch.Size, torch.dtype]:
@@ -182,7 +219,8 @@ def gradients_of(problem: Problem, layout: Layout, x: Mapping[str, Any], a: Argu
     """What was asked for, in the caller's layout and dtypes."""
     q, k, v = (x.get(f"d{n}") if n in problem.gradients else None for n in ("q", "k", "v"))
     sinks = _sum_of_rows(x["dsink"], layout, a) if "sinks" in problem.gradients else None
-    return Gradients(q, _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem), None, sinks)
+    bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
+    return Gradients(q, _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem), bias, sinks)
 
 
 def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Tensor:
@@ -207,7 +245,8 @@ def _nothing_copied(given: Mapping[str, Any], used: Mapping[str, Any]) -> bool:
 
 def _given(a: Arguments) -> dict[str, Any]:
     """The arguments that kernels read, as the caller has them; a seed is a number."""
-    return {name: getattr(a, name) for name in ("q", "k", "v", *READ) if name != "seed"}
+    read = {name: read.given(a) for name, read in READ.items() if name != "seed"}
+    return {"q": a.q, "k": a.k, "v": a.v, **read}
 
 
 def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
@@ -253,8 +292,8 @@ def _repeated(launcher: Launcher, device: int, a: Arguments, x: Mapping[str, Any
         lse = new_lse() if new_lse is not None else a.state_lse
         if lse is not None:
             found.append(lse.data_ptr())
-        for name in arguments:
-            found.append(READ["seed"](a.seed) if name == "seed" else getattr(a, name).data_ptr())
+        if arguments:
+            found += _addresses(arguments, a)
         if has_state:
             found.append(a.state_out.data_ptr())
         launcher(*found)
@@ -288,7 +327,7 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
             plan = module.plan(actual, strides, machine)
             launcher = launchers[key] = Launcher(plan, device, tuple(x))
         launcher(*map(address, x.values()))
-        if _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
+        if "dbias" not in x and _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
             repeated[seen] = _repeated_backward(launcher, actual, layout, a, x)
         return gradients_of(problem, layout, x, a)
 
@@ -310,8 +349,8 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
         dsink = torch.empty_like(lse) if want_sinks else None
         tensors = (q, k, v, out, dout, lse, dlse, dq, dk, dv, dsink)  # in the order of `x`
         found = [t.data_ptr() for t in tensors if t is not None]
-        for name in arguments:
-            found.append(READ["seed"](a.seed) if name == "seed" else getattr(a, name).data_ptr())
+        if arguments:
+            found += _addresses(arguments, a)
         launcher(*found)
         sinks = None if dsink is None else _sum_of_rows(dsink, layout, a)
         if parts > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ STATISTICS = [
     Field("stat_rows", "i64"),  # of a head
     Field("stat_blocks", "int"),  # of a sequence, unless varlen
 ]
-SCORES = [Field("scale_grad", "float"), *Scores.FIELDS]  # the former is that of dQ and dK
+SCALE_GRAD = Field("scale_grad", "float")  # of dQ and dK
 SUMS_OF_DQ = [Field("dq_sum", "float*"), Field("turns", "u32*")]  # the latter for deterministic sums
 
 
@@ -53,7 +54,10 @@ class Wanted:
     @staticmethod
     def of(problem: Problem) -> Wanted:
         names = problem.gradients
-        return Wanted("q" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
+        # What a bias gets is found on the way to dQ.
+        return Wanted(
+            "q" in names or "bias" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic
+        )
 
 
 def gradient_strides(strides: dict[str, Strides], *names: str) -> dict[str, int]:
@@ -84,9 +88,10 @@ class Statistics:
         return {"stat_rows": self.rows, "stat_blocks": self.blocks}
 
 
-def score_values(problem: Problem) -> dict[str, Any]:
-    """The values of SCORES."""
-    return {**Scores.values(problem), "scale_grad": grad_scale(problem)}
+def score_values(problem: Problem, strides: Mapping[str, Any]) -> dict[str, Any]:
+    """Of SCALE_GRAD and the fields of `Scores`."""
+    gradient = {"dbias_strides": strides["dbias"]} if "bias" in problem.gradients else {}
+    return {**Scores.values(problem), "scale_grad": grad_scale(problem), **gradient}
 
 
 def tuned_name(features: Features, arch: str) -> str:
@@ -96,7 +101,7 @@ def tuned_name(features: Features, arch: str) -> str:
 
 def grad_scale(problem: Problem) -> float:
     """Of the derivative of a score by q.k, which the kernels leave out."""
-    form = problem.score.kernel_form(problem.scale)
+    form = problem.logit.kernel_form(problem.scale)
     return form.before * form.after
 
 

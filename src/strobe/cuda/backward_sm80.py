@@ -6,6 +6,7 @@ Three launches: `delta` prepares the statistics of rows and zeros for the sums o
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
     CONVERT_DQ,
     OTHER_REGISTERS,
-    SCORES,
+    SCALE_GRAD,
     STATISTICS,
     SUMS_OF_DQ,
     Statistics,
@@ -33,7 +34,7 @@ from strobe.cuda.blocks import KEY_TILE_FIELDS, key_tiles
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm80 import DIMS, SMEM_BYTES, generation
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, params
+from strobe.cuda.params import Field, Struct, params
 from strobe.cuda.plan import ANY_MACHINE, Launch, Machine, Plan, first_without_spills, padded_dims, shape_limits
 from strobe.cuda.rows import Rows, stride_fields, stride_values
 from strobe.cuda.scores import Scores
@@ -43,16 +44,19 @@ from strobe.problem import Problem, Strides
 
 __all__ = ["DIMS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limits", "plan", "variants"]
 
-_MAIN = params(
-    [Field(t, "const u16*") for t in ("q", "k", "v", "d_o")],
-    stride_fields("q", "k", "v", "do"),
-    gradients_of_keys("u16*"),
-    SUMS_OF_DQ,
-    STATISTICS,
-    Rows.fields(tma=False),
-    SCORES,
-    KEY_TILE_FIELDS,
-)
+
+@functools.cache
+def _params(scores: tuple[Field, ...]) -> Struct:
+    return params(
+        [Field(t, "const u16*") for t in ("q", "k", "v", "d_o")],
+        stride_fields("q", "k", "v", "do"),
+        gradients_of_keys("u16*"),
+        SUMS_OF_DQ,
+        STATISTICS,
+        Rows.fields(tma=False),
+        [SCALE_GRAD, *scores],
+        KEY_TILE_FIELDS,
+    )
 
 
 @dataclass(frozen=True)
@@ -264,7 +268,7 @@ def kernels(
     main = TemplateKernel(
         name=f"backward_sm80[{features.name} {tile}{flags}]",
         arch=arch,
-        params=_MAIN,
+        params=_params(features.scores.fields()),
         threads=32 * tile.warps,
         smem=memory.size,
         header="backward_sm80",
@@ -304,7 +308,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     schedule = key_tiles(parts, tile.block_n, machine.sms, alone=turns)
     values = {
         **features.rows.values(parts, tma=False),
-        **score_values(problem),
+        **score_values(problem, strides),
         **statistics.values(),
         **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
         **gradient_strides(strides, "dk", "dv"),

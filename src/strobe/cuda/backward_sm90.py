@@ -7,6 +7,7 @@ are what `deterministic=True` asks for, and few keys always take them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from strobe.cuda.backward_plan import (
     CONVERT_DQ,
     OTHER_REGISTERS,
     REGISTERS,
-    SCORES,
+    SCALE_GRAD,
     STATISTICS,
     SUMS_OF_DQ,
     Statistics,
@@ -36,7 +37,7 @@ from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, params
+from strobe.cuda.params import Field, Struct, params
 from strobe.cuda.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.rows import Rows, stride_fields
 from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
@@ -61,16 +62,19 @@ DIMS: list[Dims] = [(d, d) for d in (64, 96, 128)]
 BLOCK_N = 128  # keys of a block, 64 a consumer
 TURNS_UP_TO = 1024  # keys: with so few, waiting for turns takes less time than zeros and a third launch
 
-_MAIN = params(
-    SUMS_OF_DQ,
-    [Field("dq", "float*"), *stride_fields("dq")],  # where it goes as fp32; else a tensor map says it
-    gradients_of_keys("float*"),
-    STATISTICS,
-    Rows.fields(tma=True),
-    SCORES,
-    KEY_TILE_FIELDS,
-    [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dk", "dv", "dq")],
-)
+
+@functools.cache
+def _params(scores: tuple[Field, ...]) -> Struct:
+    return params(
+        SUMS_OF_DQ,
+        [Field("dq", "float*"), *stride_fields("dq")],  # where it goes as fp32; else a tensor map says it
+        gradients_of_keys("float*"),
+        STATISTICS,
+        Rows.fields(tma=True),
+        [SCALE_GRAD, *scores],
+        KEY_TILE_FIELDS,
+        [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dk", "dv", "dq")],
+    )
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def kernels(
     main = TemplateKernel(
         name=f"backward_sm90[{features.name} {tile}{only}{order}{'' if one_box else ' panels'}]",
         arch=ARCH,
-        params=_MAIN,
+        params=_params(features.scores.fields()),
         threads=384,
         smem=memory.size,
         header="backward_sm90",
@@ -234,7 +238,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     schedule = key_tiles(parts, BLOCK_N, machine.sms, alone=turns)
     values = {
         **features.rows.values(parts, tma=True),
-        **score_values(problem),
+        **score_values(problem, strides),
         **statistics.values(),
         **gradient_strides(strides, "dk", "dv", "dq"),
         **schedule,

@@ -7,6 +7,7 @@ are always deterministic.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from strobe.cuda import tuned
 from strobe.cuda.backward_plan import (
     OTHER_REGISTERS,
     REGISTERS,
-    SCORES,
+    SCALE_GRAD,
     STATISTICS,
     Statistics,
     Wanted,
@@ -32,7 +33,7 @@ from strobe.cuda.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, qu
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, params
+from strobe.cuda.params import Field, Struct, params
 from strobe.cuda.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.rows import Rows, stride_fields
 from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
@@ -43,23 +44,33 @@ from strobe.problem import Problem, Strides
 __all__ = ["DIMS", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
 
 DIMS: list[Dims] = [(192, 128), (192, 192), (256, 256)]
-_DQ = params(
-    [Field("dq", "float*"), *stride_fields("dq")],  # where it goes as fp32; else a tensor map says it
-    [Field("seed", "u64")],
-    STATISTICS,
-    Rows.fields(tma=True),
-    SCORES,
-    QUERY_TILE_FIELDS,
-    [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dq")],
-)
-_DKV = params(
-    gradients_of_keys("float*"),
-    STATISTICS,
-    Rows.fields(tma=True),
-    SCORES,
-    KEY_TILE_FIELDS,
-    [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dk", "dv")],
-)
+
+
+@functools.cache
+def _dq_params(scores: tuple[Field, ...]) -> Struct:
+    return params(
+        [Field("dq", "float*"), *stride_fields("dq")],  # where it goes as fp32; else a tensor map says it
+        [Field("seed", "u64")],
+        STATISTICS,
+        Rows.fields(tma=True),
+        [SCALE_GRAD, *scores],
+        QUERY_TILE_FIELDS,
+        [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dq")],
+    )
+
+
+@functools.cache
+def _dkv_params(scores: tuple[Field, ...]) -> Struct:
+    return params(
+        gradients_of_keys("float*"),
+        STATISTICS,
+        Rows.fields(tma=True),
+        [SCALE_GRAD, *scores],
+        KEY_TILE_FIELDS,
+        [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dk", "dv")],
+    )
+
+
 STAT_BLOCK = 64
 
 
@@ -168,7 +179,7 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
     return TemplateKernel(
         name=f"dq_sm90[{features.name} {tile}{'' if one_box else ' panels'}]",
         arch=ARCH,
-        params=_DQ,
+        params=_dq_params(features.scores.fields()),
         threads=384,
         smem=memory.size,
         header="dq_sm90",
@@ -191,7 +202,7 @@ def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> Templa
     return TemplateKernel(
         name=f"dkv_sm90[{features.name} 64x64{' parts' if parts else ''}{'' if one_box else ' panels'}]",
         arch=ARCH,
-        params=_DKV,
+        params=_dkv_params(features.scores.fields()),
         threads=384,
         smem=memory.size,
         header="dkv_sm90",
@@ -215,14 +226,16 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     statistics = Statistics.of(problem, STAT_BLOCK)
     delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
     launches = [delta_launch(problem, delta, statistics, strides)]
-    shared, parts = {**score_values(problem), **statistics.values()}, in_parts(problem)
+    shared, parts = {**score_values(problem, strides), **statistics.values()}, in_parts(problem)
     details: dict[str, object] = {}
     if wanted.dkv:
-        kernel, schedule = dkv_kernel(features, one_box, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
+        plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dQ's kernel computes that
+        kernel, schedule = dkv_kernel(plain, one_box, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
         grid = schedule["key_blocks"] * problem.batch * parts.heads_k
         own = {**features.rows.values(parts, tma=True), **schedule, **gradient_strides(strides, "dk", "dv")}
         maps = backward_maps(problem, features, strides, one_box, 64, 64, True)
-        launches.append(Launch(kernel, grid, shared | own, maps, overlaps=True))
+        values = {name: value for name, value in shared.items() if name != "dbias_strides"}
+        launches.append(Launch(kernel, grid, values | own, maps, overlaps=True))
         details |= {"backward kernel for dK, dV": kernel.name}
     if wanted.dq:
         kernel, schedule = dq_kernel(features, tile, one_box), query_tiles(problem, 128, machine.l2_bytes)

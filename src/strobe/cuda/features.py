@@ -44,7 +44,7 @@ class Features:
     @property
     def name(self) -> str:
         dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
-        score = [self.scores.score.name.split("(")[0]] if self.scores.is_function else []
+        score = [self.scores.name] if self.scores.is_function else []
         flags = [name for name, flag in self.flags.items() if flag]
         return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
 

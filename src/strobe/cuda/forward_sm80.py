@@ -7,6 +7,7 @@ shared memory and registers, and nobody has timed them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,18 +36,16 @@ from strobe.problem import Problem, Strides
 DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
 
 
-def _params(output: Output) -> Struct:
+@functools.cache
+def _params(output: Output, scores: tuple[Field, ...]) -> Struct:
     return params(
         [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=False),
-        Scores.FIELDS,
+        scores,
         QUERY_TILE_FIELDS,
         output.fields(),
     )
-
-
-PARAMS = {output: _params(output) for output in (Output(), Output(partial=True))}
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> Templ
     return TemplateKernel(
         name=f"forward_sm80[{features.name} {tile}{'' if exact_dims else ' padded'}]",
         arch=arch,
-        params=PARAMS[features.output],
+        params=_params(features.output, features.scores.fields()),
         threads=32 * tile.warps,
         smem=memory.size,
         header="forward_sm80",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -35,20 +36,18 @@ SMEM_BYTES = 227 << 10  # of one block
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 
 
-def _params(output: Output) -> Struct:
+@functools.cache
+def _params(output: Output, scores: tuple[Field, ...]) -> Struct:
     return params(
         [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=True),
-        Scores.FIELDS,
+        scores,
         QUERY_TILE_FIELDS,
         output.fields(),
         Output.SPLIT_FIELDS,
         [Field(f"map_{t}", "TensorMap") for t in (*"qkvo", *(("state",) if output.rounds_state else ()))],
     )
-
-
-PARAMS = {output: _params(output) for output in (Output(), Output(partial=True), Output(rounds_state=True))}
 
 
 @dataclass(frozen=True)
@@ -189,17 +188,14 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     return _without_spills(tile, features, machine, split=False)
 
 
-def split_tiles(features: Features, machine: Machine = ANY_MACHINE) -> list[Tile]:
+def split_tiles(features: Features) -> list[Tile]:
     """For split-KV: the tile that is meant for it, and one with more rows if there is such, that for keys which are not
     split. Merging takes the registers in which that one would hold exponentials. Not swept, as the others are."""
     scores, dims = features.scores, (features.dim, features.dim_v)
     found = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
     wide = table_tile(*dims, scores.bounded, softcap=scores.is_function)
     wide = dataclasses.replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
-    tiles = [found, wide] if wide.block_m > found.block_m else [found]
-    if not scores.is_unknown:
-        return tiles
-    return [_without_spills(tile, features, machine, split=True) for tile in tiles]
+    return [found, wide] if wide.block_m > found.block_m else [found]
 
 
 def _without_spills(tile: Tile, features: Features, machine: Machine, split: bool) -> Tile:
@@ -244,7 +240,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     return TemplateKernel(
         name=f"forward_sm90[{features.name} {tile}{flags}]",
         arch=ARCH,
-        params=PARAMS[replace(features.output, split=False)],
+        params=_params(replace(features.output, split=False), features.scores.fields()),
         threads=tile.threads,
         smem=memory.size,
         header="forward_sm90",
@@ -354,10 +350,11 @@ FEWEST_SPLITS = 3  # keys that do not suffice for as many are not split
 def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> tuple[Tile, int]:
     """Tiles that are meant for split-KV may have fewer rows than others, and be too many to be split where the others
     would leave half of the multiprocessors idle. The first of them says how many keys make a split."""
-    meant_for_it = split_tiles(features, machine) if _may_split(problem) else []
+    meant_for_it = split_tiles(features) if _may_split(problem) else []
     for tile in meant_for_it:
         if (splits := _splits(problem, tile, machine.sms, meant_for_it[0].block_n)) > 1:
-            return tile, splits
+            known = not features.scores.is_unknown
+            return tile if known else _without_spills(tile, features, machine, split=True), splits
     return choose_tile(features, machine), 1
 
 

@@ -56,7 +56,7 @@ class Output:
         found: dict[str, Any] = lse_values(problem, pack_gqa)
         if self.can_merge:
             found["merge"] = int(problem.state is not None)
-            found["unscale"] = 1 / problem.score.kernel_form(problem.scale).after
+            found["unscale"] = 1 / problem.logit.kernel_form(problem.scale).after
         return found
 
 

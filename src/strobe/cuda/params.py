@@ -18,8 +18,10 @@ _STRIDES = [f"{t}_{axis}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") 
 # parts of a kernel declare fields in any order.
 ORDER = (
     *("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed", COUNTER, "partial"),
+    *("score0", "score1", "score2", "bias", "mask_tensor", "dbias"),
     *("d_o", "dlse", "dq", "dk", "dv", "dsink", "dq_sum", "turns", "lse2", "delta", "dropout_rows"),
     *_STRIDES,
+    *(f"{t}_strides" for t in ("score0", "score1", "score2", "bias", "mask_tensor", "dbias")),
     *("lse_batch", "lse_head", "stat_rows"),
     *("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows"),
     *("key_blocks", "sections", "heads_k", "group_parts", "stat_blocks"),

@@ -123,7 +123,7 @@ def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides
         or problem.has_sinks
         or problem.dropout
         or problem.mask != full
-        or not problem.score.pointwise
+        or not problem.logit.pointwise
     ):
         return problem, out_strides
     group = problem.group

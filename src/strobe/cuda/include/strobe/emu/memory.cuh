@@ -27,6 +27,9 @@ template <class T> inline void store_global(void* p, const T& x, Site site) {
 STROBE_DEVICE int ld_global(const int* p, Site site = Site::here()) { return emu::load_global(p, site); }
 STROBE_DEVICE float ld_global(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
 STROBE_DEVICE u16 ld_global(const u16* p, Site site = Site::here()) { return emu::load_global(p, site); }
+template <class T> STROBE_DEVICE T ld_constant(const T* p, bool valid, Site site = Site::here()) {
+  return valid ? emu::load_global(p, site) : T{};
+}
 STROBE_DEVICE float ld_global_l2(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
 template <u32 N> STROBE_DEVICE void ld_global_l2(float (&to)[N], const float* p, bool valid, Site site = Site::here()) {
   if (valid) emu::check_global(p, sizeof(to), sizeof(to), false, "ld_global_l2", site);

@@ -170,16 +170,19 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           ds[i] = weight[i] * (ds[i] - delta.x[fragment_row(i)]);
+          put_bias_gradient<Config>(p, where_of(b, first, n), i, ds[i]);
           if (!Score::kIdentity) ds[i] *= slope[i];
         }
         to_ds.template store<T>(ds, t, n);
       }
     }
   }
+  STROBE_DEVICE auto where_of(const QueryBlock& b, int row, int n) const {
+    return where<Score, Config>(tile, tile.positions, b.head, b.m * kBlockM + row, tile.key0 + column(n));
+  }
   STROBE_DEVICE void apply_score(float (&s)[8], float (&slope)[8], const Pair& lse, const QueryBlock& b, int row,
                                  int n) const {
-    logits(s, slope, Score{p.score},
-           where<Score, Config>(tile, tile.positions, b.head, b.m * kBlockM + row, tile.key0 + column(n)));
+    logits(s, slope, Score::of(p), where_of(b, row, n));
     if (blocks.masked(b.m)) hide(s, b, row, n);
     exponentials(s, lse);
   }

@@ -185,7 +185,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse,
               delta = rows + Offset::delta + d_o.stage * Bytes::lse,
               dropout = rows + Offset::dropout + q.stage * Bytes::lse;
-    const Score score{p.score};
+    const Score score = Score::of(p);
     const auto at = where<Score, Config, true>(tile, tile.positions, head_at(left, tile.head_k), keys.key,
                                                m * kBlockM + keys.column);
     typename Keys::Bounds bounds;
@@ -216,6 +216,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         dp[i + j] = s[i + j] * centred<Config::kDropout>(dp[i + j], p.dropout_scale, d[j & 1]);
+        put_bias_gradient<Config>(p, at, i + j, dp[i + j]);
         if (!Score::kIdentity) dp[i + j] *= slope[j];
       }
       slopes[i / 2] = pack2<T>(dp[i], dp[i + 1]);

@@ -99,7 +99,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   // S^T -> P^T. What dK needs of it, P^T times the slope of the score, goes to the other consumer.
   STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int head, int m) {
     const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse;
-    const Score score{p.score};
+    const Score score = Score::of(p);
     const auto at = where<Score, Config, true>(tile, tile.positions, head, keys.key, m * kBlockM + keys.column);
     const bool masked = blocks.masked(m);
     typename Keys::Bounds bounds;

@@ -104,7 +104,7 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   STROBE_DEVICE void exponentials(float (&s)[kScores], float (&slope)[kScores], const Rows& r, int n,
                                   bool masked) const {
     const int column = n * kBlockN + 2 * (thread_idx() % 4);
-    logits(s, slope, Score{p.score}, where<Score, Config>(tile, tile.positions, tile.head, r.row, column));
+    logits(s, slope, Score::of(p), where<Score, Config>(tile, tile.positions, tile.head, r.row, column));
     if (masked) mask_queries<false>(s, mask(), r.row, r.row + 8, column);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = exp2_approx(fma(s[i], p.scale_log2, -r.lse[fragment_row(i)]));
@@ -112,10 +112,13 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   // dS, rounded, from P and dP.
   STROBE_DEVICE void gradients(u32 (&slopes)[kScores / 2], const float (&s)[kScores], float (&dp)[kScores],
                                const float (&slope)[kScores], const Rows& r, int n) const {
-    Dropout<Config::kDropout>(p, r.dropout, r.row).drop(dp, n * kBlockN + 2 * int(thread_idx() % 4));
+    const int column = n * kBlockN + 2 * int(thread_idx() % 4);
+    const auto at = where<Score, Config>(tile, tile.positions, tile.head, r.row, column);
+    Dropout<Config::kDropout>(p, r.dropout, r.row).drop(dp, column);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       dp[i] = s[i] * centred<Config::kDropout>(dp[i], p.dropout_scale, r.delta[fragment_row(i)]);
+      put_bias_gradient<Config>(p, at, i, dp[i]);
       if (!Score::kIdentity) dp[i] *= slope[i];
     }
     pack_fragment<T>(slopes, dp);

@@ -141,11 +141,12 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
       apply_score(s[t], t, n);
       if (kMasked) apply_mask(s[t], t, n);
       if (kStateInSmem) softmax[t].load(statistics(t), p.scale_log2);
-      softmax[t].template maxima<kMasked>(s[t]);
+      constexpr bool kMaybeEmpty = kMasked || Score::kMayHide;
+      softmax[t].template maxima<kMaybeEmpty>(s[t]);
       if (Config::kLazyRescale)
-        softmax[t].template rescale<kMasked>(o[t]);  // a branch: alpha should not live across the exponentials
+        softmax[t].template rescale<kMaybeEmpty>(o[t]);  // a branch: alpha should not live across the exponentials
       softmax[t].template weights<0, kBlockN / 2>(s[t]);
-      if (!Config::kLazyRescale) softmax[t].template rescale<kMasked>(o[t]);
+      if (!Config::kLazyRescale) softmax[t].template rescale<kMaybeEmpty>(o[t]);
       if (kStateInSmem) softmax[t].save(statistics(t));
       pack_fragment<T>(weights[t], s[t]);
       dropout(t).drop(weights[t], n * kBlockN + 2 * int(thread_idx() % 4));
@@ -165,12 +166,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   }
 
   STROBE_DEVICE void apply_score(float (&s)[kBlockN / 2], int t, int n) const {
-    if constexpr (!Score::kPositional) return logits(s, Score{p.score}, Nowhere{});
+    if constexpr (!Score::kPositional) return logits(s, Score::of(p), Nowhere{});
     else {
       const Tile tile = decode_tile<Config>(opaque(int(block_idx())), p);  // not kept live, as in `store`
       const int lane = thread_idx_again() % 32, row = tile.row0 + warp_offset() + 16 * t + lane / 4;
-      logits(s, Score{p.score},
-             where<Score, Config>(tile, tile.positions, tile.head, row, n * kBlockN + 2 * (lane % 4)));
+      logits(s, Score::of(p), where<Score, Config>(tile, tile.positions, tile.head, row, n * kBlockN + 2 * (lane % 4)));
     }
   }
 

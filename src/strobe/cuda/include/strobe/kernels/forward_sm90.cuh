@@ -187,7 +187,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   template <int N>
   STROBE_DEVICE void score_and_mask(float (&s)[N], const Tile& tile, int row, int n, bool masked) const {
     const auto at = [&] { return positions(tile); };
-    logits_of_queries<Config>(s, Score{p.score}, tile, at, row, first_key(n));
+    logits_of_queries<Config>(s, Score::of(p), tile, at, row, first_key(n));
     if (masked) mask_queries<true>(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, first_key(n));
   }
   STROBE_DEVICE static int first_key(int n) { return n * kBlockN + 2 * int(thread_idx() % 4); }  // of this thread

@@ -5,6 +5,7 @@
 // are queries or, transposed, keys; `Where` tells entry i's sequence, head, query and key. Masks and dropout follow.
 #pragma once
 #include <strobe/pipeline/blocks.cuh>
+#include <strobe/ptx/atomic.cuh>
 #include <strobe/tile/dropout.cuh>
 #include <strobe/tile/softmax.cuh>
 
@@ -20,6 +21,7 @@ template <bool kTransposed, int kPackGqa = 1> struct Where {
   STROBE_DEVICE int head(int i) const { return first_head * kPackGqa + along_rows(i) % kPackGqa; }
   STROBE_DEVICE int q(int i) const { return offset_q + (kTransposed ? along_columns(i) : along_rows(i) / kPackGqa); }
   STROBE_DEVICE int k(int i) const { return offset_k + (kTransposed ? along_rows(i) : along_columns(i)); }
+  STROBE_DEVICE bool inside(int i) const { return q(i) < len_q && k(i) < len_k; }
 };
 struct Nowhere {};  // for a score that does not look
 
@@ -50,6 +52,50 @@ STROBE_DEVICE void logits(float (&s)[N], float (&slope)[N], const Score& score, 
       s[i] = score(x, at, i);
       slope[i] = score.slope(x, s[i], at, i);
     }
+  }
+}
+
+// ---- tensors that a score reads, entry by entry ---------------------------------------------------------------------
+
+template <class T> STROBE_DEVICE auto load_entry(const void* tensor, i64 index, bool valid) {
+  if constexpr (sizeof(T) == 1 && __is_empty(T))
+    return to_float<T>(ld_constant(static_cast<const u16*>(tensor) + index, valid));  // bf16, fp16
+  else return ld_constant(static_cast<const T*>(tensor) + index, valid);
+}
+// Strides are by sequence, head, query and key. Beyond the sequence an entry is 0.
+template <class At> STROBE_DEVICE float entry_of_head(const void* tensor, const i64* strides, const At& at, int i) {
+  return load_entry<float>(tensor, at.batch * strides[0] + at.head(i) * strides[1], true);
+}
+template <class At> STROBE_DEVICE i64 row_of_pairs(const i64* strides, const At& at, int i) {
+  return at.batch * strides[0] + at.head(i) * strides[1] + at.q(i) * strides[2];
+}
+template <class T, bool kUnit, class At>  // kUnit: keys are neighbours
+STROBE_DEVICE auto entry_of_pair(const void* tensor, const i64* strides, const At& at, int i) {
+  return load_entry<T>(tensor, row_of_pairs(strides, at, i) + at.k(i) * (kUnit ? 1 : strides[3]), at.inside(i));
+}
+
+// The gradient of a bias is dS. Where pairs share an entry it is summed up in fp32.
+struct NoBiasGradient {
+  static constexpr bool kWanted = false;
+};
+struct SummedBiasGradient {
+  static constexpr bool kWanted = true;
+  STROBE_DEVICE static void put(void* tensor, i64 index, float x) {
+    atomic_add(static_cast<float*>(tensor) + index, x);
+  }
+};
+template <class T> struct BiasGradientOf {
+  static constexpr bool kWanted = true;
+  STROBE_DEVICE static void put(void* tensor, i64 index, float x) {
+    if constexpr (sizeof(T) == 4) st_global(static_cast<float*>(tensor) + index, x);
+    else st_global(static_cast<u16*>(tensor) + index, u16(pack2<T>(x, 0.f)));
+  }
+};
+template <class Config, class Params, class At>
+STROBE_DEVICE void put_bias_gradient(const Params& p, const At& at, int i, float ds) {
+  if constexpr (Config::BiasGradient::kWanted) {
+    const i64 index = row_of_pairs(p.dbias_strides, at, i) + at.k(i) * p.dbias_strides[3];
+    if (at.inside(i)) Config::BiasGradient::put(p.dbias, index, ds);
   }
 }
 
