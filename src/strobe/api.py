@@ -51,7 +51,8 @@ def attention(
     out            write the result here (no gradients then)
     return_lse     also return the logarithm of the softmax's denominator, (batch, heads, len_q), natural log,
                    differentiable
-    deterministic  only bit-for-bit reproducible algorithms, backward included
+    deterministic  only bit-for-bit reproducible algorithms, backward included; on a CPU, the same bits are promised for
+                   the same number of PyTorch's threads
     backend        run this one or raise `strobe.Unsupported`; `strobe.explain` says which run what
 
     A query that sees no key gets output 0, LSE -inf and gradients 0. Under `torch.autocast` q, k and v are cast to its

@@ -50,7 +50,7 @@ class Arguments(NamedTuple):
     score: Annotated[Any, Row("str")] = None  # its tensors travel apart
     bias: Annotated[Any, Row("Tensor?", tensor=True, gradient=True, view="pairs")] = None
     dropout: Annotated[Any, Row("float")] = 0.0
-    seed: Annotated[Any, Row("int")] = None
+    seed: Annotated[Any, Row("SymInt")] = None
     sinks: Annotated[Any, Row("Tensor?", tensor=True, gradient=True)] = None
     layout: Annotated[Any, Row("str")] = "bshd"
     out: _Written = None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Value = Any  # a number, or a tensor evaluated element by element
+PLACEHOLDER = "?"  # in a text, for a number that travels beside it
 
 
 def _minmax(of_numbers: Any, of_tensors: Any, a: Value, b: Value) -> Value:
@@ -147,10 +148,14 @@ class Expr:
             return self
         return Expr(self.op, tuple(a.replaced(old, new) for a in self.args))
 
-    def text(self) -> str:
-        """The whole expression, as `parse` reads it. Only f-strings: PyTorch's compiler can follow them."""
+    def text(self, numbers: list[Any] | None = None) -> str:
+        """The whole expression, as `parse` reads it; given `numbers`, the user's are appended there and a `?` stands for
+        each, since a number that PyTorch's compiler traces has no text. Only f-strings: it can follow them."""
         if self.op == "const":
-            return f"{self.args[0]!r}"
+            if numbers is None:
+                return f"{self.args[0]!r}"
+            numbers.append(self.args[0])
+            return PLACEHOLDER
         if self.op == "literal":
             return f"'{self.args[0]!r}"
         if self.op == "var":
@@ -158,8 +163,8 @@ class Expr:
         if self.op == "tensor":
             return f"#{self.args[0]}{self.args[1]}"
         if len(self.args) == 1:
-            return f"({self.op} {self.args[0].text()})"
-        return f"({self.op} {self.args[0].text()} {self.args[1].text()})"
+            return f"({self.op} {self.args[0].text(numbers)})"
+        return f"({self.op} {self.args[0].text(numbers)} {self.args[1].text(numbers)})"
 
 
 _ZERO: Expr = Expr("literal", (0.0,))
@@ -191,23 +196,23 @@ class Grammar:
     tensors: bool = False  # captured ones
 
 
-def parse(text: str, grammar: Grammar) -> Expr:
-    """The expression that has this `text()`."""
+def parse(text: str, grammar: Grammar, numbers: Iterable[Any] = ()) -> Expr:
+    """The expression that has this `text()`. Placeholders take the next of the `numbers`."""
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"{text!r:.80} has {len(text)} characters; an expression has at most {_MOST_CHARACTERS}")
     words = re.findall(r"[()]|[^\s()]+", text)
-    found, end = _parse(words, 0, grammar, _MOST_LEVELS)
+    found, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
     if end < len(words):
         raise ValueError(f"{text!r:.80} is not one expression: {' '.join(words[end:])!r:.80} is left over")
     return found
 
 
-def _parse(words: list[str], at: int, grammar: Grammar, levels: int) -> tuple[Expr, int]:
+def _parse(words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], levels: int) -> tuple[Expr, int]:
     """The expression that begins with the word `at`, and where the next one would."""
     if at >= len(words):
         raise ValueError("an expression ends too early")
     if words[at] != "(":
-        return _leaf(words[at], grammar), at + 1
+        return _leaf(words[at], grammar, numbers), at + 1
     if not levels:
         raise ValueError(f"an expression has more than {_MOST_LEVELS} operations inside of each other")
     op = words[at + 1] if at + 1 < len(words) else ""
@@ -216,7 +221,7 @@ def _parse(words: list[str], at: int, grammar: Grammar, levels: int) -> tuple[Ex
     args: list[Expr] = []
     end = at + 2
     while end < len(words) and words[end] != ")":
-        arg, end = _parse(words, end, grammar, levels - 1)
+        arg, end = _parse(words, end, grammar, numbers, levels - 1)
         args.append(arg)
     if end >= len(words):
         raise ValueError(f"{' '.join(words[at:])!r:.80} has no end")
@@ -242,7 +247,7 @@ def _holds(expr: Expr, op: str) -> bool:
     return expr.op == op or (expr.op in OPERATIONS and any(_holds(arg, op) for arg in expr.args))
 
 
-def _leaf(word: str, grammar: Grammar) -> Expr:
+def _leaf(word: str, grammar: Grammar, numbers: Iterator[Any]) -> Expr:
     if word in grammar.variables:
         return Expr("var", (word,))
     if grammar.tensors and (tensor := _TENSOR.fullmatch(word)):
@@ -252,6 +257,11 @@ def _leaf(word: str, grammar: Grammar) -> Expr:
         if not math.isfinite(value):
             raise ValueError(f"{word!r:.80} is not finite")
         return Expr("literal", (value if grammar.integers is not None else float(value),))
+    if word == PLACEHOLDER:
+        number = next(numbers, None)
+        if number is None:
+            raise ValueError(f"an expression has more {PLACEHOLDER} than there are numbers")
+        word = f"{number!r}"  # checked as if it had come in the text
     return Expr.of(_number(word, grammar))
 
 
@@ -266,7 +276,18 @@ def _number(word: str, grammar: Grammar) -> float:
     raise ValueError(f"{word!r:.80} is neither {numbers} nor one of {' '.join(sorted(grammar.variables))}{tensors}")
 
 
-def parse_name(text: str) -> str:
+def full_name(title: str, numbers: Iterable[Any]) -> str:
+    """The name of a mask or a score: its title with the numbers in the place of the placeholders."""
+    given = iter(numbers)
+    first, *rest = title.split(PLACEHOLDER)
+    return first + "".join(f"{_shown(next(given, PLACEHOLDER))}{part}" for part in rest)
+
+
+def _shown(number: Any) -> str:
+    return f"{number:g}" if isinstance(number, float) else f"{number}"
+
+
+def parse_name(title: str, numbers: Iterable[Any] = ()) -> str:
     """The name of a mask or a score, which errors, logs and kernels show: signs that could end a line, a string or a
     comment become underscores."""
-    return re.sub(r"[^\w .,()&+-]", "_", text[:1000])
+    return re.sub(r"[^\w .,()&+-]", "_", full_name(title[:1000], numbers))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from strobe.expression import Expr, Grammar, Value, parse, parse_name
+from strobe.expression import Expr, Grammar, Value, full_name, parse, parse_name
 
 _UNBOUNDED = 1 << 30  # larger constants are clamped so that 32-bit arithmetic in the kernels cannot overflow
 
@@ -36,17 +36,33 @@ def _join(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """An interval of keys per query row; `None` leaves that end open. Combine with `&`."""
+    """An interval of keys per query row; `None` leaves that end open. Combine with `&`.
+
+    The name is put together when someone asks for it, from a title and the `sizes` that stand for its `?`: where PyTorch
+    traces, sizes may be symbols, which cannot be printed."""
 
     lo: Expr | None
     hi: Expr | None
-    name: str
+    title: str
+    sizes: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def name(self) -> str:
+        return " & ".join(dict.fromkeys(full_name(self.title, self.sizes).split(" & ")))
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
-        names = [m.name for m in (self, other) if m != full] or ["full"]
-        return Mask(_join("max", self.lo, other.lo), _join("min", self.hi, other.hi), " & ".join(dict.fromkeys(names)))
+        lo, hi = _join("max", self.lo, other.lo), _join("min", self.hi, other.hi)
+        if other.lo is None and other.hi is None:
+            return Mask(lo, hi, self.title, self.sizes)
+        if self.lo is None and self.hi is None:
+            return Mask(lo, hi, other.title, other.sizes)
+        return Mask(lo, hi, f"{self.title} & {other.title}", self.sizes + other.sizes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what is derived: a hash of strings means nothing to another process."""
+        return Mask, (self.lo, self.hi, self.title, self.sizes)
 
     def __repr__(self) -> str:
         return (
@@ -157,8 +173,15 @@ class Mask:
         )
 
     def text(self) -> str:
-        """Both ends, as `parse_mask` reads them: how a mask travels where objects cannot."""
+        """Both ends and the name, as `parse_mask` reads them: how a mask travels where objects cannot."""
         return f"{'' if self.lo is None else self.lo.text()};{'' if self.hi is None else self.hi.text()};{self.name}"
+
+    def text_and_numbers(self) -> tuple[str, list[Any]]:
+        """The text with a placeholder for each number, and the numbers, which may be symbols of a tracer."""
+        numbers: list[Any] = []
+        lo = "" if self.lo is None else self.lo.text(numbers)
+        hi = "" if self.hi is None else self.hi.text(numbers)
+        return f"{lo};{hi};{self.title}", [*numbers, *self.sizes]
 
 
 MAX_CONSTANTS = 32  # room for them in the kernels' arguments
@@ -172,12 +195,12 @@ def _number(value: int) -> Expr:
     return Expr.of(min(value, _UNBOUNDED))
 
 
-def _size(value: object, what: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _size(value: Any, what: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{what} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{what} must be at least {least}, got {value}")
-    return value
+    return value  # type: ignore[return-value]
 
 
 full = Mask(None, None, "full")
@@ -193,14 +216,15 @@ def window(left: int | None, right: int | None) -> Mask:
     return Mask(
         None if left is None else _diag - _number(_size(left, "window(left, right): left", 0)),
         None if right is None else _diag + _number(_size(right, "window(left, right): right", 0) + 1),
-        f"window({left}, {right})",
+        f"window({None if left is None else '?'}, {None if right is None else '?'})",
+        tuple(size for size in (left, right) if size is not None),
     )
 
 
 def prefix(n: int) -> Mask:
     """Causal, but the first `n` keys are visible to every query."""
     first = _number(_size(n, "prefix(n): n", 0))
-    return Mask(None, Expr("max", (_diag + 1, first)), f"prefix({n})")
+    return Mask(None, Expr("max", (_diag + 1, first)), "prefix(?)", (n,))
 
 
 def chunked(n: int) -> Mask:
@@ -208,20 +232,21 @@ def chunked(n: int) -> Mask:
     stands opposite the last key; queries before the first key are in chunks of their own, without keys."""
     size = _number(_size(n, "chunked(n): n", 1))
     chunk = _diag // size
-    return Mask(chunk * size, (chunk + 1) * size, f"chunked({n})")
+    return Mask(chunk * size, (chunk + 1) * size, "chunked(?)", (n,))
 
 
 @functools.lru_cache(maxsize=256)
-def parse_mask(text: str) -> Mask:
-    """The mask that has this `text()`."""
+def parse_mask(text: str, numbers: tuple[int, ...] = ()) -> Mask:
+    """The mask that has this `text()`, or this text and these numbers."""
     if text.count(";") < 2:
         raise ValueError(f"{text!r:.80} is not the text of a mask: two expressions and a name, separated by ;")
-    *ends, name = text.split(";", 2)
-    lo, hi = (parse(end, _GRAMMAR) if end else None for end in ends)
+    *ends, title = text.split(";", 2)
+    given = iter(numbers)
+    lo, hi = [parse(end, _GRAMMAR, given) if end else None for end in ends]
     for end in (lo, hi):
         if end is not None and not _never_moves_left(end):
             raise ValueError(f"{end.text()!r:.80} is no end of a mask: it may become less as q grows")
-    return Mask(lo, hi, parse_name(name))
+    return Mask(lo, hi, parse_name(title, given))
 
 
 def _never_moves_left(end: Expr) -> bool:

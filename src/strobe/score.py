@@ -11,11 +11,11 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from strobe.expression import OPERATIONS, Expr, Grammar, parse, parse_name
+from strobe.expression import OPERATIONS, Expr, Grammar, full_name, parse, parse_name
 
 LOG2E = math.log2(math.e)
 _s = Expr("var", ("s",))
@@ -50,11 +50,21 @@ class Entries(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Score:
     """An expression of `s`, the scaled score, and perhaps of the positions `q`, `k`, `len_q`, `len_k` and of captured
-    tensors that are indexed by head or by batch and head. Captured tensors are constants: they have no gradient."""
+    tensors that are indexed by head or by batch and head. Captured tensors are constants: they have no gradient. Title
+    and `sizes` make the name, as those of a mask."""
 
     expr: Expr
-    name: str
+    title: str
     tensors: tuple[torch.Tensor, ...] = ()
+    sizes: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def name(self) -> str:
+        return full_name(self.title, self.sizes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what is derived: a hash of strings means nothing to another process."""
+        return Score, (self.expr, self.title, self.tensors, self.sizes)
 
     def __repr__(self) -> str:
         return f"strobe.{self.name}"
@@ -75,14 +85,14 @@ class Score:
     @functools.cached_property
     def structure(self) -> Score:
         """The score without its tensors: what a `Problem` knows of it."""
-        return Score(self.expr, self.name) if self.tensors else self
+        return Score(self.expr, self.title, (), self.sizes) if self.tensors else self
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Score:
         for number, axes in sorted(self.expr.tensors()):
             if number >= len(tensors) or tensors[number].dim() != len(axes):
                 shapes = [tuple(t.shape) for t in tensors]
                 raise ValueError(f"{self!r} refers to tensor {number} with {len(axes)} axes; its tensors have {shapes}")
-        return Score(self.expr, self.name, tuple(tensors))
+        return Score(self.expr, self.title, tuple(tensors), self.sizes)
 
     @property
     def is_identity(self) -> bool:
@@ -125,7 +135,7 @@ class Score:
             expr, number = expr + Expr("tensor", (number, "bhqk")), number + 1
         if mask:
             expr = Expr("where", (expr, Expr("tensor", (number, "bhqk"))))
-        return Score(expr, self.name) if bias or mask else self
+        return Score(expr, self.title, (), self.sizes) if bias or mask else self
 
     def cpp(self, entries: Sequence[Entries] = ()) -> str:
         """`struct Score` for the kernels: x is q.k, y the inner expression of `kernel_form`, of which they compute
@@ -171,6 +181,12 @@ class Score:
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""
         return f"{self.expr.text()};{self.name}"
+
+    def text_and_numbers(self) -> tuple[str, list[Any]]:
+        """The text with a placeholder for each number, and the numbers, which may be symbols of a tracer."""
+        numbers: list[Any] = []
+        text = self.expr.text(numbers)
+        return f"{text};{self.title}", [*numbers, *self.sizes]
 
 
 # How the C++ text of an expression gets the variables in it.
@@ -218,10 +234,9 @@ _GRAMMAR = Grammar(frozenset(("s", "q", "k", "len_q", "len_k")), frozenset(OPERA
 identity = Score(_s, "identity")
 
 
-@functools.lru_cache(maxsize=64)
 def softcap(cap: float) -> Score:
     """Scores become cap * tanh(score / cap)."""
-    return Score(Expr.of(cap) * Expr("tanh", (_s / cap,)), f"softcap({cap:g})")
+    return Score(Expr.of(cap) * Expr("tanh", (_s / cap,)), "softcap(?)", (), (cap,))
 
 
 def alibi(slopes: torch.Tensor) -> Score:
@@ -237,9 +252,10 @@ def alibi(slopes: torch.Tensor) -> Score:
 
 
 @functools.lru_cache(maxsize=64)
-def parse_score(text: str) -> Score:
-    """The score that has this `text()`, without tensors."""
+def parse_score(text: str, numbers: tuple[float, ...] = ()) -> Score:
+    """The score that has this `text()`, or this text and these numbers, without tensors."""
     if ";" not in text:
         raise ValueError(f"{text!r:.80} is not the text of a score: an expression and a name, separated by ;")
-    expr, name = text.split(";", 1)
-    return Score(parse(expr, _GRAMMAR), parse_name(name))
+    expr, title = text.split(";", 1)
+    given = iter(numbers)
+    return Score(parse(expr, _GRAMMAR, given), parse_name(title, given))

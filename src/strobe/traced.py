@@ -2,9 +2,10 @@
 operation of the graph, `torch.ops.strobe.attention`, and so is its backward.
 
 A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as it
-is called without a compiler. Operations take no objects: masks and scores travel as the text of their expressions. What
-an operation cannot express (`out=`, and a seed drawn for dropout) breaks the graph of a compiled function and then runs
-as usual.
+is called without a compiler. Operations take no objects: masks and scores travel as the text of their expressions, and
+the numbers in them beside it, because window sizes and caps may be symbols of the tracer: a graph serves every window,
+while PyTorch makes one for each value of a float. What an operation cannot express (`out=`, and a seed drawn for
+dropout) breaks the graph of a compiled function and then runs as usual.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from strobe.score import Score, identity, parse_score, softcap
 
 _Maybe = torch.Tensor | None
 # Name -> type in the schema of the operations: the rows of the table that can be traced. A mask that is no tensor travels
-# as the text of its interval, a score as its text and its tensors.
+# as the text of its interval, a score as its text and its tensors; the numbers of both texts are lists.
 _FIELDS: dict[str, str] = {n: row.schema for n in (*TENSORS, *ROWS) if (row := ROWS[n]).schema is not None}
-_FIELDS |= {"score_tensors": "Tensor[]", "interval": "str"}
+_FIELDS |= {"score_tensors": "Tensor[]", "interval": "str", "interval_numbers": "SymInt[]", "score_numbers": "float[]"}
 _NAMES = tuple(_FIELDS)
 _CALL = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 _library = torch.library.Library("strobe", "DEF")
@@ -65,14 +66,20 @@ def attention(a: Arguments) -> Any:
             )
         return _uncompiled(a)
     interval = full if a.mask is None or is_tensor else a.mask
-    score = a.score if a.score is not None else identity if a.softcap is None else softcap(float(a.softcap))
+    score = a.score if a.score is not None else identity if a.softcap is None else softcap(torch.sym_float(a.softcap))
+    interval_text, interval_numbers = interval.text_and_numbers()
+    score_text, score_numbers = score.text_and_numbers()
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
-    seed = 0 if a.seed is None else (a.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, as an operation takes them
+    seed = 0 if a.seed is None else a.seed
+    if not -(1 << 63) <= seed < 1 << 63:
+        seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, as an operation takes them
     values = dict(zip(Arguments._fields, a, strict=True)) | {
         "mask": a.mask if is_tensor else None,
-        "interval": interval.text(),
-        "score": score.text(),
-        "score_tensors": score.tensors,
+        "interval": interval_text,
+        "interval_numbers": interval_numbers,
+        "score": score_text,
+        "score_numbers": score_numbers,
+        "score_tensors": list(score.tensors),
         "seed": seed,
     }
     out, lse = torch.ops.strobe.attention(*[values[name] for name in _NAMES], a.return_lse or needs_grad)
@@ -84,11 +91,14 @@ def _uncompiled(a: Arguments) -> Any:
     return call.run(a)
 
 
-def _arguments(values: Sequence[Any], with_lse: bool = True) -> Arguments:
-    """The arguments of an operation as the library's."""
+def _arguments(values: Sequence[Any], with_lse: bool = True, fake: bool = False) -> Arguments:
+    """The arguments of an operation as the library's. `fake`: their numbers may be symbols, and are not looked at."""
     x = dict(zip(_NAMES, values, strict=True))
-    mask = parse_mask(x["interval"]) if x["mask"] is None else x["mask"]
-    score = parse_score(x["score"]).with_tensors(x["score_tensors"])
+    of_mask, of_score = (
+        tuple(1 for _ in x[name]) if fake else tuple(x[name]) for name in ("interval_numbers", "score_numbers")
+    )
+    mask = parse_mask(x["interval"], of_mask) if x["mask"] is None else x["mask"]
+    score = parse_score(x["score"], of_score).with_tensors(x["score_tensors"])
     of_call = {name: x[name] for name in _NAMES if name in ROWS}
     of_call |= {"mask": mask, "score": None if score == identity else score}
     of_call |= {"seed": x["seed"] if x["dropout"] else None, "return_lse": with_lse}
@@ -109,7 +119,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *values, with_lse = arguments
-    a = _arguments(values, with_lse)
+    a = _arguments(values, with_lse, fake=True)
     layout = _checked_layout(a)
     shape = layout.rows_shape(tuple(a.q.shape)) if with_lse else (0,)
     return a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1])), a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
@@ -136,11 +146,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _save_call(ctx: Any, values: Sequence[Any], more: Sequence[_Maybe]) -> None:
     """Every tensor of the call, also those in the list, and `more`, are PyTorch's to save."""
-    flat = [t for value in values for t in (value if isinstance(value, (list, tuple)) else [value])]
+    flat = [t for name, v in zip(_NAMES, values, strict=True) for t in (v if name == "score_tensors" else [v])]
     ctx.save_for_backward(*more, *(t for t in flat if isinstance(t, torch.Tensor)))
     ctx.more = len(more)
     ctx.values = [
-        None if isinstance(v, torch.Tensor) else len(v) if isinstance(v, (list, tuple)) else v for v in values
+        None if isinstance(v, torch.Tensor) else len(v) if name == "score_tensors" else v
+        for name, v in zip(_NAMES, values, strict=True)
     ]
     ctx.is_tensor = [isinstance(v, torch.Tensor) for v in values]
     ctx.set_materialize_grads(False)
@@ -157,8 +168,15 @@ def _restore_call(ctx: Any) -> tuple[list[Any], list[Any]]:
     return more, values
 
 
-def _none_but(gradients: dict[str, Any]) -> tuple[_Maybe, ...]:
-    return tuple([] if name == "score_tensors" else gradients.get(name) for name in _NAMES)  # type: ignore[misc]
+def _none_but(gradients: dict[str, Any], values: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of the call's values. Those of a list of tensors are a list of the same length; PyTorch takes an
+    empty list of numbers for one of tensors."""
+    return tuple(
+        [None] * len(value)
+        if name == "score_tensors" or (isinstance(value, list) and not value)
+        else gradients.get(name)
+        for name, value in zip(_NAMES, values, strict=True)
+    )
 
 
 def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe) -> tuple[Any, ...]:
@@ -166,7 +184,7 @@ def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[: len(GRADIENTS)])
     found = iter(torch.ops.strobe.attention_backward(dout, dlse, out, lse, needs, *values))
     gradients = {name: next(found) for name, needed in zip(GRADIENTS, needs, strict=True) if needed}
-    return *_none_but(gradients), None
+    return *_none_but(gradients, values), None
 
 
 def _wanted(needs: Sequence[bool], values: Sequence[Any]) -> list[torch.Tensor]:
@@ -213,7 +231,7 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any
     spread = [next(given) if needed else None for needed in ctx.needs]
     found = autograd.second(bound, a, spread, torch.zeros_like(out) if dout is None else dout, dlse)
     of_dout, of_dlse, *gradients = found
-    of_call = _none_but(dict(zip(GRADIENTS, gradients, strict=True)))
+    of_call = _none_but(dict(zip(GRADIENTS, gradients, strict=True)), values)
     return None if dout is None else of_dout, of_dlse, None, None, None, *of_call
 
 

@@ -81,7 +81,11 @@ def test_a_faster_link_makes_transfers_shorter_and_nothing_else() -> None:
             "--link must look like 400Gb (bits a second) or 50GB (bytes), got 'fast'",
         ),
         (("--length", "8K", "--heads", "6", "--heads-k", "4"), "--heads must be a multiple of --heads-k, got 6 and 4"),
-        (("--length", "8K", "--ranks", "100000"), "--ranks must be at most 1024, got 100000: what each rank sends"),
+        (
+            ("--length", "8K", "--ranks", "100000"),
+            "--ranks must be at most 1024, got 100000: what each rank sends to each other one is counted, 9,999,900,000 "
+            "times here; give the ranks that share one sequence",
+        ),
         (("--length", "8K", "--inner", "3"), "--inner must be a divisor of the 8 ranks, got 3"),
         (("--length", "8K", "--strategy", "spiral"), "must be one of contiguous, zigzag, documents, striped"),
     ],

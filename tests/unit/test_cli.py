@@ -526,7 +526,7 @@ def test_compile_makes_a_layer(strobe_command, few_variants, tmp_path: Path, mon
     monkeypatch.setenv("STROBE_CUBIN_PATH", str(out))
     monkeypatch.setenv("STROBE_NO_COMPILE", "1")
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "empty"))
-    monkeypatch.setattr(jit, "_memory", {})
+    monkeypatch.setattr(jit, "in_memory", {})
     assert jit.get(variants[0].source, "sm_80").origin == "layer"
 
 

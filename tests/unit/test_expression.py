@@ -183,6 +183,8 @@ def test_an_operation_compiles_no_text_of_strangers(interval: str, score: str, m
         "score_tensors": [],
         "interval": interval,
         "score": score,
+        "interval_numbers": [],
+        "score_numbers": [],
         "dropout": 0.0,
         "seed": 0,
     }
@@ -198,6 +200,27 @@ def test_every_mask_of_ours_can_be_read() -> None:
         most = most & strobe.window(10**left, None) & strobe.chunked(10**left)
     for mask in (most, strobe.full, strobe.causal & strobe.prefix(3) & strobe.window(4, 5) & strobe.chunked(7)):
         assert parse_mask(mask.text()) == mask
+
+
+def test_numbers_travel_beside_a_text() -> None:
+    """Two masks of the same kind have one text; names are the same on the other side."""
+    for mask in (strobe.full, strobe.window(2, None) & strobe.prefix(1 << 40), strobe.causal & strobe.chunked(7)):
+        text, numbers = mask.text_and_numbers()
+        found = parse_mask(text, tuple(numbers))
+        assert found == mask and found.name == mask.name and found.text() == mask.text()
+    assert strobe.window(2, 3).text_and_numbers()[0] == strobe.window(5, 0).text_and_numbers()[0]
+    text, numbers = softcap(2.5).text_and_numbers()
+    assert (
+        parse_score(text, tuple(numbers)) == softcap(2.5) and parse_score(text, tuple(numbers)).name == "softcap(2.5)"
+    )
+
+
+@pytest.mark.parametrize(
+    "text, numbers", [(";(+ q ?);x", ()), (";(+ q ?);x", (1 << 40,)), (";(// q ?);x", (0,)), (";(* q ?);x", (-1,))]
+)
+def test_numbers_beside_a_text_are_checked_as_those_in_it(text: str, numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError):
+        parse_mask(text, numbers)
 
 
 def test_what_has_no_derivative_says_so() -> None:

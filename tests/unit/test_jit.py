@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 
 def forget(monkeypatch):
     """As if the process had just started."""
-    monkeypatch.setattr(jit, "_memory", {})
+    monkeypatch.setattr(jit, "in_memory", {})
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@ test does."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,7 +171,9 @@ def test_errors_are_the_same() -> None:
 def test_the_operation_keeps_its_promises(dtype: torch.dtype, with_lse: bool) -> None:
     """Schema, shapes and strides promised to the tracer, derivatives: PyTorch's own checks."""
     q, k, v = (torch.randn(SHAPE, dtype=dtype).requires_grad_(with_lse) for _ in range(3))
-    given = {"q": q, "k": k, "v": v, "score_tensors": [], "interval": strobe.causal.text(), "score": identity.text()}
+    interval, interval_numbers = strobe.causal.text_and_numbers()
+    given = {"q": q, "k": k, "v": v, "score_tensors": [], "interval": interval, "score": identity.text()}
+    given |= {"interval_numbers": interval_numbers, "score_numbers": []}
     given |= {"dropout": 0.0, "seed": 0, "layout": "bshd", "deterministic": False, "with_lse": with_lse}
     names = [argument.name for argument in torch.ops.strobe.attention.default._schema.arguments]
     torch.library.opcheck(torch.ops.strobe.attention, [given.get(name) for name in names])
@@ -209,6 +213,122 @@ def test_damaged_text_is_refused() -> None:
     for text in ("", "(+ q;;x", "(tree q 1);;x", "q k;;x"):
         with pytest.raises(ValueError):
             parse_mask(text)
+
+
+# ---- numbers that are arguments --------------------------------------------------------------------------------------
+
+NUMBERS: dict[str, tuple[Function, list]] = {
+    "a window": (lambda q, k, v, n: strobe.attention(q, k, v, mask=strobe.window(n, 0)), [3, 4, 7, 11]),
+    "masks": (
+        lambda q, k, v, n: strobe.attention(q, k, v, mask=strobe.prefix(n) & strobe.window(n, n) & strobe.causal),
+        [3, 4, 7, 11],
+    ),
+    "a chunk": (lambda q, k, v, n: strobe.attention(q, k, v, mask=strobe.chunked(n) & strobe.causal), [5, 8, 13]),
+    "a mask": (
+        lambda q, k, v, mask: strobe.attention(q, k, v, mask=mask),
+        [strobe.window(n, 1) & strobe.causal for n in (3, 4, 7)],
+    ),
+    "a seed": (lambda q, k, v, seed: strobe.attention(q, k, v, dropout=0.5, seed=seed), [3, 4, 5, 6]),
+    "a softcap": (lambda q, k, v, cap: strobe.attention(q, k, v, softcap=cap), [2.0, 3.5, 50.0]),
+    "a softcap that is an int": (lambda q, k, v, cap: strobe.attention(q, k, v, softcap=cap), [2, 3, 50]),
+    "a score": (lambda q, k, v, cap: strobe.attention(q, k, v, score=strobe.score.softcap(cap)), [2.0, 3.5, 50.0]),
+    "a window and a softcap": (
+        lambda q, k, v, x: strobe.attention(q, k, v, mask=strobe.window(x[0], 0), softcap=x[1]),
+        [(3, 2.0), (5, 2.0), (5, 30.0)],
+    ),
+}
+FLOATS = [name for name in NUMBERS if "soft" in name or "score" in name]  # each is a graph of its own
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_arguments(name: str, dynamic: bool | None) -> None:
+    """One graph for every whole number once it is known that it changes."""
+    function, values = NUMBERS[name]
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, backend=graphs, fullgraph=True, dynamic=dynamic)
+    seen = []
+    for value in values:
+        expected = with_gradients(lambda *qkv, value=value: function(*qkv, value), [SHAPE] * 3)
+        found = with_gradients(lambda *qkv, value=value: compiled(*qkv, value), [SHAPE] * 3)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        seen.append(graphs.frame_count)
+    if name not in FLOATS:
+        assert len(set(seen[0 if dynamic else 1 :])) == 1, seen
+
+
+def test_an_exported_window_may_change(tmp_path: Path) -> None:
+    """Also after it was saved. The other numbers are part of the graph."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, n: int) -> torch.Tensor:
+            return strobe.attention(q, q, q, mask=strobe.window(n, 0) & strobe.prefix(2), softcap=3.0)
+
+    q = torch.randn(SHAPE)
+    exported = torch.export.export(Layer(), (q, 5), dynamic_shapes=(None, torch.export.Dim.DYNAMIC))
+    torch.export.save(exported, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for n in (5, 2, 9):
+        torch.testing.assert_close(loaded(q, n), Layer()(q, n))
+
+
+def test_generated_code_with_a_window_that_changes() -> None:
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: int) -> torch.Tensor:
+        return strobe.attention(2 * q, k, v, mask=strobe.window(n, 0), softcap=5.0).sigmoid()
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for n in (4, 6):
+        found, expected = (
+            with_gradients(lambda q, k, v, f=f, n=n: f(q, k, v, n), [SHAPE] * 3) for f in (compiled, block)
+        )
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", [strobe.window(3, 1) & strobe.causal, identity, strobe.score.softcap(2.5)], ids=repr)
+def test_a_pickle_has_no_hash_of_another_process(what: strobe.Mask | strobe.Score) -> None:
+    hash(what), what.name
+    found = pickle.loads(pickle.dumps(what))
+    assert found == what and repr(found) == repr(what) and "_hash" in vars(what)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(what)))
+
+
+# ---- ALiBi -----------------------------------------------------------------------------------------------------------
+
+
+def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+    return strobe.attention(q, k, v, mask=strobe.causal, score=strobe.alibi(slopes))
+
+
+def test_gradients_with_slopes() -> None:
+    slopes = torch.rand(4)
+    compiled = torch.compile(biased, fullgraph=True, backend="aot_eager")
+    found, expected = (with_gradients(lambda *qkv, f=f: f(*qkv, slopes), [SHAPE] * 3) for f in (compiled, biased))
+    assert len(found) == 4
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_with_slopes() -> None:
+    leaves = [torch.randn(1, 5, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    slopes = torch.rand(2, dtype=torch.float64)
+    compiled = torch.compile(biased, backend="eager", fullgraph=True)
+    results = [penalty(lambda *qkv, f=f: f(*qkv, slopes), *leaves) for f in (biased, compiled)]
+    torch.testing.assert_close(*(torch.autograd.grad(result, leaves) for result in results))
+
+
+def test_an_exported_graph_with_slopes_can_be_trained() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return biased(*tensors)
+
+    slopes = torch.rand(4)
+    example = (*(torch.randn(SHAPE) for _ in range(3)), slopes)
+    exported = torch.export.export(Layer(), example).module()
+    found, expected = (with_gradients(lambda *qkv, f=f: f(*qkv, slopes), [SHAPE] * 3) for f in (exported, biased))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 # ---- never silently wrong --------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def _times(variant: Any) -> dict[str, list[float]]:
 
     times: dict[str, list[float]] = {name: [] for name in COMPILED}
     before = os.environ.get("STROBE_CACHE_DIR")
-    kept = dict(jit._memory)
+    kept = dict(jit.in_memory)
     source = jit.flatten(variant.source)
     key = jit.key_of(source, variant.arch)
     try:
@@ -113,7 +113,7 @@ def _times(variant: Any) -> dict[str, list[float]]:
                 os.environ["STROBE_CACHE_DIR"] = directory
                 for origin in times:
                     if origin != "memory":
-                        jit._memory.pop(key, None)
+                        jit.in_memory.pop(key, None)
                     begun = time.perf_counter()
                     artifact = jit.get(variant.source, variant.arch, name=variant.name)
                     times[origin].append((time.perf_counter() - begun) * 1e3)
@@ -123,8 +123,8 @@ def _times(variant: Any) -> dict[str, list[float]]:
                             f"expected the kernel to come from {expected}, it came from {artifact.origin}"
                         )
     finally:
-        jit._memory.clear()
-        jit._memory.update(kept)
+        jit.in_memory.clear()
+        jit.in_memory.update(kept)
         if before is None:
             os.environ.pop("STROBE_CACHE_DIR", None)
         else:

@@ -103,7 +103,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         status, reason = explain(error)
         return {"status": status, "reason": reason}
     jit = sys.modules.get("strobe.cuda.jit")
-    return {"ms": ms, "origins": [] if jit is None else [artifact.origin for artifact in jit._memory.values()]}
+    return {"ms": ms, "origins": [] if jit is None else [artifact.origin for artifact in jit.in_memory.values()]}
 
 
 def _wait(device: torch.device) -> None:

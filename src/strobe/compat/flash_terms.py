@@ -100,6 +100,7 @@ def _made(is_causal: bool, left: int, right: int, chunk: int) -> Mask:
 
 
 _remembered = functools.lru_cache(maxsize=256)(_made)
+_remembered_softcap = functools.lru_cache(maxsize=64)(softcap)
 
 
 def score_of(cap: Any, slopes: torch.Tensor | None) -> Score | None:
@@ -107,13 +108,14 @@ def score_of(cap: Any, slopes: torch.Tensor | None) -> Score | None:
     cap = number("softcap", cap)
     if not 0 <= cap < math.inf:
         raise InvalidArgument(f"softcap must be finite and at least 0 (no cap), got {cap}")
+    capping = softcap if torch.compiler.is_compiling() else _remembered_softcap  # symbols of a tracer have no hash
     if slopes is None:
-        return softcap(cap) if cap else None
+        return capping(cap) if cap else None
     biased = alibi(slopes.detach().float())
     if not cap:
         return biased
-    capped = softcap(cap)
-    return Score(biased.expr.replaced(_S, capped.expr), f"{capped.name} with alibi", biased.tensors)
+    capped = capping(cap)
+    return Score(biased.expr.replaced(_S, capped.expr), f"{capped.title} with alibi", biased.tensors, capped.sizes)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

@@ -40,18 +40,18 @@ class CudaError(RuntimeError):
 
 
 @functools.cache
-def _cuda() -> Any:
+def bindings() -> Any:
     """The initialised driver bindings."""
     from cuda.bindings import driver
 
-    _check("cuInit", driver.cuInit(0), driver)
+    check("cuInit", driver.cuInit(0), driver)
     return driver
 
 
 def available() -> str | None:
     """None if the driver can be used, else the reason."""
     try:
-        _cuda()
+        bindings()
     except ImportError as error:
         return f'cuda-bindings cannot be imported ({error}); install it with `pip install "strobe-attention[cu13]"`'
     except CudaError as error:
@@ -61,10 +61,11 @@ def available() -> str | None:
     return None
 
 
-def _check(call: str, result: tuple, cuda: Any = None) -> Any:
+def check(call: str, result: tuple, cuda: Any = None) -> Any:
+    """What the driver's function returned besides its error, of which there must be none. `call` names it."""
     error, *values = result
     if error:
-        cuda = cuda or _cuda()
+        cuda = cuda or bindings()
         name, text = (get(error)[1] for get in (cuda.cuGetErrorName, cuda.cuGetErrorString))
         raise CudaError(call, name.decode() if name else f"error {int(error)}", text.decode() if text else "")
     return values[0] if values else None
@@ -72,28 +73,28 @@ def _check(call: str, result: tuple, cuda: Any = None) -> Any:
 
 def have_context(device: int) -> None:
     """If no context is current in this thread, make the device's primary context current, which is torch's."""
-    cuda = _cuda()
-    if int(_check("cuCtxGetCurrent", cuda.cuCtxGetCurrent())):
+    cuda = bindings()
+    if int(check("cuCtxGetCurrent", cuda.cuCtxGetCurrent())):
         return
-    of_device = _check("cuDeviceGet", cuda.cuDeviceGet(device))
-    context = _check("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(of_device))
-    _check("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
+    of_device = check("cuDeviceGet", cuda.cuDeviceGet(device))
+    context = check("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(of_device))
+    check("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
 
 
 def allocate(size: int) -> int:
     """The address of memory on the current device that is never given back."""
-    return int(_check("cuMemAlloc", _cuda().cuMemAlloc(size)))
+    return int(check("cuMemAlloc", bindings().cuMemAlloc(size)))
 
 
 def zero(address: int, size: int, stream: int) -> None:
     """Set bytes of the current device to 0, in the order of the stream."""
-    _check("cuMemsetD8Async", _cuda().cuMemsetD8Async(address, 0, size, stream))
+    check("cuMemsetD8Async", bindings().cuMemsetD8Async(address, 0, size, stream))
 
 
 def capture_id(stream: int) -> int:
     """A number that the graph now being captured from this stream shares with no other."""
-    error, *found = _cuda().cuStreamGetCaptureInfo(stream)
-    _check("cuStreamGetCaptureInfo", (error,))
+    error, *found = bindings().cuStreamGetCaptureInfo(stream)
+    check("cuStreamGetCaptureInfo", (error,))
     return int(found[1])  # behind the status
 
 
@@ -102,36 +103,36 @@ class Kernel:
     """One kernel of a cubin, on every device that asks for it. Stays loaded as long as the process lives."""
 
     def __init__(self, cubin: bytes, name: str = "kernel", smem: int = 0) -> None:
-        cuda = _cuda()
+        cuda = bindings()
         self.name, self.smem = name, smem
-        self._library = _check("cuLibraryLoadData", cuda.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-        self._kernel = _check(f"cuLibraryGetKernel({name})", cuda.cuLibraryGetKernel(self._library, name.encode()))
+        self._library = check("cuLibraryLoadData", cuda.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        self._kernel = check(f"cuLibraryGetKernel({name})", cuda.cuLibraryGetKernel(self._library, name.encode()))
         self._functions: dict[int, Any] = {}
 
     def function(self, device: int) -> Any:
         """The kernel on this device, whose context is current; allowed `smem` bytes of dynamic shared memory."""
         function = self._functions.get(device)
         if function is None:
-            cuda = _cuda()
-            function = _check("cuKernelGetFunction", cuda.cuKernelGetFunction(self._kernel))
+            cuda = bindings()
+            function = check("cuKernelGetFunction", cuda.cuKernelGetFunction(self._kernel))
             if self.smem > _SMEM_WITHOUT_OPT_IN:
                 limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 set_limit = cuda.cuFuncSetAttribute(function, limit, self.smem)
-                _check(f"cuFuncSetAttribute(dynamic shared memory = {self.smem} bytes)", set_limit)
+                check(f"cuFuncSetAttribute(dynamic shared memory = {self.smem} bytes)", set_limit)
             self._functions[device] = function
         return function
 
     def local_bytes(self, device: int) -> int:
         """Of a thread: spilled registers, which are all the local memory that our kernels have."""
-        cuda = _cuda()
+        cuda = bindings()
         size = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
-        return _check("cuFuncGetAttribute", cuda.cuFuncGetAttribute(size, self.function(device)))
+        return check("cuFuncGetAttribute", cuda.cuFuncGetAttribute(size, self.function(device)))
 
 
 @functools.cache
 def _launch_kernel() -> Any:
     """cuLaunchKernelEx by its address: the bindings' own function takes more time than ctypes needs for addresses."""
-    address = _check("cuGetProcAddress", _cuda().cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0))
+    address = check("cuGetProcAddress", bindings().cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0))
     return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(address)
 
 
@@ -152,7 +153,7 @@ class Launch:
         cluster: int = 1,
         pdl: bool = False,
     ) -> None:
-        cuda = _cuda()
+        cuda = bindings()
         self._cluster = cluster
         self._config = config = cuda.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
@@ -203,7 +204,7 @@ class Launch:
     @staticmethod
     def failed(error: int) -> None:
         """Raise the error that `enqueue` has returned."""
-        _check("cuLaunchKernelEx", (_cuda().CUresult(error),))
+        check("cuLaunchKernelEx", (bindings().CUresult(error),))
 
 
 def _padding(memory: ctypes.Array) -> int:
@@ -268,7 +269,7 @@ class TensorMapSpec:
     def encode(self) -> bytes:
         """The 128 bytes that a kernel takes as its `TensorMap`. Elements outside the tensor read as zero."""
         self.validate()
-        cuda = _cuda()
+        cuda = bindings()
         kinds = cuda.CUtensorMapDataType
         swizzles = cuda.CUtensorMapSwizzle
         encoded = cuda.cuTensorMapEncodeTiled(
@@ -293,7 +294,7 @@ class TensorMapSpec:
             cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
-        return ctypes.string_at(_check(f"cuTensorMapEncodeTiled({self})", encoded).getPtr(), TENSOR_MAP_BYTES)
+        return ctypes.string_at(check(f"cuTensorMapEncodeTiled({self})", encoded).getPtr(), TENSOR_MAP_BYTES)
 
 
 @functools.cache
@@ -311,8 +312,8 @@ class TensorMapSlot:
 
     def __init__(self, buffer: bytearray | memoryview, offset: int = 0) -> None:
         self._memory = (ctypes.c_ubyte * TENSOR_MAP_BYTES).from_buffer(buffer, offset)
-        self._map = _cuda().CUtensorMap(ctypes.addressof(self._memory))
-        self._replace = _cuda().cuTensorMapReplaceAddress
+        self._map = bindings().CUtensorMap(ctypes.addressof(self._memory))
+        self._replace = bindings().cuTensorMapReplaceAddress
         self._word = ctypes.c_uint64.from_buffer(buffer, offset) if address_is_first_word() else None
         self._address: int | None = None
 
@@ -327,5 +328,5 @@ class TensorMapSlot:
         else:
             (error,) = self._replace(self._map, address)
             if error:
-                _check("cuTensorMapReplaceAddress", (error,))
+                check("cuTensorMapReplaceAddress", (error,))
         self._address = address

@@ -249,7 +249,7 @@ def _toolchain() -> str | None:
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
-_memory: dict[str, Artifact] = {}
+in_memory: dict[str, Artifact] = {}  # what this process has, by `key_of`
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _locks_guard = threading.Lock()
 
@@ -267,10 +267,10 @@ def get(source: str, arch: str, *, name: str = "kernel", options: Sequence[str] 
     with _locks_guard:
         lock = _locks[key]
     with lock:  # two threads that want one kernel compile it once
-        if key in _memory:
-            return replace(_memory[key], origin="memory", seconds=0.0)
+        if key in in_memory:
+            return replace(in_memory[key], origin="memory", seconds=0.0)
         artifact = _load(key, source) or _make(key, source, arch, name, options)
-        _memory[key] = artifact
+        in_memory[key] = artifact
     if artifact.origin != "compiled":
         _say(f"loaded {name} for {arch} from {artifact.path} in {artifact.seconds * 1e3:.1f} ms")
     return artifact

@@ -31,5 +31,5 @@ def launch(
     """Enqueue it. An argument is (its C type, its value, whether it is a pointer); the driver copies the values."""
     values: list[Any] = [(ctypes.c_void_p if pointer else _C[ctype])(value) for ctype, value, pointer in arguments]
     addresses = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
-    call = driver._cuda().cuLaunchKernel(function, *grid, *block, smem, stream, ctypes.addressof(addresses), 0)
-    driver._check("cuLaunchKernel", call)
+    call = driver.bindings().cuLaunchKernel(function, *grid, *block, smem, stream, ctypes.addressof(addresses), 0)
+    driver.check("cuLaunchKernel", call)

@@ -72,8 +72,10 @@ def plan(
 ) -> None:
     """Show how a sequence is cut among ranks, and what each method of context parallelism costs on paper."""
     if ranks > MOST_RANKS:
-        why = "what each rank sends to each other one is counted, which would take minutes"
-        raise typer.BadParameter(f"--ranks must be at most {MOST_RANKS}, got {ranks}: {why}")
+        # A closed form for regular cuts would be fast, but says nothing: a ring of so many ranks waits for messages alone.
+        why = f"what each rank sends to each other one is counted, {ranks * (ranks - 1):,} times here"
+        instead = "give the ranks that share one sequence, not all that train"
+        raise typer.BadParameter(f"--ranks must be at most {MOST_RANKS}, got {ranks}: {why}; {instead}")
     lengths, speed = [_length(text) for text in length], _link(link)
     if heads % heads_k:
         raise typer.BadParameter(f"--heads must be a multiple of --heads-k, got {heads} and {heads_k}")
