@@ -27,10 +27,12 @@ class Row(NamedTuple):
         None  # how backends see it: "rows" (batch, heads, length, dim), "pairs" (with four axes), or as it is
     )
     written: bool = False  # the result goes there, so autograd never sees it
+    per_head: bool = False  # one number for each query head
+    read: str | None = None  # the form in which kernels read it: "floats", "contiguous", "strided" or "unsigned"
 
 
 _Rows = Annotated[Any, Row("Tensor", tensor=True, gradient=True, view="rows")]
-_Optional = Annotated[Any, Row("Tensor?", tensor=True)]
+_Offsets = Annotated[Any, Row("Tensor?", tensor=True, read="contiguous")]
 _Written = Annotated[Any, Row(tensor=True, written=True)]
 
 
@@ -40,25 +42,25 @@ class Arguments(NamedTuple):
     q: _Rows
     k: _Rows
     v: _Rows
-    cu_q: _Optional = None
-    cu_k: _Optional = None
+    cu_q: _Offsets = None
+    cu_k: _Offsets = None
     max_q: Annotated[Any, Row("SymInt?")] = None
     max_k: Annotated[Any, Row("SymInt?")] = None
     mask: Annotated[Any, Row("Tensor?", tensor=True, view="pairs")] = None  # or a `Mask`, which travels as a text
     scale: Annotated[Any, Row("float?")] = None
     softcap: Annotated[Any, Row()] = None  # travels as a score
     score: Annotated[Any, Row("str")] = None  # its tensors travel apart
-    bias: Annotated[Any, Row("Tensor?", tensor=True, gradient=True, view="pairs")] = None
+    bias: Annotated[Any, Row("Tensor?", tensor=True, gradient=True, view="pairs", read="strided")] = None
     dropout: Annotated[Any, Row("float")] = 0.0
-    seed: Annotated[Any, Row("SymInt")] = None
-    sinks: Annotated[Any, Row("Tensor?", tensor=True, gradient=True)] = None
+    seed: Annotated[Any, Row("SymInt", read="unsigned")] = None
+    sinks: Annotated[Any, Row("Tensor?", tensor=True, gradient=True, per_head=True, read="floats")] = None
     layout: Annotated[Any, Row("str")] = "bshd"
     out: _Written = None
     return_lse: Annotated[Any, Row()] = False
     deterministic: Annotated[Any, Row("bool")] = False
     backend: Annotated[Any, Row("str?")] = None
     # ---- internal, for shards and chunks
-    positions: _Optional = None  # (sequences, 4) int32, the fields of `mask.Positions`
+    positions: _Offsets = None  # (sequences, 4) int32, the fields of `mask.Positions`
     partial: Annotated[Any, Row()] = False  # the output is in fp32
     first_head: Annotated[Any, Row()] = 0  # index of the first query head among those of the whole, for dropout
     state_lse: _Written = (
@@ -78,6 +80,7 @@ class Arguments(NamedTuple):
 ROWS: dict[str, Row] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Arguments, include_extras=True).items()
 }
+PER_HEAD = tuple(name for name, row in ROWS.items() if row.per_head)
 GRADIENTS = tuple(name for name, row in ROWS.items() if row.gradient)  # what can have one: q, k, v first
 TENSORS = GRADIENTS + tuple(n for n, row in ROWS.items() if row.tensor and not row.gradient and not row.written)
 _others = operator.attrgetter(*TENSORS[3:])  # besides q, k and v

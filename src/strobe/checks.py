@@ -223,14 +223,14 @@ def check_pairs(name: str, t: torch.Tensor, q: torch.Tensor, want: tuple[int, in
         raise ValueError(f"{name} has shape {shape}, which does not broadcast to (batch, heads, len_q, len_k) = {want}")
 
 
-def check_sinks(sinks: Any, q: torch.Tensor, heads: int) -> None:
-    checked_tensor("sinks", sinks)
-    if not sinks.dtype.is_floating_point:
-        raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
-    if tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks must have shape (heads,) = ({heads},), got {tuple(sinks.shape)}")
-    if sinks.device != q.device:
-        raise ValueError(f"sinks is on {sinks.device}, q is on {q.device}")
+def check_per_head(name: str, t: Any, q: torch.Tensor, heads: int) -> None:
+    checked_tensor(name, t)
+    if not t.dtype.is_floating_point:
+        raise TypeError(f"{name} must be floating point, got {t.dtype}")
+    if tuple(t.shape) != (heads,):
+        raise ValueError(f"{name} must have shape (heads,) = ({heads},), got {tuple(t.shape)}")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device}, q is on {q.device}")
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------

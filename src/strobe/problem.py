@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, Arguments, Layout, four_axes
+from strobe.arguments import GRADIENTS, PER_HEAD, Arguments, Layout, four_axes
 from strobe.checks import (
     check_dims,
     check_mask,
     check_out,
     check_pairs,
+    check_per_head,
     check_qkv,
     check_score,
     check_sequences,
-    check_sinks,
     check_state,
     checked_number,
     checked_scale,
@@ -85,7 +85,7 @@ class Problem:
     dropout: float
     first_head: int  # of the query heads, as dropout counts them
     loads: tuple[Load, ...]  # tensors of the score, then the bias, then the mask
-    has_sinks: bool
+    per_head: frozenset[str]  # of arguments.PER_HEAD
     # ---- what is wanted
     gradients: tuple[str, ...]  # of arguments.GRADIENTS; none: the output
     lse: bool
@@ -198,8 +198,9 @@ class Problem:
             if not checked_tensor("bias", a.bias).dtype.is_floating_point:
                 raise TypeError(f"bias must be floating point, got {a.bias.dtype}; booleans go in mask")
             check_pairs("bias", a.bias, a.q, pairs)
-        if a.sinks is not None:
-            check_sinks(a.sinks, a.q, heads)
+        per_head = frozenset(name for name in PER_HEAD if getattr(a, name) is not None)
+        for name in per_head:
+            check_per_head(name, getattr(a, name), a.q, heads)
         scale = checked_scale(1.0 / math.sqrt(dim) if a.scale is None else a.scale, score, a.q.dtype)
         if not 0.0 <= checked_number("dropout", a.dropout) < 1.0:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {a.dropout}")
@@ -225,7 +226,7 @@ class Problem:
             dropout=float(a.dropout),
             first_head=a.first_head if a.dropout else 0,
             loads=_loads(a, score, pairs),
-            has_sinks=a.sinks is not None,
+            per_head=per_head,
             gradients=(),
             lse=bool(a.return_lse) or needs_grad,
             partial=bool(a.partial),

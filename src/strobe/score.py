@@ -104,11 +104,6 @@ class Score:
         return self.expr.variables() <= {"s"}
 
     @functools.cached_property
-    def captures(self) -> bool:
-        """Whether it looks at captured tensors."""
-        return "tensor" in self.expr.variables()
-
-    @functools.cached_property
     def derivative(self) -> Expr:
         """d score / d s. It shares its subexpressions with `expr`: evaluate both with the same `known`."""
         return self.expr.derivative("s")

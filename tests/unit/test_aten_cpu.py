@@ -135,7 +135,7 @@ def plain(**changes: object) -> str | None:
         ({"dim_v": 8}, "dims must be equal, got 32 and 8"),
         ({"score": softcap(2.0)}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
-        ({"has_sinks": True}, "sinks"),
+        ({"per_head": frozenset(("sinks",))}, "sinks"),
         ({"mask": masks.window(3, 0)}, "window"),
         ({"mask": masks.causal, "k": dataclasses.replace(PLAIN.k, length=65)}, "unequal lengths"),
         ({"mask": masks.causal, "loads": (Load("bias", torch.float32, (0, 0, 0, 0)),)}, "bias together"),

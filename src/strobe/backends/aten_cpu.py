@@ -48,7 +48,7 @@ def limits(problem: Problem) -> str | None:
         (problem.partial, "output in fp32"),
         (problem.empty or not problem.dim_v, "empty tensors"),
         (problem.dropout, "dropout"),
-        (problem.has_sinks, "sinks"),
+        (problem.per_head, ", ".join(sorted(problem.per_head))),
         (not problem.score.is_identity, f"{problem.score.name.split('(')[0]}"),
         ("bias" in problem.gradients, "gradient of the bias"),
     ):

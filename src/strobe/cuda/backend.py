@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.arguments import Arguments, Layout, four_axes
+from strobe.arguments import ROWS, Arguments, Layout, four_axes
 from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import driver, forward_sm90, jit
 from strobe.cuda.backward_plan import group_parts
@@ -101,15 +101,16 @@ def _score_tensor(number: int, a: Arguments) -> torch.Tensor | None:
     return tensors[number] if number < len(tensors) else None
 
 
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "floats": _as_floats,
+    "contiguous": _contiguous,
+    "strided": lambda t: t.detach().resolve_neg(),
+    "unsigned": lambda seed: seed & ((1 << 64) - 1),
+}
 # Those besides q, k and v, by the name that plans have for them.
 READ: dict[str, Read] = {
-    "sinks": Read(attrgetter("sinks"), _as_floats),
-    "cu_q": Read(attrgetter("cu_q"), _contiguous),
-    "cu_k": Read(attrgetter("cu_k"), _contiguous),
-    "positions": Read(attrgetter("positions"), _contiguous),
-    "seed": Read(attrgetter("seed"), lambda seed: seed & ((1 << 64) - 1)),  # unsigned
+    **{name: Read(attrgetter(name), _FORMS[row.read]) for name, row in ROWS.items() if row.read is not None},
     **{f"score{i}": Read(functools.partial(_score_tensor, i), _as_floats) for i in range(MOST_SCORE_TENSORS)},
-    "bias": Read(attrgetter("bias"), lambda t: t.detach().resolve_neg()),
     "mask_tensor": Read(attrgetter("mask_tensor"), lambda t: t),
 }
 

@@ -120,7 +120,7 @@ def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides
         or (problem.state is not None and problem.state.lse[1] != 1)
         or problem.group == 1
         or problem.varlen
-        or problem.has_sinks
+        or problem.per_head
         or problem.dropout
         or problem.mask != full
         or not problem.logit.pointwise

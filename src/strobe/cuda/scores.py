@@ -43,7 +43,7 @@ class Scores:
         if "bias" in problem.gradients:
             bias = next(load for load in problem.loads if load.name == "bias")
             gradient = "sum" if bias.shared else _ELEMENTS.get(bias.dtype, "")
-        return Scores(problem.mask, problem.logit, entries, problem.dropout > 0, problem.has_sinks, gradient)
+        return Scores(problem.mask, problem.logit, entries, problem.dropout > 0, "sinks" in problem.per_head, gradient)
 
     @property
     def bounded(self) -> bool:
