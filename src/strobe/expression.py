@@ -49,6 +49,8 @@ OPERATIONS: dict[str, Operation] = {
     "max": Operation(functools.partial(_minmax, max, torch.maximum), "max({0}, {1})"),
     "abs": Operation(abs, "fabs({0})"),
     "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
+    # A score and its bias, for kernels: see biased() in pipeline/scores.cuh.
+    "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     # A score where the second operand is true; elsewhere nothing: -inf.
     "where": Operation(
         lambda a, b: torch.where(b, a, -math.inf), "({1} ? {0} : neg_inf())", lambda a, b, y: (_ONE, _ZERO)

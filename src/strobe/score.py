@@ -127,7 +127,7 @@ class Score:
         """The score with a bias added, and what a mask hides hidden: two more tensors, indexed by (batch, head, q, k)."""
         expr, number = self.expr, len(self.expr.tensors())
         if bias:
-            expr, number = expr + Expr("tensor", (number, "bhqk")), number + 1
+            expr, number = Expr("biased", (expr, Expr("tensor", (number, "bhqk")))), number + 1
         if mask:
             expr = Expr("where", (expr, Expr("tensor", (number, "bhqk"))))
         return Score(expr, self.title, (), self.sizes) if bias or mask else self
@@ -224,7 +224,9 @@ def _only_parent_of_s(expr: Expr) -> Expr | None:
 
 MAX_CONSTANTS = 8  # room for them in the kernels' arguments
 
-_GRAMMAR = Grammar(frozenset(("s", "q", "k", "len_q", "len_k")), frozenset(OPERATIONS) - {"//", "where"}, tensors=True)
+_GRAMMAR = Grammar(
+    frozenset(("s", "q", "k", "len_q", "len_k")), frozenset(OPERATIONS) - {"//", "where", "biased"}, tensors=True
+)
 
 identity = Score(_s, "identity")
 

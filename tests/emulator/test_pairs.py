@@ -9,7 +9,7 @@ from everyday import everyday
 from strobe.emulator import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-EVERYDAY = ("bias", "bias_hides", "bias_wide", "mask", "alibi", "bias_by_head")
+EVERYDAY = ("bias", "bias_hides", "bias_far", "bias_wide", "mask", "alibi", "bias_by_head")
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])

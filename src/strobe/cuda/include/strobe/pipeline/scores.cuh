@@ -74,6 +74,13 @@ STROBE_DEVICE auto entry_of_pair(const void* tensor, const i64* strides, const A
   return load_entry<T>(tensor, row_of_pairs(strides, at, i) + at.k(i) * (kUnit ? 1 : strides[3]), at.inside(i));
 }
 
+// A finite bias below kLeastBias hides a key, as -inf does, unless it stands at all keys of a row: those count alike,
+// as rounding makes them in s + bias. The row's LSE must still hold log(n) beside it, for P = exp(s - LSE).
+constexpr float kLeastBias = -65536.f;
+STROBE_DEVICE float biased(float s, float bias) {
+  return bias < kLeastBias && bias > neg_inf() ? kLeastBias : s + bias;
+}
+
 // The gradient of a bias is dS. Where pairs share an entry it is summed up in fp32.
 struct NoBiasGradient {
   static constexpr bool kWanted = false;
