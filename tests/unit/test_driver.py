@@ -264,6 +264,7 @@ def test_a_tensor_map_is_encoded_and_pointed_elsewhere(with_stub):
     lines, size, address, moved = with_stub("""
         spec = driver.TensorMapSpec(0x1000, 2, (64, 1000, 2), (256, 128), (64, 128, 1), 128, "bf16")
         encoded = spec.encode()
+        driver.replace(spec, promotion=128).encode()
         function = driver.Kernel(b"\\x7fELF.....").function(0)
         launch = driver.Launch(function, 1, 128, 0, bytes(64) + encoded)
         driver.TensorMapSlot(launch.params, 64).point_to(0x2000)
@@ -277,6 +278,7 @@ def test_a_tensor_map_is_encoded_and_pointed_elsewhere(with_stub):
     assert lines[0] == (
         "encode kind 9 rank 3 at 0x1000 swizzle 3 interleave 0 l2 3 fill 0 dims 64/64/1 1000/128/1 2/1/1 strides 256 128"
     )
+    assert lines[1] == lines[0].replace("l2 3", "l2 2")  # 128 bytes
     assert (size, address, moved) == (128, 0x1000, 0x2000)
 
 
@@ -328,6 +330,7 @@ GOOD = driver.TensorMapSpec(0x1000, 2, (64, 1000), (256,), (64, 128), 128, "fp16
         ({"box": (4, 128)}, r"box\[0\]: 4 elements are 8 bytes"),
         ({"swizzle": 16}, "swizzle: 16"),
         ({"kind": "fp32"}, "element_bytes 2"),
+        ({"promotion": 64}, "promotion: 64"),
     ],
 )
 def test_a_bad_tensor_map_is_named(change, named):

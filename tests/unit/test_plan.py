@@ -268,6 +268,13 @@ def test_tensor_maps_of_odd_strides(
         spec.validate()
 
 
+@pytest.mark.parametrize(("len_q", "heads_k", "promotion"), [(1, 2, 128), (16, 1, 128), (17, 1, 256), (2048, 8, 256)])
+def test_few_rows_to_a_key_fetch_less_at_a_time(len_q: int, heads_k: int, promotion: int) -> None:
+    p = problem_of(Case("few", len_q, 2048, batch=1, heads=8, heads_k=heads_k, dim=64))
+    maps = forward_sm90.plan(p, out_strides(p), H200).launches[0].maps
+    assert {maps["k"].promotion, maps["v"].promotion} == {promotion} and maps["q"].promotion == 256
+
+
 def test_packed_boxes_end_with_their_sequence() -> None:
     """A box whose first coordinate starts at c has its rows where it would have them without, less the last c: the two
     large coordinates cancel, modulo the 2^64 of an address, and no coordinate is ever negative."""

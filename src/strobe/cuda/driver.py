@@ -235,6 +235,7 @@ class TensorMapSpec:
     box: tuple[int, ...]  # elements of one copy
     swizzle: Literal[0, 32, 64, 128] = 128
     kind: Literal["bf16", "fp16", "fp32"] = "bf16"
+    promotion: Literal[128, 256] = 256  # bytes that the L2 cache fetches at a time
 
     def validate(self) -> None:
         """Raises ValueError for what the hardware cannot do, naming it."""
@@ -249,6 +250,8 @@ class TensorMapSpec:
             raise ValueError(f"kind: {self.kind!r} with element_bytes {self.element_bytes}; known are {_ELEMENT_BYTES}")
         if self.swizzle not in (0, 32, 64, 128):
             raise ValueError(f"swizzle: {self.swizzle} is not 0, 32, 64 or 128")
+        if self.promotion not in (128, 256):
+            raise ValueError(f"promotion: {self.promotion} is not 128 or 256")
         if self.address % 16:
             raise ValueError(f"address: {self.address:#x} is not a multiple of 16 bytes")
         for i, size in enumerate(self.dims):
@@ -271,7 +274,7 @@ class TensorMapSpec:
         self.validate()
         cuda = bindings()
         kinds = cuda.CUtensorMapDataType
-        swizzles = cuda.CUtensorMapSwizzle
+        swizzles, promotions = cuda.CUtensorMapSwizzle, cuda.CUtensorMapL2promotion
         encoded = cuda.cuTensorMapEncodeTiled(
             {
                 "bf16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -291,7 +294,9 @@ class TensorMapSpec:
                 64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
                 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
             }[self.swizzle],
-            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            {128: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B, 256: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B}[
+                self.promotion
+            ],
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         return ctypes.string_at(check(f"cuTensorMapEncodeTiled({self})", encoded).getPtr(), TENSOR_MAP_BYTES)
