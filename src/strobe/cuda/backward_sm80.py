@@ -227,8 +227,10 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     tile = found or smaller or table(*dims, arch)[0]
     if not scores.is_unknown:
         return tile
-    able = [t for t in (replace(tile, block_m=32), replace(tile, block_m=32, block_n=32)) if fits(t, *dims, arch)]
-    return first_without_spills([tile, *able], lambda t: kernels(features, t, Wanted(), arch, False)[1], machine)
+    small = _SMALLER["sm_90"][min(dim for dim in _SMALLER["sm_90"] if dim >= max(dims))]
+    able = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
+    tiles = [tile, *(t for t in able if fits(t, *dims, arch))]
+    return first_without_spills(tiles, lambda t: kernels(features, t, Wanted(), arch, False)[1], machine)
 
 
 def limits(problem: Problem) -> str | None:

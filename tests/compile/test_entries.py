@@ -1,0 +1,68 @@
+"""Kernels that read a bias, a mask tensor or captured tensors compile, and at most a few registers do not fit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import cubins
+import pytest
+import torch
+from everyday import everyday
+from fake_gpu import H200
+
+import strobe
+from strobe.cuda import jit
+from strobe.cuda.families import FAMILIES
+from strobe.cuda.kernel import KernelSpec
+from strobe.cuda.plan import Launch
+from strobe.problem import supposed
+
+pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
+
+CALLS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": (2, 8, 1024, 1024)},
+    "bias_of_keys": {"bias": (2, 1, 1, 1024), "mask": strobe.causal},
+    "mask": {"mask": (2, 1, 1024, 1024)},
+    "alibi": {"score": strobe.alibi(torch.empty(8, device="meta")), "mask": strobe.causal},
+}
+EVERYDAY = ["sm90 64 bias", "sm90 128 alibi", "sm90 256 bias_of_keys", "sm80 128 bias", "sm80 64 mask"]
+
+
+def spills(arch: str, kernel: KernelSpec) -> bool:
+    return stack(arch, kernel) > 0
+
+
+@functools.cache
+def stack(arch: str, kernel: KernelSpec) -> int:
+    return cubins.inspect(jit.get(kernel.source, arch, name=kernel.name).cubin)["kernel"].stack_frame
+
+
+def launches(family: str, dim: int, call: str) -> list[Launch]:
+    machine = replace(H200, arch="sm_80" if family == "sm80" else H200.arch)
+    machine = replace(machine, spills=functools.partial(spills, machine.arch))
+    shape, strides = (2, 1024, 8, dim), (1024 * 8 * dim, dim, 8 * dim)
+    given: tuple[Any, ...] = (torch.device("cuda"), torch.bfloat16, shape, shape, shape)
+    forward = FAMILIES[family].forward.plan(supposed(*given, **CALLS[call]), strides, machine)
+    gradients = ("q", "k", "v", "bias") if "bias" in CALLS[call] else ("q", "k", "v")
+    problem = supposed(*given, gradients=gradients, **CALLS[call])
+    assert FAMILIES[family].limits(problem) is None
+    of: dict[str, Any] = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides)
+    of["dbias"] = (0, 0, 0, 1)
+    return [*forward.launches, *FAMILIES[family].module(problem).plan(problem, of, machine).launches]
+
+
+@pytest.mark.parametrize(
+    "name", everyday([f"{f} {d} {c}" for f in ("sm90", "sm80") for d in (64, 128, 256) for c in CALLS], EVERYDAY)
+)
+def test_they_compile(name: str) -> None:
+    family, dim, call = name.split()
+    for launch in launches(family, int(dim), call):
+        assert stack("sm_80" if family == "sm80" else "sm_90a", launch.kernel) <= 64, launch.kernel.name
+        launch.kernel.params.pack(
+            {
+                **dict.fromkeys((f.name for f in launch.kernel.params.fields if f.is_address), 0),
+                **launch.values,
+            }
+        )
