@@ -21,7 +21,7 @@ LAYERS = [
     ["expression", "dropout", "overlap", "invalid"],
     ["mask", "score"],
     ["arguments"],
-    ["checks"],
+    ["checks", "hints"],
     ["problem"],
     ["backends.backend"],
     ["backends", "cuda", "emulator"],

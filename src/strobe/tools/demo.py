@@ -110,7 +110,8 @@ def methods(settings: Settings, qkv: QKV) -> dict[str, Callable[[], torch.Tensor
         STANDARD: lambda: standard_attention(q, k, v, settings.causal, diagonal)
     }
     for name in names:
-        calls[name] = lambda name=name: strobe.attention(q, k, v, mask=settings.mask, backend=name)  # type: ignore[misc]
+        options = {"mask": settings.mask, "layout": "bshd", "backend": name}
+        calls[name] = lambda options=options: strobe.attention(q, k, v, **options)  # type: ignore[misc]
     return calls
 
 
