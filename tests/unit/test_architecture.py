@@ -35,7 +35,7 @@ LAYERS = [
     ["nn"],
     ["distributed"],
     ["compat"],
-    ["measure"],
+    ["measure", "options"],
     ["learn"],
     ["bench"],
     ["tools"],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strobe import options
 from strobe.bench.names import CONTEXT_PARALLEL, L2, PASSES, SUITES
 from strobe.measure.method import METHODS, SUMMARIES, TURNS
 
@@ -195,7 +196,7 @@ def _report(loaded: list[Results], out: Path, figures: bool = True) -> None:
         if figures and (problem := drawn.unavailable()) is not None:
             typer.echo(f"no PNG and SVG: {problem}", err=True)
         elif figures:
-            written += drawn.write(loaded, out)
+            written += drawn.write([page.together(loaded)[0]], out)
     except OSError as error:
         raise typer.BadParameter(f"{out}: {error.strerror or error}") from None
     typer.echo(f"{written[0]}" + (f" and {len(written) - 1} figures" if len(written) > 1 else ""))
@@ -256,13 +257,9 @@ def _ask_before_hours(suites: list[str], device: torch.device, yes: bool, chosen
 
 
 def _measure(request: Request) -> Results:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from strobe.bench import runner
 
     work = runner.Runner(request)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=len(work.cases))
+    with options.progress() as bar:
+        task = bar.add_task("cases to time", total=len(work.cases))
         return work.run(lambda what, done, total: bar.update(task, description=what, completed=done, total=total))

@@ -22,18 +22,18 @@ _BEYOND = {
 _Duels = list[tuple[Row, Row]]
 
 
-def conclusions(results: Results, suite: str | None = None) -> list[str]:
+def conclusions(results: Results, suite: str | None = None, directions: Sequence[str] = PASSES) -> list[str]:
     """Of one suite, by default the first with times in it. Empty if there is nothing to conclude."""
     for name in results.suites() if suite is None else [suite]:
         found = []
-        for direction in PASSES:
+        for direction in directions:
             cases = {m: claims.selected(results.rows, name, direction, m) for m in METHODS if m in results.methods()}
             for kind in _OTHERS:
                 found += _speed({m: claims.duels(of, kind) for m, of in cases.items()}, direction, kind)
                 found += _out_of_memory(cases, kind, direction)
             found += _energy(cases.get(SUSTAINED, {}), direction)
         if found:
-            return [*found, *(sentence for direction in PASSES for sentence in _memory(results, name, direction))]
+            return [*found, *(sentence for direction in directions for sentence in _memory(results, name, direction))]
     return []
 
 

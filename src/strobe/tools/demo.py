@@ -185,3 +185,7 @@ MEMORY_NOTE = {
     "cuda": "by torch.cuda.max_memory_allocated",
     "cpu": "by the allocations that torch.profiler records",
 }
+TILES_NOTE = (
+    "tiled: the algorithm in PyTorch operations. It saves memory. On a CPU it can be slower than standard attention: each "
+    "tile takes about ten small operations, and the caches hold much of the matrix that tiles avoid"
+)

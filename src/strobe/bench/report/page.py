@@ -14,7 +14,7 @@ from strobe.bench.claims import merged
 from strobe.bench.compare import comparable, compare
 from strobe.bench.conclusions import conclusions
 from strobe.bench.figures import families, family
-from strobe.bench.names import SUITES
+from strobe.bench.names import PASS_TITLES, PASSES, SUITES
 from strobe.bench.results import Results, Row
 from strobe.measure.method import SUMMARIES, TITLES
 from strobe.measure.palette import KINDS, styles
@@ -43,7 +43,13 @@ def html(runs: list[Results]) -> str:
 
 
 def page_data(runs: list[Results]) -> dict[str, Any]:
-    """What the script draws from: runs of the same device are one run; what was measured again is compared with it."""
+    """What the script draws from."""
+    whole, compared = together(runs)
+    return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
+
+
+def together(runs: list[Results]) -> tuple[Results, list[Results]]:
+    """Runs of the first one's device as one run, and those that measured something of it again."""
     first, parts = runs[0], [runs[0]]
     compared: list[Results] = []
     seen = {row.identity for row in first.rows}
@@ -52,8 +58,7 @@ def page_data(runs: list[Results]) -> dict[str, Any]:
         same_device = first.provenance["device"]["name"] == run.provenance["device"]["name"]
         (compared if again or not same_device else parts).append(run)
         seen |= {row.identity for row in run.rows}
-    whole = merged(parts)
-    return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
+    return merged(parts), compared
 
 
 def _run(run: Results) -> dict[str, Any]:
@@ -63,7 +68,8 @@ def _run(run: Results) -> dict[str, Any]:
         "provenance": run.provenance,
         "method": run.method,
         "ceilings": vars(run.ceilings),
-        "conclusions": {suite: conclusions(run, suite) for suite in run.suites()},
+        "conclusions": {suite: {p: conclusions(run, suite, [p]) for p in PASSES} for suite in run.suites()},
+        "passes": {p: PASS_TITLES[p] for p in PASSES if any(row.case.direction == p for row in run.rows)},
         "suites": {suite: SUITES[suite][0] if suite in SUITES else "" for suite in run.suites()},
         "methods": {method: [TITLES[method], SUMMARIES[method]] for method in run.methods()},
         "kinds": KINDS,
@@ -93,6 +99,7 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
     case, summary, energy = row.case, row.timing.summary if row.timing else None, row.energy
     found = {
         "suite": case.suite,
+        "pass": case.direction,
         "key": case.key,
         "title": case.title,
         "panel": panel,
