@@ -75,7 +75,8 @@ class Lines:
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
-        self._what, self._done, self._total = "", 0.0, None
+        self._what, self._done = "", 0.0
+        self._total: float | None = None
         self._begun = self._last = clock()
 
     def __enter__(self) -> Lines:

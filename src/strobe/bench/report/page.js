@@ -192,8 +192,8 @@ function draw() {
     section("tiles", "Tile sizes", "The darker the faster.", tiles(chosen.filter(r => r.tile)), chosen.filter(r => r.tile), pick("case who ms rate status")),
     section("roofline", "Roofline", "Against the work per byte that has to move at least once. The roof is measured in the same run: a copy, a matrix product.", roofline(chosen), chosen.filter(r => r.tflops), pick("case who rate gbs of units clock"), "*: more than 100 %; see the note on the matrix product above."),
     section("errors", "Error against length", "Relative distance from float64. Each provider is checked before it is timed.", errors(plain), plain.filter(r => r.error), pick("case who error status")),
-    everything(chosen),
     DATA.anchors ? anchors(DATA.anchors) : null,
+    everything(chosen),
     ...DATA.compared.map(comparison),
   ].filter(Boolean);
   document.getElementById("main").replaceChildren(...parts);
