@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from benchmarks import committed
 from benchmarks.committed import Machines
@@ -23,7 +24,8 @@ from strobe.measure.provenance import busy_machine
 AGAIN = "-again"  # NAME-again.json is NAME.json once more
 
 
-def page(machines: Machines, elsewhere: dict[str, Anchors]) -> str:
+def page(machines: Machines, elsewhere: Mapping[str, Anchors] = MappingProxyType({})) -> str:
+    """`elsewhere`: machine -> what others reached there in other runs."""
     lines = [
         "# Results",
         "",

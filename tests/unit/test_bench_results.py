@@ -426,7 +426,8 @@ def test_the_terminal_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "noisy" in text and "1645" not in text and "0.3 MFLOP/s" in text and "225%*" in text
     assert table.NOISY_NOTE in text and table.ABOVE_NOTE.split(",")[0] in text
     assert "head dim 128, no mask, 1K tokens, sustained" in text and "690 W" in text and "J/TF" in text
-    assert "strobe-sm90 is 1." in "".join(text.splitlines()[-12:]) and "faster in short turns" in text
+    conclusion = " ".join(line.strip() for line in text.splitlines()[-12:])
+    assert "strobe-sm90 is 1." in conclusion and "faster in short turns" in conclusion
 
 
 # ---- ceilings and provenance
