@@ -11,7 +11,8 @@ from benchmarks import committed
 from benchmarks.pages import backward_page, figures, forward_page, method_page, readme_page, training_page
 from benchmarks.pages.generated import replace_between
 from benchmarks.pages.readme_page import BEGIN, END, NUMBERS_BEGIN, NUMBERS_END
-from benchmarks.pages.results_page import AGAIN, figure_name, page
+from benchmarks.pages.repeated_page import AGAIN
+from benchmarks.pages.results_page import figure_name, page
 from strobe.bench.figures import unavailable
 from strobe.bench.names import PASSES
 from strobe.tools import support

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks.committed import Machines
 from benchmarks.pages.anchors_page import TITLE as ANCHORS_TITLE
-from benchmarks.pages.results_page import AGAIN, figure_name, grid_table
+from benchmarks.pages.repeated_page import AGAIN
+from benchmarks.pages.results_page import figure_name, grid_table
 from strobe.bench import anchors, claims
 from strobe.bench.anchors import Anchors
 from strobe.bench.conclusions import against, conclusions

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from benchmarks import committed
 from benchmarks.committed import Machines
-from benchmarks.pages import anchors_page, comparisons, figures, model_page
+from benchmarks.pages import anchors_page, comparisons, figures, model_page, repeated_page
+from benchmarks.pages.repeated_page import AGAIN
 from strobe.bench import claims
 from strobe.bench.anchors import Anchors
 from strobe.bench.case import BenchCase
@@ -20,8 +20,6 @@ from strobe.measure import units
 from strobe.measure.method import METHODS, SUMMARIES, SUSTAINED, TITLES
 from strobe.measure.palette import KINDS
 from strobe.measure.provenance import busy_machine
-
-AGAIN = "-again"  # NAME-again.json is NAME.json once more
 
 
 def page(machines: Machines, elsewhere: Mapping[str, Anchors] = MappingProxyType({})) -> str:
@@ -60,8 +58,8 @@ def _machine(machine: str, results: dict[str, Results], elsewhere: Anchors | Non
             for direction in PASSES:
                 lines += _memory(run, suite, direction)
         lines += _by_case(run) + model_page.tables(run) + _overhead(run) + _compile(run)
-    lines += _repeatability(results)
-    lines += _unmeasured(results)
+    lines += repeated_page.repeatability(results)
+    lines += repeated_page.unmeasured(results)
     return lines
 
 
@@ -368,51 +366,3 @@ def _compile(run: Results) -> list[str]:
         cells = " | ".join(units.milliseconds(times.get(origin)) for origin in (*COMPILED, *CALLED))
         lines.append(f"| `{backend}` {label} | {cells} |")
     return [*lines, ""]
-
-
-# ---- repeated, and not measured
-
-
-def _repeatability(results: dict[str, Results]) -> list[str]:
-    """Files called NAME.json and NAME-again.json are two runs of the same."""
-    lines = []
-    for name, run in results.items():
-        again = results.get(f"{name}{AGAIN}")
-        if again is None:
-            continue
-        for method in run.methods():
-            close, total = comparisons.repeatability(run, again, method)
-            if total:
-                share = f"{close} of {total} times ({close / total:.0%}) differ by at most 3 %"
-                lines.append(f"- `{name}`, {TITLES[method]}, was run twice: {share}.")
-        lines += _same_ratios(name, run, again)
-    return ["### Repeated", "", *lines, ""] if lines else []
-
-
-def _same_ratios(name: str, run: Results, again: Results) -> list[str]:
-    lines = []
-    for direction in PASSES:
-        duels = claims.duels(claims.selected(run.rows, "grid36", direction, SUSTAINED), "peer")
-        if not duels:
-            continue
-        ours, peer = duels[0][0].provider, duels[0][1].provider
-        close, total = comparisons.ratio_repeatability(run, again, "grid36", ours, peer, direction)
-        if total:
-            which = "sustained" if direction == "forward" else f"{PASS_TITLES[direction]}, sustained"
-            share = f"{close} of {total} ratios of `{ours}` to `{peer}` differ by at most 3 %"
-            lines.append(f"- `{name}`, {which}: {share}.")
-    return lines
-
-
-def _unmeasured(results: dict[str, Results]) -> list[str]:
-    """Reason by reason. Out of memory is a result, and stands in the tables."""
-    who: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for run in results.values():
-        for row in run.rows:
-            if not row.timed and row.status != "out of memory":
-                who[row.status, row.reason or ""].add(row.provider)
-    lines = [
-        f"- {status}: {reason}: {', '.join(f'`{name}`' for name in sorted(names))}"
-        for (status, reason), names in sorted(who.items())
-    ]
-    return ["### Not measured", "", *lines, ""] if lines else []
