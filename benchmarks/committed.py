@@ -7,22 +7,30 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import read_results
+from strobe.bench import anchors as others, read_results
+from strobe.bench.anchors import Anchors
 from strobe.bench.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
+ANCHORS = "anchors.json"
 RESULTS = Path("benchmarks", "results", "h200")
 Machines = dict[str, dict[str, Results]]  # machine -> name of a file -> its results
 
 
 def runs(root: Path) -> Machines:
-    """Every file of results; the ladder, `strobe tune` and training write there too, and are left out."""
+    """Every file of results; what else lies there (the ladder, tiles, training, anchors) is left out."""
     found: dict[str, dict[str, Results]] = defaultdict(dict)
     paths = (root / "benchmarks" / "results").glob("*/*.json")
     for path in sorted(paths, key=lambda path: (path.parent.name, path.stem)):
         if json.loads(path.read_text(encoding="utf-8")).get("kind") == "strobe bench":
             found[path.parent.name][path.stem] = read_results.load(path)
     return dict(found)
+
+
+def anchors(root: Path) -> dict[str, Anchors]:
+    """Machine -> what others reached there in other runs."""
+    paths = sorted((root / "benchmarks" / "results").glob(f"*/{ANCHORS}"))
+    return {path.parent.name: others.load(path) for path in paths}
 
 
 def study(root: Path, name: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The numbers in the documents, made from the committed results: a block of README.md, the whole of docs/results.md,
+"""The numbers in the documents, made from the committed results: two blocks of README.md, the whole of docs/results.md,
 the tables of four other pages, the figures. And the table of backends in README.md, made from the code.
 
 Where there are no results for something, nothing is said about it."""
@@ -8,18 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import committed
-from benchmarks.committed import Machines
-from benchmarks.pages import backward_page, figures, forward_page, method_page, training_page
+from benchmarks.pages import backward_page, figures, forward_page, method_page, readme_page, training_page
 from benchmarks.pages.generated import replace_between
-from benchmarks.pages.results_page import AGAIN, energy_tables, figure_name, grid_table, page
-from strobe.bench import claims
-from strobe.bench.conclusions import conclusions
+from benchmarks.pages.readme_page import BEGIN, END, NUMBERS_BEGIN, NUMBERS_END
+from benchmarks.pages.repeated_page import AGAIN
+from benchmarks.pages.results_page import figure_name, page
 from strobe.bench.figures import unavailable
-from strobe.bench.names import PASS_TITLES, PASSES
-from strobe.measure.method import SUSTAINED, TITLES, TURNS
+from strobe.bench.names import PASSES
 from strobe.tools import support
 
-BEGIN, END = "<!-- results: begin (python -m benchmarks.pages --write) -->", "<!-- results: end -->"
 SUPPORT_BEGIN = "<!-- support table: begin (python -m benchmarks.pages --write) -->"
 SUPPORT_END = "<!-- support table: end -->"
 
@@ -27,12 +24,18 @@ SUPPORT_END = "<!-- support table: end -->"
 def texts(root: Path) -> dict[Path, str]:
     """Every generated file with the text it should have."""
     machines = committed.runs(root)
-    files = {root / "docs" / "results.md": page(machines)}
+    elsewhere = committed.anchors(root)
+    files = {root / "docs" / "results.md": page(machines, elsewhere)}
     readme = root / "README.md"
-    if readme.exists() and BEGIN in (text := readme.read_text(encoding="utf-8")):
-        files[readme] = replace_between(text, BEGIN, END, readme_block(machines))
-        if SUPPORT_BEGIN in text:
-            files[readme] = replace_between(files[readme], SUPPORT_BEGIN, SUPPORT_END, f"{support.table()}\n")
+    if readme.exists():
+        text = readme.read_text(encoding="utf-8")
+        for begin, end, block in (
+            (BEGIN, END, readme_page.results(machines)),
+            (NUMBERS_BEGIN, NUMBERS_END, readme_page.numbers(machines, elsewhere)),
+            (SUPPORT_BEGIN, SUPPORT_END, f"{support.table()}\n"),
+        ):
+            text = replace_between(text, begin, end, block) if begin in text else text
+        files[readme] = text
     hopper_backward = root / backward_page.PAGE
     for path, begin, end, block in (
         (root / forward_page.PAGE, forward_page.BEGIN, forward_page.END, forward_page.block(root)),
@@ -58,42 +61,6 @@ def drawings(root: Path) -> dict[Path, figures.Committed]:
                     if drawing is not None:
                         found[root / "docs" / "figures" / figure_name(machine, name, direction, method)] = drawing
     return found
-
-
-def readme_block(machines: Machines) -> str:
-    """What the grid of the first GPU that has one says; nothing without one."""
-    for machine, results in machines.items():
-        runs = {name: run for name, run in results.items() if run.on_gpu and not name.endswith(AGAIN)}
-        grids = [
-            (direction, method, name, table)
-            for direction in PASSES
-            for method in (TURNS, SUSTAINED)
-            for name, run in runs.items()
-            if (table := grid_table(run, direction, method))
-        ]
-        if not grids:
-            continue
-        whole = claims.merged(runs.values())
-        lines = ["## Measured", "", f"On one {whole.device}:", ""]
-        lines += [*(f"- {sentence}" for sentence in conclusions(whole, "grid36")), ""]
-        for direction in dict.fromkeys(direction for direction, *_ in grids):
-            of_pass = {method: (name, table) for d, method, name, table in reversed(grids) if d == direction}
-            for method in (m for m in (TURNS, SUSTAINED) if m in of_pass):
-                name, table = of_pass[method]
-                for shown in (table, *energy_tables(runs[name], direction, method)[:1]):
-                    lines += [*shown, ""]
-            method = next(m for m in (TURNS, SUSTAINED) if m in of_pass)
-            figure = figure_name(machine, of_pass[method][0], direction, method)
-            title = f"Speed against length, {PASS_TITLES[direction]}, {TITLES[method]}"
-            lines += [f"![{title}](docs/figures/{figure})", ""]
-        lines += [
-            "Standard attention, memory, models and every other table: [docs/results.md](docs/results.md). How this was "
-            "measured, and why the method matters at a GPU's power limit: "
-            "[benchmarks/README.md](benchmarks/README.md#two-methods).",
-            "",
-        ]
-        return "\n".join(lines)
-    return ""
 
 
 def outdated(root: Path) -> list[Path]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
+from benchmarks import committed
 from benchmarks.committed import Machines
-from benchmarks.pages import comparisons, figures, model_page
+from benchmarks.pages import anchors_page, comparisons, figures, model_page, repeated_page
+from benchmarks.pages.repeated_page import AGAIN
 from strobe.bench import claims
+from strobe.bench.anchors import Anchors
 from strobe.bench.case import BenchCase
 from strobe.bench.compile_time import CALLED, COMPILED
 from strobe.bench.conclusions import conclusions
@@ -18,10 +21,9 @@ from strobe.measure.method import METHODS, SUMMARIES, SUSTAINED, TITLES
 from strobe.measure.palette import KINDS
 from strobe.measure.provenance import busy_machine
 
-AGAIN = "-again"  # NAME-again.json is NAME.json once more
 
-
-def page(machines: Machines) -> str:
+def page(machines: Machines, elsewhere: Mapping[str, Anchors] = MappingProxyType({})) -> str:
+    """`elsewhere`: machine -> what others reached there in other runs."""
     lines = [
         "# Results",
         "",
@@ -31,11 +33,11 @@ def page(machines: Machines) -> str:
         "",
     ]
     for machine, results in machines.items():
-        lines += _machine(machine, results)
+        lines += _machine(machine, results, elsewhere.get(machine))
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _machine(machine: str, results: dict[str, Results]) -> list[str]:
+def _machine(machine: str, results: dict[str, Results], elsewhere: Anchors | None) -> list[str]:
     first = next(iter(results.values()))
     lines = [f"## {first.device}", ""]
     for suite in dict.fromkeys(suite for run in results.values() for suite in run.suites()):
@@ -45,6 +47,9 @@ def _machine(machine: str, results: dict[str, Results]) -> list[str]:
     methods = [m for m in METHODS if any(m in run.methods() for run in results.values())]
     lines += [*(f"- *{TITLES[m]}*: {SUMMARIES[m]}." for m in methods), ""]
     lines += [*(line for name, run in results.items() for line in _provenance(machine, name, run)), ""]
+    if elsewhere is not None:
+        data = f"benchmarks/results/{machine}/{committed.ANCHORS}"
+        lines += anchors_page.section(data, elsewhere, (r for n, r in results.items() if not n.endswith(AGAIN)))
     for name, run in results.items():
         lines += _grids(machine, name, run)
         for suite in run.suites():
@@ -53,8 +58,8 @@ def _machine(machine: str, results: dict[str, Results]) -> list[str]:
             for direction in PASSES:
                 lines += _memory(run, suite, direction)
         lines += _by_case(run) + model_page.tables(run) + _overhead(run) + _compile(run)
-    lines += _repeatability(results)
-    lines += _unmeasured(results)
+    lines += repeated_page.repeatability(results)
+    lines += repeated_page.unmeasured(results)
     return lines
 
 
@@ -89,11 +94,27 @@ def _grids(machine: str, name: str, run: Results) -> list[str]:
             lines += [f"### The grid, {PASS_TITLES[direction]}, {TITLES[method]} (`{name}`)", "", *table, ""]
             for energy in energy_tables(run, direction, method):
                 lines += [*energy, ""]
-            lines += [*mean_ratios(run, direction, method), ""]
+            lines += [*mean_ratios(run, direction, method), "", *_no_fused_softmax(run)]
             lines += [*memory_line(claims.selected(run.rows, "grid36", direction, method)), ""]
             if not name.endswith(AGAIN) and figures.speed(run, "grid36", direction, method) is not None:
                 lines += [f"![Speed against length](figures/{figure_name(machine, name, direction, method)})", ""]
     return lines
+
+
+_FUSED_SOFTMAX = "megatron-fused-softmax"
+
+
+def _no_fused_softmax(run: Results) -> list[str]:
+    """Why Megatron is here without its own softmax, where it is."""
+    timed = {row.provider for row in run.rows if row.timed}
+    if "megatron-local" not in timed or _FUSED_SOFTMAX in timed:
+        return []
+    return [
+        "Megatron has a fused softmax: three extensions of Apex that scale, mask and normalise in one pass over the scores. "
+        "They need nvcc and were not built for this run, so `megatron-local` is Megatron with torch's softmax. "
+        f"`{_FUSED_SOFTMAX}` times them where they are installed. They write and read the matrix of scores, too.",
+        "",
+    ]
 
 
 def figure_name(machine: str, name: str, direction: str, method: str) -> str:
@@ -107,9 +128,16 @@ def grid_table(run: Results, direction: str, method: str) -> list[str]:
     """Best of ours in TFLOP/s, and the fastest peer, for the 36 cells."""
     head = (
         f"TFLOP/s {TITLES[method]}, {PASS_TITLES[direction]}, bfloat16, 16384 tokens, heads × dim = 2048: our fastest "
-        "backend (in brackets: the fastest other fused attention that was installed)."
+        f"backend{_in_brackets(claims.rivals(claims.selected(run.rows, 'grid36', direction, method), 'peer'))}."
     )
     return _grid(run, direction, method, head, lambda row: row.tflops, lambda value: f"{value:.0f}")
+
+
+def _in_brackets(ran: list[str]) -> str:
+    names = ", ".join(f"`{name}`" for name in ran)
+    if not ran:
+        return ""
+    return f" (in brackets: {'' if len(ran) == 1 else 'the faster of ' if len(ran) == 2 else 'the fastest of '}{names})"
 
 
 def energy_tables(run: Results, direction: str, method: str) -> list[list[str]]:
@@ -338,51 +366,3 @@ def _compile(run: Results) -> list[str]:
         cells = " | ".join(units.milliseconds(times.get(origin)) for origin in (*COMPILED, *CALLED))
         lines.append(f"| `{backend}` {label} | {cells} |")
     return [*lines, ""]
-
-
-# ---- repeated, and not measured
-
-
-def _repeatability(results: dict[str, Results]) -> list[str]:
-    """Files called NAME.json and NAME-again.json are two runs of the same."""
-    lines = []
-    for name, run in results.items():
-        again = results.get(f"{name}{AGAIN}")
-        if again is None:
-            continue
-        for method in run.methods():
-            close, total = comparisons.repeatability(run, again, method)
-            if total:
-                share = f"{close} of {total} times ({close / total:.0%}) differ by at most 3 %"
-                lines.append(f"- `{name}`, {TITLES[method]}, was run twice: {share}.")
-        lines += _same_ratios(name, run, again)
-    return ["### Repeated", "", *lines, ""] if lines else []
-
-
-def _same_ratios(name: str, run: Results, again: Results) -> list[str]:
-    lines = []
-    for direction in PASSES:
-        duels = claims.duels(claims.selected(run.rows, "grid36", direction, SUSTAINED), "peer")
-        if not duels:
-            continue
-        ours, peer = duels[0][0].provider, duels[0][1].provider
-        close, total = comparisons.ratio_repeatability(run, again, "grid36", ours, peer, direction)
-        if total:
-            which = "sustained" if direction == "forward" else f"{PASS_TITLES[direction]}, sustained"
-            share = f"{close} of {total} ratios of `{ours}` to `{peer}` differ by at most 3 %"
-            lines.append(f"- `{name}`, {which}: {share}.")
-    return lines
-
-
-def _unmeasured(results: dict[str, Results]) -> list[str]:
-    """Reason by reason. Out of memory is a result, and stands in the tables."""
-    who: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for run in results.values():
-        for row in run.rows:
-            if not row.timed and row.status != "out of memory":
-                who[row.status, row.reason or ""].add(row.provider)
-    lines = [
-        f"- {status}: {reason}: {', '.join(f'`{name}`' for name in sorted(names))}"
-        for (status, reason), names in sorted(who.items())
-    ]
-    return ["### Not measured", "", *lines, ""] if lines else []

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from strobe import autograd, sharded, traced
-from strobe.arguments import Arguments
+from strobe.arguments import DEFAULT_LAYOUT, Arguments
 from strobe.backends import dispatch
 from strobe.bound_call import PLAIN
 from strobe.call import cast_for_autocast, run
+from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask
 from strobe.score import Score
 
 
+@shows_known_keywords
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -28,11 +30,12 @@ def attention(
     dropout: float = 0.0,
     seed: int | None = None,
     sinks: torch.Tensor | None = None,
-    layout: str = "bshd",
+    layout: str = DEFAULT_LAYOUT,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    **wrong: Never,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, without the matrix of scores.
 
@@ -58,6 +61,8 @@ def attention(
     A query that sees no key gets output 0, LSE -inf and gradients 0. Under `torch.autocast` q, k and v are cast to its
     dtype, as PyTorch's own attention does it.
     """
+    if wrong:
+        raise unknown_keyword(attention, wrong)
     return attend(
         _arguments(
             Arguments,
@@ -69,6 +74,7 @@ def attention(
     )  # fmt: skip
 
 
+@shows_known_keywords
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -90,12 +96,15 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    **wrong: Never,
 ) -> Any:
     """`attention` for sequences of different lengths packed one after the other: q is (total_q, heads, dim), k and v are
     (total_k, heads_k, dim). Sequence i holds the rows cu_q[i] to cu_q[i+1] and the keys cu_k[i] to cu_k[i+1] (int32,
     starting with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and `cu_q`,
     `cu_k` are taken on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k). The LSE
     is (heads, total_q)."""
+    if wrong:
+        raise unknown_keyword(attention_varlen, wrong)
     if cu_q is None or cu_k is None:
         raise TypeError(f"{'cu_q' if cu_q is None else 'cu_k'} must be a torch.Tensor, got NoneType")
     return attend(
@@ -118,12 +127,15 @@ _tracing = torch._C._is_tracing
 
 def attend(a: Arguments) -> Any:
     """The one way from arguments to a result: traced, cast by autocast, or run."""
-    if a.q.__class__ not in PLAIN or a.k.__class__ not in PLAIN or a.v.__class__ not in PLAIN:
+    q, k, v = a[:3]
+    if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
         sharded.refuse(a)
-    if _is_compiling() or _dispatch_modes() or _tracing() or (a.q.__class__ not in PLAIN and traced.is_traced(a.q)):
+        if traced.is_traced(q):
+            return traced.attention(a)
+    if _is_compiling() or _dispatch_modes() or _tracing():
         return traced.attention(a)
-    if _autocasting() and isinstance(a.q, torch.Tensor) and torch.is_autocast_enabled(a.q.device.type):
-        with autograd.without_autocast(a.q.device):
+    if _autocasting() and isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+        with autograd.without_autocast(q.device):
             return run(cast_for_autocast(a))
     return run(a)
 

@@ -163,6 +163,8 @@ class Layout(enum.Enum):
 
 
 LAYOUTS = ("bshd", "bhsd")
+# The layout of a caller who gives none: equal to "bshd", but an object of its own, so that `is` tells that none was given.
+DEFAULT_LAYOUT = "".join(LAYOUTS[0])
 _BY_AXES = {
     ("bshd", 4): Layout.BSHD,
     ("bshd", 3): Layout.SHD,

@@ -18,6 +18,7 @@ import torch
 from strobe.arguments import GRADIENTS, ROWS, Arguments, with_tensors, without_tensors
 from strobe.backends import dispatch
 from strobe.backends.backend import Gradients, Pass
+from strobe.hints import warn_of_layout
 from strobe.overlap import same_storage
 from strobe.problem import Problem, any_requires_grad
 from strobe.score import Score
@@ -164,4 +165,5 @@ def remember(key: Any, bound: BoundCall) -> None:
 
 def bind(a: Arguments, needs_grad: bool | None = None) -> BoundCall:
     """Check the arguments and bind them; nothing is remembered. `needs_grad`: None: as the tensors say."""
+    warn_of_layout(a)
     return BoundCall(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, Arguments
+from strobe.arguments import GRADIENTS, ROWS, Arguments
 from strobe.backends import dispatch
 from strobe.checks import with_longest
+from strobe.hints import unknown_word
 from strobe.problem import Problem, any_requires_grad
 
 
@@ -57,6 +58,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
     """Takes the arguments of `strobe.attention` (or `attention_varlen`) and computes nothing."""
     if (arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2):
         raise ValueError("cu_q and cu_k go together: give both, or neither")
+    if wrong := [name for name in arguments if name not in ROWS]:
+        raise unknown_word("explain", wrong[0], ROWS)
     a = Arguments(q, k, v, *cu, **arguments)
     if a.cu_q is not None:
         a = with_longest(a)

@@ -8,6 +8,7 @@ import pytest
 from bench_results import synthetic
 from playwright.sync_api import Page
 
+from strobe.bench import anchors
 from strobe.bench.report import page as report
 
 
@@ -58,3 +59,17 @@ def test_it_follows_the_theme(page: Page, theme: str) -> None:
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background.strip("rgb()").split(", "))) > 600) == (theme == "light"), background
     assert len(page.screenshot(full_page=True)) > 60_000
+
+
+def test_passes_are_kept_apart(page: Page, tmp_path: Path) -> None:
+    runs = [synthetic(("grid36",), direction="backward"), synthetic(("sweep",))]
+    elsewhere = anchors.load(Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "anchors.json")
+    page.goto(report.write(runs, tmp_path, elsewhere).as_uri())
+    page.wait_for_selector("html[data-ready=yes]", state="attached")
+    assert page.locator("#passes button").all_inner_texts() == ["forward", "backward"]
+    assert page.locator("#conclusions li").first.inner_text().startswith("Forward")
+    assert "FlashAttention-3" in page.locator("#anchors").inner_text()
+    page.locator("#passes button", has_text="backward").click()
+    assert page.locator("#conclusions li").first.inner_text().startswith("Backward")
+    assert page.locator("#suites button[aria-pressed=true]").inner_text() == "grid36"  # the only one with that pass
+    assert all("backward" in title for title in page.locator("#speed h3").all_inner_texts())

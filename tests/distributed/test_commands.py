@@ -75,7 +75,8 @@ def test_a_faster_link_makes_transfers_shorter_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (("--length", "1.5M"), "--length must look like 5000, 128K or 1M (K is 1,024), got '1.5M'"),
+        (("--length", "1.5M"), "'--length': must be an integer such as 5000, 4K or 1M (K is 1,024), got '1.5M'"),
+        (("--length", "8K", "--window", "0"), "'--window': must be at least 1, got 0"),
         (
             ("--length", "8K", "--link", "fast"),
             "--link must look like 400Gb (bits a second) or 50GB (bytes), got 'fast'",

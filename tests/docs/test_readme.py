@@ -36,6 +36,15 @@ def test_the_example_has_six_lines() -> None:
     assert len(lines) <= 6
 
 
+def test_the_readme_is_short_and_leads_learners_on() -> None:
+    """About a hundred lines, and the way to the lessons before any table."""
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= 130
+    assert "(#learn)" in text[: text.index("|---|")] and "\n## Learn\n" in text
+    for part in ("Install", "Six lines", "Plug in", "Measured", "Learn", "What supports what", "Links"):
+        assert f"\n## {part}\n" in text
+
+
 def test_support_table_is_current() -> None:
     assert f"{support.table()}\n{documents.SUPPORT_END}" in README.read_text(encoding="utf-8"), "run `make docs`"
 

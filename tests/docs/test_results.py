@@ -10,10 +10,11 @@ from bench_results import synthetic
 
 from benchmarks import committed
 from benchmarks.pages import comparisons, documents, figures
-from strobe.bench import results as files
+from strobe.bench import anchors, claims, results as files
 from strobe.bench.figures import unavailable
+from strobe.bench.report.page import page_data
 from strobe.measure import units
-from strobe.measure.method import SUSTAINED, TURNS
+from strobe.measure.method import DO_BENCH, SUSTAINED, TURNS
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_matplotlib = pytest.mark.skipif(unavailable() is not None, reason="needs matplotlib")
@@ -32,9 +33,10 @@ def test_committed_results_are_readable() -> None:
 
 
 def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(f"before\n{documents.BEGIN}\nold claims\n{documents.END}\nafter\n")
+    blocks = ((documents.NUMBERS_BEGIN, documents.NUMBERS_END), (documents.BEGIN, documents.END))
+    (tmp_path / "README.md").write_text("".join(f"before\n{begin}\nold claims\n{end}\n" for begin, end in blocks))
     assert documents.main(["--write"], tmp_path) == 0
-    assert (tmp_path / "README.md").read_text() == f"before\n{documents.BEGIN}\n{documents.END}\nafter\n"
+    assert (tmp_path / "README.md").read_text() == "".join(f"before\n{begin}\n{end}\n" for begin, end in blocks)
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "faster" not in text and "×" not in text and "|" not in text
     assert documents.main([], tmp_path) == 0
@@ -57,7 +59,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files.save(synthetic(("models",), direction="both"), folder / "models-both.json")
     files.save(synthetic(("sweep",), direction="backward"), folder / "sweep-backward.json")
     files.save(synthetic(("sweep", "overhead")), folder / "sweep.json")
-    (root / "README.md").write_text(f"{documents.BEGIN}\n{documents.END}\n")
+    blocks = (documents.NUMBERS_BEGIN, documents.NUMBERS_END, documents.BEGIN, documents.END)
+    (root / "README.md").write_text("\n".join(blocks) + "\n")
     assert documents.main([], root) == 1, "out of date before it is written"
     assert documents.main(["--write"], root) == 0 and documents.main([], root) == 0
     return root
@@ -111,8 +114,9 @@ def test_the_page_has_both_methods_and_passes(written: Path) -> None:
 
 
 @needs_matplotlib
-def test_the_readme_has_both_methods_in_its_headline(written: Path) -> None:
+def test_the_readme_has_three_numbers_one_table_and_one_figure(written: Path) -> None:
     text = (written / "README.md").read_text()
+    numbers = text.partition(documents.NUMBERS_BEGIN)[2].partition(documents.NUMBERS_END)[0]
     runs = committed.runs(written)["made-up"]
     for name, direction, method in (
         ("grid36", "forward", TURNS),
@@ -120,12 +124,69 @@ def test_the_readme_has_both_methods_in_its_headline(written: Path) -> None:
         ("grid36-backward", "backward", TURNS),
         ("grid36-backward-sustained", "backward", SUSTAINED),
     ):
-        assert mean(runs[name], "strobe-sm90", direction, method) in text, name
-    for direction, tables in (("forward", 3), ("backward", 3), ("forward and backward", 1)):
-        parts = re.findall(rf"TFLOP/s [a-z ]+, {direction}, bfloat16", text)
-        assert len(parts) == min(tables, 2), direction  # by either method; joules have a table of their own
-    assert text.count("| 128, causal |") == 3 + 3 + 1
-    assert "docs/figures/made-up-grid36.svg" in text and "docs/figures/made-up-grid36-backward.svg" in text
+        assert f"{mean(runs[name], 'strobe-sm90', direction, method)} {direction}" in numbers, name
+    assert numbers.count("\n- ") == 3
+    assert text.count("| 128, causal |") == 1 and re.findall(r"!\[.*?\]\((.*?)\)", text) == [
+        "docs/figures/made-up-grid36.svg"
+    ]
+    page = (written / "docs" / "results.md").read_text()  # which has the tables that README has not
+    for direction, tables in (("forward", 4), ("backward", 2), ("forward and backward", 1)):
+        assert len(re.findall(rf"TFLOP/s [a-z ]+, {direction}, bfloat16", page)) == tables, direction
+    assert "docs/results.md" in text and "figures/made-up-grid36-backward.svg" in page
+
+
+@needs_matplotlib
+def test_who_is_fastest_is_said_of_what_ran_together(written: Path) -> None:
+    """Every "fastest" names whom it was among."""
+    for document in ("README.md", "docs/results.md"):
+        for sentence in re.findall(r"[^\n.]*fastest (?:other|standard)[^\n]*", (written / document).read_text()):
+            assert re.search(r"that ran beside it \(of [\w, -]+(; mostly [\w-]+)?\)", sentence), sentence
+    first, second = synthetic(("grid36",)), synthetic(("grid36",))
+    first.rows = [row for row in first.rows if row.kind != "standard"]
+    second.rows = [row for row in second.rows if row.kind == "standard"]
+    whole = claims.merged([first, second])
+    assert claims.duels(claims.selected(whole.rows, "grid36"), "peer")
+    assert not claims.duels(claims.selected(whole.rows, "grid36"), "standard"), "it ran without ours"
+
+
+# ---- what others reached in other runs
+
+
+def test_the_committed_anchors_give_the_known_means() -> None:
+    elsewhere = committed.anchors(ROOT)["h200"]
+    found = {line.title: line.means for line in anchors.comparison(elsewhere, [])}
+    known = {"FlashAttention-3": (1.057, 1.145), "FlashAttention-4": (0.983, 1.086), anchors.BEST: (1.083, 1.161)}
+    for title, means in known.items():
+        assert tuple(round(found[title][d], 3) for d in ("forward", "backward")) == means, title
+    assert len(elsewhere.tflops["forward"]) == len(elsewhere.tflops["backward"]) == 36
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert "The runs were not the same" in page and "| FlashAttention-3 | 1.057 | 1.145 |" in page
+
+
+def test_ours_stands_beside_the_anchors_by_the_same_method_only(tmp_path: Path) -> None:
+    elsewhere = committed.anchors(ROOT)["h200"]
+    turns, ours = synthetic(("grid36",)), synthetic(("grid36",), methods=(DO_BENCH,))
+    assert not [line for line in anchors.comparison(elsewhere, turns.rows) if line.ahead]
+    line = next(line for line in anchors.comparison(elsewhere, ours.rows) if line.title == "strobe-sm90")
+    ratios = comparisons.ratios(ours, "grid36", "strobe-sm90", "torch-cudnn", "forward", DO_BENCH)
+    assert line.means == {"forward": pytest.approx(comparisons.mean_ratio(ratios))}
+    best = elsewhere.over_base("forward")[anchors.BEST]
+    cells = {
+        (c.case.dim, c.case.mask.name, c.case.len_k): ratios[c.case.key] for c in ours.rows if c.case.key in ratios
+    }
+    assert line.ahead == {"forward": (sum(cells[cell] > best[cell] for cell in cells), 36)}
+    report = page_data([ours], elsewhere)["anchors"]
+    shown = next(found for found in report["lines"] if found["title"] == "strobe-sm90")
+    assert "The runs were not the same" in report["note"]
+    assert shown["forward"].startswith(f"{line.means['forward']:.3f} (ahead") and shown["backward"] == "–"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"kind": "strobe anchors", "schema": 2}', "not JSON"])
+def test_what_are_no_anchors(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "anchors.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"anchors\.json: not a file of anchors"):
+        anchors.load(path)
 
 
 @needs_matplotlib

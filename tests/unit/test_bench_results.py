@@ -268,7 +268,24 @@ def test_files_of_one_device_are_one_report() -> None:
     data = page.page_data(parts)
     assert list(data["run"]["suites"]) == ["sweep", "grid36"] and list(data["run"]["methods"]) == [TURNS, SUSTAINED]
     assert data["compared"] == [] and len(data["run"]["rows"]) == sum(len(part.rows) for part in parts)
-    assert any("sustained" in sentence for sentence in data["run"]["conclusions"]["grid36"])
+    assert any("sustained" in sentence for sentence in data["run"]["conclusions"]["grid36"]["forward"])
+
+
+@pytest.mark.parametrize("name", ["README.md", "pyproject.toml"])
+def test_what_is_no_result_says_what_is_wanted(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: not JSON.*strobe bench --out FILE"):
+        read_results.load(Path(__file__).parents[2] / name)
+
+
+def test_a_report_opens_on_the_forward_and_mixes_no_passes(tmp_path: Path) -> None:
+    """Whatever the order of the files: each row says its pass, and so does each conclusion."""
+    parts = [synthetic(("grid36",), direction="backward"), synthetic(("grid36",)), synthetic(("sweep",))]
+    run = page.page_data(parts)["run"]
+    assert list(run["passes"]) == ["forward", "backward"] and {row["pass"] for row in run["rows"]} == set(run["passes"])
+    forward, backward = (run["conclusions"]["grid36"][p] for p in ("forward", "backward"))
+    assert forward[0].startswith("Forward") and backward[0].startswith("Backward")
+    assert not [s for s in forward if "ackward" in s] and not [s for s in backward if s.startswith("Forward")]
+    assert run["conclusions"]["sweep"]["backward"] == []
 
 
 @pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
@@ -409,7 +426,8 @@ def test_the_terminal_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "noisy" in text and "1645" not in text and "0.3 MFLOP/s" in text and "225%*" in text
     assert table.NOISY_NOTE in text and table.ABOVE_NOTE.split(",")[0] in text
     assert "head dim 128, no mask, 1K tokens, sustained" in text and "690 W" in text and "J/TF" in text
-    assert "strobe-sm90 is 1." in "".join(text.splitlines()[-12:]) and "faster in short turns" in text
+    conclusion = " ".join(line.strip() for line in text.splitlines()[-12:])
+    assert "strobe-sm90 is 1." in conclusion and "faster in short turns" in conclusion
 
 
 # ---- ceilings and provenance

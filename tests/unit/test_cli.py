@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import typer
 
 import strobe
+from strobe import options
 from strobe.backends import dispatch
 from strobe.cuda import jit
 from strobe.learn import worked_example
@@ -84,6 +86,42 @@ def test_help(strobe_command, arguments: tuple[str, ...], words: tuple[str, ...]
     result = strobe_command(*arguments)
     assert result.code == 0
     assert [word for word in words if word not in result.out] == []
+
+
+COMMANDS = ("demo", "doctor", "compile", "tune", "bench", "report", "ladder", "plan", "explain-page")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "ladder diff"])
+def test_flags_take_no_value_in_the_help(strobe_command, command: str) -> None:
+    assert "bool" not in strobe_command(*command.split(), "--help").out.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1", 1), ("5000", 5000), ("4K", 4096), ("4k", 4096), ("1M", 1 << 20), ("10" * 20, int("10" * 20))],
+)
+def test_numbers_of_tokens(text: str, number: int) -> None:
+    assert options.tokens(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "0", "0K", "-1", "4KB", "4.5K", "K"])
+def test_what_is_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="got"):
+        options.tokens(text)
+
+
+def test_progress_off_a_terminal_is_a_line_every_few_seconds() -> None:
+    said: list[str] = []
+    now = iter(float(second) for second in range(100))
+    with options.Lines(said.append, lambda: next(now)) as lines:
+        task = lines.add_task("kernels to compile", total=20)
+        for i in range(12):
+            lines.update(task, description=f"kernel {i}", advance=1)
+    assert said == [
+        "kernels to compile: 20 in all",
+        "5 of 20, about 15 s left: kernel 4",
+        "10 of 20, about 10 s left: kernel 9",
+    ]
 
 
 _LOADED = """
@@ -160,6 +198,11 @@ def test_demo_runs(strobe_command, extra: tuple[str, ...]) -> None:
     result = strobe_command(*SMALL, *extra)
     assert result.code == 0, result.err
     assert "standard" in result.out and "48" in result.out and "KiB" in result.out
+
+
+def test_demo_says_why_tiles_can_be_slower_on_a_cpu(strobe_command) -> None:
+    assert demo.TILES_NOTE.split(".")[0] in strobe_command(*SMALL).out
+    assert "tiled:" not in strobe_command(*SMALL, "--backend", "reference").out
 
 
 def test_block_sizes_reach_the_tiles() -> None:
@@ -271,7 +314,9 @@ def test_a_wrong_example_is_found(strobe_command, monkeypatch: pytest.MonkeyPatc
     "arguments, says",
     [
         (("--backend", "fa2"), ("--backend", "fa2", "tiled")),
-        (("--backend", "sm80"), ("sm80",)),
+        (("--backend", "sm80"), ("--backend sm80 needs an NVIDIA GPU",)),
+        (("--backend", "sm90", "--seq-len", "1K"), ("--backend sm90 needs a Hopper GPU",)),
+        (("--seq-len", "4k5"), ("--seq-len", "4k5", "4K", "1M")),
         (("--dtype", "int8"), ("--dtype", "int8", "bfloat16")),
         (("--device", "nowhere"), ("--device", "nowhere")),
         (("--device", "meta"), ("--device", "meta")),
@@ -534,6 +579,8 @@ def test_compile_makes_a_layer(strobe_command, few_variants, tmp_path: Path, mon
     "arguments, says",
     [
         (("--arch", "ampere"), ("--arch", "ampere", "sm_80")),
+        (("--arch", "sm_100a"), ("--arch sm_100a is not supported", "sm_90a (H100, H200)", "sm_100 (B200)")),
+        (("--arch", "sm_90a", "--arch", "sm_75"), ("--arch sm_75 is not supported", "sm_80 and later")),
         (("--arch", "sm_80", "--dtype", "float32"), ("--dtype", "float32", "bfloat16")),
         (("--arch", "sm_80", "--head-dim", "999"), ("--head-dim", "999")),
         ((), ("--arch",)),

@@ -46,6 +46,9 @@ def test_help_is_in_sentences_with_an_example(command: list[str]) -> None:
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["explain-page", "-o", str(tmp_path / "taken" / "page.html")])
     assert result.exit_code == 0 and (tmp_path / "taken" / "page.html").is_file()
+    assert f"made the folder {tmp_path / 'taken'}" in result.output.replace("\n", "")
+    result = CliRunner().invoke(app, ["explain-page", "-o", str(tmp_path / "taken" / "page.html")])
+    assert "made the folder" not in result.output
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["explain-page", "-o", str(tmp_path / "file" / "page.html")])
     assert result.exit_code == 2 and "--out" in result.output and "Traceback" not in result.output

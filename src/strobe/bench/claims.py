@@ -3,6 +3,7 @@ said that no row shows. `conclusions` puts them into sentences."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -34,9 +35,24 @@ def fastest(rows: Iterable[Row], kind: str) -> Row | None:
 
 
 def duels(cases: dict[str, list[Row]], kind: str) -> list[tuple[Row, Row]]:
-    """(our fastest, the fastest of a kind) of each case that has both."""
-    pairs = ((fastest(rows, "ours"), fastest(rows, kind)) for rows in cases.values())
-    return [(ours, other) for ours, other in pairs if ours is not None and other is not None]
+    """(our fastest, the fastest of a kind that ran beside it) of each case that has both."""
+    pairs = ((ours, fastest(beside(rows, ours), kind)) for rows, ours in _with_ours(cases))
+    return [(ours, other) for ours, other in pairs if other is not None]
+
+
+def beside(rows: Iterable[Row], ours: Row) -> list[Row]:
+    """Those of the same run: clocks and versions of another one may differ."""
+    return [row for row in rows if row.run == ours.run]
+
+
+def rivals(cases: dict[str, list[Row]], kind: str) -> list[str]:
+    """Who of a kind was timed beside ours, in any of the cases."""
+    found = (row for rows, ours in _with_ours(cases) for row in beside(rows, ours) if row.kind == kind and row.timed)
+    return sorted({row.provider for row in found})
+
+
+def _with_ours(cases: dict[str, list[Row]]) -> list[tuple[list[Row], Row]]:
+    return [(rows, ours) for rows in cases.values() if (ours := fastest(rows, "ours")) is not None]
 
 
 def memory_exponents(results: Results, suite: str, direction: str = "forward") -> dict[str, float]:
@@ -75,9 +91,9 @@ def merged(runs: Iterable[Results]) -> Results:
     """Runs of one device as one: the first row of each identity counts, and the first run's provenance."""
     runs = list(runs)
     rows: dict[tuple[str, str, str], Row] = {}
-    for run in runs:
+    for i, run in enumerate(runs):
         for row in run.rows:
-            rows.setdefault(row.identity, row)
+            rows.setdefault(row.identity, dataclasses.replace(row, run=i))
     first = runs[0]
     return Results(
         first.provenance,

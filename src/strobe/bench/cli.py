@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strobe import options
 from strobe.bench.names import CONTEXT_PARALLEL, L2, PASSES, SUITES
 from strobe.measure.method import METHODS, SUMMARIES, TURNS
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from strobe.bench.anchors import Anchors
     from strobe.bench.request import Request
     from strobe.bench.results import Results
 
@@ -169,7 +171,11 @@ def _context_parallel(suite: list[str], device: str | None, out: Path | None, se
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Files written by `strobe bench`; a second run is compared with the first.")
+        list[Path],
+        typer.Argument(
+            help="Files written by `strobe bench`; a second run is compared with the first. A file of anchors, such as "
+            "benchmarks/results/h200/anchors.json, adds what others reached in other runs."
+        ),
     ],
     out: Annotated[
         Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")
@@ -177,25 +183,31 @@ def report(
     figures: Annotated[bool, typer.Option(help="Also write PNG and SVG files (needs matplotlib).")] = True,
 ) -> None:
     """Write results as one self-contained HTML page, and its figures as PNG and SVG."""
-    from strobe.bench import read_results
+    from strobe.bench import anchors, read_results
 
     try:
-        loaded = [read_results.load(path) for path in results]
+        others = [path for path in results if anchors.is_anchors(path)]
+        loaded = [read_results.load(path) for path in results if path not in others]
+        elsewhere = anchors.load(others[0]) if others else None
+        if not loaded or len(others) > 1:
+            raise ValueError(
+                f"results must be files of `strobe bench` and at most one of anchors, got {len(others)} of them"
+            )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    _report(loaded, out, figures)
+    _report(loaded, out, figures, elsewhere)
 
 
-def _report(loaded: list[Results], out: Path, figures: bool = True) -> None:
+def _report(loaded: list[Results], out: Path, figures: bool = True, elsewhere: Anchors | None = None) -> None:
     from strobe.bench import figures as drawn
     from strobe.bench.report import page
 
     try:
-        written = [page.write(loaded, out)]
+        written = [page.write(loaded, out, elsewhere)]
         if figures and (problem := drawn.unavailable()) is not None:
             typer.echo(f"no PNG and SVG: {problem}", err=True)
         elif figures:
-            written += drawn.write(loaded, out)
+            written += drawn.write([page.together(loaded)[0]], out)
     except OSError as error:
         raise typer.BadParameter(f"{out}: {error.strerror or error}") from None
     typer.echo(f"{written[0]}" + (f" and {len(written) - 1} figures" if len(written) > 1 else ""))
@@ -224,6 +236,10 @@ def _list(suite: list[str] | None, direction: str) -> None:
     typer.echo("providers:")
     for provider in registry.every():
         typer.echo(f"  {provider.name:27} {provider.kind:9} {provider.summary}")
+    typer.echo("how to build those that do not come with PyTorch, each beside the torch at hand:")
+    for provider in registry.every():
+        if provider.install is not None:
+            typer.echo(f"  {provider.name:27} {provider.install}")
 
 
 def _device(wanted: str | None) -> torch.device:
@@ -256,13 +272,9 @@ def _ask_before_hours(suites: list[str], device: torch.device, yes: bool, chosen
 
 
 def _measure(request: Request) -> Results:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from strobe.bench import runner
 
     work = runner.Runner(request)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=len(work.cases))
+    with options.progress() as bar:
+        task = bar.add_task("cases to time", total=len(work.cases))
         return work.run(lambda what, done, total: bar.update(task, description=what, completed=done, total=total))

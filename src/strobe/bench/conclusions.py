@@ -13,7 +13,7 @@ from strobe.measure.method import METHODS, SUSTAINED, TITLES, TURNS
 from strobe.measure.statistics import geometric_mean, separated
 
 _MOST_NAMED = 3  # cases in which we are slower: the worst are named
-_OTHERS = {"peer": "the fastest other fused attention", "standard": "the fastest standard attention"}
+_OTHERS = {"peer": "other fused attention", "standard": "standard attention"}
 _BEYOND = {
     "forward": "Beyond q, k, v and the output",
     "backward": "Backward, beyond inputs, output and gradients",
@@ -22,36 +22,45 @@ _BEYOND = {
 _Duels = list[tuple[Row, Row]]
 
 
-def conclusions(results: Results, suite: str | None = None) -> list[str]:
+def conclusions(results: Results, suite: str | None = None, directions: Sequence[str] = PASSES) -> list[str]:
     """Of one suite, by default the first with times in it. Empty if there is nothing to conclude."""
     for name in results.suites() if suite is None else [suite]:
         found = []
-        for direction in PASSES:
+        for direction in directions:
             cases = {m: claims.selected(results.rows, name, direction, m) for m in METHODS if m in results.methods()}
             for kind in _OTHERS:
-                found += _speed({m: claims.duels(of, kind) for m, of in cases.items()}, direction, kind)
+                found += _speed(cases, direction, kind)
                 found += _out_of_memory(cases, kind, direction)
             found += _energy(cases.get(SUSTAINED, {}), direction)
         if found:
-            return [*found, *(sentence for direction in PASSES for sentence in _memory(results, name, direction))]
+            return [*found, *(sentence for direction in directions for sentence in _memory(results, name, direction))]
     return []
 
 
-def _speed(duels: dict[str, _Duels], direction: str, kind: str) -> list[str]:
-    """Our best against the best of a kind in each case, by every method."""
-    duels = {method: found for method, found in duels.items() if found}
+def _speed(cases: dict[str, dict[str, list[Row]]], direction: str, kind: str) -> list[str]:
+    """Our best against the best of a kind that ran beside it in each case, by every method."""
+    duels = {method: found for method, of in cases.items() if (found := claims.duels(of, kind))}
     if not duels:
         return []
     said = []
     for method, found in duels.items():
         ratios = [_ratio(*duel) for duel in found]
         said.append(f"{units.faster(geometric_mean(ratios))} {TITLES[method]}{_range(ratios)}")
-    found = next(iter(duels.values()))
-    ours, others = (_names([duel[i] for duel in found]) for i in (0, 1))
-    title = PASS_TITLES[direction].capitalize()
-    cases = _cases(*map(len, duels.values()))
-    sentence = f"{title}: against {_OTHERS[kind]}, {others}, {ours} is {' and '.join(said)}; {cases}."
+    method, found = next(iter(duels.items()))
+    ours, title = _names([duel[0] for duel in found]), PASS_TITLES[direction].capitalize()
+    others = against([duel[1] for duel in found], claims.rivals(cases[method], kind), _OTHERS[kind])
+    sentence = f"{title}: against {others}, {ours} is {' and '.join(said)}; {_cases(*map(len, duels.values()))}."
     return [" ".join([sentence, *_where_not(duels)])]
+
+
+def against(fastest: Sequence[Row], ran: Sequence[str], what: str) -> str:
+    """Whom we are compared with, and who else ran: "fastest" says nothing without that."""
+    names = Counter(row.provider for row in fastest).most_common()
+    if len(ran) == 1:
+        return f"{ran[0]}, the only {what} that ran beside it"
+    if len(names) == 1:
+        return f"{names[0][0]}, the fastest {what} that ran beside it (of {', '.join(ran)})"
+    return f"the fastest {what} of each case that ran beside it (of {', '.join(ran)}; mostly {names[0][0]})"
 
 
 def _ratio(ours: Row, other: Row) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from strobe.bench.claims import joules_per_tflop
-from strobe.bench.names import PASS_TITLES
+from strobe.bench.names import PASS_TITLES, PASSES
 from strobe.bench.results import Results, Row
 from strobe.measure import palette, units
 from strobe.measure.method import SUSTAINED, TITLES, TURNS
@@ -67,17 +68,18 @@ def rate_unit(tflops: list[float]) -> tuple[str, float]:
 
 
 def write(runs: list[Results], directory: Path) -> list[Path]:
-    """For each suite and method of the first run, whatever figures its rows give."""
+    """For each suite, method and pass of the first run, whatever figures its rows give."""
     import matplotlib
 
     matplotlib.use("Agg")
     directory.mkdir(parents=True, exist_ok=True)
     run, written = runs[0], []
     for suite in run.suites():
-        for method in run.methods():
-            chosen = [r for r in run.rows if r.case.suite == suite and r.method == method]
+        for method, direction in itertools.product(run.methods(), PASSES):
+            chosen = [r for r in run.rows if (r.case.suite, r.method, r.case.direction) == (suite, method, direction)]
             for name, figure in _figures(run, chosen, method).items():
-                stem = f"{suite}-{name}" + ("" if method == TURNS else f"-{method}")
+                kinds = ["" if method == TURNS else f"-{method}", "" if direction == PASSES[0] else f"-{direction}"]
+                stem = f"{suite}-{name}{''.join(kinds)}"
                 for suffix in ("png", "svg"):
                     path = directory / f"{stem}.{suffix}"
                     metadata = {"Date": None} if suffix == "svg" else None

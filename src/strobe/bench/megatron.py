@@ -106,6 +106,7 @@ def providers() -> list[Provider]:
             _prepare(False),
             matrices=two_matrices,
             device="cuda",
+            install="pip install megatron-core",
         ),
         Provider(
             "megatron-fused-softmax",
@@ -114,5 +115,7 @@ def providers() -> list[Provider]:
             _prepare(True),
             matrices=two_matrices,
             device="cuda",
+            install="git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
+            "pip install -v --no-build-isolation . (needs nvcc), besides megatron-core",
         ),
     ]

@@ -176,8 +176,25 @@ def providers() -> list[Provider]:
             compiles=True,
             device="cuda",
         ),
-        Provider("flash-attn-2", "peer", "flash-attn 2", _flash_attn_2, kernels="flash", device="cuda"),
-        Provider("flash-attn-3", "peer", "flash-attn 3", _flash_attn_3, kernels="flash", device="cuda"),
+        Provider(
+            "flash-attn-2",
+            "peer",
+            "flash-attn 2",
+            _flash_attn_2,
+            kernels="flash",
+            device="cuda",
+            install="pip install flash-attn --no-build-isolation",
+        ),
+        Provider(
+            "flash-attn-3",
+            "peer",
+            "flash-attn 3",
+            _flash_attn_3,
+            kernels="flash",
+            device="cuda",
+            install="git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && "
+            "python setup.py install (needs nvcc; FLASH_ATTENTION_DISABLE_FP16=TRUE and its like leave kernels out)",
+        ),
         Provider(
             "flash-attn-4",
             "peer",
@@ -186,8 +203,17 @@ def providers() -> list[Provider]:
             kernels="flash|cute|kernel",
             compiles=True,
             device="cuda",
+            install="pip install --pre flash-attn-4",
         ),
-        Provider("xformers", "peer", "xformers", _xformers, kernels="fmha|flash|attention", device="cuda"),
+        Provider(
+            "xformers",
+            "peer",
+            "xformers",
+            _xformers,
+            kernels="fmha|flash|attention",
+            device="cuda",
+            install="pip install xformers",
+        ),
         Provider(
             "flashinfer",
             "peer",
@@ -196,5 +222,6 @@ def providers() -> list[Provider]:
             kernels="(?i)prefill|flash",
             differentiable=False,
             device="cuda",
+            install="pip install flashinfer-python",
         ),
     ]

@@ -60,6 +60,7 @@ class Provider:
     tiles: bool = False  # can take a tile size
     models: bool = False  # runs steps of whole models, and nothing else
     device: str | None = None  # the only kind it runs on
+    install: str | None = None  # how to get it, if PyTorch does not bring it along
 
 
 # ---- layouts

@@ -98,12 +98,17 @@ class _File(TypedDict):
     rows: list[Any]
 
 
+_WANTED = "wanted is a file that `strobe bench --out FILE` wrote"
+
+
 def load(path: Path) -> Results:
     """Raises ValueError, naming the file, for anything that is not a result."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); {_WANTED}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -114,10 +119,14 @@ def _no_constant(name: str) -> Any:
 
 def from_json(data: Any) -> Results:
     if not isinstance(data, dict):
-        raise ValueError(f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}")
+        raise ValueError(
+            f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}; {_WANTED}"
+        )
     kind, schema = data.get("kind"), data.get("schema")
     if kind != "strobe bench" or not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
-        raise ValueError(f"not a result of `strobe bench` with schema 1 to {SCHEMA}: kind {kind!r}, schema {schema!r}")
+        raise ValueError(
+            f"not a result of `strobe bench` with schema 1 to {SCHEMA}: kind {kind!r}, schema {schema!r}; {_WANTED}"
+        )
     found = _checked(_File, data, "")
     results = Results(
         provenance=found["provenance"],

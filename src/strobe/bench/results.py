@@ -66,6 +66,7 @@ class Row:
     clock: Clock | None = None
     matrix_unit: float | None = None  # cycles that the matrix units need / cycles taken, at the clock during the row
     repeat: str = ""
+    run: int = 0  # which of several runs it is of, once they are merged; no part of a file
 
     @property
     def timed(self) -> bool:
@@ -127,7 +128,7 @@ def to_json(results: Results) -> dict[str, Any]:
     rows = []
     for row in results.rows:
         data = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-        data["case"] = row.case.to_dict()
+        data["case"], data["run"] = row.case.to_dict(), None
         data["tokens_per_s"] = row.tokens_per_s
         for name in ("error", "timing", "clock", "energy"):
             data[name] = None if data[name] is None else dataclasses.asdict(data[name])

@@ -31,6 +31,7 @@ def _prepare(backend: str) -> Prepare:
             "softcap": case.softcap,
             "bias": x.bias,
             "sinks": x.sinks,
+            "layout": "bshd",
             "backend": backend,
         }
         if case.tile is not None:

@@ -117,6 +117,8 @@ def _show_others(results: Results, console: Console) -> None:
         who = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in providers.items())
         style = "bold red" if status in ("wrong", "failed") else "dim"
         console.print(f"{status}: {who}: {reason}", style=style, markup=False)
+    if any(status == "not installed" for status, _ in reasons):
+        console.print("`strobe bench --list` says how to build what is not installed", style="dim", markup=False)
 
 
 def show_changes(changes: list[Change], console: Console) -> None:

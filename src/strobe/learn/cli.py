@@ -19,11 +19,14 @@ def explain_page(
     Example: `strobe explain-page --open`"""
     from strobe.learn import explain_page as page
 
+    missing = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
     try:
         written = page.build(out)
     except OSError as error:
         typer.echo(f"strobe: --out {out}: {error.strerror or error}", err=True)
         raise typer.Exit(2) from error
+    if missing:
+        typer.echo(f"made the folder {out.parent}", err=True)
     print(written)
     if show:
         import webbrowser

@@ -100,7 +100,7 @@ class Attention(torch.nn.Module):
             "dropout": self.dropout if self.training else 0.0,
         }
         if cu is None:
-            out = attention(q, k, v, **options)
+            out = attention(q, k, v, layout="bshd", **options)
         else:
             out = attention_varlen(q, k, v, cu, cu, max_q=longest, max_k=longest, **options)
         return self.o_proj(out.flatten(-2))

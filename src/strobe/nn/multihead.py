@@ -62,7 +62,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         for row_k, row_v in self._extra_rows(k, v):
             k, v = (torch.cat((t, row.expand(t.shape[0], 1, -1, -1)), 1) for t, row in ((k, row_k), (v, row_v)))
         mask, bias = self._mask_and_bias(q, len_k, k.shape[1] - len_k, key_padding_mask, attn_mask, is_causal)
-        out = attention(q, k, v, mask=mask, bias=bias, dropout=self.dropout if self.training else 0.0)
+        out = attention(q, k, v, mask=mask, bias=bias, dropout=self.dropout if self.training else 0.0, layout="bshd")
         out = self.out_proj(out.flatten(-2))  # (batch, length_q, embed_dim)
         if not batched:
             return out.squeeze(0), None

@@ -6,20 +6,21 @@ What the commands show is computed elsewhere, and imported when they run: help a
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import strobe
+from strobe import options
 from strobe.bench import cli as benchmark
 from strobe.bench.names import PASSES
 from strobe.learn import cli as learning
 from strobe.learn.ladder import cli as ladder
 from strobe.measure.method import SUSTAINED, TURNS
-from strobe.tools import plan_command as planning
+from strobe.options import UserError
+from strobe.tools import compile_command as ahead_of_time, plan_command as planning
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +32,9 @@ app = typer.Typer(
     help="Exact attention in tiles that fit on-chip: see it run, see what this machine offers, compile its kernels.",
     no_args_is_help=True,
     add_completion=False,
+    cls=options.Group,
     pretty_exceptions_enable=False,
 )
-
-
-class UserError(Exception):
-    """Something the user can put right: shown as a line, without a traceback."""
 
 
 def main() -> None:
@@ -79,11 +77,15 @@ _INIT = (
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@app.command()
+@app.command(cls=options.Command)
 def demo(
     seq_len: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens. May be repeated. Default: 1K to 8K, on a GPU 1K to 16K."),
+        typer.Option(
+            parser=options.tokens,
+            metavar=options.TOKENS,
+            help="Tokens: 5000, 4K. May be repeated. Default: 1K to 8K, on a GPU 1K to 16K.",
+        ),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Numbers per head. Default: 64, on a GPU 128.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Heads. Default: 1, on a GPU 16.")] = None,
@@ -134,6 +136,8 @@ def demo(
         raise UserError(f"--init {init} is a file, which has sizes of its own: leave out {given}")
     where = _device(device)
     on_gpu = where.type == "cuda"
+    if backend in ("sm90", "sm80") and not on_gpu:
+        _refuse_without_gpu(backend, where)
     settings = demonstration.Settings(
         lengths=tuple(sorted(set(seq_len or demonstration.LENGTHS["cuda" if on_gpu else "cpu"]))),
         head_dim=head_dim or (128 if on_gpu else 64),
@@ -148,6 +152,17 @@ def demo(
         backend=backend,
     )
     _run_demo(settings, show)
+
+
+def _refuse_without_gpu(backend: str, where: torch.device) -> None:
+    import torch
+
+    from strobe.cuda.backend import missing
+
+    found = missing(torch.device("cuda", 0), hopper=backend == "sm90")
+    why = f"--device is {where}" if found is None else found
+    gpu = "a Hopper GPU (H100, H200)" if backend == "sm90" else "an NVIDIA GPU, Ampere or later"
+    raise UserError(f"--backend {backend} needs {gpu}: {why}; `strobe doctor` says what is ready here")
 
 
 def _show_example(backend: str | None) -> None:
@@ -174,11 +189,11 @@ def _run_demo(settings: demonstration.Settings, show: bool) -> None:
     _, _, heads, dim = shortest.q.shape
     kind = f"{str(settings.dtype).removeprefix('torch.')}, {heads} x {dim} (heads x dim), {settings.init}"
     terminal.stdout.print(f"{_device_name(settings.device)}, {kind}{', causal' if settings.causal else ''}")
-    table, exact = terminal.DemoTable(), True
+    table, exact, tiles = terminal.DemoTable(), True, False
     for row in demonstration.run(settings):
         table.show(row)
-        exact = exact and row.exact
-    terminal.show_demo_notes(settings.device)
+        exact, tiles = exact and row.exact, tiles or row.method == "tiled"
+    terminal.show_demo_notes(settings.device, tiles)
     if not exact:
         terminal.stderr.print("strobe: an error is larger than rounding explains", style="bold red")
         raise typer.Exit(1)
@@ -208,7 +223,7 @@ def _device_name(device: torch.device) -> str:
 # ---- doctor ----------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=options.Command)
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine offers: torch, GPU, driver, NVRTC, cache, compiler, and each backend: ready or why not."""
     from strobe.tools import doctor as examination, terminal
@@ -220,73 +235,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         terminal.show_doctor(found)
 
 
-# ---- compile ---------------------------------------------------------------------------------------------------------
-
-
-@app.command()
-def compile(
-    arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, … May be repeated.")],
-    out: Annotated[Path, typer.Option(file_okay=False, help="Directory for the kernels; made if need be.")],
-    dtype: Annotated[list[str] | None, typer.Option(help="float16 or bfloat16. Default: both.")] = None,
-    head_dim: Annotated[
-        list[int] | None, typer.Option(min=1, help="Only kernels for this head dim. May be repeated.")
-    ] = None,
-) -> None:
-    """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
-    if wrong := [a for a in arch if not re.fullmatch(r"sm_\d+[af]?", a)]:
-        raise UserError(f"--arch must look like sm_80 or sm_90a, got {wrong[0]!r}")
-    from strobe.cuda import families, jit, plan
-    from strobe.measure import units
-
-    elements = {str(d).removeprefix("torch."): element for d, element in plan.ELEMENTS.items()}
-    if wrong := [d for d in dtype or () if d not in elements]:
-        raise UserError(f"--dtype must be one of {', '.join(elements)}, got {wrong[0]!r}")
-    if (problem := jit.nvrtc_status()) is not None:
-        raise UserError(f"cannot compile here: {problem}")
-    wanted = {elements[d] for d in dtype or elements}
-    try:
-        every = [variant for a in dict.fromkeys(arch) for variant in families.variants(a)]
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    variants = [
-        v for v in every if v.element in wanted and (not head_dim or any(families.serves(v, d) for d in head_dim))
-    ]
-    if not variants:
-        raise UserError(
-            f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; the largest is {plan.MAX_DIM}"
-        )
-    total = _compile_into(out, variants)
-    print(f"{len(variants)} kernels, {units.size(total)}, in {out}")
-    print(f"use them:                     export STROBE_CUBIN_PATH={out.resolve()}")
-    print("and forbid to compile others: export STROBE_NO_COMPILE=1")
-
-
-def _compile_into(out: Path, variants: list[Any]) -> int:
-    """Bytes of machine code."""
-    from strobe.cuda import jit
-    from strobe.tools import terminal
-
-    total = 0
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with terminal.progress() as bar:
-            task = bar.add_task("compiling", total=len(variants))
-            for variant in variants:
-                bar.update(task, description=f"{variant.arch} {variant.name}")
-                artifact = jit.get(variant.source, variant.arch, name=variant.name)
-                total += jit.write_layer(out, artifact).stat().st_size
-                bar.advance(task)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror or error}") from error
-    except (jit.CompileError, jit.CompileForbidden) as error:
-        raise UserError(str(error)) from error
-    return total
-
-
 # ---- tune ------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=options.Command)
 def tune(
     direction: Annotated[
         str,
@@ -313,7 +265,12 @@ def tune(
         ),
     ] = None,
     seq_len: Annotated[
-        list[int] | None, typer.Option(help="Lengths to time. May be repeated. Default: 1024, 4096 and 16384.")
+        list[int] | None,
+        typer.Option(
+            parser=options.tokens,
+            metavar=options.TOKENS,
+            help="Lengths to time: 5000, 4K. May be repeated. Default: 1K, 4K and 16K.",
+        ),
     ] = None,
     method: Annotated[
         str,
@@ -344,7 +301,7 @@ def tune(
         raise UserError(f"no such kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
     if (reason := backend.missing(device, hopper=direction == "forward" or family == "sm90")) is not None:
         raise UserError(f"there is nothing to tune here: {reason}")
-    with terminal.progress() as bar:
+    with options.progress() as bar:
         task = bar.add_task("tuning", total=None)
         result = tuning.sweep(
             subject,
@@ -381,13 +338,14 @@ def _tuned(direction: str, family: str | None, device: torch.device) -> Subject:
     return tune_backward.subject(chosen, backend.machine_of(device).arch.rstrip("af") if able else "sm_80")
 
 
-# ---- bench, report: strobe.bench.cli; plan: strobe.tools.plan_command; ladder, explain-page: strobe.learn
+# ---- compile, plan: strobe.tools; bench, report: strobe.bench.cli; ladder, explain-page: strobe.learn
 
-app.command()(benchmark.bench)
-app.command()(benchmark.report)
+app.command(cls=options.Command)(ahead_of_time.compile)
+app.command(cls=options.Command)(benchmark.bench)
+app.command(cls=options.Command)(benchmark.report)
 app.add_typer(ladder.app, name="ladder")
-app.command()(planning.plan)
-app.command()(learning.explain_page)
+app.command(cls=options.Command)(planning.plan)
+app.command(cls=options.Command)(learning.explain_page)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ def methods(settings: Settings, qkv: QKV) -> dict[str, Callable[[], torch.Tensor
         STANDARD: lambda: standard_attention(q, k, v, settings.causal, diagonal)
     }
     for name in names:
-        calls[name] = lambda name=name: strobe.attention(q, k, v, mask=settings.mask, backend=name)  # type: ignore[misc]
+        options = {"mask": settings.mask, "layout": "bshd", "backend": name}
+        calls[name] = lambda options=options: strobe.attention(q, k, v, **options)  # type: ignore[misc]
     return calls
 
 
@@ -184,3 +185,7 @@ MEMORY_NOTE = {
     "cuda": "by torch.cuda.max_memory_allocated",
     "cpu": "by the allocations that torch.profiler records",
 }
+TILES_NOTE = (
+    "tiled: the algorithm in PyTorch operations. It saves memory. On a CPU it can be slower than standard attention: each "
+    "tile takes about ten small operations, and the caches hold much of the matrix that tiles avoid"
+)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strobe import options
 from strobe.bench.cli import one_of
 
 if TYPE_CHECKING:
@@ -15,15 +16,7 @@ if TYPE_CHECKING:
 _STRATEGIES = ("contiguous", "zigzag", "documents", "striped")  # those of `ShardPlan`, which would load torch
 MOST_RANKS = 1024
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_LENGTH_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _RATE_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-
-def _length(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KM]?)", text, re.IGNORECASE)
-    if found is None:
-        raise typer.BadParameter(f"--length must look like 5000, 128K or 1M (K is 1,024), got {text!r}")
-    return int(found[1]) * _LENGTH_UNITS[found[2].upper()]
 
 
 def _link(text: str) -> float:
@@ -44,15 +37,28 @@ def _mask(name: str, window: int | None) -> Mask:
 def plan(
     ranks: Annotated[int, typer.Option(min=1, help=f"Among how many ranks, at most {MOST_RANKS}.")],
     length: Annotated[
-        list[str], typer.Option(help="Tokens: 5000, 128K, 1M. May be repeated: documents, packed one after the other.")
+        list[int],
+        typer.Option(
+            parser=options.tokens,
+            metavar=options.TOKENS,
+            help="Tokens: 5000, 128K, 1M. May be repeated: documents, packed one after the other.",
+        ),
     ],
     strategy: Annotated[
         str, typer.Option(callback=one_of(_STRATEGIES), help=f"How to cut: {', '.join(_STRATEGIES)}.")
     ] = "zigzag",
-    block: Annotated[int | None, typer.Option(min=1, help="Cut at multiples of so many tokens.")] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(parser=options.tokens, metavar=options.TOKENS, help="Cut at multiples of so many tokens."),
+    ] = None,
     mask: Annotated[str, typer.Option(callback=one_of(("causal", "full")), help="causal or full.")] = "causal",
     window: Annotated[
-        int | None, typer.Option(min=1, help="A sliding window: how many keys a query sees, itself included.")
+        int | None,
+        typer.Option(
+            parser=options.tokens,
+            metavar=options.TOKENS,
+            help="A sliding window: how many keys a query sees, itself included.",
+        ),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     heads_k: Annotated[int, typer.Option(min=1, help="Key heads.")] = 8,
@@ -76,7 +82,7 @@ def plan(
         why = f"what each rank sends to each other one is counted, {ranks * (ranks - 1):,} times here"
         instead = "give the ranks that share one sequence, not all that train"
         raise typer.BadParameter(f"--ranks must be at most {MOST_RANKS}, got {ranks}: {why}; {instead}")
-    lengths, speed = [_length(text) for text in length], _link(link)
+    speed = _link(link)
     if heads % heads_k:
         raise typer.BadParameter(f"--heads must be a multiple of --heads-k, got {heads} and {heads_k}")
     if inner is not None and ranks % inner:
@@ -87,7 +93,7 @@ def plan(
     from strobe.distributed.report import describe
     from strobe.distributed.shard_plan import ShardPlan
 
-    found = ShardPlan(lengths, ranks=ranks, mask=_mask(mask, window), strategy=strategy, block=block)
+    found = ShardPlan(length, ranks=ranks, mask=_mask(mask, window), strategy=strategy, block=block)
     shape = Shape(heads, heads_k, head_dim, head_dim, _BYTES[dtype], batch)
     machine = Machine(link=speed, rate=tflops * 1e12)
     typer.echo(describe(found, shape, machine, gradients=not forward, inner=inner), nl=False)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -16,11 +15,6 @@ from strobe.measure import units
 from strobe.tools import demo
 
 stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
-
-
-def progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=stderr, transient=True)
 
 
 def numbers(t: torch.Tensor) -> str:
@@ -79,13 +73,15 @@ class DemoTable:
         stdout.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def show_demo_notes(device: torch.device) -> None:
+def show_demo_notes(device: torch.device, tiles: bool) -> None:
     memory = demo.MEMORY_NOTE.get(device.type, "not measured on this device")
     stdout.print(
         f"error: the largest difference from float64 in up to {demo.CHECKED_ROWS} rows; time: of the fastest call; "
         f"memory: the peak above the inputs, {memory}",
         style="dim",
     )
+    if tiles and device.type == "cpu":
+        stdout.print(demo.TILES_NOTE, style="dim")
 
 
 def print_tensors(**named: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ const order = (a, b) => KINDS[a.kind] - KINDS[b.kind];
 const PROVIDERS = [...new Map([...ROWS].filter(r => r.timed).sort(order).map(r => [r.provider, r.kind])).entries()].map(([name, kind]) => ({ name, kind }));
 const STYLE = Object.fromEntries(Object.entries(RUN.styles).map(([name, s]) => [name, { colour: s.colour, dash: s.dashed ? "5 3" : undefined, shape: s.shape, width: s.width }]));
 const hidden = new Set();
-let suite = null, method = null;
+let suite = null, method = null, pass = null;
 
 const groups = (rows, key) => rows.reduce((found, row) => found.set(key(row), [...(found.get(key(row)) || []), row]), new Map());
 const describe = r => `${r.provider}\n${r.title}, ${RUN.methods[r.method][0]}\n${time(r.ms)} (${time(r.low)} – ${time(r.high)}, n ${r.n})` +
@@ -175,8 +175,13 @@ function comparison(entry) {
     sortable(rows, [["case", c => c.key, "text"], ["provider", c => c.provider, "text"], ["method", c => c.method, "text"], ["first run", c => c.old, "", time], ["this run", c => c.new, "", time], ["ratio", c => c.ratio, "", v => v.toFixed(3)], ["", c => c.kind, "text"]]));
 }
 
+function anchors(found) {
+  return el("section", { id: "anchors" }, el("h2", {}, "Beside FlashAttention-3 and 4, over cuDNN"), el("p", {}, found.note),
+    sortable(found.lines, [["", r => r.title, "text"], ["forward", r => r.forward], ["backward", r => r.backward], ["built from", r => r.built, "text"]]));
+}
+
 function draw() {
-  const chosen = ROWS.filter(r => r.suite === suite && r.method === method), plain = chosen.filter(r => r.measure === "time" && !r.tile), open = new Set([...document.querySelectorAll("section:has(details[open])")].map(s => s.id));
+  const chosen = ROWS.filter(r => r.suite === suite && r.method === method && r.pass === pass), plain = chosen.filter(r => r.measure === "time" && !r.tile), open = new Set([...document.querySelectorAll("section:has(details[open])")].map(s => s.id));
   const families = new Set(panelsOf(plain).map(([t]) => t)), single = chosen.filter(r => !r.tile && (r.measure !== "time" || !families.has(r.panel)));
   const parts = [
     section("speed", "Speed against length", `${TIMES()} A cross on top is a provider that ran out of memory. The dotted line is a matrix product, measured in the same run by the same method: a yardstick, not a limit. A fused kernel may exceed it, because it keeps its score matrix on the chip and, at the power limit, runs at another clock.`, speed(plain), plain, pick("case who ms low high n rate of units clock status")),
@@ -187,13 +192,14 @@ function draw() {
     section("tiles", "Tile sizes", "The darker the faster.", tiles(chosen.filter(r => r.tile)), chosen.filter(r => r.tile), pick("case who ms rate status")),
     section("roofline", "Roofline", "Against the work per byte that has to move at least once. The roof is measured in the same run: a copy, a matrix product.", roofline(chosen), chosen.filter(r => r.tflops), pick("case who rate gbs of units clock"), "*: more than 100 %; see the note on the matrix product above."),
     section("errors", "Error against length", "Relative distance from float64. Each provider is checked before it is timed.", errors(plain), plain.filter(r => r.error), pick("case who error status")),
+    DATA.anchors ? anchors(DATA.anchors) : null,
     everything(chosen),
     ...DATA.compared.map(comparison),
   ].filter(Boolean);
   document.getElementById("main").replaceChildren(...parts);
   for (const id of open) { const box = document.querySelector(`#${id} details`); if (box) box.open = true; }
-  for (const [id, chosen] of [["suites", suite], ["methods", method]]) for (const b of document.querySelectorAll(`#${id} button`)) b.setAttribute("aria-pressed", String(b.value === chosen));
-  document.getElementById("conclusions").replaceChildren(...(RUN.conclusions[suite] || []).map(sentence => el("li", {}, sentence)));
+  for (const [id, chosen] of [["suites", suite], ["methods", method], ["passes", pass]]) for (const b of document.querySelectorAll(`#${id} button`)) b.setAttribute("aria-pressed", String(b.value === chosen));
+  document.getElementById("conclusions").replaceChildren(...((RUN.conclusions[suite] || {})[pass] || []).map(sentence => el("li", {}, sentence)));
 }
 const TIMES = () => method === "sustained" ? "Means of at least a second in which a provider ran alone; the bars span the repeats." : "Medians; the bars are 95 % intervals.";
 function everything(rows) {
@@ -218,14 +224,21 @@ function start() {
   for (const [dtype, value] of Object.entries(RUN.ceilings.sustained_tflops)) facts[`sustained, ${dtype}`] = rate(value);
   document.getElementById("facts").replaceChildren(...Object.entries(facts).filter(([, v]) => v).map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))));
   document.getElementById("warnings").replaceChildren(...RUN.warnings.map(w => el("div", { class: "warning" }, w)));
-  const suites = Object.keys(RUN.suites), methods = Object.keys(RUN.methods);
+  const suites = Object.keys(RUN.suites), methods = Object.keys(RUN.methods), passes = Object.keys(RUN.passes);
+  // Not every suite was measured in every pass: what is chosen last stays, the other follows.
+  const has = (s, p) => ROWS.some(r => r.suite === s && r.pass === p);
+  const toSuite = value => { suite = value; if (!has(suite, pass)) pass = passes.find(p => has(suite, p)) || pass; };
+  const toPass = value => { pass = value; if (!has(suite, pass)) suite = suites.find(s => has(s, pass)) || suite; };
   [suite, method] = [suites[0], methods[0]];
-  const choose = () => { location.hash = `suite=${suite}&method=${method}`; draw(); };
+  toPass(passes[0]);
+  const choose = () => { location.hash = `suite=${suite}&method=${method}&pass=${pass}`; draw(); };
   const button = (value, text, hint, act) => el("button", { type: "button", value, title: hint, on: { click: () => { act(value); choose(); } } }, text);
-  document.getElementById("suites").replaceChildren(...suites.map(name => button(name, name, RUN.suites[name], value => { suite = value; })));
+  document.getElementById("suites").replaceChildren(...suites.map(name => button(name, name, RUN.suites[name], toSuite)));
   if (methods.length > 1) document.getElementById("methods").replaceChildren(...methods.map(name => button(name, RUN.methods[name][0], RUN.methods[name][1], value => { method = value; })));
+  if (passes.length > 1) document.getElementById("passes").replaceChildren(...passes.map(name => button(name, RUN.passes[name], `Times of ${RUN.passes[name]}`, toPass)));
   const asked = new URLSearchParams(location.hash.slice(1));
-  if (suites.includes(asked.get("suite"))) suite = asked.get("suite");
+  if (passes.includes(asked.get("pass"))) toPass(asked.get("pass"));
+  if (suites.includes(asked.get("suite"))) toSuite(asked.get("suite"));
   if (methods.includes(asked.get("method"))) method = asked.get("method");
   document.getElementById("footer").textContent = `Made by: ${p.command}`;
   document.getElementById("theme").addEventListener("click", () => {

@@ -10,11 +10,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from strobe.bench import anchors
+from strobe.bench.anchors import Anchors
 from strobe.bench.claims import merged
 from strobe.bench.compare import comparable, compare
 from strobe.bench.conclusions import conclusions
 from strobe.bench.figures import families, family
-from strobe.bench.names import SUITES
+from strobe.bench.names import PASS_TITLES, PASSES, SUITES
 from strobe.bench.results import Results, Row
 from strobe.measure.method import SUMMARIES, TITLES
 from strobe.measure.palette import KINDS, styles
@@ -24,17 +26,18 @@ _HERE = Path(__file__).parent
 _PARTS = {"STYLE": "page.css", "CHARTS": "charts.js", "SCRIPT": "page.js"}
 
 
-def write(runs: list[Results], directory: Path) -> Path:
+def write(runs: list[Results], directory: Path, elsewhere: Anchors | None = None) -> Path:
+    """`elsewhere`: what others reached in other runs."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "index.html"
-    path.write_text(html(runs), encoding="utf-8")
+    path.write_text(html(runs, elsewhere), encoding="utf-8")
     return path
 
 
-def html(runs: list[Results]) -> str:
+def html(runs: list[Results], elsewhere: Anchors | None = None) -> str:
     if not runs:
         raise ValueError("runs is empty; at least one result is needed")
-    data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(page_data(runs, elsewhere), separators=(",", ":"), allow_nan=False)
     data = data.replace("<", "\\u003c")  # no text in it can end, or begin, a script or a comment
     parts = {f"/*{mark}*/": (_HERE / name).read_text(encoding="utf-8") for mark, name in _PARTS.items()}
     parts |= {"/*DATA*/": data, "TITLE": f"Attention on {escaping.escape(runs[0].device)}"}
@@ -42,8 +45,26 @@ def html(runs: list[Results]) -> str:
     return "".join(parts.get(piece, piece) for piece in pieces)  # in one go: no mark inside a part is replaced
 
 
-def page_data(runs: list[Results]) -> dict[str, Any]:
-    """What the script draws from: runs of the same device are one run; what was measured again is compared with it."""
+def page_data(runs: list[Results], elsewhere: Anchors | None = None) -> dict[str, Any]:
+    """What the script draws from."""
+    whole, compared = together(runs)
+    found = {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
+    return found if elsewhere is None else found | {"anchors": _anchors(elsewhere, whole)}
+
+
+def _anchors(elsewhere: Anchors, run: Results) -> dict[str, Any]:
+    return {
+        "note": anchors.note(elsewhere),
+        "lines": [
+            {"title": line.title, "built": line.built}
+            | {direction: anchors.text_of_line(line, direction) for direction in ("forward", "backward")}
+            for line in anchors.comparison(elsewhere, run.rows)
+        ],
+    }
+
+
+def together(runs: list[Results]) -> tuple[Results, list[Results]]:
+    """Runs of the first one's device as one run, and those that measured something of it again."""
     first, parts = runs[0], [runs[0]]
     compared: list[Results] = []
     seen = {row.identity for row in first.rows}
@@ -52,8 +73,7 @@ def page_data(runs: list[Results]) -> dict[str, Any]:
         same_device = first.provenance["device"]["name"] == run.provenance["device"]["name"]
         (compared if again or not same_device else parts).append(run)
         seen |= {row.identity for row in run.rows}
-    whole = merged(parts)
-    return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
+    return merged(parts), compared
 
 
 def _run(run: Results) -> dict[str, Any]:
@@ -63,7 +83,8 @@ def _run(run: Results) -> dict[str, Any]:
         "provenance": run.provenance,
         "method": run.method,
         "ceilings": vars(run.ceilings),
-        "conclusions": {suite: conclusions(run, suite) for suite in run.suites()},
+        "conclusions": {suite: {p: conclusions(run, suite, [p]) for p in PASSES} for suite in run.suites()},
+        "passes": {p: PASS_TITLES[p] for p in PASSES if any(row.case.direction == p for row in run.rows)},
         "suites": {suite: SUITES[suite][0] if suite in SUITES else "" for suite in run.suites()},
         "methods": {method: [TITLES[method], SUMMARIES[method]] for method in run.methods()},
         "kinds": KINDS,
@@ -93,6 +114,7 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
     case, summary, energy = row.case, row.timing.summary if row.timing else None, row.energy
     found = {
         "suite": case.suite,
+        "pass": case.direction,
         "key": case.key,
         "title": case.title,
         "panel": panel,

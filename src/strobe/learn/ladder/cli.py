@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strobe import options
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,6 +21,7 @@ app = typer.Typer(
     "gradient (b0 to b4). Each goes from standard attention to the library's own kernel.",
     invoke_without_command=True,
     no_args_is_help=False,
+    cls=options.Group,
     rich_markup_mode="markdown",
 )
 _WHAT, _SIZES, _WHERE = "Which rungs", "The problem", "Where it runs, and what is kept"
@@ -39,7 +42,12 @@ def ladder(
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens. Default: 4096 on a GPU, 256 without one.", rich_help_panel=_SIZES),
+        typer.Option(
+            parser=options.tokens,
+            metavar=options.TOKENS,
+            help="Tokens: 5000, 4K. Default: 4K on a GPU, 256 without one.",
+            rich_help_panel=_SIZES,
+        ),
     ] = None,
     head_dim: Annotated[
         int | None,
@@ -102,7 +110,7 @@ def ladder(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def diff(
     old: Annotated[str, typer.Argument(help="The rung to start from, such as 04.")],
     new: Annotated[str, typer.Argument(help="The rung to compare it with, such as 05.")],
@@ -125,14 +133,10 @@ def _shape(default: Shape, seq_len: int | None, head_dim: int | None, heads: int
 
 
 def _run(shape: Shape, wanted: list[Rung], device: object) -> list:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
     from strobe.learn.ladder import measure
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("building", total=2 * len(wanted))
+    with options.progress() as bar:
+        task = bar.add_task("steps, two for each rung", total=2 * len(wanted))
         return measure.run(shape, wanted, device, lambda what: bar.update(task, advance=1, description=what))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,81 @@
+"""`strobe compile`: kernels ahead of time, for machines without a compiler."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from strobe import options
+from strobe.options import UserError
+
+
+def compile(
+    arch: Annotated[list[str], typer.Option(help="The GPU: sm_80, sm_89, sm_90a, … May be repeated.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Directory for the kernels; made if need be.")],
+    dtype: Annotated[list[str] | None, typer.Option(help="float16 or bfloat16. Default: both.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(min=1, help="Only kernels for this head dim. May be repeated.")
+    ] = None,
+) -> None:
+    """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
+    if wrong := [a for a in arch if not _has_kernels(a)]:
+        raise UserError(f"--arch {wrong[0]} is not supported; {_ARCHS}")
+    from strobe.cuda import families, jit, plan
+    from strobe.measure import units
+
+    elements = {str(d).removeprefix("torch."): element for d, element in plan.ELEMENTS.items()}
+    if wrong := [d for d in dtype or () if d not in elements]:
+        raise UserError(f"--dtype must be one of {', '.join(elements)}, got {wrong[0]!r}")
+    if (problem := jit.nvrtc_status()) is not None:
+        raise UserError(f"cannot compile here: {problem}")
+    wanted = {elements[d] for d in dtype or elements}
+    try:
+        every = [variant for a in dict.fromkeys(arch) for variant in families.variants(a)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    variants = [
+        v for v in every if v.element in wanted and (not head_dim or any(families.serves(v, d) for d in head_dim))
+    ]
+    if not variants:
+        raise UserError(
+            f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; the largest is {plan.MAX_DIM}"
+        )
+    total = _compile_into(out, variants)
+    print(f"{len(variants)} kernels, {units.size(total)}, in {out}")
+    print(f"use them:                     export STROBE_CUBIN_PATH={out.resolve()}")
+    print("and forbid to compile others: export STROBE_NO_COMPILE=1")
+
+
+_ARCHS = (
+    "supported are sm_90a (H100, H200) and, without a letter, sm_80 and later: sm_80 (A100), sm_86 (A10, RTX 30), "
+    "sm_89 (L4, L40, RTX 40), sm_90, sm_100 (B200), sm_120 (RTX 50)"
+)
+
+
+def _has_kernels(arch: str) -> bool:
+    found = re.fullmatch(r"sm_(\d+)", arch)
+    return arch == "sm_90a" or (found is not None and int(found[1]) >= 80)
+
+
+def _compile_into(out: Path, variants: list[Any]) -> int:
+    """Bytes of machine code."""
+    from strobe.cuda import jit
+
+    total = 0
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with options.progress() as bar:
+            task = bar.add_task("kernels to compile", total=len(variants))
+            for variant in variants:
+                bar.update(task, description=f"{variant.arch} {variant.name}")
+                artifact = jit.get(variant.source, variant.arch, name=variant.name)
+                total += jit.write_layer(out, artifact).stat().st_size
+                bar.advance(task)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror or error}") from error
+    except (jit.CompileError, jit.CompileForbidden) as error:
+        raise UserError(str(error)) from error
+    return total

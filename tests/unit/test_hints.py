@@ -1,0 +1,139 @@
+"""The first call, written as for another library: the error has the right spelling, axes in another order get a warning."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import strobe
+from strobe import hints
+
+x = torch.ones(2, 3, 4, 8)
+packed = torch.ones(5, 4, 8)
+cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "says"),
+    [
+        ("causal", True, "use mask=strobe.causal"),
+        ("is_causal", True, "use mask=strobe.causal"),
+        ("dropout_p", 0.1, "use dropout="),
+        ("attn_mask", None, "use mask="),
+        ("window_size", (128, 0), "use mask=strobe.window(left, right)"),
+        ("softmax_scale", 1.0, "use scale="),
+        ("alibi_slopes", None, "use score=strobe.alibi(slopes)"),
+        ("enable_gqa", True, "use nothing: fewer key heads than query heads are grouped"),
+        ("cu_seqlens_q", cu, "strobe.attention_varlen"),
+        ("maks", None, "did you mean mask=?"),
+        ("zzz", None, "it takes q, k, v, "),
+    ],
+)
+@pytest.mark.parametrize("function", [strobe.attention, strobe.attention_varlen, strobe.explain])
+def test_a_keyword_of_another_library_is_answered_with_ours(function: Any, keyword: str, value: Any, says: str) -> None:
+    tensors = (packed, packed, packed, cu, cu) if function is strobe.attention_varlen else (x, x, x)
+    with pytest.raises(TypeError) as caught:
+        function(*tensors, **{keyword: value})
+    message = str(caught.value)
+    assert message.startswith(f"{function.__name__}() got an unexpected keyword argument {keyword!r}; ")
+    assert says in message and "wrong" not in message
+
+
+def test_what_is_advised_exists() -> None:
+    known = {*inspect.signature(strobe.attention).parameters, *inspect.signature(strobe.attention_varlen).parameters}
+    for keyword, advice in hints._SPELLINGS.items():
+        assert keyword not in known, f"{keyword} is our own"
+        named = [word for word in known if f"{word}=" in advice]
+        assert named or advice.startswith("nothing"), advice
+
+
+def test_signatures_do_not_show_the_catch_all() -> None:
+    for function in (strobe.attention, strobe.attention_varlen):
+        assert not [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
+    assert inspect.signature(strobe.attention).parameters["layout"].default == "bshd"
+
+
+# ---- the order of axes -----------------------------------------------------------------------------------------------
+
+swapped = torch.ones(1, 8, 100, 16)  # (batch, heads, length, dim)
+
+
+def warnings_of(
+    monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tensor, **options: Any
+) -> list[warnings.WarningMessage]:
+    """Of the first such call of a process."""
+    monkeypatch.setattr(hints, "_warned", False)
+    monkeypatch.setattr(strobe.bound_call.remembered, "calls", {})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        strobe.attention(*tensors, **options)
+        strobe.attention(*(t[..., :8] for t in tensors), **options)  # another call, that is bound, too
+    return found
+
+
+def test_swapped_axes_are_warned_of_once_and_where_the_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hints.SILENCE, raising=False)
+    (found,) = warnings_of(monkeypatch, swapped, swapped, swapped)
+    assert 'pass layout="bhsd"' in str(found.message) and hints.SILENCE in str(found.message)
+    assert "8 tokens and 100 heads" in str(found.message)
+    assert found.filename == __file__
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_who_gives_a_layout_is_not_warned(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not warnings_of(monkeypatch, swapped, swapped, swapped, layout=layout)
+
+
+def test_the_environment_silences_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hints.SILENCE, "1")
+    assert not warnings_of(monkeypatch, swapped, swapped, swapped)
+    monkeypatch.setenv(hints.SILENCE, "0")
+    assert warnings_of(monkeypatch, swapped, swapped, swapped)
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        ((1, 100, 8, 16), (1, 100, 8, 16)),  # as it should be
+        ((1, 8, 64, 16), (1, 8, 64, 16)),  # so many heads exist
+        ((1, 1, 128, 16), (1, 300, 128, 16)),  # one token and a long cache
+        ((8, 100, 16), (8, 100, 16)),  # without a batch nobody can tell
+    ],
+)
+def test_other_shapes_are_not_warned_of(
+    q: tuple[int, ...], k: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not warnings_of(monkeypatch, torch.ones(q), torch.ones(k), torch.ones(k))
+
+
+def test_our_own_modules_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strobe.sdpa(swapped, swapped, swapped)
+        strobe.nn.MultiheadAttention(512, 128, batch_first=True)(*[torch.ones(1, 3, 512)] * 3, need_weights=False)
+
+
+# ---- what a repeated call costs --------------------------------------------------------------------------------------
+
+
+def test_a_repeated_call_enters_five_functions_before_its_backend() -> None:
+    strobe.attention(x, x, x, mask=strobe.causal)
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "strobe" in frame.f_code.co_filename:
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        strobe.attention(x, x, x, mask=strobe.causal)
+    finally:
+        sys.setprofile(None)
+    assert entered[:5] == ["attention", "attend", "run", "lookup", "signature"]
+    assert not {"bind", "warn_of_layout", "unknown_keyword"} & set(entered)
