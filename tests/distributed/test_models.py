@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import rank_work
 import torch
+from everyday import everyday
 from rank_pool import RankPool
 from shard_cases import PACKED, Case
 from tiny_llama import TinyLlama, TrainCase, text
@@ -65,7 +66,7 @@ def test_a_training_step(pool: RankPool, case: TrainCase) -> None:
     assert all(torch.equal(o["loss"], found["loss"]) for o in others)
 
 
-@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses", "hybrid", "auto"])
+@pytest.mark.parametrize("method", everyday(["ring", "allgather", "ulysses", "hybrid", "auto"], ["ring", "allgather"]))
 def test_compiled_into_one_graph(pool: RankPool, method: str) -> None:
     for case in (Case(heads=(6, 2), sinks=True, dropout=0.2), Case(lengths=PACKED, heads=(8, 4), alibi=True)):
         for eager, traced in pool.run(rank_work.compiled, method, case):

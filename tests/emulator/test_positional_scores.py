@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import everyday
 
 import strobe
 from strobe.emulator import compiler
@@ -35,7 +36,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", everyday(list(CASES), ["ampere", "varlen"]))
 def test_a_score_of_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, dim, rows, options = CASES[name]
     monkeypatch.setenv("STROBE_EMULATE", family)
