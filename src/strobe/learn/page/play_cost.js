@@ -227,7 +227,7 @@ function drawRoof(trace, moment, sums, gpu) {
     ? ""
     : ` ${gpu.name} has no matrix units for ${trace.dtype}; its float32 units are shown.`;
   const verdict = real
-    ? `Measured on ${DATA.measured.device}: strobe is ${+(real.standard / real.flash).toPrecision(2)} times faster than the fastest standard attention. The model bounds both from below, for ${heads} heads.`
+    ? `Measured on ${DATA.measured.device}: strobe is ${+(real.standard / real.flash).toPrecision(2)} times faster than the fastest standard attention of the same run. The model bounds both from below, for ${heads} heads.`
     : `In this model, for ${heads} heads on ${gpu.name}, flash is ${faster}. It was not measured.`;
   $("times").replaceChildren(one("standard"), one("flash"), el("p", {}, `${verdict}${missing}`));
 }
