@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from strobe.arguments import Arguments
 from strobe.bound_call import bind
 from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
 from strobe.cuda.backward_plan import group_parts
+from strobe.cuda.features import Features
 from strobe.cuda.launch import Launcher
 from strobe.cuda.params import COUNTERS
 from strobe.cuda.plan import Plan
+from strobe.cuda.scores import Scores
 from strobe.problem import Problem, supposed
 
 
@@ -30,6 +33,7 @@ from strobe.problem import Problem, supposed
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_driver.install(monkeypatch)
     monkeypatch.setattr(launching, "kernel", lambda spec: Kernel())
+    monkeypatch.setattr(launching, "compile_together", lambda specs: None)
     monkeypatch.setattr(launching, "zeros", lambda device, stream: (4096 + stream, None))
 
 
@@ -38,6 +42,23 @@ def call_of(kernel: str) -> tuple[Launcher, Plan]:
     problem, _ = check(q, k, k, mask=strobe.causal, scale=0.5)
     plan = {"sm80": forward_sm80, "sm90": forward_sm90}[kernel].plan(problem, (150 * 4 * 64, 64, 4 * 64), H200)
     return Launcher(plan, 0), plan
+
+
+def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two compilations wait for each other: one behind the other they would wait for ever."""
+    both, seen = threading.Barrier(2, timeout=30), []
+
+    def compile(source: str, arch: str, name: str) -> None:
+        both.wait()
+        seen.append(name)
+
+    monkeypatch.setattr(launching.jit, "get", compile)
+    features = [Features("bf16", dim, dim, Scores()) for dim in (64, 128)]
+    first, second = (
+        forward_sm90.kernel(f, forward_sm90.choose_tile(f), split=False, pack_gqa=1, one_box=True) for f in features
+    )
+    launching.compile_together([first, second, first])
+    assert sorted(seen) == sorted([first.name, second.name])
 
 
 @pytest.mark.parametrize("kernel, first_word", [("sm80", None), ("sm90", True), ("sm90", False)])
@@ -333,6 +354,7 @@ def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch)
     empty = guards._empty_strided_cpu
     monkeypatch.setattr(guards, "_empty_strided_cuda", lambda *x: used.append(current) or empty(*x))
     monkeypatch.setattr(launching, "kernel", lambda spec: Kernel())
+    monkeypatch.setattr(launching, "compile_together", lambda specs: None)
     monkeypatch.setattr(launching, "zeros", lambda device, stream: used.append(current) or (4096, None))
     monkeypatch.setattr(cuda_backend, "Launcher", Launcher)
     q = torch.randn(2, 130, 4, 64).bfloat16()

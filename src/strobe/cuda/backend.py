@@ -15,7 +15,7 @@ from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import driver, forward_sm90, jit
 from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.families import FAMILIES, Family
-from strobe.cuda.launch import Launcher, address, allocator, spills
+from strobe.cuda.launch import Launcher, address, allocator, compile_together, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.cuda.scores import MOST_SCORE_TENSORS
 from strobe.problem import Problem, Strides
@@ -34,6 +34,7 @@ def machine_of(device: torch.device) -> Machine:
         l2_bytes=facts.L2_cache_size,
         smem_bytes=getattr(facts, "shared_memory_per_block_optin", _SMEM_OF_HOPPER),
         spills=functools.partial(spills, device.index or 0),
+        compile=compile_together,
     )
 
 

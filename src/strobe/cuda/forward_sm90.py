@@ -179,13 +179,9 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     """A score function that no table knows gets the first tile whose kernel does not spill."""
     scores, dims = features.scores, (features.dim, features.dim_v)
     tile = table_tile(*dims, scores.bounded, softcap=scores.is_function)
-    if (
-        scores.dropout
-    ):  # the softmax takes longer than the products: who waits for a turn, or holds exponentials, loses time
+    if scores.dropout:  # the softmax takes longer than the products: turns and exponentials that are held lose time
         tile = dataclasses.replace(tile, exps_before_wait=0, ping_pong=False)
-    if not scores.is_unknown:
-        return tile
-    return _without_spills(tile, features, machine, split=False)
+    return _without_spills(tile, features, machine, split=False) if scores.is_unknown else tile
 
 
 def split_tiles(features: Features) -> list[Tile]:
@@ -362,8 +358,8 @@ def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> 
     meant_for_it = split_tiles(features) if _may_split(problem) else []
     for tile in meant_for_it:
         if (splits := _splits(problem, tile, machine.sms, meant_for_it[0].block_n)) > 1:
-            known = not features.scores.is_unknown
-            return tile if known else _without_spills(tile, features, machine, split=True), splits
+            unknown = features.scores.is_unknown
+            return _without_spills(tile, features, machine, split=True) if unknown else tile, splits
     return choose_tile(features, machine), 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ def kernel(spec: KernelSpec) -> driver.Kernel:
     """Compiled or taken from the cache, and loaded."""
     artifact = jit.get(spec.source, spec.arch, name=spec.name)
     return driver.Kernel(artifact.cubin, spec.entry, spec.smem)
+
+
+def compile_together(specs: Sequence[KernelSpec]) -> None:
+    """Into the cache, side by side: a compilation takes a second or two on one core."""
+    if len(specs := list(dict.fromkeys(specs))) > 1:
+        with ThreadPoolExecutor(len(specs)) as pool:
+            list(pool.map(lambda spec: jit.get(spec.source, spec.arch, name=spec.name), specs))
 
 
 def spills(device: int, spec: KernelSpec) -> bool:
@@ -67,6 +75,7 @@ class Launcher:
         self._counts = COUNTER in used
         given = plan.tensors if names is None else names
         order = (*given, *((COUNTER,) if self._counts else ()), *plan.workspace)
+        compile_together([launch.kernel for launch in plan.launches])
         with torch.cuda.device(device):
             driver.have_context(device)
             self._launches = [_prepared(launch, order, device) for launch in plan.launches]

@@ -34,6 +34,7 @@ class Machine:
     l2_bytes: int
     smem_bytes: int  # shared memory that one block may have
     spills: Callable[[KernelSpec], bool] = field(default=lambda kernel: False, compare=False)  # compiled, does it?
+    compile: Callable[[Sequence[KernelSpec]], None] = field(default=lambda kernels: None, compare=False)  # side by side
 
 
 ANY_MACHINE = Machine("", 1, 1, 1)  # where a table says all
@@ -44,6 +45,7 @@ Tile = TypeVar("Tile")
 
 def first_without_spills(tiles: Sequence[Tile], kernel: Callable[[Tile], KernelSpec], machine: Machine) -> Tile:
     """The last one if all spill."""
+    machine.compile([kernel(tile) for tile in tiles])
     return next((tile for tile in tiles if not machine.spills(kernel(tile))), tiles[-1])
 
 
