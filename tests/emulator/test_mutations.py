@@ -129,7 +129,7 @@ MUTATIONS = [
     Mutation("place_not_published", "sync_block();  // now all can read it", tile="sm80_state_in_smem"),
     Mutation("tail_not_filled_with_zeros", ZERO_FILL, f"if (row_there && column_there) {ZERO_FILL}"),
     Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel);"),
-    Mutation("output_not_rescaled", "softmax[t].template rescale<kMasked>(o[t]);", case=FALLING, times=2),
+    Mutation("output_not_rescaled", "softmax[t].template rescale<kMaybeEmpty>(o[t]);", case=FALLING, times=2),
     Mutation("output_read_too_early", "sync_warp();\n      constexpr int kChunks", "constexpr int kChunks"),
     Mutation(
         "rows_beyond_the_sequence_written", "if (warp_row + row < tile.q.length && (Config::", "if ((Config::", VARLEN
