@@ -58,6 +58,7 @@ class Load:
     dtype: torch.dtype
     strides: tuple[int, ...]  # four; 0 along axes that it does not have, or along which it is repeated
     shared: bool = False  # several pairs of a query and a key, or heads, read the same entry
+    negated: bool = False  # memory holds the negative of each number
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,8 @@ def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tupl
         if t is not None:
             view = four_axes(t)
             assert view is not None
-            found.append(Load(name, t.dtype, view.expand(pairs).stride(), shared=tuple(view.shape) != pairs))
+            strides, shared = view.expand(pairs).stride(), tuple(view.shape) != pairs
+            found.append(Load(name, t.dtype, strides, shared, negated=t.is_neg()))
     return tuple(found)
 
 

@@ -105,7 +105,7 @@ def _score_tensor(number: int, a: Arguments) -> torch.Tensor | None:
 _FORMS: dict[str, Callable[[Any], Any]] = {
     "floats": _as_floats,
     "contiguous": _contiguous,
-    "strided": lambda t: t.detach().resolve_neg(),
+    "strided": lambda t: t.detach(),
     "unsigned": lambda seed: seed & ((1 << 64) - 1),
 }
 # Those besides q, k and v, by the name that plans have for them.

@@ -111,6 +111,8 @@ class Scores:
             name = load.name.replace("_", " ")
             if load.dtype not in _ELEMENTS:
                 return f"a {name} of {str(load.dtype).removeprefix('torch.')}"
+            if load.negated:
+                return f"a {name} that is a negated view"
             if load.name in ("bias", "mask_tensor") and (problem.positions or problem.first_head):
                 return f"a {name} of a part of a sequence or of its heads"
             if load.name == "bias" and "bias" in problem.gradients and load.shared and problem.deterministic:
