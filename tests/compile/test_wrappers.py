@@ -32,6 +32,8 @@ template <class T> STROBE_DEVICE void products(const Params& p, u32 smem) {
   st_shared(smem, pack2<T>(s[0], s[1]));
   st_shared(smem + 12, bytes_of(not_less_f16x2(a, 0x3c003c00u), b, 0x5410));
   st_shared(smem + 4, s[2] + to_float<T>(ld_global(p.x)));
+  st_shared(smem + 8, ld_constant(p.f, a < 3) + to_float<T>(ld_constant(p.x, a < 5)));
+  if (ld_constant(reinterpret_cast<const bool*>(p.x), a < 7)) st_shared(smem + 12, 1.f);
 }
 STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
   const u32 tid = thread_idx_again(), smem = smem_base() + 1024 * warp_uniform(u32(opaque(i64(tid))) / 32);
