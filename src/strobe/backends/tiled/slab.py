@@ -351,7 +351,7 @@ def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None
         return torch.bmm(a, b) if factor == 1.0 else torch.bmm(a, b).mul_(factor)
     shape = (a.shape[0], a.shape[1], b.shape[2])
     into = buffer[: math.prod(shape)].view(shape)
-    if into.is_cpu:  # alpha would be worse: MKL multiplies `a` by it, which rounds; on Arm nothing is written where it is 0
+    if into.is_cpu:  # not by alpha: MKL multiplies `a` by it, which rounds, and on Arm 0 writes nothing
         found = torch.bmm(a, b, out=into)
         return found if factor == 1.0 else found.mul_(factor)
     return torch.baddbmm(into, a, b, beta=0, alpha=factor, out=into)
