@@ -88,10 +88,13 @@ class Statistics:
         return {"stat_rows": self.rows, "stat_blocks": self.blocks}
 
 
-def score_values(problem: Problem, strides: Mapping[str, Any]) -> dict[str, Any]:
-    """Of SCALE_GRAD and the fields of `Scores`."""
-    gradient = {"dbias_strides": strides["dbias"]} if "bias" in problem.gradients else {}
-    return {**Scores.values(problem), "scale_grad": grad_scale(problem), **gradient}
+def score_values(problem: Problem) -> dict[str, Any]:
+    """Of SCALE_GRAD and the fields of `Scores`, but for the gradient of a bias."""
+    return {**Scores.values(problem), "scale_grad": grad_scale(problem)}
+
+
+def bias_gradient_values(problem: Problem, strides: Mapping[str, Any]) -> dict[str, Any]:
+    return {"dbias_strides": strides["dbias"]} if "bias" in problem.gradients else {}
 
 
 def tuned_name(features: Features, arch: str) -> str:

@@ -20,6 +20,7 @@ from strobe.cuda.backward_plan import (
     SUMS_OF_DQ,
     Statistics,
     Wanted,
+    bias_gradient_values,
     convert_values,
     delta_kernel,
     delta_launch,
@@ -227,6 +228,7 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     tile = found or smaller or table(*dims, arch)[0]
     if not scores.is_unknown:
         return tile
+    # Those of sm_90 are the smallest that there are; others have no room for an unknown score either.
     small = _SMALLER["sm_90"][min(dim for dim in _SMALLER["sm_90"] if dim >= max(dims))]
     able = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
     tiles = [tile, *(t for t in able if fits(t, *dims, arch))]
@@ -310,7 +312,8 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     schedule = key_tiles(parts, tile.block_n, machine.sms, alone=turns)
     values = {
         **features.rows.values(parts, tma=False),
-        **score_values(problem, strides),
+        **score_values(problem),
+        **bias_gradient_values(problem, strides),
         **statistics.values(),
         **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
         **gradient_strides(strides, "dk", "dv"),

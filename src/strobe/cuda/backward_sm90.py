@@ -22,6 +22,7 @@ from strobe.cuda.backward_plan import (
     SUMS_OF_DQ,
     Statistics,
     Wanted,
+    bias_gradient_values,
     convert_values,
     delta_kernel,
     delta_launch,
@@ -238,7 +239,8 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     schedule = key_tiles(parts, BLOCK_N, machine.sms, alone=turns)
     values = {
         **features.rows.values(parts, tma=True),
-        **score_values(problem, strides),
+        **score_values(problem),
+        **bias_gradient_values(problem, strides),
         **statistics.values(),
         **gradient_strides(strides, "dk", "dv", "dq"),
         **schedule,

@@ -20,6 +20,7 @@ from strobe.cuda.backward_plan import (
     STATISTICS,
     Statistics,
     Wanted,
+    bias_gradient_values,
     delta_kernel,
     delta_launch,
     gradient_strides,
@@ -226,7 +227,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     statistics = Statistics.of(problem, STAT_BLOCK)
     delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
     launches = [delta_launch(problem, delta, statistics, strides)]
-    shared, parts = {**score_values(problem, strides), **statistics.values()}, in_parts(problem)
+    shared, parts = {**score_values(problem), **statistics.values()}, in_parts(problem)
     details: dict[str, object] = {}
     if wanted.dkv:
         plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dQ's kernel computes that
@@ -234,12 +235,12 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         grid = schedule["key_blocks"] * problem.batch * parts.heads_k
         own = {**features.rows.values(parts, tma=True), **schedule, **gradient_strides(strides, "dk", "dv")}
         maps = backward_maps(problem, features, strides, one_box, 64, 64, True)
-        values = {name: value for name, value in shared.items() if name != "dbias_strides"}
-        launches.append(Launch(kernel, grid, values | own, maps, overlaps=True))
+        launches.append(Launch(kernel, grid, shared | own, maps, overlaps=True))
         details |= {"backward kernel for dK, dV": kernel.name}
     if wanted.dq:
         kernel, schedule = dq_kernel(features, tile, one_box), query_tiles(problem, 128, machine.l2_bytes)
         own = {**features.rows.values(problem, tma=True), **schedule, **gradient_strides(strides, "dq")}
+        own |= bias_gradient_values(problem, strides)
         maps = backward_maps(problem, features, strides, one_box, 64, tile.block_n, False)
         if not problem.partial:
             kind, dq = features.rows.queries, strides["dq"]
