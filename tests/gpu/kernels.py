@@ -64,6 +64,7 @@ def plan_of(kernel: str, problem: Problem) -> Plan:
     dims = {"dk": problem.dim, "dv": problem.dim_v}
     strides = {"o": out, "d_o": out, "dq": contiguous(problem.q, problem.dim)}
     strides |= {name: contiguous(problem.k, dim) for name, dim in dims.items()}
+    strides |= {f"d{load.name}": load.strides for load in problem.loads if load.name in problem.gradients}
     return planner(problem, strides, machine)
 
 

@@ -88,7 +88,12 @@ def test_rows_are_timed() -> None:
 def test_every_rung_is_a_provider(direction: str) -> None:
     settings = bench_measure.Settings(budget_ms=5, rounds=3, warmup_ms=0)
     request = runner.Request(
-        ("ladder",), torch.device("cuda", 0), direction, ("ladder",), ("d64-causal-1k",), settings=settings
+        ("ladder",),
+        torch.device("cuda", 0),
+        direction=direction,
+        providers=("ladder",),
+        only=("d64-causal-1k",),
+        settings=settings,
     )
     rows = runner.Runner(request).run().rows
     assert len(rows) == 2 * len(rungs.RUNGS)  # two dtypes
