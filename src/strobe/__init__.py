@@ -26,6 +26,7 @@ if TYPE_CHECKING or not _is_command():
     from strobe.api import attention, attention_varlen, backends, flash_attention
     from strobe.explain import explain
     from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+    from strobe.mask_function import mask_function, score_function
     from strobe.problem import Unsupported
     from strobe.scaled_dot_product import sdpa
     from strobe.score import Score, alibi
@@ -44,13 +45,15 @@ __all__ = [
     "explain",
     "flash_attention",
     "full",
+    "mask_function",
     "prefix",
+    "score_function",
     "sdpa",
     "window",
 ]
 
 
-_HOMES = ("api", "scaled_dot_product", "explain", "mask", "problem", "score")  # of the public names
+_HOMES = ("api", "scaled_dot_product", "explain", "mask", "mask_function", "problem", "score")  # of the public names
 
 
 def __getattr__(name: str) -> object:

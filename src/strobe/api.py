@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any, Never
 
 import torch
@@ -13,6 +14,7 @@ from strobe.bound_call import PLAIN
 from strobe.call import cast_for_autocast, run
 from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask
+from strobe.mask_function import resolved
 from strobe.score import Score
 
 
@@ -123,10 +125,13 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _autocasting = torch._C._is_any_autocast_enabled
 _tracing = torch._C._is_tracing
+_PLAIN_MASKS, _PLAIN_SCORES = (NoneType, Mask, *PLAIN), (NoneType, Score)
 
 
 def attend(a: Arguments) -> Any:
     """The one way from arguments to a result: traced, cast by autocast, or run."""
+    if a.mask.__class__ not in _PLAIN_MASKS or a.score.__class__ not in _PLAIN_SCORES:
+        a = resolved(a)
     q, k, v = a[:3]
     if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
         sharded.refuse(a)

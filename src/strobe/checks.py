@@ -205,9 +205,15 @@ def check_score(a: Arguments, batch: int, heads: int) -> Score:
     for t in a.score.tensors:
         if t.device != a.q.device:
             raise ValueError(f"a tensor of {a.score!r} is on {t.device}, q is on {a.q.device}")
-        if tuple(t.shape) not in ((heads,), (batch, heads)):
-            allowed = f"(heads,) = ({heads},) or (batch, heads) = ({batch}, {heads})"
-            raise ValueError(f"a tensor of {a.score!r} has shape {tuple(t.shape)}; allowed are {allowed}")
+    sizes = {"b": (batch, "sequences"), "h": (heads, "heads")}
+    for load in a.score.expr.loads():
+        shape = tuple(a.score.tensors[load.args[0]].shape)
+        for axis, index in enumerate(load.operands):
+            count, what = sizes.get(index.args[0], (0, "")) if index.op == "var" else (0, "")
+            if count > shape[axis] or (count and a.score.title == "alibi" and count != shape[axis]):
+                raise ValueError(f"a tensor of {a.score!r} has shape {shape}; axis {axis} is for {count} {what}")
+            if not shape[axis]:
+                raise ValueError(f"a tensor of {a.score!r} has shape {shape}, without an entry")
     return a.score
 
 

@@ -1,15 +1,14 @@
-"""Small expressions, written once: evaluated with numbers or tensors, printed as C++, differentiated, sent as text.
+"""Small expressions, written once: evaluated with numbers or tensors, printed as C++, differentiated.
 
 Masks are integer expressions (`mask.py`), what happens to a score is a floating-point one (`score.py`). Each operation
-is one row of `OPERATIONS`.
+is one row of `OPERATIONS`. `expression_text.py` sends expressions as text, `expression_cpp.py` prints the larger ones.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,12 @@ import torch
 
 Value = Any  # a number, or a tensor evaluated element by element
 PLACEHOLDER = "?"  # in a text, for a number that travels beside it
+WORKING_DTYPE = "float"  # in an environment: the dtype that `float` converts to
+
+BOOL, INT, LONG, FLOAT = range(4)  # kinds of values, each wider than the one before
+CTYPES = ("bool", "int", "i64", "float")
+# The variables of scores. Positions come as floats, for arithmetic with scores, and as integers, for indices and masks.
+KINDS = {"b": INT, "h": INT, "qi": INT, "ki": INT, "len_qi": INT, "len_ki": INT}
 
 
 def _minmax(of_numbers: Any, of_tensors: Any, a: Value, b: Value) -> Value:
@@ -26,16 +31,37 @@ def _minmax(of_numbers: Any, of_tensors: Any, a: Value, b: Value) -> Value:
     return of_tensors(torch.as_tensor(a, device=like.device), torch.as_tensor(b, device=like.device))
 
 
+def _of_tensor(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
+    """For a function of torch that takes no number."""
+    return lambda a: function(a if isinstance(a, torch.Tensor) else torch.as_tensor(a, dtype=torch.float64))
+
+
 @dataclass(frozen=True)
 class Operation:
     evaluate: Callable[..., Value]
-    cpp: str  # with {0} and {1} for the operands
+    cpp: str  # with {0}, {1} and {2} for the operands
     # The partial derivatives by each operand, from the operands and the result; None: a constant, or not differentiable.
     partials: Callable[..., tuple[Expr, ...]] | None = None
+    # Instead, where an operand's derivative may be infinite and not be wanted: from operands and their derivatives.
+    chain: Callable[..., Expr] | None = None
+    kind: int | None = None  # of the result; None: the widest of its operands
+    flat: bool = False  # its derivative is 0 wherever there is one
 
     @property
     def operands(self) -> int:
-        return 2 if "{1}" in self.cpp else 1
+        return 3 if "{2}" in self.cpp else 2 if "{1}" in self.cpp else 1
+
+
+def _select(c: Expr, a: Expr, b: Expr) -> Expr:
+    return a if a == b else Expr("select", (c, a, b))
+
+
+def _function(function: Any, cpp: str, partial: Callable[[Expr, Expr], Expr]) -> Operation:
+    return Operation(_of_tensor(function), cpp, lambda a, y: (partial(a, y),), kind=FLOAT)
+
+
+def _comparison(sign: str, function: Callable[[Value, Value], Value]) -> Operation:
+    return Operation(function, f"({{0}} {sign} {{1}})", kind=BOOL, flat=True)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -45,27 +71,96 @@ OPERATIONS: dict[str, Operation] = {
     "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b)),
     # Of integers, by a positive one, rounded down. C++ rounds towards zero.
     "//": Operation(lambda a, b: a // b, "(({0} < 0 ? {0} - ({1} - 1) : {0}) / {1})"),
-    "min": Operation(functools.partial(_minmax, min, torch.minimum), "min({0}, {1})"),
-    "max": Operation(functools.partial(_minmax, max, torch.maximum), "max({0}, {1})"),
-    "abs": Operation(abs, "fabs({0})"),
+    "min": Operation(
+        functools.partial(_minmax, min, torch.minimum), "min({0}, {1})", chain=lambda a, b, da, db: _select(a <= b, da, db)
+    ),
+    "max": Operation(
+        functools.partial(_minmax, max, torch.maximum), "max({0}, {1})", chain=lambda a, b, da, db: _select(a >= b, da, db)
+    ),
+    "abs": Operation(abs, "fabs({0})", chain=lambda a, da: _select(a >= _ZERO, da, _MINUS_ONE * da)),
     "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
+    "tanh_near": Operation(torch.tanh, "tanh_near({0})"),  # for kernels: near 0
     # A score and its bias, for kernels: see biased() in pipeline/scores.cuh.
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     # A score where the second operand is true; elsewhere nothing: -inf.
     "where": Operation(
-        lambda a, b: torch.where(b, a, -math.inf), "({1} ? {0} : neg_inf())", lambda a, b, y: (_ONE, _ZERO)
+        lambda a, b: torch.where(b, a, -math.inf), "({1} ? {0} : neg_inf())",
+        chain=lambda a, b, da, db: da if da == _ONE else _select(b, da, _ZERO), kind=FLOAT,
     ),
-}
+    # ---- of users' functions
+    "select": Operation(
+        lambda c, a, b: _selected(c, a, b), "({0} ? {1} : {2})", chain=lambda c, a, b, dc, da, db: _select(c, da, db)
+    ),
+    "floordiv": Operation(lambda a, b: a // b, "floor_div({0}, {1})", flat=True),
+    "mod": Operation(lambda a, b: a % b, "floor_mod({0}, {1})", lambda a, b, y: (_ONE, _ZERO)),
+    "iabs": Operation(abs, "absolute({0})", kind=None, flat=True),
+    "exp": _function(torch.exp, "exp_fast({0})", lambda a, y: y),
+    "log": _function(torch.log, "log_fast({0})", lambda a, y: _ONE / a),
+    "sqrt": _function(torch.sqrt, "sqrt_approx({0})", lambda a, y: Expr("literal", (0.5,)) / y),
+    "sin": _function(torch.sin, "sine({0})", lambda a, y: Expr("cos", (a,))),
+    "cos": _function(torch.cos, "cosine({0})", lambda a, y: _MINUS_ONE * Expr("sin", (a,))),
+    "erf": _function(
+        torch.erf, "error_function({0})", lambda a, y: Expr("literal", (2 / math.sqrt(math.pi),)) * Expr("exp", (_MINUS_ONE * a * a,))
+    ),
+    "sigmoid": _function(torch.sigmoid, "sigmoid_fast({0})", lambda a, y: y * (_ONE - y)),
+    "pow": Operation(
+        lambda a, b: a**b, "pow_fast({0}, {1})",
+        lambda a, b, y: (b * Expr("pow", (a, b - _ONE)), y * Expr("log", (a,))), kind=FLOAT,
+    ),
+    "floor": Operation(_of_tensor(torch.floor), "round_down({0})", kind=FLOAT, flat=True),
+    "ceil": Operation(_of_tensor(torch.ceil), "round_up({0})", kind=FLOAT, flat=True),
+    "trunc": Operation(_of_tensor(torch.trunc), "round_to_zero({0})", kind=FLOAT, flat=True),
+    "round": Operation(_of_tensor(torch.round), "round_to_even({0})", kind=FLOAT, flat=True),
+    "<": _comparison("<", lambda a, b: a < b),
+    "<=": _comparison("<=", lambda a, b: a <= b),
+    ">": _comparison(">", lambda a, b: a > b),
+    ">=": _comparison(">=", lambda a, b: a >= b),
+    "==": _comparison("==", lambda a, b: a == b),
+    "!=": _comparison("!=", lambda a, b: a != b),
+    "&": Operation(lambda a, b: a & b, "({0} & {1})", flat=True),
+    "|": Operation(lambda a, b: a | b, "({0} | {1})", flat=True),
+    "^": Operation(lambda a, b: a ^ b, "({0} ^ {1})", flat=True),
+    "<<": Operation(lambda a, b: a << b, "({0} << {1})", flat=True),
+    ">>": Operation(lambda a, b: a >> b, "({0} >> {1})", flat=True),
+    "not": Operation(lambda a: not a if isinstance(a, bool) else ~a, "(!{0})", kind=BOOL, flat=True),
+    "invert": Operation(lambda a: ~a, "(~{0})", flat=True),
+    "int": Operation(lambda a: a.long() if isinstance(a, torch.Tensor) else int(a), "int({0})", kind=INT, flat=True),
+    "long": Operation(lambda a: a.long() if isinstance(a, torch.Tensor) else int(a), "i64({0})", kind=LONG, flat=True),
+    "float": Operation(lambda a: a, "float({0})", kind=FLOAT, flat=True),  # to the working dtype: see `evaluate`
+}  # fmt: skip
+
+
+def _selected(c: Value, a: Value, b: Value) -> Value:
+    if not isinstance(c, torch.Tensor):
+        return a if c else b
+    if isinstance(a, float) and isinstance(b, float):
+        a = torch.tensor(a, dtype=torch.float64)  # two numbers would become float32
+    return torch.where(c, a, b)
 
 
 @dataclass(frozen=True)
 class Expr:
     """`op` is "var" (a name), "const" (a user's number, which kernels get as an argument), "literal" (a number of ours,
-    which is part of their text), "tensor" (a captured tensor's number and the axes that index it: "h", "bh" or, of a bias
-    or a mask, "bhqk") or a key of OPERATIONS."""
+    which is part of their text), "load" (a captured tensor's number, the kind of its elements, and an index for each of
+    its axes, which is clamped to it), "tensor" (an entry of a bias or a mask: its number) or a key of OPERATIONS."""
 
     op: str
     args: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        """1, 1.0 and True are different numbers here: kernels compute with them in different types."""
+        if self is other:
+            return True
+        if not isinstance(other, Expr) or self.op != other.op or self.args != other.args:
+            return False
+        return self.op not in ("const", "literal") or type(self.args[0]) is type(other.args[0])
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.op, self.args))
 
     @staticmethod
     def of(x: Expr | float) -> Expr:
@@ -86,6 +181,37 @@ class Expr:
     def __floordiv__(self, other: Expr | float) -> Expr:
         return Expr("//", (self, Expr.of(other)))
 
+    def __le__(self, other: Expr | float) -> Expr:
+        return Expr("<=", (self, Expr.of(other)))
+
+    def __lt__(self, other: Expr | float) -> Expr:
+        return Expr("<", (self, Expr.of(other)))
+
+    def __ge__(self, other: Expr | float) -> Expr:
+        return Expr(">=", (self, Expr.of(other)))
+
+    @property
+    def operands(self) -> tuple[Expr, ...]:
+        """The expressions in it: of a load, its indices."""
+        if self.op in OPERATIONS:
+            return self.args
+        return self.args[2:] if self.op == "load" else ()
+
+    @functools.cached_property
+    def kind(self) -> int:
+        """Of its values, as a score has them."""
+        if self.op == "var":
+            return KINDS.get(self.args[0], FLOAT)
+        if self.op == "load":
+            return self.args[1]
+        if self.op in ("const", "literal"):
+            return kind_of_number(self.args[0])
+        if self.op == "tensor":
+            return FLOAT
+        found = OPERATIONS[self.op].kind
+        operands = self.args[1:] if self.op == "select" else self.args
+        return max(a.kind for a in operands) if found is None else found
+
     def evaluate(self, env: Mapping[Any, Value], known: dict[Expr, Value] | None = None) -> Value:
         """`env` maps names, and the numbers of captured tensors, to values. `known` collects the values of operations:
         passed on, it spares a second expression what it shares with this one."""
@@ -93,25 +219,42 @@ class Expr:
             return self.args[0]
         if self.op in ("var", "tensor"):
             return env[self.args[0]]
-        if known is None:
-            return OPERATIONS[self.op].evaluate(*(a.evaluate(env) for a in self.args))
+        known = {} if known is None else known
         if self not in known:
-            known[self] = OPERATIONS[self.op].evaluate(*(a.evaluate(env, known) for a in self.args))
+            values = [a.evaluate(env, known) for a in self.operands]
+            if self.op == "load":
+                known[self] = _loaded(env[self.args[0]], values, self.kind, env)
+            else:
+                found = OPERATIONS[self.op].evaluate(*values)
+                if self.op in ("float", "select") and self.kind == FLOAT and isinstance(found, torch.Tensor):
+                    found = found.to(env[WORKING_DTYPE])
+                known[self] = found
         return known[self]
 
-    def variables(self) -> set[str]:
-        """The names in it; "tensor" if it has captured tensors."""
-        if self.op == "var":
-            return {self.args[0]}
-        if self.op == "tensor":
-            return {"tensor"}
-        return set().union(*(a.variables() for a in self.args)) if self.op in OPERATIONS else set()
+    @functools.cached_property
+    def _variables(self) -> frozenset[str]:
+        own = {self.args[0]} if self.op == "var" else {"tensor"} if self.op in ("tensor", "load") else set()
+        return frozenset(own).union(*(a._variables for a in self.operands))
 
-    def tensors(self) -> set[tuple[int, str]]:
-        """Its captured tensors: their numbers, and the axes that index them."""
-        if self.op == "tensor":
-            return {(self.args[0], self.args[1])}
-        return set().union(*(a.tensors() for a in self.args)) if self.op in OPERATIONS else set()
+    def variables(self) -> frozenset[str]:
+        """The names in it; "tensor" if it has captured tensors."""
+        return self._variables
+
+    def nodes(self) -> Iterator[Expr]:
+        """It and all expressions in it, each once, operands first."""
+        yield from dict.fromkeys(self._walk(set()))
+
+    def _walk(self, seen: set[Expr]) -> Iterator[Expr]:
+        if self in seen:
+            return
+        seen.add(self)
+        for a in self.operands:
+            yield from a._walk(seen)
+        yield self
+
+    def loads(self) -> list[Expr]:
+        """The entries of captured tensors in it."""
+        return [node for node in self.nodes() if node.op == "load"]
 
     def cpp(self, constants: list[Any]) -> str:
         """C++ text. Constants become fields `c[i]` of the arguments: a new window size needs no new kernel."""
@@ -122,37 +265,54 @@ class Expr:
             return f"c[{len(constants) - 1}]"
         if self.op == "literal":
             return f"{self.args[0]}f" if isinstance(self.args[0], float) else f"{self.args[0]}"
-        if self.op == "tensor":
-            return f"entry{self.args[0]}(at, i)"
         return OPERATIONS[self.op].cpp.format(*(arg.cpp(constants) for arg in self.args))
 
-    def derivative(self, name: str) -> Expr:
-        """By the variable `name`. It shares its subexpressions with this one."""
-        if name not in self.variables():
-            return _ZERO
-        if self.op == "var":
+    def derivative(self, name: str | Expr) -> Expr:
+        """By the variable `name`, or by a load. It shares its subexpressions with this one."""
+        return self._derivative(Expr("var", (name,)) if isinstance(name, str) else name, {})
+
+    def _derivative(self, by: Expr, known: dict[Expr, Expr]) -> Expr:
+        if self == by:
             return _ONE
-        partials = OPERATIONS[self.op].partials
-        if partials is None:
-            raise ValueError(f"{self.op!r} of {name!r} has no derivative here")
-        total: Expr | None = None
-        for arg, partial in zip(self.args, partials(*self.args, self), strict=True):
-            if name in arg.variables():
-                term = _product(partial, arg.derivative(name))
-                total = term if total is None else total + term
-        assert total is not None
-        return total
+        if self.op not in OPERATIONS or OPERATIONS[self.op].flat:
+            return _ZERO
+        if self in known:
+            return known[self]
+        of_args = [a._derivative(by, known) for a in self.args]
+        operation = OPERATIONS[self.op]
+        if all(d == _ZERO for d in of_args):
+            found = _ZERO
+        elif operation.chain is not None:
+            found = operation.chain(*self.args, *of_args)
+        elif operation.partials is None:
+            raise ValueError(f"{self.op!r} of {by.args[0]!r} has no derivative here")
+        else:
+            terms = [
+                _product(partial, d)
+                for partial, d in zip(operation.partials(*self.args, self), of_args, strict=True)
+                if d != _ZERO and partial != _ZERO
+            ]
+            found = functools.reduce(lambda a, b: a + b, terms) if terms else _ZERO
+        known[self] = found
+        return found
 
     def replaced(self, old: Expr, new: Expr) -> Expr:
-        if self == old:
-            return new
-        if self.op not in OPERATIONS:
+        return self.mapped(lambda e: new if e == old else None)
+
+    def mapped(self, change: Callable[[Expr], Expr | None]) -> Expr:
+        """With other expressions in the place of those for which `change` has one."""
+        found = change(self)
+        if found is not None:
+            return found
+        if not self.operands:
             return self
-        return Expr(self.op, tuple(a.replaced(old, new) for a in self.args))
+        kept = self.args[: len(self.args) - len(self.operands)]
+        return Expr(self.op, (*kept, *(a.mapped(change) for a in self.operands)))
 
     def text(self, numbers: list[Any] | None = None) -> str:
-        """The whole expression, as `parse` reads it; given `numbers`, the user's are appended there and a `?` stands for
-        each, since a number that PyTorch's compiler traces has no text. Only f-strings: it can follow them."""
+        """The whole expression, as `expression_text.parse` reads it; given `numbers`, the user's are appended there and a
+        `?` stands for each, since a number that PyTorch's compiler traces has no text. Only f-strings: it can follow
+        them."""
         if self.op == "const":
             if numbers is None:
                 return f"{self.args[0]!r}"
@@ -162,11 +322,14 @@ class Expr:
             return f"'{self.args[0]!r}"
         if self.op == "var":
             return f"{self.args[0]}"
-        if self.op == "tensor":
-            return f"#{self.args[0]}{self.args[1]}"
+        if self.op == "load":
+            inner = " ".join([a.text(numbers) for a in self.args[2:]])
+            return f"(load {self.args[0]} {self.args[1]} {inner})"
         if len(self.args) == 1:
             return f"({self.op} {self.args[0].text(numbers)})"
-        return f"({self.op} {self.args[0].text(numbers)} {self.args[1].text(numbers)})"
+        if len(self.args) == 2:
+            return f"({self.op} {self.args[0].text(numbers)} {self.args[1].text(numbers)})"
+        return f"({self.op} {self.args[0].text(numbers)} {self.args[1].text(numbers)} {self.args[2].text(numbers)})"
 
 
 _ZERO: Expr = Expr("literal", (0.0,))
@@ -174,111 +337,29 @@ _ONE: Expr = Expr("literal", (1.0,))
 _MINUS_ONE: Expr = Expr("literal", (-1.0,))
 
 
+def kind_of_number(value: Any) -> int:
+    if isinstance(value, bool):
+        return BOOL
+    if isinstance(value, int):
+        return INT if -(1 << 31) <= value < 1 << 31 else LONG
+    return INT if isinstance(value, torch.SymInt) else FLOAT
+
+
+def _loaded(tensor: torch.Tensor, index: list[Value], kind: int, env: Mapping[Any, Value]) -> torch.Tensor:
+    """The entries at these indices; beyond an axis, those at its end."""
+    places = tuple(
+        torch.as_tensor(i, device=tensor.device).long().clamp(0, max(n - 1, 0))
+        for i, n in zip(index, tensor.shape, strict=True)
+    )
+    found = tensor[places]
+    return found.to(env[WORKING_DTYPE]) if kind == FLOAT else found
+
+
 def _product(a: Expr, b: Expr) -> Expr:
     return b if a == _ONE else a if b == _ONE else a * b
 
 
-# ---- from text -------------------------------------------------------------------------------------------------------
-
-_MOST_CHARACTERS, _MOST_LEVELS = 4096, 100  # of a text; of operations inside of operations
-_MOST_INTEGER = 1 << 53  # as a float has it
-_INTEGER = re.compile(r"-?[0-9]{1,16}")
-_FLOAT = re.compile(r"-?([0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,4})?|inf)|nan")
-_TENSOR = re.compile(r"#([0-9]{1,3})(h|bh)")
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What the text of an expression may hold. Texts come with exported graphs, so from anywhere, and what is read from
-    them is printed into the source of kernels: nothing but these names, numbers and operations gets there."""
-
-    variables: frozenset[str]
-    operations: frozenset[str]
-    integers: int | None = None  # all numbers are integers, none of larger magnitude; None: floats, too
-    tensors: bool = False  # captured ones
-
-
-def parse(text: str, grammar: Grammar, numbers: Iterable[Any] = ()) -> Expr:
-    """The expression that has this `text()`. Placeholders take the next of the `numbers`."""
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"{text!r:.80} has {len(text)} characters; an expression has at most {_MOST_CHARACTERS}")
-    words = re.findall(r"[()]|[^\s()]+", text)
-    found, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
-    if end < len(words):
-        raise ValueError(f"{text!r:.80} is not one expression: {' '.join(words[end:])!r:.80} is left over")
-    return found
-
-
-def _parse(words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], levels: int) -> tuple[Expr, int]:
-    """The expression that begins with the word `at`, and where the next one would."""
-    if at >= len(words):
-        raise ValueError("an expression ends too early")
-    if words[at] != "(":
-        return _leaf(words[at], grammar, numbers), at + 1
-    if not levels:
-        raise ValueError(f"an expression has more than {_MOST_LEVELS} operations inside of each other")
-    op = words[at + 1] if at + 1 < len(words) else ""
-    if op not in grammar.operations:
-        raise ValueError(f"{op!r:.80} is no operation here; allowed are {' '.join(sorted(grammar.operations))}")
-    args: list[Expr] = []
-    end = at + 2
-    while end < len(words) and words[end] != ")":
-        arg, end = _parse(words, end, grammar, numbers, levels - 1)
-        args.append(arg)
-    if end >= len(words):
-        raise ValueError(f"{' '.join(words[at:])!r:.80} has no end")
-    if len(args) != OPERATIONS[op].operands:
-        raise ValueError(f"{op!r} has {len(args)} operands, it takes {OPERATIONS[op].operands}")
-    _check_division(op, args)
-    return Expr(op, tuple(args)), end + 1
-
-
-def _check_division(op: str, args: list[Expr]) -> None:
-    """On a CPU, an integer division by 0 ends the process. The C++ text of a division may hold its dividend several times:
-    it must not grow with each level."""
-    divisor = args[-1]
-    if op == "//" and _holds(args[0], "//"):
-        raise ValueError(f"'//' divides {args[0].text()!r:.80}, in which there is another '//'")
-    if op == "//" and not (divisor.op == "const" and divisor.args[0] > 0):
-        raise ValueError(f"'//' divides by {divisor.text()!r:.80}; it must be an integer greater than 0")
-    if op == "/" and divisor.op in ("const", "literal") and not divisor.args[0]:
-        raise ValueError("'/' divides by 0")
-
-
-def _holds(expr: Expr, op: str) -> bool:
-    return expr.op == op or (expr.op in OPERATIONS and any(_holds(arg, op) for arg in expr.args))
-
-
-def _leaf(word: str, grammar: Grammar, numbers: Iterator[Any]) -> Expr:
-    if word in grammar.variables:
-        return Expr("var", (word,))
-    if grammar.tensors and (tensor := _TENSOR.fullmatch(word)):
-        return Expr("tensor", (int(tensor[1]), tensor[2]))
-    if word.startswith("'"):
-        value = _number(word[1:], grammar)
-        if not math.isfinite(value):
-            raise ValueError(f"{word!r:.80} is not finite")
-        return Expr("literal", (value if grammar.integers is not None else float(value),))
-    if word == PLACEHOLDER:
-        number = next(numbers, None)
-        if number is None:
-            raise ValueError(f"an expression has more {PLACEHOLDER} than there are numbers")
-        word = f"{number!r}"  # checked as if it had come in the text
-    return Expr.of(_number(word, grammar))
-
-
-def _number(word: str, grammar: Grammar) -> float:
-    most = grammar.integers or _MOST_INTEGER
-    if _INTEGER.fullmatch(word) and abs(int(word)) <= most:
-        return int(word)
-    if grammar.integers is None and _FLOAT.fullmatch(word):
-        return float(word)
-    numbers = "a number" if grammar.integers is None else f"an integer of magnitude {most} at most"
-    tensors = ", nor a captured tensor such as #0h" if grammar.tensors else ""
-    raise ValueError(f"{word!r:.80} is neither {numbers} nor one of {' '.join(sorted(grammar.variables))}{tensors}")
-
-
-def full_name(title: str, numbers: Iterable[Any]) -> str:
+def full_name(title: str, numbers: Any) -> str:
     """The name of a mask or a score: its title with the numbers in the place of the placeholders."""
     given = iter(numbers)
     first, *rest = title.split(PLACEHOLDER)
@@ -287,9 +368,3 @@ def full_name(title: str, numbers: Iterable[Any]) -> str:
 
 def _shown(number: Any) -> str:
     return f"{number:g}" if isinstance(number, float) else f"{number}"
-
-
-def parse_name(title: str, numbers: Iterable[Any] = ()) -> str:
-    """The name of a mask or a score, which errors, logs and kernels show: signs that could end a line, a string or a
-    comment become underscores."""
-    return re.sub(r"[^\w .,()&+-]", "_", full_name(title[:1000], numbers))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.expression import Expr, Grammar, Value, full_name, parse, parse_name
+from strobe.expression import Expr, Value, full_name
+from strobe.expression_text import Grammar, parse, parse_name
 
 _UNBOUNDED = 1 << 30  # larger constants are clamped so that 32-bit arithmetic in the kernels cannot overflow
 
@@ -59,6 +60,16 @@ class Mask:
         if self.lo is None and self.hi is None:
             return Mask(lo, hi, other.title, other.sizes)
         return Mask(lo, hi, f"{self.title} & {other.title}", self.sizes + other.sizes)
+
+    def __or__(self, other: Mask) -> Any:
+        from strobe.mask_function import either
+
+        return either(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Any:
+        from strobe.mask_function import inverse
+
+        return inverse(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without what is derived: a hash of strings means nothing to another process."""
@@ -244,19 +255,19 @@ def parse_mask(text: str, numbers: tuple[int, ...] = ()) -> Mask:
     given = iter(numbers)
     lo, hi = [parse(end, _GRAMMAR, given) if end else None for end in ends]
     for end in (lo, hi):
-        if end is not None and not _never_moves_left(end):
+        if end is not None and not never_moves_left(end):
             raise ValueError(f"{end.text()!r:.80} is no end of a mask: it may become less as q grows")
     return Mask(lo, hi, parse_name(title, given))
 
 
-def _never_moves_left(end: Expr) -> bool:
+def never_moves_left(end: Expr) -> bool:
     """Whether it is plain that the end does not decrease as `q` grows."""
     if "q" not in end.variables() or end.op == "var":
         return True
     a, b = end.args
     if end.op in ("-", "//"):
-        return _never_moves_left(a) and "q" not in b.variables()
+        return never_moves_left(a) and "q" not in b.variables()
     if end.op == "*":
         factor, rest = (a, b) if a.op == "const" else (b, a)
-        return factor.op == "const" and factor.args[0] >= 0 and _never_moves_left(rest)
-    return _never_moves_left(a) and _never_moves_left(b)
+        return factor.op == "const" and factor.args[0] >= 0 and never_moves_left(rest)
+    return never_moves_left(a) and never_moves_left(b)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,11 +53,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Load:
-    """A tensor of which every logit reads an entry, and where that of (sequence, head, query, key) lies."""
+    """A tensor of which every logit reads entries, and where they lie: that of (sequence, head, query, key), or those that
+    the score asks for."""
 
     name: str  # "score0" and so on: of the score; "bias"; "mask_tensor"
     dtype: torch.dtype
-    strides: tuple[int, ...]  # four; 0 along axes that it does not have, or along which it is repeated
+    strides: tuple[int, ...]  # four; 0 along axes that it does not have, or along which it is repeated. Captured ones:
+    # also the lengths of their axes
     shared: bool = False  # several pairs of a query and a key, or heads, read the same entry
     negated: bool = False  # memory holds the negative of each number
 
@@ -238,11 +241,10 @@ class Problem:
 
 
 def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tuple[Load, ...]:
-    """Tensors of a score are read as contiguous fp32, the others as they are."""
-    heads = pairs[1]
+    """All of them as they are. Captured tensors have the strides and the lengths of their own axes."""
     found = [
-        Load(f"score{number}", torch.float32, (heads if axes == "bh" else 0, 1, 0, 0), shared=True)
-        for number, axes in sorted(score.expr.tensors())
+        Load(f"score{number}", t.dtype, (*_padded(t.stride()), *_padded(t.shape)), shared=True, negated=t.is_neg())
+        for number, t in enumerate(score.tensors)
     ]
     for name, t in (("bias", a.bias), ("mask_tensor", a.mask_tensor)):
         if t is not None:
@@ -251,6 +253,10 @@ def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tupl
             strides, shared = view.expand(pairs).stride(), tuple(view.shape) != pairs
             found.append(Load(name, t.dtype, strides, shared, negated=t.is_neg()))
     return tuple(found)
+
+
+def _padded(axes: Sequence[int]) -> tuple[int, ...]:
+    return (*axes, *(0,) * (4 - len(axes)))
 
 
 def _state(a: Arguments, layout: Layout) -> State:

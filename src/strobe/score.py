@@ -6,6 +6,7 @@ C++ text, and the backward pass, which needs its derivative. Masking follows, an
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import operator
@@ -15,10 +16,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.expression import OPERATIONS, Expr, Grammar, full_name, parse, parse_name
+from strobe.expression import BOOL, CTYPES, FLOAT, INT, KINDS, LONG, OPERATIONS, Expr, full_name
+from strobe.expression_cpp import Body, Numbers
+from strobe.expression_text import Grammar, parse, parse_name
 
 LOG2E = math.log2(math.e)
-_s = Expr("var", ("s",))
+_s, _h = (Expr("var", (name,)) for name in ("s", "h"))
+_FINITE = ("+", "-", "*", "/", "tanh", "tanh_near", "abs")  # operations that make no -inf of numbers
+# dtypes of the tensors that a function may capture -> the kind of their elements
+ELEMENT_KINDS = {
+    **dict.fromkeys((torch.float64, torch.float32, torch.bfloat16, torch.float16), FLOAT),
+    **dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), INT),
+    torch.int64: LONG,
+    torch.bool: BOOL,
+}
 
 
 class KernelForm(NamedTuple):
@@ -34,24 +45,25 @@ class Entries(NamedTuple):
     """How kernels read the entries of a tensor."""
 
     name: str  # of the tensor among those of a plan
-    element: str  # "float", "bf16", "fp16" or "bool"
-    pairs: bool  # indexed by query and key, too, not only by batch and head
+    element: str  # "float", "bf16", "bool", "int" and so on
+    pairs: bool  # indexed by batch, head, query and key; else as the score says
     unit: bool = False  # keys are neighbours in memory
+    size: int = 0  # bytes of an entry
 
     def cpp(self, number: int) -> str:
-        read = f"entry_of_pair<{self.element}, {str(self.unit).lower()}>" if self.pairs else "entry_of_head"
+        if not self.pairs:
+            return ""
         result = "bool" if self.element == "bool" else "float"
         return (
             f"  template <class At> STROBE_DEVICE {result} entry{number}(const At& at, int i) const "
-            f"{{ return {read}(t{number}, strides{number}, at, i); }}\n"
+            f"{{ return entry_of_pair<{self.element}, {str(self.unit).lower()}>(t{number}, strides{number}, at, i); }}\n"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """An expression of `s`, the scaled score, and perhaps of the positions `q`, `k`, `len_q`, `len_k` and of captured
-    tensors that are indexed by head or by batch and head. Captured tensors are constants: they have no gradient. Title
-    and `sizes` make the name, as those of a mask."""
+    """An expression of `s`, the scaled score, and perhaps of where it is (expression.KINDS) and of captured tensors.
+    Title and `sizes` make the name, as those of a mask."""
 
     expr: Expr
     title: str
@@ -88,10 +100,17 @@ class Score:
         return Score(self.expr, self.title, (), self.sizes) if self.tensors else self
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Score:
-        for number, axes in sorted(self.expr.tensors()):
-            if number >= len(tensors) or tensors[number].dim() != len(axes):
-                shapes = [tuple(t.shape) for t in tensors]
-                raise ValueError(f"{self!r} refers to tensor {number} with {len(axes)} axes; its tensors have {shapes}")
+        for load in self.expr.loads():
+            number, kind, axes = load.args[0], load.kind, len(load.operands)
+            if (
+                number >= len(tensors)
+                or tensors[number].dim() != axes
+                or ELEMENT_KINDS.get(tensors[number].dtype) != kind
+            ):
+                given = [(tuple(t.shape), t.dtype) for t in tensors]
+                raise ValueError(
+                    f"{self!r} reads {axes} axes of {CTYPES[kind]} of tensor {number}; its tensors are {given}"
+                )
         return Score(self.expr, self.title, tuple(tensors), self.sizes)
 
     @property
@@ -110,6 +129,9 @@ class Score:
 
     def kernel_form(self, scale: float) -> KernelForm:
         """Constant factors leave the expression: outer ones join the exponential's, inner ones the scale."""
+        if self.expr.op == "where" and "s" not in self.expr.args[1].variables():  # hidden is -inf, whatever the factors
+            form = Score(self.expr.args[0], self.title).kernel_form(scale)
+            return form._replace(inner=Expr("where", (form.inner, self.expr.args[1])))
         expr, after = self.expr, 1.0
         while expr.op == "*" and (factor := _positive(expr.args[0]) or _positive(expr.args[1])):
             after *= factor
@@ -123,55 +145,87 @@ class Score:
             return KernelForm(before, expr.replaced(scaled, _s), after)
         return KernelForm(scale, expr, after)
 
+    def hiding(
+        self, visible: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()
+    ) -> Score:
+        """The score where `visible`, an expression that reads `tensors`, is true, and nothing elsewhere."""
+        first = len(self.tensors)
+        moved = visible.mapped(lambda e: _renumbered(e, first) if e.op == "load" else None) if first else visible
+        title, sizes = (title, sizes) if self.is_identity else (f"{self.title} & {title}", self.sizes + sizes)
+        return Score(Expr("where", (self.expr, moved)), title, self.tensors + tensors, sizes)
+
+    def with_first_head(self, head: int) -> Score:
+        """For a call that has the heads from this one on."""
+        shifted = self.expr.replaced(_h, _h + Expr.of(head)) if head else self.expr
+        return Score(shifted, self.title, self.tensors, self.sizes)
+
     def with_pairs(self, bias: bool, mask: bool) -> Score:
         """The score with a bias added, and what a mask hides hidden: two more tensors, indexed by (batch, head, q, k)."""
-        expr, number = self.expr, len(self.expr.tensors())
+        expr, number = self.expr, tensor_count(self.expr)
         if bias:
-            expr, number = Expr("biased", (expr, Expr("tensor", (number, "bhqk")))), number + 1
+            expr, number = Expr("biased", (expr, Expr("tensor", (number,)))), number + 1
         if mask:
-            expr = Expr("where", (expr, Expr("tensor", (number, "bhqk"))))
+            expr = Expr("where", (expr, Expr("tensor", (number,))))
         return Score(expr, self.title, (), self.sizes) if bias or mask else self
 
     def cpp(self, entries: Sequence[Entries] = ()) -> str:
         """`struct Score` for the kernels: x is q.k, y the inner expression of `kernel_form`, of which they compute
         exp2(scale_log2 * y), and `slope` its derivative. `at` tells where entry i of a fragment lies
-        (pipeline/scores.cuh). The text does not depend on numbers: those are fields, see `constants`. `entries`: how the
+        (pipeline/scores.cuh). The text does not depend on numbers: those are fields, see `numbers`. `entries`: how the
         captured tensors are read, by their numbers."""
-        inner, slope = self._inner_and_slope(1.0)
-        numbers: list[float] = [1.0]
-        value, derivative = inner.cpp(numbers), slope.cpp(numbers)
-        identity = inner == _s
+        numbers, (value, slope, near, reach) = self._functions(1.0, entries)
+        identity = self.kernel_form(1.0).inner == _s
         tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in range(len(entries)))
         given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
+        integers = bool(numbers.integers)
+        may_hide = bool(entries) or any(node.op in OPERATIONS and node.op not in _FINITE for node in self.expr.nodes())
         return (
             "struct Score {\n"
             f"  static constexpr bool kIdentity = {str(identity).lower()};\n"
             f"  static constexpr bool kPositional = {str(not self.pointwise).lower()};\n"
-            f"  static constexpr bool kMayHide = {str(bool(entries)).lower()};  // a logit may be -inf\n"
+            f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
             "  const float* c;\n"
+            f"{'  const int* n;' if integers else ''}"
             f"{tensors}"
             "  template <class Params> STROBE_DEVICE static Score of(const Params& p) "
-            f"{{ return Score{{p.score{given}}}; }}\n"
+            f"{{ return Score{{p.score{', p.score_integers' if integers else ''}{given}}}; }}\n"
             f"{''.join(e.cpp(i) for i, e in enumerate(entries))}"
-            "  template <class At> STROBE_DEVICE float operator()(float x, const At& at, int i) const "
-            f"{{ {'' if identity else _names(inner)}return {'x' if identity else value}; }}\n"
-            "  template <class At> STROBE_DEVICE float slope(float x, float y, const At& at, int i) const "
-            f"{{ {_names(slope)}return {derivative}; }}\n"
+            f"  template <class F> STROBE_DEVICE void each_tensor_of_pairs(F f) const {{{_visits(entries)}}}\n"
+            f"  template <class At> STROBE_DEVICE float operator()(float x, const At& at, int i) const {value}\n"
+            f"  static constexpr bool kHasTanh = {str(bool(near)).lower()};\n"
+            f"  template <class At> STROBE_DEVICE float near(float x, const At& at, int i) const {near or '{ return x; }'}\n"
+            f"  template <class At> STROBE_DEVICE float reach(float x, const At& at, int i) const {reach or '{ return x; }'}\n"
+            f"  template <class At> STROBE_DEVICE float slope(float x, float y, const At& at, int i) const {slope}\n"
             "};\n"
         )
 
-    def constants(self, scale: float) -> tuple[float, ...]:
-        """The numbers c[i] that the text of `cpp` refers to."""
-        inner, slope = self._inner_and_slope(scale)
-        numbers: list[float] = [self.kernel_form(scale).before]
-        inner.cpp(numbers)
-        slope.cpp(numbers)
-        return tuple(numbers)
+    def numbers(self, scale: float) -> Numbers:
+        """What c[i] and n[i] are in the text of `cpp`."""
+        return self._functions(scale, ())[0]
 
-    def _inner_and_slope(self, scale: float) -> tuple[Expr, Expr]:
-        """The inner expression, and its derivative by `s` with the value of the former, `y`, known."""
-        inner = self.kernel_form(scale).inner
-        return inner, inner.derivative("s").replaced(inner, Expr("var", ("y",)))
+    def _functions(self, scale: float, entries: Sequence[Entries]) -> tuple[Numbers, list[str]]:
+        """The numbers in, and the bodies of, the score and its derivative; of the score where each tanh is near 0, and of
+        how far from 0 they are. The latter are empty without a tanh."""
+        form = self.kernel_form(scale)
+        inner, numbers = form.inner, Numbers()
+        numbers.floats.append(form.before)
+        slope = inner.derivative("s").replaced(inner, Expr("var", ("y",)))
+        elements = {i: e.element for i, e in enumerate(entries)}
+        bodies = []
+        near = inner.mapped(_near)
+        reach = [Expr("abs", node.args) for node in inner.nodes() if node.op == "tanh"]
+        for e in (inner, slope, near, functools.reduce(lambda a, b: Expr("max", (a, b)), reach) if reach else _s):
+            if len(bodies) > 1 and not reach:
+                bodies.append("")
+                continue
+            given = {Expr("var", ("y",)): "y", _s: "s"}
+            body = Body([e], numbers, given, collections.defaultdict(str, elements))
+            text = body.text(e)
+            if "s" in e.variables() and inner != _s:
+                scaled = inner.op != "where" or inner.args[0] != _s
+                body.statements.insert(0, f"const float s = x{' * c[0]' if scaled else ''};")
+            bodies.append(body.function("x" if e == _s else text))
+        return numbers, bodies
 
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""
@@ -184,19 +238,22 @@ class Score:
         return f"{text};{self.title}", [*numbers, *self.sizes]
 
 
-# How the C++ text of an expression gets the variables in it.
-_PLACES = {
-    "s": "const float s = x * c[0]; ",
-    "q": "const float q = float(at.q(i)); ",
-    "k": "const float k = float(at.k(i)); ",
-    "len_q": "const float len_q = float(at.len_q); ",
-    "len_k": "const float len_k = float(at.len_k); ",
-}
+def _near(e: Expr) -> Expr | None:
+    return Expr("tanh_near", (e.args[0].mapped(_near),)) if e.op == "tanh" else None
 
 
-def _names(expr: Expr) -> str:
-    used = expr.variables()
-    return "".join(text for name, text in _PLACES.items() if name in used)
+def _visits(entries: Sequence[Entries]) -> str:
+    return "".join(f" f(t{i}, strides{i}, {e.size});" for i, e in enumerate(entries) if e.unit)
+
+
+def _renumbered(load: Expr, first: int) -> Expr:
+    number, kind, *index = load.args
+    moved = [i.mapped(lambda e: _renumbered(e, first) if e.op == "load" else None) for i in index]
+    return Expr("load", (number + first, kind, *moved))
+
+
+def tensor_count(expr: Expr) -> int:
+    return 1 + max((load.args[0] for load in expr.loads()), default=-1)
 
 
 def _positive(x: Expr) -> float | None:
@@ -222,10 +279,10 @@ def _only_parent_of_s(expr: Expr) -> Expr | None:
     return None
 
 
-MAX_CONSTANTS = 8  # room for them in the kernels' arguments
-
 _GRAMMAR = Grammar(
-    frozenset(("s", "q", "k", "len_q", "len_k")), frozenset(OPERATIONS) - {"//", "where", "biased"}, tensors=True
+    frozenset(("s", "q", "k", "len_q", "len_k", *KINDS)),
+    frozenset(OPERATIONS) - {"//", "biased", "tanh_near"},
+    tensors=True,
 )
 
 identity = Score(_s, "identity")
@@ -241,11 +298,10 @@ def alibi(slopes: torch.Tensor) -> Score:
     query and key. The last query stands opposite the last key."""
     if not isinstance(slopes, torch.Tensor) or slopes.dim() not in (1, 2) or not slopes.dtype.is_floating_point:
         raise ValueError("slopes must be a floating-point tensor (heads,) or (batch, heads)")
-    if slopes.requires_grad:
-        raise ValueError("slopes requires grad; the tensors of a score are constants: pass slopes.detach()")
     q, k, len_q, len_k = (Expr("var", (name,)) for name in ("q", "k", "len_q", "len_k"))
     distance = Expr("abs", (q + (len_k - len_q) - k,))
-    return Score(_s - Expr("tensor", (0, "h" if slopes.dim() == 1 else "bh")) * distance, "alibi", (slopes,))
+    index = (_h,) if slopes.dim() == 1 else (Expr("var", ("b",)), _h)
+    return Score(_s - Expr("load", (0, FLOAT, *index)) * distance, "alibi", (slopes,))
 
 
 @functools.lru_cache(maxsize=64)

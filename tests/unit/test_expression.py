@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import strobe
-from strobe.expression import OPERATIONS, Expr, Grammar, parse
+from strobe.expression import OPERATIONS, Expr
+from strobe.expression_text import Grammar, parse
 from strobe.mask import parse_mask
 from strobe.score import Score, alibi, identity, parse_score, softcap
 

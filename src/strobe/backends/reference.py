@@ -13,6 +13,7 @@ import torch
 from strobe import dropout
 from strobe.arguments import Inputs
 from strobe.backends.backend import Backend, binder
+from strobe.expression import WORKING_DTYPE
 from strobe.mask import Positions
 from strobe.problem import Problem
 
@@ -41,10 +42,13 @@ def _one(
     offset_q, whole_q, offset_k, whole_k = at or (0, len_q, 0, len_k)
     rows, keys = range(offset_q, offset_q + len_q), range(offset_k, offset_k + len_k)
     where: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k}
-    where["q"] = torch.arange(rows.start, rows.stop, device=q.device, dtype=dtype)[:, None]
-    where["k"] = torch.arange(keys.start, keys.stop, device=q.device, dtype=dtype)
-    for i, t in enumerate(x.score_tensors):  # (heads,) or (batch, heads)
-        where[i] = (t if t.dim() == 1 else t[batch.start : batch.stop]).to(dtype)[..., None, None]
+    where |= {"len_qi": whole_q, "len_ki": whole_k, WORKING_DTYPE: dtype}
+    where["qi"] = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+    where["ki"] = torch.arange(keys.start, keys.stop, device=q.device)
+    where |= {"q": where["qi"].to(dtype), "k": where["ki"].to(dtype)}
+    where["b"] = torch.arange(batch.start, batch.stop, device=q.device)[:, None, None, None]
+    where["h"] = torch.arange(problem.heads, device=q.device)[:, None, None]
+    where |= dict(enumerate(x.score_tensors))
 
     s = scores(problem, q @ k.mT, where, None if x.bias is None else x.bias.to(dtype))
     visible = problem.mask.dense(len_q, len_k, q.device, at) & (s != -torch.inf)

@@ -17,7 +17,7 @@ from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.families import FAMILIES, Family
 from strobe.cuda.launch import Launcher, address, allocator, compile_together, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
-from strobe.cuda.scores import MOST_SCORE_TENSORS
+from strobe.expression_text import MOST_TENSORS
 from strobe.problem import Problem, Strides
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
@@ -111,7 +111,7 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
 # Those besides q, k and v, by the name that plans have for them.
 READ: dict[str, Read] = {
     **{name: Read(attrgetter(name), _FORMS[row.read]) for name, row in ROWS.items() if row.read is not None},
-    **{f"score{i}": Read(functools.partial(_score_tensor, i), _as_floats) for i in range(MOST_SCORE_TENSORS)},
+    **{f"score{i}": Read(functools.partial(_score_tensor, i), _FORMS["strided"]) for i in range(MOST_TENSORS)},
     "mask_tensor": Read(attrgetter("mask_tensor"), lambda t: t),
 }
 

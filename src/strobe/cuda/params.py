@@ -10,26 +10,28 @@ from typing import Any
 
 from strobe.arguments import ROWS
 from strobe.cuda.driver import TENSOR_MAP_BYTES
+from strobe.expression_text import MOST_TENSORS
 
 COUNTER = "counter"  # a tensor that no caller provides: COUNTERS zeros, zero again when the launch has ended
 COUNTERS = 1024  # the first hands out tiles; a consumer of a tile whose keys are split has one of the others
 
+_SCORED = tuple(f"score{i}" for i in range(MOST_TENSORS))  # captured tensors
 _FIRST = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed", COUNTER, "partial", "bias")
 _STRIDES = [f"{t}_{axis}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in ("batch", "head", "row")]
 # The one order of the fields of all kernels: pointers first, since they change with every call, tensor maps last. The
 # parts of a kernel declare fields in any order.
 ORDER = (
     *_FIRST,
-    *("score0", "score1", "score2", "mask_tensor", "dbias"),
+    *(*_SCORED, "mask_tensor", "dbias"),
     *(name for name, row in ROWS.items() if row.read is not None and name not in _FIRST),
     *("d_o", "dlse", "dq", "dk", "dv", "dsink", "dq_sum", "turns", "lse2", "delta", "dropout_rows"),
     *_STRIDES,
-    *(f"{t}_strides" for t in ("score0", "score1", "score2", "bias", "mask_tensor", "dbias")),
+    *(f"{t}_strides" for t in (*_SCORED, "bias", "mask_tensor", "dbias")),
     *("lse_batch", "lse_head", "stat_rows"),
     *("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows"),
     *("key_blocks", "sections", "heads_k", "group_parts", "stat_blocks"),
     *("merge", "unscale", "scale_grad"),
-    *("score", "scale_log2", "dropout_scale", "dropout_threshold"),
+    *("score", "scale_log2", "dropout_scale", "dropout_threshold", "score_integers"),
     *("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "mask"),
     *(f"map_{t}" for t in ("q", "k", "v", "o", "state", "d_o", "dk", "dv", "dq")),
 )

@@ -6,6 +6,7 @@ numbers are arguments, so another window or softcap never compiles anything.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +14,28 @@ import torch
 
 from strobe import dropout
 from strobe.cuda.params import Field
+from strobe.expression_text import MOST_TENSORS
 from strobe.mask import MAX_CONSTANTS, Mask, full
 from strobe.problem import Load, Problem
-from strobe.score import LOG2E, MAX_CONSTANTS as MAX_SCORE_CONSTANTS, Entries, Score, identity, softcap
+from strobe.score import ELEMENT_KINDS, LOG2E, Entries, Score, identity, softcap, tensor_count
 
 _SOFTCAP = softcap(1.0).cpp()
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "bool"}
-MOST_SCORE_TENSORS = 3  # as many have a place in params.ORDER
+_CAPTURED = {  # by a score, besides those
+    torch.float64: "double", torch.int64: "i64", torch.int32: "int", torch.int16: "short", torch.int8: "signed char", torch.uint8: "u8",
+}  # fmt: skip
+ROOM, MORE_ROOM = 8, 32  # for the numbers of a score in the arguments
 
 
 def _entries(load: Load) -> Entries:
     pairs = load.name in ("bias", "mask_tensor")
-    return Entries(load.name, _ELEMENTS.get(load.dtype, ""), pairs, pairs and load.strides[3] == 1)
+    element = _ELEMENTS.get(load.dtype, "") if pairs else (_ELEMENTS | _CAPTURED)[load.dtype]
+    return Entries(load.name, element, pairs, pairs and load.strides[3] == 1, load.dtype.itemsize)
+
+
+def _as_float(x: float) -> float:
+    """As fp32 holds it: beyond its range, infinite."""
+    return x if abs(x) < 3.4028235e38 else math.copysign(math.inf, x)
 
 
 @dataclass(frozen=True)
@@ -78,13 +89,18 @@ class Scores:
 
     def fields(self) -> tuple[Field, ...]:
         tensors = [
-            f for e in self.entries for f in (Field(e.name, "const void*"), Field(f"{e.name}_strides", "i64", 4))
+            f
+            for e in self.entries
+            for f in (Field(e.name, "const void*"), Field(f"{e.name}_strides", "i64", 4 if e.pairs else 8))
         ]
         gradient = [Field("dbias", "void*"), Field("dbias_strides", "i64", 4)] if self.bias_gradient else []
-        return *self.FIELDS, *tensors, *gradient
+        numbers = self.score.numbers(1.0)  # of the printed Score
+        room = [Field("score", "float", ROOM if len(numbers.floats) <= ROOM else MORE_ROOM)]
+        if numbers.integers:
+            room.append(Field("score_integers", "int", MORE_ROOM))
+        return *room, *self.FIELDS, *tensors, *gradient
 
     FIELDS = (
-        Field("score", "float", MAX_SCORE_CONSTANTS),  # numbers of the printed Score
         Field("scale_log2", "float"),  # of its result, in units of log 2
         Field("dropout_scale", "float"),  # of the weights that are kept
         Field("dropout_threshold", "u32"),  # see tile/dropout.cuh
@@ -93,15 +109,18 @@ class Scores:
 
     @staticmethod
     def values(problem: Problem) -> dict[str, Any]:
-        constants, numbers = problem.mask.constants, problem.logit.constants(problem.scale)
+        constants, numbers = problem.mask.constants, problem.logit.numbers(problem.scale)
+        room = ROOM if len(numbers.floats) <= ROOM else MORE_ROOM
         found: dict[str, Any] = {
-            "score": numbers + (0.0,) * (MAX_SCORE_CONSTANTS - len(numbers)),
+            "score": (*map(_as_float, numbers.floats), *(0.0,) * (room - len(numbers.floats))),
             "scale_log2": problem.logit.kernel_form(problem.scale).after * LOG2E,
             "dropout_scale": 1 / dropout.kept_share(problem.dropout),
             "dropout_threshold": 0x10001
             * dropout.threshold_bits(problem.dropout),  # the same in both halves of 32 bits
             "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),
         }
+        if numbers.integers:
+            found["score_integers"] = (*numbers.integers, *(0,) * (MORE_ROOM - len(numbers.integers)))
         return found | {f"{load.name}_strides": load.strides for load in problem.loads}
 
     @staticmethod
@@ -109,16 +128,22 @@ class Scores:
         """Which scores no kernel computes."""
         for load in problem.loads:
             name = load.name.replace("_", " ")
-            if load.dtype not in _ELEMENTS:
+            captured = load.name not in ("bias", "mask_tensor")
+            if load.dtype not in (ELEMENT_KINDS if captured else _ELEMENTS):
                 return f"a {name} of {str(load.dtype).removeprefix('torch.')}"
             if load.negated:
                 return f"a {name} that is a negated view"
-            if load.name in ("bias", "mask_tensor") and (problem.positions or problem.first_head):
+            if not captured and (problem.positions or problem.first_head):
                 return f"a {name} of a part of a sequence or of its heads"
             if load.name == "bias" and "bias" in problem.gradients and load.shared and problem.deterministic:
                 return "a deterministic gradient of a bias that heads, sequences or rows share; the kernels add it up"
-        if (captured := len(problem.score.expr.tensors())) > MOST_SCORE_TENSORS:
-            return f"{captured} captured tensors; the kernels take {MOST_SCORE_TENSORS}"
+        if (count := tensor_count(problem.score.expr)) > MOST_TENSORS:
+            return f"{count} captured tensors; the kernels take {MOST_TENSORS}"
+        numbers = problem.logit.numbers(problem.scale)
+        if (count := max(len(numbers.floats), len(numbers.integers))) > MORE_ROOM:
+            return f"{count} numbers in a score function; the kernels take {MORE_ROOM}"
+        if any(not -(1 << 31) <= n < 1 << 31 for n in numbers.integers):
+            return "an integer of more than 32 bits in a score function"
         if problem.dropout > dropout.LARGEST:
             return f"dropout {problem.dropout}; the kernels drop up to {dropout.LARGEST:.3f}"
         if problem.dropout and (problem.positions or problem.first_head):

@@ -71,8 +71,8 @@ class Task:
         """The same for some of the query heads."""
         a = self.template
         score = a.score
-        if score is not None and score.tensors:
-            score = score.with_tensors([t[..., start:stop] for t in score.tensors])
+        if score is not None:
+            score = score.with_first_head(start)
         sinks = None if a.sinks is None else a.sinks[start:stop]
         return replace(self, template=a._replace(score=score, sinks=sinks, first_head=a.first_head + start))
 

@@ -18,6 +18,7 @@ import torch
 from strobe import dropout
 from strobe.arguments import Inputs
 from strobe.backends.tiled.sequences import alike, sequences_differ
+from strobe.expression import WORKING_DTYPE
 from strobe.mask import Positions, full
 from strobe.problem import Problem
 from strobe.score import LOG2E
@@ -180,19 +181,19 @@ class Slab:
         (b, hk, g, rows, keys)."""
         score = self.problem.score
         if score.pointwise:
-            return {}
+            return {WORKING_DTYPE: self.accumulate}
         offset_q, whole_q, offset_k, whole_k = self.positions or (0, self.len_q, 0, self.len_k)
         found: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k}
-        for name, r, offset in (("q", rows, offset_q), ("k", keys, offset_k)):
-            found[name] = torch.arange(
-                r.start + offset, r.stop + offset, dtype=self.accumulate, device=self.problem.device
-            )
-        found["q"] = found["q"][:, None]
-        for i, t in enumerate(self.inputs.score_tensors):  # (heads,) or (batch, heads)
-            t = t[None] if t.dim() == 1 else t[self.batch.start : self.batch.stop]
-            t = t[:, self.query_heads.start : self.query_heads.stop].to(self.accumulate)
-            found[i] = t.unflatten(1, (len(self.heads), self.group))[..., None, None]
-        return found
+        found |= {"len_qi": whole_q, "len_ki": whole_k, WORKING_DTYPE: self.accumulate}
+
+        def count(r: range, offset: int = 0) -> torch.Tensor:
+            return torch.arange(r.start + offset, r.stop + offset, device=self.problem.device)
+
+        found |= {"qi": count(rows, offset_q)[:, None], "ki": count(keys, offset_k)}
+        found |= {"q": found["qi"].to(self.accumulate), "k": found["ki"].to(self.accumulate)}
+        found["b"] = count(self.batch)[:, None, None, None, None]
+        found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
+        return found | dict(enumerate(self.inputs.score_tensors))
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, keys: range, whole: bool, buffer: torch.Tensor
@@ -221,10 +222,17 @@ class Slab:
         derivative = inner.derivative("s")
 
         def slope() -> torch.Tensor:
-            return derivative.evaluate(env, known).reshape(s.shape)
+            return self._whole(derivative.evaluate(env, known), env["s"]).reshape(s.shape)
 
-        scored = (value * self._after).view_as(s)  # memory of its own: `slope` may need the value
+        scored = self._whole(value * self._after, env["s"]).reshape(
+            s.shape
+        )  # memory of its own: `slope` may need the value
         return scored, slope if derivative.variables() else None
+
+    @staticmethod
+    def _whole(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """What does not depend on all of the score's axes, for each score; in memory that can be written."""
+        return value if value.shape == like.shape else value.expand_as(like).contiguous()
 
     def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
         """-inf where the interval mask hides a key."""

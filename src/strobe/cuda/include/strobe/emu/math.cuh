@@ -39,6 +39,14 @@ STROBE_DEVICE float exp2_approx(float x) {
 STROBE_DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
 STROBE_DEVICE float rcp_approx(float x) { return emu::flush(1.f / emu::flush(x)); }
 STROBE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+STROBE_DEVICE float sqrt_approx(float x) { return emu::flush(__builtin_sqrtf(emu::flush(x))); }
+STROBE_DEVICE float sine(float x) { return __builtin_sinf(x); }
+STROBE_DEVICE float cosine(float x) { return __builtin_cosf(x); }
+STROBE_DEVICE float error_function(float x) { return __builtin_erff(x); }
+STROBE_DEVICE float round_down(float x) { return __builtin_floorf(x); }
+STROBE_DEVICE float round_up(float x) { return __builtin_ceilf(x); }
+STROBE_DEVICE float round_to_zero(float x) { return __builtin_truncf(x); }
+STROBE_DEVICE float round_to_even(float x) { return __builtin_rintf(x); }
 STROBE_DEVICE float fabs(float x) { return __builtin_fabsf(x); }
 STROBE_DEVICE float fmax(float a, float b) {  // the number if one is NaN; +0 above -0
   if (a != a) return b;

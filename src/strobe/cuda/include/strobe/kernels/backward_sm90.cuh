@@ -188,8 +188,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     const Score score = Score::of(p);
     const auto at = where<Score, Config, true>(tile, tile.positions, head_at(left, tile.head_k), keys.key,
                                                m * kBlockM + keys.column);
-    typename Keys::Bounds bounds;
-    if (!Score::kIdentity && masked) bounds = keys.bounds(m);
+    const auto bounds = !Score::kIdentity && masked ? keys.bounds(m) : typename Keys::Bounds{};
+    prefetch_queries<kBlockM>(score, at);
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
       float d[2], l[2], slope[4] = {1.f, 1.f, 1.f, 1.f}, kept[4];

@@ -7,6 +7,7 @@
 #include <strobe/pipeline/blocks.cuh>
 #include <strobe/ptx/atomic.cuh>
 #include <strobe/tile/dropout.cuh>
+#include <strobe/tile/functions.cuh>
 #include <strobe/tile/softmax.cuh>
 
 namespace strobe {
@@ -37,6 +38,16 @@ STROBE_DEVICE auto where(const Sequence& s, const Positions& at, int head, int r
 }
 
 template <class Score, class At, int N> STROBE_DEVICE void logits(float (&s)[N], const Score& score, const At& at) {
+  if constexpr (Score::kHasTanh) {  // warp-uniform: all of them are near 0, or none is taken to be
+    float reach = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) reach = fmax(reach, score.reach(s[i], at, i));
+    if (!any(!(reach <= kTanhNear))) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) s[i] = score.near(s[i], at, i);
+      return;
+    }
+  }
   if constexpr (!Score::kIdentity) {
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = score(s[i], at, i);
@@ -60,12 +71,11 @@ STROBE_DEVICE void logits(float (&s)[N], float (&slope)[N], const Score& score, 
 template <class T> STROBE_DEVICE auto load_entry(const void* tensor, i64 index, bool valid) {
   if constexpr (sizeof(T) == 1 && __is_empty(T))
     return to_float<T>(ld_constant(static_cast<const u16*>(tensor) + index, valid));  // bf16, fp16
+  else if constexpr (sizeof(T) == 8 && T(0.5) != T(0))
+    return float(ld_constant(static_cast<const T*>(tensor) + index, valid));
   else return ld_constant(static_cast<const T*>(tensor) + index, valid);
 }
 // Strides are by sequence, head, query and key. Beyond the sequence an entry is 0.
-template <class At> STROBE_DEVICE float entry_of_head(const void* tensor, const i64* strides, const At& at, int i) {
-  return load_entry<float>(tensor, at.batch * strides[0] + at.head(i) * strides[1], true);
-}
 template <class At> STROBE_DEVICE i64 row_of_pairs(const i64* strides, const At& at, int i) {
   return at.batch * strides[0] + at.head(i) * strides[1] + at.q(i) * strides[2];
 }
@@ -73,6 +83,37 @@ template <class T, bool kUnit, class At>  // kUnit: keys are neighbours
 STROBE_DEVICE auto entry_of_pair(const void* tensor, const i64* strides, const At& at, int i) {
   return load_entry<T>(tensor, row_of_pairs(strides, at, i) + at.k(i) * (kUnit ? 1 : strides[3]), at.inside(i));
 }
+
+// Entries of the block of keys, or of queries, that comes next, on their way to the L2: a thread that waited for memory
+// would keep its warp waiting. Lines hold 128 bytes of a query's entries; `at` is the thread's place in this block.
+template <bool kTransposed, int kPackGqa> STROBE_DEVICE void prefetch_line(const void* tensor, const i64* strides,
+                                                                           int size, Where<kTransposed, kPackGqa> at,
+                                                                           int row, int column) {
+  at.row = row, at.column = column;
+  if (row >= 0 && column >= 0 && at.inside(0))
+    prefetch_l2(static_cast<const char*>(tensor) + (row_of_pairs(strides, at, 0) + at.k(0)) * size);
+}
+template <int kBlockN, class Score, int kPackGqa>  // 16 queries of a warp
+STROBE_DEVICE void prefetch_keys(const Score& score, const Where<false, kPackGqa>& at) {
+  const int lane = thread_idx() % 32, row = at.row - lane / 4, column = at.column - 2 * (lane % 4) - kBlockN;
+  score.each_tensor_of_pairs([&](const void* tensor, const i64* strides, int size) {
+    const int lines = kBlockN * size / 128 ? kBlockN * size / 128 : 1;  // of a row
+    for (int i = lane; i < 16 * lines; i += 32)
+      prefetch_line(tensor, strides, size, at, row + i / lines, column + i % lines * (128 / size));
+  });
+}
+template <int kBlockM, class Score, int kPackGqa>  // 64 keys of a warpgroup
+STROBE_DEVICE void prefetch_queries(const Score& score, const Where<true, kPackGqa>& at) {
+  const int tid = thread_idx() % 128, lane = tid % 32;
+  const int row = at.row - tid / 32 * 16 - lane / 4, column = at.column - 2 * (lane % 4) + kBlockM;
+  score.each_tensor_of_pairs([&](const void* tensor, const i64* strides, int size) {
+    const int lines = size > 1 ? size / 2 : 1;
+    for (int i = tid; i < kBlockM * lines; i += 128)
+      prefetch_line(tensor, strides, size, at, row + i % lines * (128 / size), column + i / lines);
+  });
+}
+template <int kBlock, class Score> STROBE_DEVICE void prefetch_keys(const Score&, Nowhere) {}
+template <int kBlock, class Score> STROBE_DEVICE void prefetch_queries(const Score&, Nowhere) {}
 
 // A finite bias below kLeastBias hides a key, as -inf does, unless it stands at all keys of a row: those count alike,
 // as rounding makes them in s + bias. The row's LSE must still hold log(n) beside it, for P = exp(s - LSE).
@@ -112,8 +153,11 @@ STROBE_DEVICE void put_bias_gradient(const Params& p, const At& at, int i, float
 template <class Config, class Score, class Tile, class At, int N>
 STROBE_DEVICE void logits_of_queries(float (&s)[N], const Score& score, const Tile& tile, At positions, int row,
                                      int column) {
-  if constexpr (Score::kPositional) logits(s, score, where<Score, Config>(tile, positions(), tile.head, row, column));
-  else logits(s, score, Nowhere{});
+  if constexpr (Score::kPositional) {
+    const auto at = where<Score, Config>(tile, positions(), tile.head, row, column);
+    prefetch_keys<Config::kBlockN>(score, at);
+    logits(s, score, at);
+  } else logits(s, score, Nowhere{});
 }
 
 // Scores that a mask hides from the queries of the thread's two rows become -inf; `column` is its first key. kOnce: the

@@ -19,6 +19,11 @@ STROBE_DEVICE float rcp_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+STROBE_DEVICE float sqrt_approx(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 STROBE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 STROBE_DEVICE float fabs(float x) {  // keeps subnormal numbers, so that it costs nothing: a modifier of its user
   float y;
@@ -26,6 +31,14 @@ STROBE_DEVICE float fabs(float x) {  // keeps subnormal numbers, so that it cost
   return y;
 }
 STROBE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
+// CUDA's own, for users' functions.
+STROBE_DEVICE float sine(float x) { return ::sinf(x); }
+STROBE_DEVICE float cosine(float x) { return ::cosf(x); }
+STROBE_DEVICE float error_function(float x) { return ::erff(x); }
+STROBE_DEVICE float round_down(float x) { return ::floorf(x); }
+STROBE_DEVICE float round_up(float x) { return ::ceilf(x); }
+STROBE_DEVICE float round_to_zero(float x) { return ::truncf(x); }
+STROBE_DEVICE float round_to_even(float x) { return ::rintf(x); }
 
 // Two floats rounded to 16 bit, `lo` in the lower half. (The instruction names the upper half first.)
 template <class T> STROBE_DEVICE u32 pack2(float lo, float hi);

@@ -54,6 +54,51 @@ STROBE_DEVICE bool ld_constant(const bool* p, bool valid) {
       : "l"(p), "r"(int(valid)));
   return x != 0;
 }
+STROBE_DEVICE int ld_constant(const int* p, bool valid) {
+  int x;
+  asm("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.b32 %0, 0; @valid ld.global.nc.b32 %0, [%1]; }"
+      : "=r"(x)
+      : "l"(p), "r"(int(valid)));
+  return x;
+}
+STROBE_DEVICE i64 ld_constant(const i64* p, bool valid) {
+  i64 x;
+  asm("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.b64 %0, 0; @valid ld.global.nc.b64 %0, [%1]; }"
+      : "=l"(x)
+      : "l"(p), "r"(int(valid)));
+  return x;
+}
+STROBE_DEVICE double ld_constant(const double* p, bool valid) {
+  double x;
+  asm("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.f64 %0, 0d0000000000000000; @valid ld.global.nc.f64 %0, [%1]; "
+      "}"
+      : "=d"(x)
+      : "l"(p), "r"(int(valid)));
+  return x;
+}
+STROBE_DEVICE short ld_constant(const short* p, bool valid) {
+  short x;
+  asm("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.b16 %0, 0; @valid ld.global.nc.s16 %0, [%1]; }"
+      : "=h"(x)
+      : "l"(p), "r"(int(valid)));
+  return x;
+}
+STROBE_DEVICE signed char ld_constant(const signed char* p, bool valid) {
+  short x;
+  asm("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.b16 %0, 0; @valid ld.global.nc.s8 %0, [%1]; }"
+      : "=h"(x)
+      : "l"(p), "r"(int(valid)));
+  return static_cast<signed char>(x);
+}
+STROBE_DEVICE u8 ld_constant(const u8* p, bool valid) {
+  u16 x;
+  asm("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.b16 %0, 0; @valid ld.global.nc.u8 %0, [%1]; }"
+      : "=h"(x)
+      : "l"(p), "r"(int(valid)));
+  return u8(x);
+}
+// A line of 128 bytes, on its way to the L2.
+STROBE_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // What is written during this launch; 4, 8 or 16 bytes, aligned to as many. With `valid` false nothing is read and `to`
 // becomes 0.
 STROBE_DEVICE float ld_global_l2(const float* p) {

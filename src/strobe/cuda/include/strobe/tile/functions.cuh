@@ -1,0 +1,26 @@
+// What users' functions of a score are made of, besides C++'s operators. Integer division rounds down, as in Python.
+#pragma once
+#include <strobe/tile/softmax.cuh>
+
+namespace strobe {
+
+// An index, or the end of the axis that it lies beyond.
+template <class T> STROBE_DEVICE i64 within(T i, i64 length) {
+  return i < 0 ? 0 : i64(i) < length ? i64(i) : length - 1;
+}
+
+template <class T> STROBE_DEVICE T floor_div(T a, T b) {
+  if (b == 0) return 0;
+  return a / b - T(a % b != 0 && (a < 0) != (b < 0));
+}
+template <class T> STROBE_DEVICE T floor_mod(T a, T b) { return a - floor_div(a, b) * b; }
+template <class T> STROBE_DEVICE T minimum(T a, T b) { return b < a ? b : a; }
+template <class T> STROBE_DEVICE T maximum(T a, T b) { return b > a ? b : a; }
+template <class T> STROBE_DEVICE T absolute(T x) { return x < 0 ? -x : x; }
+
+STROBE_DEVICE float exp_fast(float x) { return exp2_approx(x * kLog2e); }
+STROBE_DEVICE float log_fast(float x) { return log2_approx(x) * kLn2; }
+STROBE_DEVICE float sigmoid_fast(float x) { return rcp_approx(1.f + exp2_approx(-x * kLog2e)); }
+STROBE_DEVICE float pow_fast(float a, float b) { return exp2_approx(b * log2_approx(a)); }
+
+}  // namespace strobe

@@ -1,0 +1,136 @@
+"""Masks that are functions of (batch, head, query, key): what an interval per row cannot say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from strobe import interval_part, user_function
+from strobe.arguments import Arguments
+from strobe.expression import BOOL, FLOAT, Expr
+from strobe.mask import Mask, full
+from strobe.score import Score, identity, softcap
+
+_GIVEN = (user_function.B, user_function.H, user_function.Q, user_function.K)
+
+
+class MaskFunction:
+    """The keys of an interval mask for which a condition holds, too. Combine with `&`, `|` and `~`."""
+
+    def __init__(self, interval: Mask, rest: Expr | None, tensors: tuple[torch.Tensor, ...], title: str) -> None:
+        self.interval, self.rest, self.tensors, self.title = interval, rest, tensors, title
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskFunction, (self.interval, self.rest, self.tensors, self.title)
+
+    def __repr__(self) -> str:
+        return f"strobe.mask_function({self.title})"
+
+    def __and__(self, other: Any) -> MaskFunction:
+        if not isinstance(other, (Mask, MaskFunction)):
+            return NotImplemented
+        other = as_function(other)
+        rest, tensors = _together("&", self, other)
+        return MaskFunction(self.interval & other.interval, rest, tensors, f"{self.title} & {other.title}")
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> MaskFunction:
+        if not isinstance(other, (Mask, MaskFunction)):
+            return NotImplemented
+        condition, tensors = _together("|", _all_of(self), _all_of(as_function(other)))
+        assert condition is not None
+        return _split(condition, tensors, f"{self.title} or {as_function(other).title}")
+
+    __ror__ = __or__
+
+    def __invert__(self) -> MaskFunction:
+        condition = _all_of(self).rest
+        assert condition is not None
+        return _split(interval_part.negated(condition), self.tensors, f"not {self.title}")
+
+    @functools.cached_property
+    def over_identity(self) -> Score | None:
+        """The score that hides what the condition does not let through; None: the interval says all."""
+        return None if self.rest is None else identity.hiding(self.rest, self.tensors, self.title)
+
+    def dense(self, len_q: int, len_k: int, batch: int = 1, heads: int = 1) -> torch.Tensor:
+        """The mask as booleans, (batch, heads, len_q, len_k). For small pictures."""
+        seen = self.interval.dense(len_q, len_k)
+        if self.rest is not None:
+            env: dict[Any, Any] = {"len_qi": len_q, "len_ki": len_k, "ki": torch.arange(len_k)}
+            env |= {"qi": torch.arange(len_q)[:, None], "h": torch.arange(heads)[:, None, None]}
+            env |= {"b": torch.arange(batch)[:, None, None, None], "float": torch.float32}
+            seen = seen & self.rest.evaluate(env | dict(enumerate(self.tensors)))
+        return seen.expand(batch, heads, len_q, len_k)
+
+
+def mask_function(function: Callable[..., Any], *, rows: bool = False) -> MaskFunction:
+    """A mask from `function(b, h, q, k) -> bool`, plain Python over torch operations, traced once. It may close over tensors
+    and index them. q and k are positions: the last query stands opposite the last key. `rows`: q counts query rows from
+    0 instead, as FlexAttention does."""
+    given = (*_GIVEN[:2], user_function.ROW, _GIVEN[3]) if rows else _GIVEN
+    return _split(*user_function.trace(function, given, BOOL, None))
+
+
+def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score:
+    """A score from `function(score, b, h, q, k)`, traced once: see `mask_function`. Its derivative is derived."""
+    q = user_function.ROW if rows else user_function.Q
+    given = (user_function.S, user_function.B, user_function.H, q, user_function.K)
+    expr, tensors, name = user_function.trace(function, given, FLOAT, None)
+    return Score(expr, name, tensors)
+
+
+def as_function(mask: Mask | MaskFunction) -> MaskFunction:
+    return mask if isinstance(mask, MaskFunction) else MaskFunction(mask, None, (), mask.name)
+
+
+def either(a: Mask, b: Mask) -> MaskFunction:
+    return as_function(a) | b
+
+
+def inverse(mask: Mask) -> MaskFunction:
+    return ~as_function(mask)
+
+
+def resolved(a: Arguments) -> Arguments:
+    """The arguments with functions traced, and with what is left of a mask function beside its interval in the score."""
+    mask, score = a.mask, a.score
+    if score is not None and not isinstance(score, Score) and callable(score):
+        a = a._replace(score=score_function(score))
+    if not isinstance(mask, MaskFunction):
+        if mask is None or isinstance(mask, (Mask, torch.Tensor)) or not callable(mask):
+            return a
+        mask = mask_function(mask)
+    interval = None if mask.interval == full else mask.interval
+    if mask.rest is None:
+        return a._replace(mask=interval)
+    if a.score is None and a.softcap is None:
+        return a._replace(mask=interval, score=mask.over_identity)
+    if a.score is not None and a.softcap is not None:
+        return a  # refused by the checks
+    base = a.score if a.score is not None else softcap(a.softcap)
+    return a._replace(mask=interval, softcap=None, score=base.hiding(mask.rest, mask.tensors, mask.title))
+
+
+def _split(condition: Expr, tensors: tuple[torch.Tensor, ...], title: str) -> MaskFunction:
+    (lo, hi), rest = interval_part.split(condition)
+    return MaskFunction(Mask(lo, hi, title), rest, tensors, title)
+
+
+def _all_of(mask: MaskFunction) -> MaskFunction:
+    """The same, its interval part of the condition."""
+    condition = interval_part.condition_of((mask.interval.lo, mask.interval.hi))
+    if mask.rest is not None:
+        condition = Expr("&", (condition, mask.rest))
+    return MaskFunction(full, condition, mask.tensors, mask.title)
+
+
+def _together(op: str, a: MaskFunction, b: MaskFunction) -> tuple[Expr | None, tuple[torch.Tensor, ...]]:
+    if a.rest is None or b.rest is None:
+        return (a.rest, a.tensors) if b.rest is None else (b.rest, b.tensors)
+    moved = Score(Expr("where", (Expr("var", ("s",)), a.rest)), "", a.tensors).hiding(b.rest, b.tensors, "")
+    return Expr(op, (a.rest, moved.expr.args[1])), moved.tensors
