@@ -6,7 +6,6 @@ C++ text, and the backward pass, which needs its derivative. Masking follows, an
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import operator
@@ -16,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strobe import score_cpp
 from strobe.expression import BOOL, CTYPES, FLOAT, INT, KINDS, LONG, OPERATIONS, Expr, full_name
-from strobe.expression_cpp import Body, Numbers
+from strobe.expression_cpp import Numbers
 from strobe.expression_text import Grammar, parse, parse_name
+from strobe.score_cpp import Entries
 
 LOG2E = math.log2(math.e)
 _s, _h = (Expr("var", (name,)) for name in ("s", "h"))
-_FINITE = ("+", "-", "*", "/", "tanh", "tanh_near", "abs")  # operations that make no -inf of numbers
 # dtypes of the tensors that a function may capture -> the kind of their elements
 ELEMENT_KINDS = {
     **dict.fromkeys((torch.float64, torch.float32, torch.bfloat16, torch.float16), FLOAT),
@@ -39,25 +39,6 @@ class KernelForm(NamedTuple):
     before: float
     inner: Expr  # of "s"; `s` itself where nothing happens
     after: float
-
-
-class Entries(NamedTuple):
-    """How kernels read the entries of a tensor."""
-
-    name: str  # of the tensor among those of a plan
-    element: str  # "float", "bf16", "bool", "int" and so on
-    pairs: bool  # indexed by batch, head, query and key; else as the score says
-    unit: bool = False  # keys are neighbours in memory
-    size: int = 0  # bytes of an entry
-
-    def cpp(self, number: int) -> str:
-        if not self.pairs:
-            return ""
-        result = "bool" if self.element == "bool" else "float"
-        return (
-            f"  template <class At> STROBE_DEVICE {result} entry{number}(const At& at, int i) const "
-            f"{{ return entry_of_pair<{self.element}, {str(self.unit).lower()}>(t{number}, strides{number}, at, i); }}\n"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,64 +149,19 @@ class Score:
             expr = Expr("where", (expr, Expr("tensor", (number,))))
         return Score(expr, self.title, (), self.sizes) if bias or mask else self
 
+    @functools.cached_property
+    def condition(self) -> Expr | None:
+        """What hides scores, if it is a function of where they are alone."""
+        condition = self.expr.args[1] if self.expr.op == "where" else None
+        if condition is None or any(node.op == "tensor" or node == _s for node in condition.nodes()):
+            return None
+        return condition
+
     def cpp(self, entries: Sequence[Entries] = ()) -> str:
-        """`struct Score` for the kernels: x is q.k, y the inner expression of `kernel_form`, of which they compute
-        exp2(scale_log2 * y), and `slope` its derivative. `at` tells where entry i of a fragment lies
-        (pipeline/scores.cuh). The text does not depend on numbers: those are fields, see `numbers`. `entries`: how the
-        captured tensors are read, by their numbers."""
-        numbers, (value, slope, near, reach) = self._functions(1.0, entries)
-        identity = self.kernel_form(1.0).inner == _s
-        tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in range(len(entries)))
-        given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
-        integers = bool(numbers.integers)
-        may_hide = bool(entries) or any(node.op in OPERATIONS and node.op not in _FINITE for node in self.expr.nodes())
-        return (
-            "struct Score {\n"
-            f"  static constexpr bool kIdentity = {str(identity).lower()};\n"
-            f"  static constexpr bool kPositional = {str(not self.pointwise).lower()};\n"
-            f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
-            "  const float* c;\n"
-            f"{'  const int* n;' if integers else ''}"
-            f"{tensors}"
-            "  template <class Params> STROBE_DEVICE static Score of(const Params& p) "
-            f"{{ return Score{{p.score{', p.score_integers' if integers else ''}{given}}}; }}\n"
-            f"{''.join(e.cpp(i) for i, e in enumerate(entries))}"
-            f"  template <class F> STROBE_DEVICE void each_tensor_of_pairs(F f) const {{{_visits(entries)}}}\n"
-            f"  template <class At> STROBE_DEVICE float operator()(float x, const At& at, int i) const {value}\n"
-            f"  static constexpr bool kHasTanh = {str(bool(near)).lower()};\n"
-            f"  template <class At> STROBE_DEVICE float near(float x, const At& at, int i) const {near or '{ return x; }'}\n"
-            f"  template <class At> STROBE_DEVICE float reach(float x, const At& at, int i) const {reach or '{ return x; }'}\n"
-            f"  template <class At> STROBE_DEVICE float slope(float x, float y, const At& at, int i) const {slope}\n"
-            "};\n"
-        )
+        return score_cpp.struct(self, entries)
 
     def numbers(self, scale: float) -> Numbers:
-        """What c[i] and n[i] are in the text of `cpp`."""
-        return self._functions(scale, ())[0]
-
-    def _functions(self, scale: float, entries: Sequence[Entries]) -> tuple[Numbers, list[str]]:
-        """The numbers in, and the bodies of, the score and its derivative; of the score where each tanh is near 0, and of
-        how far from 0 they are. The latter are empty without a tanh."""
-        form = self.kernel_form(scale)
-        inner, numbers = form.inner, Numbers()
-        numbers.floats.append(form.before)
-        slope = inner.derivative("s").replaced(inner, Expr("var", ("y",)))
-        elements = {i: e.element for i, e in enumerate(entries)}
-        bodies = []
-        near = inner.mapped(_near)
-        reach = [Expr("abs", node.args) for node in inner.nodes() if node.op == "tanh"]
-        for e in (inner, slope, near, functools.reduce(lambda a, b: Expr("max", (a, b)), reach) if reach else _s):
-            if len(bodies) > 1 and not reach:
-                bodies.append("")
-                continue
-            given = {Expr("var", ("y",)): "y", _s: "s"}
-            body = Body([e], numbers, given, collections.defaultdict(str, elements))
-            text = body.text(e)
-            if "s" in e.variables() and inner != _s:
-                scaled = inner.op != "where" or inner.args[0] != _s
-                body.statements.insert(0, f"const float s = x{' * c[0]' if scaled else ''};")
-            bodies.append(body.function("x" if e == _s else text))
-        return numbers, bodies
+        return score_cpp.numbers(self, scale)
 
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""
@@ -236,14 +172,6 @@ class Score:
         numbers: list[Any] = []
         text = self.expr.text(numbers)
         return f"{text};{self.title}", [*numbers, *self.sizes]
-
-
-def _near(e: Expr) -> Expr | None:
-    return Expr("tanh_near", (e.args[0].mapped(_near),)) if e.op == "tanh" else None
-
-
-def _visits(entries: Sequence[Entries]) -> str:
-    return "".join(f" f(t{i}, strides{i}, {e.size});" for i, e in enumerate(entries) if e.unit)
 
 
 def _renumbered(load: Expr, first: int) -> Expr:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strobe.cuda import tuned
+from strobe.cuda import block_map, tuned
 from strobe.cuda.backward_plan import (
     CONVERT_DQ,
     OTHER_REGISTERS,
@@ -231,6 +231,8 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     features, wanted, rotate = Features.of(problem, dims), Wanted.of(problem), rotates(problem, machine.sms)
     tile = tile or choose_tile(features, machine)
+    sparse = not wanted.turns and problem.group_parts == 1 and block_map.pays(problem)
+    features = replace(features, scores=replace(features.scores, sparse=sparse))
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped
     parts, clear_dq = in_parts(problem), not all_rows_see_keys(problem)
     delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, clear_dq, parts=problem.group_parts > 1)
@@ -259,6 +261,10 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     if convert:
         rounding = convert_values(problem, statistics, strides)
         launches.append(Launch(convert[0], launches[0].grid, rounding, overlaps=True))
+    if sparse:
+        found = block_map.block_map(problem, features, ARCH, tile.block_m, BLOCK_N, transposed=True)
+        launches[1] = replace(launches[1], values=values | found.values)
+        launches, workspace = [found.launch, *launches], workspace | found.workspace
     if wanted.dq:
         workspace["dq_sum"] = statistics.workspace["delta"] * tile.dim_q
     if turns:

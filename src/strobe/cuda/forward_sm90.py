@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strobe.cuda import tuned
+from strobe.cuda import block_map, tuned
 from strobe.cuda.blocks import QUERY_TILE_FIELDS, query_tiles, row_blocks
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features, common_features
@@ -282,6 +282,8 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         tile, splits = _tile_and_splits(problem, features, machine)
     else:
         splits = _splits(problem, tile, machine.sms, tile.block_n)
+    sparse = splits == 1 and pack == 1 and features.output.plain and block_map.pays(problem)
+    features = replace(features, scores=replace(features.scores, sparse=sparse))
     if features.output.rounds_state and not state_parts(tile, dims[1]):
         tile = _TILES[dims]  # has room for the parts of a state's O
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped and pack == 1
@@ -307,7 +309,10 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
     }
     workspace = {"partial": 4 * schedule["tiles"] * partial_floats(tile, dims[1])} if splits > 1 else {}
     maps = _maps(problem, features, tile, out_strides, one_box, pack, len_q)
-    return Plan((Launch(spec, grid, values, maps),), workspace, details)
+    if not sparse:
+        return Plan((Launch(spec, grid, values, maps),), workspace, details)
+    found = block_map.block_map(problem, features, ARCH, tile.block_m, tile.block_n, transposed=False)
+    return Plan((found.launch, Launch(spec, grid, values | found.values, maps)), found.workspace, details)
 
 
 # Rows that meet each key, up to which reading K and V takes longer than the products. Then the L2 cache fetches 128 bytes
@@ -342,7 +347,7 @@ def _maps(
 
 
 def splits_of(plan: Plan) -> int:
-    return int(plan.launches[0].values["splits"])
+    return int(plan.launches[-1].values["splits"])
 
 
 # Where splits are merged, every row of the tile is written and read once more. Tried out on an H200, but not swept as

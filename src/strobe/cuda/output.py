@@ -33,6 +33,10 @@ class Output:
         """Partial kernels are told by `p.merge` whether there is a state."""
         return self.partial or self.rounds_state
 
+    @property
+    def plain(self) -> bool:
+        return not self.can_merge and not self.split
+
     def config(self) -> dict[str, int | bool | str]:
         return {"kPartialOut": self.partial, "kMerge": self.can_merge, "kSplit": self.split}
 

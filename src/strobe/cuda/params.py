@@ -24,6 +24,7 @@ ORDER = (
     *_FIRST,
     *(*_SCORED, "mask_tensor", "dbias"),
     *(name for name, row in ROWS.items() if row.read is not None and name not in _FIRST),
+    "block_map",
     *("d_o", "dlse", "dq", "dk", "dv", "dsink", "dq_sum", "turns", "lse2", "delta", "dropout_rows"),
     *_STRIDES,
     *(f"{t}_strides" for t in (*_SCORED, "bias", "mask_tensor", "dbias")),
@@ -32,6 +33,7 @@ ORDER = (
     *("key_blocks", "sections", "heads_k", "group_parts", "stat_blocks"),
     *("merge", "unscale", "scale_grad"),
     *("score", "scale_log2", "dropout_scale", "dropout_threshold", "score_integers"),
+    *("map_batch", "map_head", "map_words", "map_heads", "map_tiles", "heads_in_one"),
     *("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "mask"),
     *(f"map_{t}" for t in ("q", "k", "v", "o", "state", "d_o", "dk", "dv", "dq")),
 )

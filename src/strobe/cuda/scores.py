@@ -17,7 +17,8 @@ from strobe.cuda.params import Field
 from strobe.expression_text import MOST_TENSORS
 from strobe.mask import MAX_CONSTANTS, Mask, full
 from strobe.problem import Load, Problem
-from strobe.score import ELEMENT_KINDS, LOG2E, Entries, Score, identity, softcap, tensor_count
+from strobe.score_cpp import Entries
+from strobe.score import ELEMENT_KINDS, LOG2E, Score, identity, softcap, tensor_count
 
 _SOFTCAP = softcap(1.0).cpp()
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "bool"}
@@ -33,6 +34,10 @@ def _entries(load: Load) -> Entries:
     return Entries(load.name, element, pairs, pairs and load.strides[3] == 1, load.dtype.itemsize)
 
 
+# Where the bits of a tile's blocks lie (pipeline/block_bits.cuh).
+MAP_FIELDS = (Field("block_map", "const int*"), *(Field(n, "int") for n in ("map_batch", "map_head", "map_words")))
+
+
 def _as_float(x: float) -> float:
     """As fp32 holds it: beyond its range, infinite."""
     return x if abs(x) < 3.4028235e38 else math.copysign(math.inf, x)
@@ -45,6 +50,7 @@ class Scores:
     entries: tuple[Entries, ...] = ()  # of the tensors that it reads
     dropout: bool = False
     sinks: bool = False  # one more logit per head in the softmax's denominator
+    sparse: bool = False  # blocks that the score's condition hides are left out
     bias_gradient: str = ""  # the element type of the bias' gradient, "sum" where pairs share an entry; "": none
 
     @staticmethod
@@ -54,7 +60,14 @@ class Scores:
         if "bias" in problem.gradients:
             bias = next(load for load in problem.loads if load.name == "bias")
             gradient = "sum" if bias.shared else _ELEMENTS.get(bias.dtype, "")
-        return Scores(problem.mask, problem.logit, entries, problem.dropout > 0, "sinks" in problem.per_head, gradient)
+        return Scores(
+            problem.mask,
+            problem.logit,
+            entries,
+            problem.dropout > 0,
+            "sinks" in problem.per_head,
+            bias_gradient=gradient,
+        )
 
     @property
     def bounded(self) -> bool:
@@ -76,13 +89,14 @@ class Scores:
         """Of the score; empty if there is none."""
         own = [] if self.score.name == identity.name else [self.score.name.split("(")[0]]
         gradient = [f"dbias_{self.bias_gradient}"] if self.bias_gradient else []
+        own += ["sparse"] if self.sparse else []
         return " ".join([*own, *(f"{e.name}_{e.element}" for e in self.entries if e.pairs), *gradient])
 
     def config(self) -> dict[str, int | bool | str]:
         gradient = {"": "NoBiasGradient", "sum": "SummedBiasGradient"}.get(
             self.bias_gradient, f"BiasGradientOf<{self.bias_gradient}>"
         )
-        return {"kSinks": self.sinks, "kDropout": self.dropout, "BiasGradient": gradient}
+        return {"kSinks": self.sinks, "kDropout": self.dropout, "kSparse": self.sparse, "BiasGradient": gradient}
 
     def types(self, positions: bool) -> tuple[tuple[str, str], ...]:
         return ("Mask", self.mask.cpp(positions)), ("Score", self.score.cpp(self.entries))
@@ -98,7 +112,8 @@ class Scores:
         room = [Field("score", "float", ROOM if len(numbers.floats) <= ROOM else MORE_ROOM)]
         if numbers.integers:
             room.append(Field("score_integers", "int", MORE_ROOM))
-        return *room, *self.FIELDS, *tensors, *gradient
+        sparse = MAP_FIELDS if self.sparse else ()
+        return *room, *self.FIELDS, *tensors, *gradient, *sparse
 
     FIELDS = (
         Field("scale_log2", "float"),  # of its result, in units of log 2

@@ -35,16 +35,15 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   const Params& p;
   const KeyTile tile;
-  const QueryBlocks blocks;
+  const QueryBlocksOf<Config> blocks;
   u32 smem;
   Pair q, d_o;         // buffers of Q and dO
   Pair ds_in, ds_out;  // of dS: the consumers write a block, and read it one block later
 
   STROBE_DEVICE BackwardSm90(const Params& params, const KeyTile& tile, bool producer)
-      : p(params), tile(tile),
-        blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.q.length, tile.k.length)),
-        smem(smem_base()), q(smem + Offset::ring_q, producer), d_o(smem + Offset::ring_do, producer),
-        ds_in(smem + Offset::ring_ds, true), ds_out(smem + Offset::ring_ds, false) {}
+      : p(params), tile(tile), blocks(query_blocks<Config>(p, mask(), tile)), smem(smem_base()),
+        q(smem + Offset::ring_q, producer), d_o(smem + Offset::ring_do, producer), ds_in(smem + Offset::ring_ds, true),
+        ds_out(smem + Offset::ring_ds, false) {}
 
   STROBE_DEVICE static void init_barriers() {
     mbar_init(smem_base() + Offset::kv_barriers, 1);
@@ -63,14 +62,14 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     return Config::Queries::template box<kBlockM>(tile.q, head, m * kBlockM);
   }
   template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
-    if (blocks.any()) blocks.for_each(p, start(), tile.head_k, visit);
+    if (blocks.any()) for_each_query_block(blocks, p, start(), tile.head_k, visit);
   }
   // The head of a block of queries, with which `left` are left.
   STROBE_DEVICE int head_at(int left, int head_k) const {
     return (head_k + 1) * p.group - 1 - quotient(left - 1, blocks.count());
   }
   STROBE_DEVICE int start() const {
-    return blocks.first + (Config::kRotate ? quotient(tile.key0 / kBlockN * blocks.end, p.key_blocks) : 0);
+    return blocks.begin() + (Config::kRotate ? quotient(tile.key0 / kBlockN * blocks.end, p.key_blocks) : 0);
   }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
@@ -180,16 +179,16 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     }
   }
   // P^T and dS^T, rounded, from P^T and dP^T. A score that is a function is applied here, and P^T computed: `s` is S^T.
-  STROBE_DEVICE void gradients(u32 (&weights)[kScores / 2], u32 (&slopes)[kScores / 2], float (&s)[kScores],
-                               float (&dp)[kScores], const Keys& keys, int m, int left, bool masked) const {
+  template <class S> STROBE_DEVICE void gradients(const S& score, u32 (&weights)[kScores / 2],
+                                                  u32 (&slopes)[kScores / 2], float (&s)[kScores], float (&dp)[kScores],
+                                                  const Keys& keys, int m, int left, bool masked) const {
     const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse,
               delta = rows + Offset::delta + d_o.stage * Bytes::lse,
               dropout = rows + Offset::dropout + q.stage * Bytes::lse;
-    const Score score = Score::of(p);
     const auto at = where<Score, Config, true>(tile, tile.positions, head_at(left, tile.head_k), keys.key,
                                                m * kBlockM + keys.column);
     const auto bounds = !Score::kIdentity && masked ? keys.bounds(m) : typename Keys::Bounds{};
-    prefetch_queries<kBlockM>(score, at);
+    prefetch_queries<kBlockM>(Score::of(p), at);
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
       float d[2], l[2], slope[4] = {1.f, 1.f, 1.f, 1.f}, kept[4];
@@ -264,7 +263,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (Score::kIdentity) exponentials(s, keys, m, masked);
     wgmma_wait<0>();
     pin(dp);
-    gradients(weights, slopes, s, dp, keys, m, left, masked);
+    if (!Config::kSparse || blocks.partial(m)) gradients(Score::of(p), weights, slopes, s, dp, keys, m, left, masked);
+    else gradients(Inside<Score>{Score::of(p)}, weights, slopes, s, dp, keys, m, left, masked);
     if (Config::kWantQ) store_ds(slopes, consumer);
     else sync_warp();  // all lanes have read the statistics before one of them gives their buffers back
     if (kHasDq) issue_dq(dq, consumer);

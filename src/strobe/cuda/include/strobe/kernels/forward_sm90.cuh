@@ -32,6 +32,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static_assert(kPrivateO || Config::kQSlots > 1, "a Q slot that stages O is given back when the next tile has begun");
   using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO, Config::kPartialOut && !Config::kSplit>;
   using Keys = typename Config::Keys;
+  using Blocks = KeyBlocksOf<Config>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
   using Parts = StateParts<Config>;        // of an O to merge with
@@ -70,7 +71,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   STROBE_DEVICE Mask mask(const Tile& tile) const {
     return mask_of<Mask, Config>(p, tile.q.length, tile.k.length, positions(tile));
   }
-  STROBE_DEVICE KeyBlocks blocks_of(const Tile& tile, int first_row, int rows) const {
+  STROBE_DEVICE Blocks blocks_of(const Tile& tile, int first_row, int rows) const {
     return key_blocks<Config>(p, mask(tile), tile, first_row, rows);
   }
 
@@ -106,7 +107,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     mbar_arrive(q.full_barrier());
   }
   STROBE_DEVICE void load_tile(const Tile& tile) {
-    const KeyBlocks blocks = blocks_of(tile, tile.row0, kBlockM);
+    const Blocks blocks = blocks_of(tile, tile.row0, kBlockM);
     const int head_k = quotient(tile.head, p.group);
     const bool any_keys = blocks.any();
     int n = blocks.begin();
@@ -184,10 +185,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     wait_qk<1>(s);
   }
 
-  template <int N>
-  STROBE_DEVICE void score_and_mask(float (&s)[N], const Tile& tile, int row, int n, bool masked) const {
+  template <int N> STROBE_DEVICE void score_and_mask(float (&s)[N], const Tile& tile, const Blocks& mine, int row,
+                                                     int n, bool masked) const {
     const auto at = [&] { return positions(tile); };
-    logits_of_queries<Config>(s, Score::of(p), tile, at, row, first_key(n));
+    logits_of_queries<Config>(s, Score::of(p), tile, at, row, first_key(n), mine.partial(n));
     if (masked) mask_queries<true>(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, first_key(n));
   }
   STROBE_DEVICE static int first_key(int n) { return n * kBlockN + 2 * int(thread_idx() % 4); }  // of this thread
@@ -212,17 +213,17 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // S_n -> P_n, nothing else in flight. Where the diagonal hides the second half of the keys, it is not computed.
   static constexpr bool kTrim = Mask::kHasHi && kBlockN % 32 == 0;
-  STROBE_DEVICE void qk_softmax(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
+  STROBE_DEVICE void qk_softmax(u64 q_desc, Fragments& f, const Tile& tile, const Blocks& mine, int row, int n) {
     const int last_row = min(tile.row0 + 64 * consumer + 64, tile.q.length) - 1;
     if (kTrim && mask(tile).hi(last_row / kPackGqa) <= n * kBlockN + kBlockN / 2)
-      qk_softmax_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, row, n, true);
-    else qk_softmax_of<kBlockN>(q_desc, f, tile, row, n, masked);
+      qk_softmax_of<kTrim ? kBlockN / 2 : kBlockN>(q_desc, f, tile, mine, row, n, true);
+    else qk_softmax_of<kBlockN>(q_desc, f, tile, mine, row, n, Mask::kHasHi || mine.masked(n));
   }
-  template <int kKeys>
-  STROBE_DEVICE void qk_softmax_of(u64 q_desc, Fragments& f, const Tile& tile, int row, int n, bool masked) {
+  template <int kKeys> STROBE_DEVICE void qk_softmax_of(u64 q_desc, Fragments& f, const Tile& tile, const Blocks& mine,
+                                                        int row, int n, bool masked) {
     float s[kKeys / 2];
     qk<kKeys>(s, q_desc, f);
-    score_and_mask(s, tile, row, n, masked);
+    score_and_mask(s, tile, mine, row, n, masked);
     f.softmax.template to_weights<T>(f.weights, s);
     f.dropout.drop(f.weights, first_key(n));
   }
@@ -253,11 +254,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   // meet one or two key blocks; those go one by one, too, and the main loop knows no mask. Under a left bound the main
   // loop applies the mask where it is needed.
   static constexpr bool kDiagonalAlone = Mask::kHasHi && !Mask::kHasLo;
-  STROBE_DEVICE int attend(Fragments& f, const Tile& tile, const KeyBlocks& mine, int row, int n, StoredQ& stored) {
+  STROBE_DEVICE int attend(Fragments& f, const Tile& tile, const Blocks& mine, int row, int n, StoredQ& stored) {
     const u64 q_desc = k_major(q_tile(consumer));
 #pragma unroll 1
     for (bool first = true;; first = false) {
-      qk_softmax(q_desc, f, tile, row, n, Mask::kHasHi || mine.masked(n));
+      qk_softmax(q_desc, f, tile, mine, row, n);
       if (!first || Config::kMerge) f.o.scale(f.softmax.alpha);
       stored.release();
       if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;
@@ -268,21 +269,20 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     for (; mine.has(n); n = mine.next(n)) {
       float s[kScores];
       qk_overlapped(s, q_desc, f);
-      score_and_mask(s, tile, row, n, !kDiagonalAlone && (Mask::kHasHi || Mask::kHasLo) && mine.masked(n));
+      score_and_mask(s, tile, mine, row, n, !kDiagonalAlone && (Mask::kHasHi || Mask::kHasLo) && mine.masked(n));
       softmax_overlapped(s, f, n, false);
     }
     return n;
   }
 
   // kRolled: the same as one loop that begins with the softmax, so that the first block needs no code of its own.
-  STROBE_DEVICE int attend_rolled(Fragments& f, const Tile& tile, const KeyBlocks& mine, int row, int n,
-                                  StoredQ& stored) {
+  STROBE_DEVICE int attend_rolled(Fragments& f, const Tile& tile, const Blocks& mine, int row, int n, StoredQ& stored) {
     const u64 q_desc = k_major(q_tile(consumer));
     float s[kScores];
     qk<kBlockN>(s, q_desc, f);
 #pragma unroll 1
     for (bool first = true;; first = false) {
-      score_and_mask(s, tile, row, n, mine.masked(n));
+      score_and_mask(s, tile, mine, row, n, mine.masked(n));
       softmax_overlapped(s, f, n, first);
       if (first) stored.release();
       n = mine.next(n);
@@ -307,7 +307,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       q.wait_full();
       const Tile tile = read_tile<Config>(tile_info());
       if (tile.row0 < 0) break;
-      const KeyBlocks all = blocks_of(tile, tile.row0, kBlockM), mine = blocks_of(tile, tile.row0 + 64 * consumer, 64);
+      const Blocks all = blocks_of(tile, tile.row0, kBlockM), mine = blocks_of(tile, tile.row0 + 64 * consumer, 64);
       const int row = tile.row0 + thread_row, last = all.begin();
       const bool sees_keys = mine.any();
       Fragments f(p, tile, row);
@@ -329,7 +329,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
       // Epilogue.
 #pragma unroll 2  // with 1 ptxas takes the rings for divergent at head dim 192: look for R2UR in the main loop
-      for (; kSkipsAfter && all.has(n); n = all.next(n)) skip_block(n < last);
+      for (n = all.from(n); kSkipsAfter && all.has(n); n = all.next(n)) skip_block(n < last);
       store(f, tile, row);
       stored.pending = true;
       q.next();

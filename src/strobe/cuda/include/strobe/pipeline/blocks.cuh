@@ -1,6 +1,7 @@
 // Blocks: which blocks of keys a tile of queries visits, which blocks of queries a tile of keys, in which order, and
 // which of them need the mask. Kernels walk a range by `begin`, `has` and `next`.
 #pragma once
+#include <strobe/pipeline/block_bits.cuh>
 #include <strobe/pipeline/rows.cuh>
 #include <strobe/ptx/warp.cuh>
 
@@ -16,11 +17,25 @@ struct KeyBlocks {
   STROBE_DEVICE bool any() const { return first < end; }
   STROBE_DEVICE int begin() const { return end - 1; }
   STROBE_DEVICE bool has(int n) const { return n >= first; }
+  STROBE_DEVICE static int from(int n) { return n; }  // n, or the first behind it
   STROBE_DEVICE static int next(int n) { return n - 1; }
   STROBE_DEVICE bool has_next(int n) const { return n > first; }
   STROBE_DEVICE bool masked(int n) const { return n >= end_full || n < first_full; }
+  STROBE_DEVICE static bool partial(int) { return true; }        // a condition of the score must be asked
   STROBE_DEVICE int before(int n) const { return end - 1 - n; }  // so many blocks come before n
 };
+// Those of them that a condition lets through.
+struct SparseKeyBlocks : KeyBlocks {
+  BlockBits bits;
+
+  STROBE_DEVICE bool any() const { return has(begin()); }
+  STROBE_DEVICE int begin() const { return from(end - 1); }
+  STROBE_DEVICE int from(int n) const { return bits.down(n, first); }
+  STROBE_DEVICE int next(int n) const { return from(n - 1); }
+  STROBE_DEVICE bool has_next(int n) const { return has(next(n)); }
+  STROBE_DEVICE bool partial(int n) const { return bits.partial(n); }
+};
+template <class Config> using KeyBlocksOf = Either<Config::kSparse, SparseKeyBlocks, KeyBlocks>;
 
 // The ends of a mask's intervals never move left as queries grow, so the first and the last query tell everything.
 template <int kBlockN, class Mask>
@@ -52,12 +67,21 @@ STROBE_DEVICE KeyBlocks blocks_of_rows(const Mask& mask, const Tile& tile, int f
   return visible_blocks<Config::kBlockN>(mask, first_row / Config::kPackGqa, last_row / Config::kPackGqa);
 }
 template <class Config, class Params, class Mask, class Tile>
-STROBE_DEVICE KeyBlocks key_blocks(const Params& p, const Mask& mask, const Tile& tile, int first_row, int rows) {
+STROBE_DEVICE KeyBlocks blocks_of_interval(const Params& p, const Mask& mask, const Tile& tile, int first_row,
+                                           int rows) {
   if (first_row >= tile.q.length) return KeyBlocks{0, 0, 0, 0};
   const KeyBlocks seen = blocks_of_rows<Config>(mask, tile, first_row, rows);
   if (!Config::kSplit) return seen;
   return blocks_of_split(seen, blocks_of_rows<Config>(mask, tile, tile.row0, Config::kBlockM),
                          remainder(tile.work, p.splits), p.splits);
+}
+template <class Config, class Params, class Mask, class Tile>
+STROBE_DEVICE KeyBlocksOf<Config> key_blocks(const Params& p, const Mask& mask, const Tile& tile, int first_row,
+                                             int rows) {
+  const KeyBlocks seen = blocks_of_interval<Config>(p, mask, tile, first_row, rows);
+  if constexpr (Config::kSparse)
+    return SparseKeyBlocks{seen, block_bits(p, tile.batch, tile.head, tile.row0 / Config::kBlockM)};
+  else return seen;
 }
 
 // ---- of queries, from the first to the last -------------------------------------------------------------------------
@@ -98,24 +122,48 @@ struct QueryBlocks {
   int first, end, first_full, end_full;
 
   STROBE_DEVICE bool any() const { return first < end; }
+  STROBE_DEVICE int begin() const { return first; }
   STROBE_DEVICE int count() const { return end - first; }
   STROBE_DEVICE int next(int m) const { return m + 1 == end ? first : m + 1; }
   STROBE_DEVICE int previous(int m) const { return m == first ? end - 1 : m - 1; }
   STROBE_DEVICE bool masked(int m) const { return m < first_full || m >= end_full; }
-  // Calls visit(head, m) for every block, beginning with `begin`, of each head of a group.
-  template <class Params, class Visit>
-  STROBE_DEVICE void for_each(const Params& p, int begin, int group, Visit visit) const {
-    int m = begin;
-#pragma unroll 1
-    for (int i = 0; i < p.group; ++i) {
-#pragma unroll 1
-      do {
-        visit(group * p.group + i, m);
-        m = next(m);
-      } while (m != begin);
-    }
-  }
+  STROBE_DEVICE static bool partial(int) { return true; }
 };
+// Those of them that a condition lets through.
+struct SparseQueryBlocks : QueryBlocks {
+  BlockBits bits;
+  int visible;
+
+  STROBE_DEVICE SparseQueryBlocks(const QueryBlocks& b, const BlockBits& bits)
+      : QueryBlocks(b), bits(bits), visible(bits.count_of(first, end)) {}
+  STROBE_DEVICE bool any() const { return visible > 0; }
+  STROBE_DEVICE int begin() const { return bits.up(first, end); }
+  STROBE_DEVICE int count() const { return visible; }
+  STROBE_DEVICE int next(int m) const {
+    const int behind = bits.up(m + 1, end);
+    return behind < end ? behind : begin();
+  }
+  STROBE_DEVICE int previous(int m) const {
+    const int before = bits.down(m - 1, first);
+    return before >= first ? before : bits.down(end - 1, first);
+  }
+  STROBE_DEVICE bool partial(int m) const { return bits.partial(m); }
+};
+template <class Config> using QueryBlocksOf = Either<Config::kSparse, SparseQueryBlocks, QueryBlocks>;
+
+// Calls visit(head, m) for every block, beginning with `begin`, of each head of a group.
+template <class Blocks, class Params, class Visit>
+STROBE_DEVICE void for_each_query_block(const Blocks& blocks, const Params& p, int begin, int group, Visit visit) {
+  int m = begin;
+#pragma unroll 1
+  for (int i = 0; i < p.group; ++i) {
+#pragma unroll 1
+    do {
+      visit(group * p.group + i, m);
+      m = blocks.next(m);
+    } while (m != begin);
+  }
+}
 template <int kBlockM, int kBlockN, class Mask>  // whole warps ask
 STROBE_DEVICE QueryBlocks visible_query_blocks(const Mask& mask, int key0, int len_q, int len_k) {
   const QueryRange begin = queries_that_see<true>(mask, key0, len_q, len_k),
@@ -127,6 +175,14 @@ STROBE_DEVICE QueryBlocks visible_query_blocks(const Mask& mask, int key0, int l
   b.end_full = Mask::kHasLo ? min(max(begin.end / kBlockM, b.first_full), b.end) : b.end;
   if (key0 + kBlockN > len_k) b.first_full = b.end_full = b.end;  // keys that are not there are hidden, too
   return b;
+}
+template <class Config, class Params, class Mask, class Tile>
+STROBE_DEVICE QueryBlocksOf<Config> query_blocks(const Params& p, const Mask& mask, const Tile& tile) {
+  const QueryBlocks seen =
+      visible_query_blocks<Config::kBlockM, Config::kBlockN>(mask, tile.key0, tile.q.length, tile.k.length);
+  if constexpr (Config::kSparse)
+    return SparseQueryBlocks(seen, block_bits(p, tile.batch, tile.head_k, tile.key0 / Config::kBlockN));
+  else return seen;
 }
 
 }  // namespace strobe

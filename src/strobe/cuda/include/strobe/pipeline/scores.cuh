@@ -66,6 +66,18 @@ STROBE_DEVICE void logits(float (&s)[N], float (&slope)[N], const Score& score, 
   }
 }
 
+// A score in a block where its condition hides nothing.
+template <class Score> struct Inside {
+  static constexpr bool kIdentity = false, kHasTanh = false;
+  Score score;
+  template <class At> STROBE_DEVICE float operator()(float x, const At& at, int i) const {
+    return score.inside(x, at, i);
+  }
+  template <class At> STROBE_DEVICE float slope(float x, float y, const At& at, int i) const {
+    return score.inside_slope(x, y, at, i);
+  }
+};
+
 // ---- tensors that a score reads, entry by entry ---------------------------------------------------------------------
 
 template <class T> STROBE_DEVICE auto load_entry(const void* tensor, i64 index, bool valid) {
@@ -152,11 +164,12 @@ STROBE_DEVICE void put_bias_gradient(const Params& p, const At& at, int i, float
 // `positions` is called where a score looks at them: to keep them takes registers.
 template <class Config, class Score, class Tile, class At, int N>
 STROBE_DEVICE void logits_of_queries(float (&s)[N], const Score& score, const Tile& tile, At positions, int row,
-                                     int column) {
+                                     int column, bool partial) {
   if constexpr (Score::kPositional) {
     const auto at = where<Score, Config>(tile, positions(), tile.head, row, column);
     prefetch_keys<Config::kBlockN>(score, at);
-    logits(s, score, at);
+    if (!Config::kSparse || partial) logits(s, score, at);
+    else logits(s, Inside<Score>{score}, at);
   } else logits(s, score, Nowhere{});
 }
 

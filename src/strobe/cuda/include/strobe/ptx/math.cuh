@@ -31,6 +31,9 @@ STROBE_DEVICE float fabs(float x) {  // keeps subnormal numbers, so that it cost
   return y;
 }
 STROBE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
+STROBE_DEVICE int highest_bit(u32 x) { return 31 - ::__clz(int(x)); }  // of a number that is not 0
+STROBE_DEVICE int lowest_bit(u32 x) { return ::__ffs(int(x)) - 1; }
+STROBE_DEVICE int bits_set(u32 x) { return ::__popc(x); }
 // CUDA's own, for users' functions.
 STROBE_DEVICE float sine(float x) { return ::sinf(x); }
 STROBE_DEVICE float cosine(float x) { return ::cosf(x); }

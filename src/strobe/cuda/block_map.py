@@ -1,0 +1,89 @@
+"""Block-sparse calls: which blocks a condition of the score lets through is found on the device, before the kernel that
+visits them.
+
+The bits of a tile say which blocks have a visible pair and which a hidden one (pipeline/block_bits.cuh). Blocks without a
+visible pair are neither loaded nor computed, in those without a hidden one the condition is not asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from strobe.cuda.features import Features
+from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.params import Field, Struct, params
+from strobe.cuda.plan import Launch
+from strobe.cuda.rows import Rows
+from strobe.cuda.scores import MAP_FIELDS, Scores
+from strobe.cuda.shared_memory import Region, SharedMemory
+from strobe.problem import Problem
+
+LEAST_KEYS = 1024  # an estimate: below, there are few blocks to leave out, and one more launch costs as much
+_OWN = [Field("block_map", "u32*"), *MAP_FIELDS[1:], *(Field(n, "int") for n in ("map_heads", "map_tiles", "heads_in_one"))]
+
+
+def pays(problem: Problem) -> bool:
+    return problem.logit.condition is not None and problem.len_k >= LEAST_KEYS and problem.len_q >= 128
+
+
+class BlockMap(NamedTuple):
+    """The launch that makes the bits, their size, and the values of the kernel that reads them."""
+
+    launch: Launch
+    workspace: dict[str, int]
+    values: dict[str, int]
+
+
+def block_map(
+    problem: Problem, features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool
+) -> BlockMap:
+    """For tiles of `block_m` queries that visit blocks of `block_n` keys or, transposed, the other way round. A transposed
+    map is for key heads: a block counts as visible if one head of the group sees it."""
+    condition = problem.logit.condition
+    assert condition is not None
+    blocks_q, blocks_k = -(-problem.len_q // block_m), -(-problem.len_k // block_n)
+    tiles, blocks = (blocks_k, blocks_q) if transposed else (blocks_q, blocks_k)
+    by_batch = "b" in condition.variables() or problem.varlen or problem.positions
+    by_head = "h" in condition.variables()
+    heads = problem.heads_k if transposed else problem.heads
+    words = -(-blocks // 32)
+    slices = (problem.batch if by_batch else 1, heads if by_head else 1)
+    strides = {
+        "map_batch": tiles * 2 * words * slices[1] if by_batch else 0,
+        "map_head": tiles * 2 * words if by_head else 0,
+        "map_words": words,
+    }
+    own = {
+        "map_heads": slices[1] if by_head else 0,
+        "map_tiles": tiles,
+        "heads_in_one": problem.heads // problem.heads_k if transposed and by_head else 1,
+    }
+    values = {**features.rows.values(problem, tma=False), **Scores.values(problem), **strides, **own}
+    spec = kernel(features, arch, block_m, block_n, transposed=transposed)
+    count = slices[0] * slices[1] * tiles
+    launch = Launch(spec, count * words, values)
+    return BlockMap(launch, {"block_map": 4 * count * 2 * words}, strides)
+
+
+def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool) -> TemplateKernel:
+    features = replace(features, scores=replace(features.scores, sparse=True))
+    config = {**features.config(), "kBlockM": block_m, "kBlockN": block_n, "kTransposed": transposed}
+    return TemplateKernel(
+        name=f"block_map[{features.scores.name} {block_m}x{block_n}{' transposed' if transposed else ''}]",
+        arch=arch,
+        params=_params(features),
+        threads=1024,
+        smem=128,
+        header="block_map",
+        template="block_map",
+        element=features.element,
+        config=tuple(config.items()),
+        memory=SharedMemory([Region("seen", 128)]),
+        types=features.types(),
+    )
+
+
+def _params(features: Features) -> Struct:
+    own = {field.name for field in MAP_FIELDS}
+    return params(Rows.fields(tma=False), [f for f in features.scores.fields() if f.name not in own], _OWN)
