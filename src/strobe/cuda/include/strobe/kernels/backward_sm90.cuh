@@ -264,7 +264,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     wgmma_wait<0>();
     pin(dp);
     if (!Config::kSparse || blocks.partial(m)) gradients(Score::of(p), weights, slopes, s, dp, keys, m, left, masked);
-    else gradients(Inside<Score>{Score::of(p)}, weights, slopes, s, dp, keys, m, left, masked);
+    else gradients(inside<Config>(Score::of(p)), weights, slopes, s, dp, keys, m, left, masked);
     if (Config::kWantQ) store_ds(slopes, consumer);
     else sync_warp();  // all lanes have read the statistics before one of them gives their buffers back
     if (kHasDq) issue_dq(dq, consumer);

@@ -78,6 +78,11 @@ template <class Score> struct Inside {
   }
 };
 
+template <class Config, class Score> STROBE_DEVICE auto inside(const Score& score) {
+  if constexpr (Config::kSparse) return Inside<Score>{score};
+  else return score;
+}
+
 // ---- tensors that a score reads, entry by entry ---------------------------------------------------------------------
 
 template <class T> STROBE_DEVICE auto load_entry(const void* tensor, i64 index, bool valid) {
@@ -169,7 +174,7 @@ STROBE_DEVICE void logits_of_queries(float (&s)[N], const Score& score, const Ti
     const auto at = where<Score, Config>(tile, positions(), tile.head, row, column);
     prefetch_keys<Config::kBlockN>(score, at);
     if (!Config::kSparse || partial) logits(s, score, at);
-    else logits(s, Inside<Score>{score}, at);
+    else logits(s, inside<Config>(score), at);
   } else logits(s, score, Nowhere{});
 }
 
