@@ -25,6 +25,7 @@ class Entries(NamedTuple):
     pairs: bool  # indexed by batch, head, query and key; else as the score says
     unit: bool = False  # keys are neighbours in memory
     size: int = 0  # bytes of an entry
+    prefetched: bool = False  # heads do not share it, so that it is not in the L2 when it is read
 
     def cpp(self, number: int) -> str:
         if not self.pairs:
@@ -53,7 +54,7 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
     given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
     integers = ("  const int* n;\n", ", p.score_integers") if made.integers else ("", "")
     may_hide = bool(entries) or any(node.op in OPERATIONS and node.op not in _FINITE for node in score.expr.nodes())
-    visits = "".join(f" f(t{i}, strides{i}, {e.size});" for i, e in enumerate(entries) if e.unit)
+    visits = "".join(f" f(t{i}, strides{i}, {e.size});" for i, e in enumerate(entries) if e.prefetched)
     return (
         "struct Score {\n"
         f"  static constexpr bool kIdentity = {str(inner == _S).lower()};\n"
@@ -64,7 +65,7 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         "  template <class Params> STROBE_DEVICE static Score of(const Params& p) "
         f"{{ return Score{{p.score{integers[1]}{given}}}; }}\n"
         f"{''.join(e.cpp(i) for i, e in enumerate(entries))}"
-        f"  template <class F> STROBE_DEVICE void each_tensor_of_pairs(F f) const {{{visits}}}\n"
+        f"  template <class F> STROBE_DEVICE void each_tensor_to_prefetch(F f) const {{{visits}}}\n"
         f"{methods}"
         "};\n"
     )

@@ -31,7 +31,8 @@ ROOM, MORE_ROOM = 8, 32  # for the numbers of a score in the arguments
 def _entries(load: Load) -> Entries:
     pairs = load.name in ("bias", "mask_tensor")
     element = _ELEMENTS.get(load.dtype, "") if pairs else (_ELEMENTS | _CAPTURED)[load.dtype]
-    return Entries(load.name, element, pairs, pairs and load.strides[3] == 1, load.dtype.itemsize)
+    unit = pairs and load.strides[3] == 1
+    return Entries(load.name, element, pairs, unit, load.dtype.itemsize, prefetched=unit and load.strides[1] != 0)
 
 
 # Where the bits of a tile's blocks lie (pipeline/block_bits.cuh).

@@ -18,6 +18,9 @@ inline std::mutex& sums() {  // blocks run on several threads of the host
 }
 }  // namespace emu
 
+STROBE_DEVICE void bulk_prefetch(const void* src, u32 bytes, Site site = Site::here()) {
+  emu::check_global(src, bytes, 16, false, "bulk_prefetch", site);
+}
 STROBE_DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, Site site = Site::here()) {
   emu::Block& b = emu::block();
   emu::check_bulk(src, dst, bytes, false, "bulk_load", site);

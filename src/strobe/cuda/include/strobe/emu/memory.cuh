@@ -30,7 +30,6 @@ STROBE_DEVICE u16 ld_global(const u16* p, Site site = Site::here()) { return emu
 template <class T> STROBE_DEVICE T ld_constant(const T* p, bool valid, Site site = Site::here()) {
   return valid ? emu::load_global(p, site) : T{};
 }
-STROBE_DEVICE void prefetch_l2(const void*) {}
 STROBE_DEVICE float ld_global_l2(const float* p, Site site = Site::here()) { return emu::load_global(p, site); }
 template <u32 N> STROBE_DEVICE void ld_global_l2(float (&to)[N], const float* p, bool valid, Site site = Site::here()) {
   if (valid) emu::check_global(p, sizeof(to), sizeof(to), false, "ld_global_l2", site);

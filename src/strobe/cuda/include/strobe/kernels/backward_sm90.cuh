@@ -165,7 +165,6 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   // ---- consumers: the work between them -----------------------------------------------------------------------------
   using Keys = KeyFragment<Mask, kBlockM>;
-
   // S^T -> P^T. Statistics are loaded next to their use: all of them at once would take kBlockM / 4 registers.
   STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int m, bool masked) const {
     const u32 lse = smem + Offset::lse + q.stage * Bytes::lse + 4 * keys.column;
@@ -187,7 +186,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
               dropout = rows + Offset::dropout + q.stage * Bytes::lse;
     const auto at = where<Score, Config, true>(tile, tile.positions, head_at(left, tile.head_k), keys.key,
                                                m * kBlockM + keys.column);
-    const auto bounds = !Score::kIdentity && masked ? keys.bounds(m) : typename Keys::Bounds{};
+    typename Keys::Bounds bounds;
+    if (!Score::kIdentity && masked) bounds = keys.bounds(m);
     prefetch_queries<kBlockM>(Score::of(p), at);
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {

@@ -6,6 +6,7 @@
 #pragma once
 #include <strobe/pipeline/blocks.cuh>
 #include <strobe/ptx/atomic.cuh>
+#include <strobe/ptx/bulk.cuh>
 #include <strobe/tile/dropout.cuh>
 #include <strobe/tile/functions.cuh>
 #include <strobe/tile/softmax.cuh>
@@ -101,32 +102,30 @@ STROBE_DEVICE auto entry_of_pair(const void* tensor, const i64* strides, const A
   return load_entry<T>(tensor, row_of_pairs(strides, at, i) + at.k(i) * (kUnit ? 1 : strides[3]), at.inside(i));
 }
 
-// Entries of the block of keys, or of queries, that comes next, on their way to the L2: a thread that waited for memory
-// would keep its warp waiting. Lines hold 128 bytes of a query's entries; `at` is the thread's place in this block.
-template <bool kTransposed, int kPackGqa> STROBE_DEVICE void prefetch_line(const void* tensor, const i64* strides,
-                                                                           int size, Where<kTransposed, kPackGqa> at,
-                                                                           int row, int column) {
+// Entries of the block of keys, or of queries, that comes next, on their way to the L2: a thread that waits for memory
+// keeps its warp waiting. `at` is the thread's place in this block, `row` and `column` are the first place of a run.
+template <bool kTransposed, int kPackGqa> STROBE_DEVICE void prefetch_run(const void* tensor, const i64* strides,
+                                                                          int size, Where<kTransposed, kPackGqa> at,
+                                                                          int row, int column, int keys) {
   at.row = row, at.column = column;
-  if (row >= 0 && column >= 0 && at.inside(0))
-    prefetch_l2(static_cast<const char*>(tensor) + (row_of_pairs(strides, at, 0) + at.k(0)) * size);
+  if (row < 0 || column < 0 || !at.inside(0)) return;
+  const char* const from = static_cast<const char*>(tensor) + (row_of_pairs(strides, at, 0) + at.k(0)) * size;
+  const int bytes = min(keys, at.len_k - at.k(0)) * size / 16 * 16;
+  if (reinterpret_cast<u64>(from) % 16 == 0 && bytes > 0) bulk_prefetch(from, bytes);
 }
-template <int kBlockN, class Score, int kPackGqa>  // 16 queries of a warp
+template <int kBlockN, class Score, int kPackGqa>  // a run for each of the 16 queries of a warp
 STROBE_DEVICE void prefetch_keys(const Score& score, const Where<false, kPackGqa>& at) {
-  const int lane = thread_idx() % 32, row = at.row - lane / 4, column = at.column - 2 * (lane % 4) - kBlockN;
-  score.each_tensor_of_pairs([&](const void* tensor, const i64* strides, int size) {
-    const int lines = kBlockN * size / 128 ? kBlockN * size / 128 : 1;  // of a row
-    for (int i = lane; i < 16 * lines; i += 32)
-      prefetch_line(tensor, strides, size, at, row + i / lines, column + i % lines * (128 / size));
+  const int lane = thread_idx() % 32, row = at.row - lane / 4 + lane, column = at.column - 2 * (lane % 4) - kBlockN;
+  score.each_tensor_to_prefetch([&](const void* tensor, const i64* strides, int size) {
+    if (lane < 16) prefetch_run(tensor, strides, size, at, row, column, kBlockN);
   });
 }
-template <int kBlockM, class Score, int kPackGqa>  // 64 keys of a warpgroup
+template <int kBlockM, class Score, int kPackGqa>  // of 64 keys of a warpgroup, for each query
 STROBE_DEVICE void prefetch_queries(const Score& score, const Where<true, kPackGqa>& at) {
-  const int tid = thread_idx() % 128, lane = tid % 32;
-  const int row = at.row - tid / 32 * 16 - lane / 4, column = at.column - 2 * (lane % 4) + kBlockM;
-  score.each_tensor_of_pairs([&](const void* tensor, const i64* strides, int size) {
-    const int lines = size > 1 ? size / 2 : 1;
-    for (int i = tid; i < kBlockM * lines; i += 128)
-      prefetch_line(tensor, strides, size, at, row + i % lines * (128 / size), column + i / lines);
+  const int tid = thread_idx() % 128, row = at.row - tid / 32 * 16 - tid % 32 / 4,
+            column = at.column - 2 * (tid % 4) + kBlockM + tid;
+  score.each_tensor_to_prefetch([&](const void* tensor, const i64* strides, int size) {
+    if (tid < kBlockM) prefetch_run(tensor, strides, size, at, row, column, 64);
   });
 }
 template <int kBlock, class Score> STROBE_DEVICE void prefetch_keys(const Score&, Nowhere) {}

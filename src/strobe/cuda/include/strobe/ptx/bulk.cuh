@@ -10,6 +10,10 @@ STROBE_DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
                "l"(src), "r"(bytes), "r"(bar)
                : "memory");
 }
+// On their way to the L2: 16-byte aligned, a multiple of 16 bytes.
+STROBE_DEVICE void bulk_prefetch(const void* src, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 // dst[i] += src[i], each sum atomic, in any order.
 STROBE_DEVICE void bulk_add(float* dst, u32 src, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src),

@@ -97,8 +97,6 @@ STROBE_DEVICE u8 ld_constant(const u8* p, bool valid) {
       : "l"(p), "r"(int(valid)));
   return u8(x);
 }
-// A line of 128 bytes, on its way to the L2.
-STROBE_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // What is written during this launch; 4, 8 or 16 bytes, aligned to as many. With `valid` false nothing is read and `to`
 // becomes 0.
 STROBE_DEVICE float ld_global_l2(const float* p) {
