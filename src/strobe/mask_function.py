@@ -84,6 +84,21 @@ def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score
     return Score(expr, name, tensors)
 
 
+def of_block_mask(mask: Any) -> MaskFunction:
+    """FlexAttention's `BlockMask`. Its function says all, unless it was made from blocks alone: then they do."""
+    function = mask.mask_mod
+    if getattr(function, "__name__", "") != "noop_mask":
+        return mask_function(function, rows=True)
+    rows, keys = mask.BLOCK_SIZE
+    blocks = mask.to_dense().bool()  # (batch, heads, blocks of rows, blocks of keys), each perhaps 1
+    batch, heads = (n > 1 for n in blocks.shape[:2])
+
+    def in_a_block(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return blocks[b if batch else 0, h if heads else 0, q // rows, k // keys]
+
+    return mask_function(in_a_block, rows=True)
+
+
 def as_function(mask: Mask | MaskFunction) -> MaskFunction:
     return mask if isinstance(mask, MaskFunction) else MaskFunction(mask, None, (), mask.name)
 
@@ -102,9 +117,10 @@ def resolved(a: Arguments) -> Arguments:
     if score is not None and not isinstance(score, Score) and callable(score):
         a = a._replace(score=score_function(score))
     if not isinstance(mask, MaskFunction):
-        if mask is None or isinstance(mask, (Mask, torch.Tensor)) or not callable(mask):
+        known = mask is None or isinstance(mask, (Mask, torch.Tensor))
+        if known or not (callable(mask) or hasattr(mask, "kv_indices")):
             return a
-        mask = mask_function(mask)
+        mask = of_block_mask(mask) if hasattr(mask, "kv_indices") else mask_function(mask)
     interval = None if mask.interval == full else mask.interval
     if mask.rest is None:
         return a._replace(mask=interval)

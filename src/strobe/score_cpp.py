@@ -103,12 +103,18 @@ def _methods(inner: Expr, condition: Expr | None) -> list[_Method]:
     ]
     if reach := _arguments_of_tanh(inner):
         farthest = functools.reduce(lambda a, b: Expr("max", (a, b)), [Expr("abs", (e,)) for e in reach])
-        found += [_Method("float", "near", "float x, ", inner.mapped(_near)), _Method("float", "reach", "float x, ", farthest)]
+        found += [
+            _Method("float", "near", "float x, ", inner.mapped(_near)),
+            _Method("float", "reach", "float x, ", farthest),
+        ]
     if condition is not None:  # for blocks in which it hides nothing, and to find those
         inside = inner.args[0]
         slope = inside.derivative("s").replaced(inside, _Y)
         found += [_Method("float", "inside", "float x, ", inside)]
-        found += [_Method("float", "inside_slope", "float x, float y, ", slope), _Method("bool", "visible", "", condition)]
+        found += [
+            _Method("float", "inside_slope", "float x, float y, ", slope),
+            _Method("bool", "visible", "", condition),
+        ]
     return found
 
 

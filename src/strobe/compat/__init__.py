@@ -1,7 +1,7 @@
 """strobe under the code that people have. Nothing is active by import.
 
-`install()` makes `import flash_attn` find strobe, `sdpa.activate()` makes it PyTorch's flash backend,
-`transformers.register()` makes it an attention implementation of transformers. Each has an inverse.
+`install()` makes `import flash_attn` find strobe, `sdpa.activate()` makes it PyTorch's flash backend, `flex.patched()`
+sends FlexAttention's calls to it, `transformers.register()` makes it an attention implementation of transformers. Each has an inverse.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if "attention" not in getattr(
 from strobe.compat.installation import install, installed, uninstall
 
 if TYPE_CHECKING:
-    from strobe.compat import flash_attn, flash_attn_interface, sdpa, transformers
+    from strobe.compat import flash_attn, flash_attn_interface, flex, sdpa, transformers
 
-__all__ = ["flash_attn", "flash_attn_interface", "install", "sdpa", "status", "transformers", "uninstall"]
-_MODULES = ("flash_attn", "flash_attn_interface", "sdpa", "transformers")
+__all__ = ["flash_attn", "flash_attn_interface", "flex", "install", "sdpa", "status", "transformers", "uninstall"]
+_MODULES = ("flash_attn", "flash_attn_interface", "flex", "sdpa", "transformers")
 
 
 def __getattr__(name: str) -> Any:
@@ -41,7 +41,11 @@ def status() -> dict[str, str]:
     found: dict[str, str] = {}
     if installed():
         found |= {name: "strobe stands in for it" for name in ("flash_attn", "flash_attn_interface")}
-    for name, host in (("sdpa", "torch"), ("transformers", "transformers")):
+    for name, host in (
+        ("sdpa", "torch"),
+        ("flex", "torch.nn.attention.flex_attention"),
+        ("transformers", "transformers"),
+    ):
         module = sys.modules.get(f"strobe.compat.{name}")  # one that was never loaded is not active
         text = None if module is None else module.status()
         if text is not None:

@@ -20,7 +20,11 @@ from strobe.cuda.shared_memory import Region, SharedMemory
 from strobe.problem import Problem
 
 LEAST_KEYS = 1024  # an estimate: below, there are few blocks to leave out, and one more launch costs as much
-_OWN = [Field("block_map", "u32*"), *MAP_FIELDS[1:], *(Field(n, "int") for n in ("map_heads", "map_tiles", "heads_in_one"))]
+_OWN = [
+    Field("block_map", "u32*"),
+    *MAP_FIELDS[1:],
+    *(Field(n, "int") for n in ("map_heads", "map_tiles", "heads_in_one")),
+]
 
 
 def pays(problem: Problem) -> bool:

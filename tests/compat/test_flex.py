@@ -1,0 +1,97 @@
+"""FlexAttention's function, and strobe's in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as host
+
+import strobe
+from strobe.compat import flex
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+TABLE = torch.linspace(-1, 1, 400).reshape(4, 100)
+DOCUMENTS = (torch.arange(96) // 40).int()
+SCORES: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "alibi": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
+    "table": lambda s, b, h, q, k: s + TABLE[h, (q - k).abs()],
+    "tanh": lambda s, b, h, q, k: 5 * torch.tanh(s / 5),
+    "hidden": lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
+}
+MASKS: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k],
+    "heads": lambda b, h, q, k: q - k < 8 * (h + 1),
+}
+
+
+def tensors(heads_k: int = 4, len_q: int = 96) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 4, len_q, 16), (2, heads_k, 96, 16), (2, heads_k, 96, 16))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("score", SCORES)
+def test_as_pytorch_computes_it(score: str, mask: str) -> None:
+    q, k, v = tensors(len_q=80)
+    made = (
+        None if MASKS[mask] is None else host.create_block_mask(MASKS[mask], 2, 4, 80, 96, device="cpu", BLOCK_SIZE=16)
+    )
+    want, want_lse = host.flex_attention(q, k, v, SCORES[score], made, return_lse=True)
+    out, lse = flex.flex_attention(q, k, v, SCORES[score], made, return_lse=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    torch.testing.assert_close(flex.flex_attention(q, k, v, SCORES[score], made), want)
+
+
+def test_shared_heads_need_to_be_asked_for() -> None:
+    q, k, v = tensors(heads_k=2)
+    with pytest.raises(ValueError, match="enable_gqa"):
+        flex.flex_attention(q, k, v)
+    torch.testing.assert_close(
+        flex.flex_attention(q, k, v, enable_gqa=True), host.flex_attention(q, k, v, enable_gqa=True)
+    )
+
+
+def test_blocks_without_a_function() -> None:
+    q, k, v = tensors()
+    counts = torch.tensor([[[1, 2, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 0, 0], [0, 1, 0], [2, 0, 0]]]], dtype=torch.int32)
+    blocks = host.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32)
+    seen = torch.zeros(96, 96, dtype=torch.bool)
+    for i, j in ((0, 0), (1, 0), (1, 1), (2, 2)):
+        seen[32 * i : 32 * i + 32, 32 * j : 32 * j + 32] = True
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(flex.flex_attention(q, k, v, block_mask=blocks), want)
+    torch.testing.assert_close(strobe.attention(q, k, v, mask=blocks, layout="bhsd"), want)
+
+
+def test_gradients() -> None:
+    found = []
+    for function in (flex.flex_attention, host.flex_attention):
+        x = [t.requires_grad_() for t in tensors()]
+        if function is host.flex_attention:  # PyTorch's has no backward pass on a CPU
+            s = x[0] @ x[1].mT / 4 - SLOPES[:, None, None] * (torch.arange(96)[:, None] - torch.arange(96)).abs()
+            out = s.softmax(-1) @ x[2]
+        else:
+            out = function(*x, SCORES["alibi"])
+        found.append(torch.autograd.grad(out.square().sum(), x))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_patched() -> None:
+    q, k, v = tensors()
+    before = host.flex_attention
+    with flex.patched():
+        assert strobe.compat.status()["torch.nn.attention.flex_attention"] == "flex_attention is patched"
+        out = torch.nn.attention.flex_attention.flex_attention(q, k, v, SCORES["alibi"])
+        assert host.flex_attention is flex.flex_attention
+    assert host.flex_attention is before
+    torch.testing.assert_close(out, before(q, k, v, SCORES["alibi"]))
