@@ -18,6 +18,7 @@ from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms, kvcache
 from strobe.invalid import InvalidArgument, raises_as_hosts
+from strobe.merging import merge
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]
@@ -183,12 +184,8 @@ def flash_attn_combine(
             f"lse_partial must have the shape of out_partial without its last axis, {tuple(out_partial.shape[:-1])}; "
             f"got {tuple(lse_partial.shape)}"
         )
-    lse = lse_partial.logsumexp(0)
-    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp()  # 0 for a part that saw no key
-    merged = (out_partial * weights[..., None]).sum(0)
-    if out is not None:
-        return out.copy_(merged), lse
-    return merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse
+    merged, lse = merge(out_partial, lse_partial.mT, out=out)
+    return merged if out is not None else merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse.mT
 
 
 def get_scheduler_metadata(
