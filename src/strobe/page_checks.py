@@ -12,6 +12,7 @@ import torch
 
 from strobe.arguments import Arguments
 from strobe.checks import check_queries, checked_tensor
+from strobe.expression import Expr
 from strobe.mask import Mask, Positions
 
 MOST_TAIL = 64  # the bits of a row of `tail`
@@ -81,11 +82,28 @@ def _check_ints(name: str, t: Any, q: torch.Tensor, want: tuple[int | None, ...]
 # ---- contents --------------------------------------------------------------------------------------------------------
 
 
+def with_numbers_on(mask: Mask, device: torch.device) -> Mask:
+    """The mask with its numbers in the memory of a device: comparing a tensor there with a number of the host copies the
+    number, which waits, and which no CUDA graph may capture."""
+    if device.type == "cpu":
+        return mask
+
+    def moved(e: Expr | None) -> Expr | None:
+        if e is None or e.op == "var":
+            return e
+        if e.op in ("const", "literal"):
+            return Expr(e.op, (torch.full((), e.args[0], dtype=torch.int64, device=device),))
+        return Expr(e.op, tuple(moved(a) for a in e.args))
+
+    return Mask(moved(mask.lo), moved(mask.hi), mask.title, mask.sizes)
+
+
 def visible_spans(
     mask: Mask, len_q: torch.Tensor, length: torch.Tensor, start: torch.Tensor, tail: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each sequence's keys, counted from the first in the table, those that some query sees: from, to. All are int64,
     one for each sequence; `mask` is that of a problem, which hides what lies outside of the sequence."""
+    mask = with_numbers_on(mask, len_q.device)
     at = Positions(0, len_q, start, start + length)  # type: ignore[arg-type]
     first, _ = mask.bounds(torch.zeros_like(len_q), 0, _FAR, at)
     _, end = mask.bounds(len_q - 1, 0, _FAR, at)

@@ -219,6 +219,25 @@ def test_it_is_one_operation_of_a_graph() -> None:
     torch.testing.assert_close(step(q, p.k, p.v, p.table, p.lengths), expected)
 
 
+@pytest.mark.parametrize("mask", [m for m in MASKS if m is not None], ids=str)
+def test_numbers_of_a_mask_move_to_the_device(mask: strobe.Mask) -> None:
+    """No number of the host is left to be compared with a tensor there, and the mask means the same."""
+    from strobe.page_checks import with_numbers_on
+
+    there = with_numbers_on(mask, torch.device("meta"))
+    rows = torch.zeros(3, dtype=torch.int64, device="meta")
+    assert all(bound.is_meta for bound in there.bounds(rows, 3, 9))
+    numbers = [e for end in (there.lo, there.hi) if end is not None for e in numbers_of(end)]
+    assert all(isinstance(n, torch.Tensor) and n.is_meta for n in numbers)
+    assert numbers or mask == strobe.full
+
+
+def numbers_of(e: Any) -> list[Any]:
+    if e.op in ("const", "literal"):
+        return [e.args[0]]
+    return [] if e.op == "var" else [n for a in e.args for n in numbers_of(a)]
+
+
 def test_what_a_captured_graph_does() -> None:
     """While a CUDA graph is captured nothing is read: one slab has all sequences, and every tile of the table."""
     from strobe.arguments import Arguments, Inputs

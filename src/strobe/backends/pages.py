@@ -27,10 +27,10 @@ class Sequences(NamedTuple):
         """All of them. Lengths are clamped to what the table has room for; nothing waits for a device."""
         pages = problem.k.pages
         assert pages is not None
-        lengths = x.lengths.long()
-        room = problem.k.length if x.indptr is None else x.indptr.diff().long() * pages.size
-        length = torch.minimum(lengths.clamp(min=0), torch.as_tensor(room, device=lengths.device))
-        number = torch.arange(problem.batch, device=lengths.device)
+        length = x.lengths.long().clamp(min=0, max=problem.k.length)
+        if x.indptr is not None:
+            length = torch.minimum(length, x.indptr.diff().long() * pages.size)
+        number = torch.arange(problem.batch, device=length.device)
         if x.cu_q is None:
             first_q, len_q = number * problem.len_q, torch.full_like(number, problem.len_q)
         else:

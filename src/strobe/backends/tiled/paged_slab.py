@@ -17,6 +17,7 @@ from strobe.arguments import Inputs
 from strobe.backends.pages import Sequences, gather, look_up, tail_bits
 from strobe.backends.tiled.slab import Slab, choose_blocks
 from strobe.mask import Positions
+from strobe.page_checks import with_numbers_on
 from strobe.problem import Problem
 
 
@@ -42,7 +43,7 @@ class PagedSlab(Slab):
         """The interval mask of each row: from, to."""
         rows = torch.arange(self.len_q, device=s.number.device).expand(len(self.batch), -1)
         at = Positions(0, s.len_q[:, None], s.position[:, None], s.whole[:, None])  # type: ignore[arg-type]
-        return self.problem.mask.bounds(rows, self.len_q, self.most_keys, at)
+        return with_numbers_on(self.problem.mask, rows.device).bounds(rows, self.len_q, self.most_keys, at)
 
     def of_keys(self, t: torch.Tensor) -> torch.Tensor:
         return t  # the pool, of which `keys_of` looks up a tile
