@@ -20,16 +20,18 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING:
-    from strobe import compat as compat, nn as nn  # loaded when they are asked for
+    from strobe import compat as compat, nn as nn, paged as paged  # loaded when they are asked for
 
 if TYPE_CHECKING or not _is_command():
     from strobe.api import attention, attention_varlen, backends, flash_attention
     from strobe.explain import explain
     from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
     from strobe.mask_function import mask_function, score_function
+    from strobe.merging import merge
     from strobe.problem import Unsupported
     from strobe.scaled_dot_product import sdpa
     from strobe.score import Score, alibi
+    from strobe.serving import attention_paged
 
 __all__ = [
     "Mask",
@@ -37,6 +39,7 @@ __all__ = [
     "Unsupported",
     "alibi",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "backends",
     "causal",
@@ -46,6 +49,7 @@ __all__ = [
     "flash_attention",
     "full",
     "mask_function",
+    "merge",
     "prefix",
     "score_function",
     "sdpa",
@@ -53,13 +57,15 @@ __all__ = [
 ]
 
 
-_HOMES = ("api", "scaled_dot_product", "explain", "mask", "mask_function", "problem", "score")  # of the public names
+_HOMES = (
+    "api scaled_dot_product explain mask mask_function merging problem score serving".split()
+)  # of the public names
 
 
 def __getattr__(name: str) -> object:
     """`strobe.compat`, `strobe.nn`, `strobe.distributed` and, for lessons, `strobe.trace` are loaded when they are asked for:
-    `import strobe` stays light. In the command, so are all other names."""
-    if name in ("compat", "distributed", "nn"):
+    `import strobe` stays light. In the command, so are all other names, and `strobe.paged`."""
+    if name in ("compat", "distributed", "nn", "paged"):
         return import_module(f"strobe.{name}")
     if name == "trace":
         from strobe.tile_trace import trace

@@ -1,4 +1,4 @@
-"""The table of arguments of `strobe.attention` and `attention_varlen`, and the layouts in which tensors are passed.
+"""The table of arguments of `strobe.attention`, `attention_varlen` and `attention_paged`, and the layouts of tensors.
 
 `Arguments` holds what a caller passed, unchecked. Each argument is one row of it. Everything that lists arguments is derived
 from the rows: which tensors autograd sees, the key under which a bound call is remembered (`bound_call.py`), the schema of the
@@ -27,12 +27,14 @@ class Row(NamedTuple):
         None  # how backends see it: "rows" (batch, heads, length, dim), "pairs" (with four axes), or as it is
     )
     written: bool = False  # the result goes there, so autograd never sees it
+    forward: bool = False  # of calls that have no gradients, so autograd never sees it
     per_head: bool = False  # one number for each query head
     read: str | None = None  # the form in which kernels read it: "floats", "contiguous", "strided" or "unsigned"
 
 
 _Rows = Annotated[Any, Row("Tensor", tensor=True, gradient=True, view="rows")]
 _Offsets = Annotated[Any, Row("Tensor?", tensor=True, read="contiguous")]
+_Paged = Annotated[Any, Row("Tensor?", tensor=True, forward=True)]
 _Written = Annotated[Any, Row(tensor=True, written=True)]
 
 
@@ -67,10 +69,20 @@ class Arguments(NamedTuple):
         None  # the LSE of a state, a finite result over other keys in `out`: the call merges into both
     )
     state_out: _Written = None  # where the state's output is instead; `out` gets the merged one, in the dtype of q
+    # ---- paged keys: k and v are a pool of pages, (pages, page, heads_k, dim); `strobe.attention_paged` documents the rest
+    table: _Paged = None  # (sequences, width) int32; with `indptr` the entries of all sequences, one after the other
+    indptr: _Paged = None  # (sequences + 1,) int32
+    lengths: _Paged = None  # (sequences,) int32: the call is a paged one if it is given
+    starts: _Paged = None  # (sequences,) int32
+    tail: _Paged = None  # int64, one for each query
 
     @property
     def mask_tensor(self) -> torch.Tensor | None:
         return self.mask if isinstance(self.mask, torch.Tensor) else None
+
+    @property
+    def paged(self) -> bool:
+        return self.lengths is not None
 
     @property
     def score_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -82,7 +94,9 @@ ROWS: dict[str, Row] = {
 }
 PER_HEAD = tuple(name for name, row in ROWS.items() if row.per_head)
 GRADIENTS = tuple(name for name, row in ROWS.items() if row.gradient)  # what can have one: q, k, v first
-TENSORS = GRADIENTS + tuple(n for n, row in ROWS.items() if row.tensor and not row.gradient and not row.written)
+TENSORS = GRADIENTS + tuple(
+    n for n, row in ROWS.items() if row.tensor and not (row.gradient or row.written or row.forward)
+)  # that autograd sees
 _others = operator.attrgetter(*TENSORS[3:])  # besides q, k and v
 
 
@@ -175,6 +189,11 @@ _BY_AXES = {
 }
 
 
+def layout_of_keys(a: Arguments, layout: Layout) -> Layout:
+    """Of k and v, where q has this one. A pool of pages has the axes of a batch of short sequences."""
+    return Layout.BSHD if a.paged else layout
+
+
 def layout_of(a: Arguments) -> Layout:
     """Of arguments whose `layout` and number of axes have been checked."""
     return Layout.VARLEN if a.cu_q is not None else _BY_AXES[a.layout, a.q.dim()]
@@ -183,7 +202,7 @@ def layout_of(a: Arguments) -> Layout:
 class Inputs(Arguments):
     """The arguments as backends see them: q, k and v (batch, heads, length, dim), mask tensors and biases with four axes
     that are broadcastable to (batch, heads, len_q, len_k), no mask but a tensor, a seed in any case. Varlen problems have
-    batch 1 here and say with cu_q, cu_k where each sequence begins and ends."""
+    batch 1 here and say with cu_q, cu_k where each sequence begins and ends. Paged k and v are (pages, heads, page, dim)."""
 
     __slots__ = ()
 
@@ -192,6 +211,8 @@ class Inputs(Arguments):
         """Views; the arguments have been checked."""
         found = a._replace(mask=a.mask_tensor, seed=a.seed or 0)
         views = {name: _view(getattr(found, name), row.view, layout) for name, row in ROWS.items() if row.view}
+        if a.paged:
+            views |= {"k": layout_of_keys(a, layout).inside(a.k), "v": layout_of_keys(a, layout).inside(a.v)}
         return Inputs(*found._replace(**views))
 
 

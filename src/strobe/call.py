@@ -10,6 +10,7 @@ from strobe import autograd
 from strobe.arguments import Arguments
 from strobe.bound_call import bind, lookup
 from strobe.checks import with_longest
+from strobe.page_checks import check_call
 
 _transforming = torch._C._are_functorch_transforms_active
 
@@ -22,6 +23,8 @@ def run(a: Arguments) -> Any:
         out, lse = autograd.attention_in_transforms(bind(a, needs_grad=True), a)
     else:
         bound = lookup(a)
+        if a.lengths is not None and a.lengths.is_cpu:
+            check_call(a, bound.problem.mask)
         if bound.differentiable:
             return autograd.attention(bound, a)
         out, lse = bound.forward.run(a)

@@ -63,7 +63,10 @@ def check_qkv(a: Arguments) -> Layout:
             raise TypeError(f"{name} has dtype {t.dtype}, q has {a.q.dtype}; all three must be the same")
         if t.device != a.q.device:
             raise ValueError(f"{name} is on {t.device}, q is on {a.q.device}; all three must be on one device")
-        if t.dim() != a.q.dim():
+        if a.paged:
+            if t.dim() != 4:
+                raise ValueError(f"{name} has {t.dim()} axes; a pool of pages has 4 (pages, page, heads_k, dim)")
+        elif t.dim() != a.q.dim():
             raise ValueError(f"{name} has {t.dim()} axes, q has {a.q.dim()}; all three must have the same number")
     if a.layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {a.layout!r}")
@@ -75,9 +78,9 @@ def check_qkv(a: Arguments) -> Layout:
     return layout_of(a)
 
 
-def check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool = False) -> None:
     """On views in (batch, heads, length, dim) order."""
-    check_shapes(q.shape, k.shape, v.shape)
+    check_shapes(q.shape, k.shape, v.shape, paged)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.shape[3] > 1 and t.numel() and t.stride(3) != 1:
             raise ValueError(
@@ -85,12 +88,15 @@ def check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
-def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
-    """(batch, heads, length, dim) each."""
-    for axis, what in ((0, "batch size"), (1, "number of heads"), (2, "length")):
+def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool = False) -> None:
+    """(batch, heads, length, dim) each; of pages (pages, heads, page, dim)."""
+    names = (
+        ("number of pages", "number of heads", "page size") if paged else ("batch size", "number of heads", "length")
+    )
+    for axis, what in enumerate(names):
         if k[axis] != v[axis]:
             raise ValueError(f"k and v disagree in {what}: {k[axis]} and {v[axis]}")
-    if q[0] != k[0]:
+    if q[0] != k[0] and not paged:
         raise ValueError(f"q and k disagree in batch size: {q[0]} and {k[0]}")
     if q[3] != k[3]:
         raise ValueError(f"q and k disagree in head dim: {q[3]} and {k[3]}")
@@ -108,7 +114,13 @@ def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
 
 def with_longest(a: Arguments) -> Arguments:
     """Varlen arguments with `max_q` and `max_k` filled in. Where they are given and `cu` lives on a GPU nothing is read
-    back, so that the call never waits; elsewhere the contents of `cu` are checked at every call."""
+    back, so that the call never waits; elsewhere the contents of `cu` are checked at every call. Paged keys have tables
+    instead of `cu_k`."""
+    if a.paged:
+        if a.max_q is not None and isinstance(a.cu_q, torch.Tensor) and not a.cu_q.is_cpu:
+            return a
+        _check_cu("cu_q", a.cu_q, checked_tensor("q", a.q))
+        return a._replace(max_q=_longest("cu_q", "max_q", a.cu_q, a.max_q, a.q.shape[0]))
     if a.max_q is not None and a.max_k is not None and isinstance(a.cu_q, torch.Tensor) and not a.cu_q.is_cpu:
         return a
     for name, cu in (("cu_q", a.cu_q), ("cu_k", a.cu_k)):
@@ -118,6 +130,13 @@ def with_longest(a: Arguments) -> Arguments:
         max_q=_longest("cu_q", "max_q", a.cu_q, a.max_q, a.q.shape[0]),
         max_k=_longest("cu_k", "max_k", a.cu_k, a.max_k, a.k.shape[0]),
     )
+
+
+def check_queries(a: Arguments) -> tuple[int, int]:
+    """(sequences, longest queries) of packed queries whose keys are not packed."""
+    _check_cu("cu_q", a.cu_q, a.q)
+    _check_longest("max_q", a.max_q)
+    return a.cu_q.numel() - 1, int(a.max_q)
 
 
 def check_sequences(a: Arguments) -> tuple[int, int, int]:

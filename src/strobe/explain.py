@@ -55,8 +55,10 @@ def _si(value: float, base: int) -> str:
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor, **arguments: Any) -> Explanation:
-    """Takes the arguments of `strobe.attention` (or `attention_varlen`) and computes nothing."""
-    if (arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2):
+    """Takes the arguments of `strobe.attention`, `attention_varlen` or, with `table` and `lengths`, `attention_paged`, and
+    computes nothing."""
+    paged = arguments.get("lengths") is not None
+    if not paged and ((arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2)):
         raise ValueError("cu_q and cu_k go together: give both, or neither")
     if wrong := [name for name in arguments if name not in ROWS]:
         raise unknown_word("explain", wrong[0], ROWS)
@@ -71,6 +73,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         wanted = tuple(name for name in GRADIENTS if (t := getattr(a, name)) is not None and t.requires_grad)
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
+    kind = ("varlen " if problem.varlen else "") + ("paged " if paged else "")
     kv = f", {problem.heads_k} key heads" if problem.heads_k != problem.heads else ""
     dims = f"{problem.dim}" if problem.dim == problem.dim_v else f"{problem.dim}/{problem.dim_v}"
     return Explanation(
@@ -78,7 +81,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         summary=chosen.summary,
         backward=None if backward is None else backward.name,
         problem=(
-            f"{'varlen ' if problem.varlen else ''}attention: batch {problem.batch}, {problem.heads} heads{kv}, "
+            f"{kind}attention: batch {problem.batch}, {problem.heads} heads{kv}, "
             f"{problem.len_q} x {problem.len_k}, dim {dims}, {problem.mask.name}, "
             f"{str(problem.dtype).removeprefix('torch.')} on {problem.device}"
         ),

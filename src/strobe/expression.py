@@ -23,6 +23,8 @@ CTYPES = ("bool", "int", "i64", "float")
 # The variables of scores. Positions come as floats, for arithmetic with scores, and as integers, for indices and masks.
 KINDS = {"b": INT, "h": INT, "qi": INT, "ki": INT, "len_qi": INT, "len_ki": INT}
 
+AS_FLOATS = {"qi": "q", "ki": "k", "len_qi": "len_q", "len_ki": "len_k"}
+
 
 def _minmax(of_numbers: Any, of_tensors: Any, a: Value, b: Value) -> Value:
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):

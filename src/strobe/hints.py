@@ -22,6 +22,7 @@ _CAUSAL = "mask=strobe.causal"
 _WINDOW = "mask=strobe.window(left, right), with None for a side without bound"
 _LSE = "return_lse=True: the weights are never stored, but their log-sum-exp is known"
 _VARLEN = "strobe.attention_varlen(q, k, v, cu_q, cu_k, max_q=…, max_k=…)"
+_PAGED = "strobe.attention_paged(q, k, v, table, lengths)"
 # Keyword of another library -> what to write.
 _SPELLINGS = {
     "causal": _CAUSAL,
@@ -50,6 +51,10 @@ _SPELLINGS = {
     "cu_seqlens_k": f"cu_k= of {_VARLEN}",
     "max_seqlen_q": f"max_q= of {_VARLEN}",
     "max_seqlen_k": f"max_k= of {_VARLEN}",
+    "block_table": f"table= of {_PAGED}",
+    "page_table": f"table= of {_PAGED}",
+    "cache_seqlens": f"lengths= of {_PAGED}",
+    "seqused_k": f"lengths= of {_PAGED}",
     "tensor_layout": 'layout="bshd" or layout="bhsd"',
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, PER_HEAD, Arguments, Layout, four_axes
+from strobe.arguments import GRADIENTS, PER_HEAD, Arguments, Layout, four_axes, layout_of_keys
 from strobe.checks import (
     check_dims,
     check_mask,
@@ -29,7 +29,8 @@ from strobe.checks import (
     checked_tensor,
     lse_dtype,
 )
-from strobe.mask import Mask, full
+from strobe.mask import Mask, full, used_keys
+from strobe.page_checks import NO_GRADIENTS, check_paged
 from strobe.score import Score
 
 Strides = tuple[int, int, int]  # (batch, head, row) in elements; the last axis is contiguous
@@ -40,15 +41,27 @@ class Unsupported(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Keys that lie in pages of a pool: a table says which pages a sequence has, `lengths` how many rows of them it uses
+    and `starts` at which position the first one stands."""
+
+    size: int  # rows of a page
+    count: int  # in the pool
+    width: int | None  # entries of a sequence's row of the table; None: one after the other, as `indptr` says
+    starts: bool  # else every sequence begins at position 0
+
+
+@dataclass(frozen=True)
 class Rows:
     """Where rows lie in memory: those of queries, or those of keys and values."""
 
     heads: int
-    length: int  # of the longest sequence
+    length: int  # of the longest sequence; of paged keys, what a table has room for
     total: int  # of all sequences
-    strides: tuple[Strides, ...]  # of q; of k and of v
+    strides: tuple[Strides, ...]  # of q; of k and of v. Of pages the first is that from page to page
     varlen: bool = False  # sequences of different lengths, one after the other
     positions: bool = False  # they are parts of longer sequences
+    pages: Pages | None = None  # keys alone
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,7 @@ class Problem:
     deterministic: bool
     # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
     group_parts: int = 1
+    tail: bool = False  # bits say which of the new keys of its sequence a row sees, instead of the mask
 
     @property
     def has_bias(self) -> bool:
@@ -189,13 +203,21 @@ class Problem:
     def of(a: Arguments, needs_grad: bool = False) -> tuple[Problem, Layout]:
         """Check the arguments and say what they ask for. `needs_grad`: whether a backward pass may follow."""
         layout = check_qkv(a)
-        q, k, v = (layout.inside(t) for t in (a.q, a.k, a.v))
-        check_dims(q, k, v)
-        batch, len_q, len_k = (q.shape[0], q.shape[2], k.shape[2]) if a.cu_q is None else check_sequences(a)
+        if a.paged and needs_grad:
+            raise Unsupported(NO_GRADIENTS)
+        of_keys = layout_of_keys(a, layout)
+        q, k, v = layout.inside(a.q), of_keys.inside(a.k), of_keys.inside(a.v)
+        check_dims(q, k, v, a.paged)
+        if a.paged:
+            batch, len_q, len_k = check_paged(a)
+        else:
+            batch, len_q, len_k = (q.shape[0], q.shape[2], k.shape[2]) if a.cu_q is None else check_sequences(a)
         heads, heads_k, dim, dim_v = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         pairs = (batch, heads, len_q, len_k)
         mask = check_mask(a.mask, a.q, pairs)
-        if a.cu_q is None and a.positions is None and mask.hides_nothing(len_q, len_k):
+        if a.paged:
+            mask = mask & used_keys
+        elif a.cu_q is None and a.positions is None and mask.hides_nothing(len_q, len_k):
             mask = full  # as a causal one does of a single query
         score = check_score(a, batch, heads)
         if a.bias is not None:
@@ -216,6 +238,12 @@ class Problem:
             check_state(a, layout)
         positions = a.positions is not None
         totals = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
+        keys = Rows(heads_k, len_k, totals[1], (k.stride()[:3], v.stride()[:3]), a.cu_k is not None, positions)  # type: ignore[arg-type]
+        if a.paged:
+            width = a.table.shape[1] if a.indptr is None else None
+            pages = Pages(k.shape[2], k.shape[0], width, a.starts is not None)
+            total = 0 if not pages.count else len_k if width is None else batch * len_k
+            keys = replace(keys, total=total, positions=True, pages=pages)
         problem = Problem(
             dtype=a.q.dtype,
             device=a.q.device,
@@ -223,7 +251,7 @@ class Problem:
             dim=dim,
             dim_v=dim_v,
             q=Rows(heads, len_q, totals[0], (q.stride()[:3],), a.cu_q is not None, positions),  # type: ignore[arg-type]
-            k=Rows(heads_k, len_k, totals[1], (k.stride()[:3], v.stride()[:3]), a.cu_k is not None, positions),  # type: ignore[arg-type]
+            k=keys,
             scale=scale,
             score=score.structure,
             mask=mask,
@@ -236,6 +264,7 @@ class Problem:
             partial=bool(a.partial),
             state=None if a.state_lse is None else _state(a, layout),
             deterministic=bool(a.deterministic),
+            tail=a.tail is not None,
         )
         return problem, layout
 
@@ -279,7 +308,7 @@ def supposed(
     def made(shape: tuple[int, ...], of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    kinds = {"mask": torch.bool, "cu_q": torch.int32, "cu_k": torch.int32}
+    kinds = {"mask": torch.bool, **dict.fromkeys(("cu_q", "cu_k", "table", "indptr", "lengths", "starts"), torch.int32)}
     tensors = {n: made(s, kinds.get(n, dtype)) for n, s in arguments.items() if isinstance(s, tuple)}
     problem, _ = Problem.of(Arguments(made(q), made(k), made(v), **(arguments | tensors)), needs_grad=bool(gradients))
     problem = replace(problem, device=device)

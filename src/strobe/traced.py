@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from strobe import autograd, call
-from strobe.arguments import GRADIENTS, ROWS, TENSORS, Arguments, Layout, layout_of
+from strobe.arguments import GRADIENTS, ROWS, TENSORS, Arguments, Layout, layout_of, layout_of_keys
 from strobe.bound_call import bind
 from strobe.checks import check_shapes, lse_dtype, with_longest
 from strobe.mask import Mask, full, parse_mask
+from strobe.page_checks import NO_GRADIENTS
 from strobe.problem import Unsupported, any_requires_grad
 from strobe.score import Score, identity, parse_score, softcap
 
@@ -70,6 +71,8 @@ def attention(a: Arguments) -> Any:
     interval_text, interval_numbers = interval.text_and_numbers()
     score_text, score_numbers = score.text_and_numbers()
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
+    if a.paged and needs_grad:
+        raise Unsupported(NO_GRADIENTS)
     seed = 0 if a.seed is None else a.seed
     if not -(1 << 63) <= seed < 1 << 63:
         seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, as an operation takes them
@@ -127,13 +130,14 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _checked_layout(a: Arguments) -> Layout:
     """The checks of shapes that need no contents: a tracer should not accept what a call would not."""
-    if not a.q.dim() == a.k.dim() == a.v.dim() or (a.cu_q is not None and a.q.dim() != 3) or not 2 <= a.q.dim() <= 4:
+    same = a.k.dim() == a.v.dim() == (4 if a.paged else a.q.dim())
+    if not same or (a.cu_q is not None and a.q.dim() != 3) or not 2 <= a.q.dim() <= 4:
         raise ValueError(f"q, k and v have {a.q.dim()}, {a.k.dim()} and {a.v.dim()} axes")
     if not a.q.dtype == a.k.dtype == a.v.dtype:
         raise TypeError(f"q, k and v have dtypes {a.q.dtype}, {a.k.dtype} and {a.v.dtype}; they must be the same")
     layout = layout_of(a)
-    inside = [layout.inside(t).shape for t in (a.q, a.k, a.v)]
-    check_shapes(*inside)
+    of_keys = layout_of_keys(a, layout)
+    check_shapes(layout.inside(a.q).shape, of_keys.inside(a.k).shape, of_keys.inside(a.v).shape, a.paged)
     return layout
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strobe.expression import BOOL, CTYPES, FLOAT, INT, LONG, OPERATIONS, Expr
+from strobe.expression import AS_FLOATS, BOOL, CTYPES, FLOAT, INT, LONG, OPERATIONS, Expr
 from strobe.expression_text import MOST_AXES, MOST_TENSORS
 from strobe.score import ELEMENT_KINDS
 
@@ -34,7 +34,6 @@ def _var(name: str) -> Expr:
 
 S, B, H, K, ROW = (_var(name) for name in ("s", "b", "h", "ki", "qi"))
 Q = ROW + (_var("len_ki") - _var("len_qi"))  # the last query stands opposite the last key
-_AS_FLOATS = {"qi": "q", "ki": "k", "len_qi": "len_q", "len_ki": "len_k"}
 
 _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "floordiv", "mod": "mod", "pow": "pow", "and": "&",
@@ -272,7 +271,7 @@ class Tracer:
             return self.apply("!=", e, _literal(0.0 if e.kind == FLOAT else 0))
         if kind == FLOAT and _is_position(e):  # float(q) - float(k): one is of a row, the other of a column
             if e.op == "var":
-                return _var(_AS_FLOATS[e.args[0]])
+                return _var(AS_FLOATS[e.args[0]])
             return Expr("abs" if e.op == "iabs" else e.op, tuple(self.cast(a, FLOAT) for a in e.args))
         return Expr({INT: "int", LONG: "long", FLOAT: "float"}[kind], (e,))
 
@@ -316,7 +315,7 @@ class Tracer:
 def _is_position(e: Expr) -> bool:
     """Sums of positions and small numbers, which float32 holds exactly below 2^24."""
     if e.op == "var":
-        return e.args[0] in _AS_FLOATS
+        return e.args[0] in AS_FLOATS
     if e.op in ("const", "literal"):
         return e.kind == INT and abs(e.args[0]) < 1 << 22
     return e.op in ("+", "-", "iabs") and all(map(_is_position, e.args))

@@ -296,16 +296,6 @@ def test_the_extension_module_agrees_with_the_functions() -> None:
     assert flash_attn.flash_attn_interface.flash_attn_gpu is flash_attn_2_cuda
 
 
-def test_what_is_not_built_says_so() -> None:
-    q, k, v = (t.detach().flatten(0, 1) for t in qkv(7, 7))
-    cu, table = torch.tensor([0, 7, 14], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(strobe.Unsupported, match="block_table was given, but paged keys are not built yet"):
-        flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 7, 7, block_table=table)
-    with pytest.raises(strobe.Unsupported, match="block_table"):
-        cache = random(2, 8, 2, 7)
-        flash_attn.flash_attn_with_kvcache(q.view(2, 7, 4, 7), cache, cache, block_table=table)
-
-
 def test_alibi_is_a_score_that_tiled_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a dense bias, which would take quadratic memory."""
     seen: list[Any] = []

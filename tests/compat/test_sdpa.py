@@ -149,8 +149,8 @@ def test_what_is_not_built_is_refused() -> None:
         aten._scaled_dot_product_flash_attention(*x, 0.1, False, True)
     packed = [torch.randn(17, 4, 16) for _ in range(3)]
     cu = torch.tensor([0, 17], dtype=torch.int32)
-    with pytest.raises(strobe.Unsupported, match="block_table was given, but paged keys"):
-        aten_flash._flash_forward(*packed, cu, cu, 17, 17, 0.0, False, False, block_table=torch.zeros(1, 1).int())
+    with pytest.raises(strobe.Unsupported, match="neither seqused_k nor cum_seq_k says how many keys"):
+        aten_flash._flash_forward(*packed, cu, None, 17, 17, 0.0, False, False, block_table=torch.zeros(1, 1).int())
     with pytest.raises(strobe.Unsupported, match="cum_seq_k is missing"):
         aten._flash_attention_forward(*packed, cu, None, 17, 17, 0.0, False, False)
 

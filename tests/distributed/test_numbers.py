@@ -12,9 +12,9 @@ from shard_cases import Case, expected, inputs, joined, on_one_rank
 import strobe
 from strobe.distributed import ShardPlan, simulator
 from strobe.distributed.choose_method import rank_of
-from strobe.distributed.merging import merge_
 from strobe.distributed.pieces import Piece
 from strobe.distributed.step import State, Step, last_calls
+from strobe.merging import merge_
 
 METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")
 

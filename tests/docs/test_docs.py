@@ -38,6 +38,7 @@ EXPECTED = {
     "ladder",
     "page",
     "training",
+    "serving",
     "results",
     "benchmark-method",
     "contributing",
@@ -93,7 +94,7 @@ def test_what_one_writes_here_is_compared_with_what_one_wrote_there(name: str) -
 
 
 def test_the_pages_with_claims_have_code_that_checks_them() -> None:
-    for name in ("index", "use", "training", "plug-in", "choosing-a-backend", "how-it-works", "learn"):
+    for name in ("index", "use", "training", "serving", "plug-in", "choosing-a-backend", "how-it-works", "learn"):
         assert "assert" in "".join(blocks(DOCS / f"{name}.md", "python")), name
 
 

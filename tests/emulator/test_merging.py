@@ -15,10 +15,10 @@ from everyday import everyday
 from oracle import prepare
 
 from strobe.arguments import Inputs
-from strobe.distributed.merging import merge_
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.emulator.program import Mode
 from strobe.mask import causal, full, window
+from strobe.merging import merge_
 from strobe.problem import Problem, State
 
 pytestmark = [

@@ -18,10 +18,11 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
-    ["expression", "dropout", "overlap", "invalid"],
+    ["expression", "dropout", "overlap", "invalid", "merging", "work_list"],
     ["mask", "score"],
     ["arguments"],
     ["checks", "hints"],
+    ["page_checks"],
     ["problem"],
     ["backends.backend"],
     ["backends", "cuda", "emulator"],
@@ -33,6 +34,8 @@ LAYERS = [
     ["api", "explain", "tiled", "tile_trace"],
     ["scaled_dot_product"],
     ["nn"],
+    ["paged"],
+    ["serving"],
     ["distributed"],
     ["compat"],
     ["measure", "options"],

@@ -45,7 +45,8 @@ def test_a_keyword_of_another_library_is_answered_with_ours(function: Any, keywo
 
 
 def test_what_is_advised_exists() -> None:
-    known = {*inspect.signature(strobe.attention).parameters, *inspect.signature(strobe.attention_varlen).parameters}
+    ours = (strobe.attention, strobe.attention_varlen, strobe.attention_paged)
+    known = {name for function in ours for name in inspect.signature(function).parameters}
     for keyword, advice in hints._SPELLINGS.items():
         assert keyword not in known, f"{keyword} is our own"
         named = [word for word in known if f"{word}=" in advice]

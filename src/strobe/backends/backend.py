@@ -63,6 +63,7 @@ class Backend:
     details: Callable[[Problem], dict[str, object]] = field(default=_nothing)  # tiles, threads, … for `explain`
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
+    pages: bool = False  # it looks keys up in pages
     merges: bool = False  # its forward pass merges its result with a state
     # Whether it also rounds a merged state on its way to another tensor, and had better for a problem that it could merge.
     rounds_states: Callable[[Problem], bool] = field(default=lambda problem: False)
@@ -72,10 +73,14 @@ class Backend:
         state = problem.state
         if state is not None and not self.can_merge(problem):
             return "a state to merge with"
-        reason = self.limits(problem) or self.machine(problem.device)
+        reason = self.lacks(problem) or self.machine(problem.device)
         if reason is None and state is not None and state.out is not None and not self.rounds_states(problem):
             return "a state that is merged and rounded"
         return reason
+
+    def lacks(self, problem: Problem) -> str | None:
+        """Why its code cannot do this, whatever the machine; None if it can."""
+        return "no paged keys" if problem.k.pages is not None and not self.pages else self.limits(problem)
 
     def can_merge(self, problem: Problem) -> bool:
         """Whether it could merge the result of this problem, which it supports, with a state. An empty problem is not

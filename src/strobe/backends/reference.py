@@ -13,6 +13,7 @@ import torch
 from strobe import dropout
 from strobe.arguments import Inputs
 from strobe.backends.backend import Backend, binder
+from strobe.backends.pages import Sequences, gather, look_up, tail_bits
 from strobe.expression import WORKING_DTYPE
 from strobe.mask import Positions
 from strobe.problem import Problem
@@ -29,7 +30,7 @@ def attention(
     outs, lses = zip(*parts, strict=True)
     if len(parts) == 1:
         return outs[0], lses[0]
-    axis = 2 if problem.varlen else 0
+    axis = 2 if problem.q.varlen else 0
     return torch.cat(outs, axis), torch.cat(lses, axis)
 
 
@@ -51,7 +52,9 @@ def _one(
     where |= dict(enumerate(x.score_tensors))
 
     s = scores(problem, q @ k.mT, where, None if x.bias is None else x.bias.to(dtype))
-    visible = problem.mask.dense(len_q, len_k, q.device, at) & (s != -torch.inf)
+    visible = s != -torch.inf
+    if problem.k.pages is None:  # else `x.mask` has all of it
+        visible = visible & problem.mask.dense(len_q, len_k, q.device, at)
     if x.mask is not None:
         visible = visible & x.mask
     p, lse = probabilities(s, visible, None if x.sinks is None else x.sinks.to(dtype)[:, None, None])
@@ -102,6 +105,9 @@ def probabilities(
 def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Positions | None, Inputs]]:
     """The problem as it is or, where sequences have lengths or positions of their own, one after the other: with the
     index and the positions of each."""
+    if problem.k.pages is not None:
+        yield from _paged_sequences(problem, inputs)
+        return
     at = [None] * problem.batch if inputs.positions is None else [Positions(*p) for p in inputs.positions.tolist()]
     if not problem.varlen:
         if inputs.positions is None:
@@ -138,6 +144,32 @@ def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Positi
         )
 
 
+def _paged_sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Positions | None, Inputs]]:
+    """One after the other, with the keys that some query sees and a mask of which query sees which."""
+    every = Sequences.of(problem, inputs)
+    for i, (first_q, len_q, keys, position, whole) in enumerate(zip(*(t.tolist() for t in _plain(every)), strict=True)):
+        one, index = every.take(slice(i, i + 1)), torch.arange(keys, device=inputs.q.device)
+        page, row, there = look_up(problem, inputs, one, index)
+        batch, rows = (i, slice(None)) if inputs.cu_q is None else (0, slice(first_q, first_q + len_q))
+        at = Positions(0, len_q, position, whole)
+        visible = problem.mask.dense(len_q, keys, index.device, at)
+        if inputs.tail is not None:
+            bits = (inputs.tail[i] if inputs.cu_q is None else inputs.tail[rows])[None]
+            in_tail, seen = tail_bits(bits, one.len_q, one.keys, index)
+            visible = torch.where(in_tail, seen, visible)
+        part = inputs._replace(
+            q=inputs.q[batch : batch + 1, :, rows],
+            k=gather(inputs.k, page, row, there),
+            v=gather(inputs.v, page, row, there),
+            mask=(visible & there[:, None])[:, None],
+        )
+        yield range(i, i + 1), at, part
+
+
+def _plain(s: Sequences) -> tuple[torch.Tensor, ...]:
+    return s.first_q, s.len_q, s.keys, s.position, s.whole
+
+
 def _forward(problem: Problem, inputs: Inputs, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         result, lse = attention(problem, inputs)
@@ -154,5 +186,6 @@ BACKENDS = {
         details=lambda problem: {"dtype": "float64"},
         extra_bytes=lambda problem: 3 * 8 * problem.batch * problem.heads * problem.len_q * problem.len_k,
         automatic=False,
+        pages=True,
     )
 }

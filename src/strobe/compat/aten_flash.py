@@ -95,10 +95,16 @@ def _flash_forward(
     num_splits: int | None = None,
     out: _Maybe = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(out, LSE, rng_state, unused, debug_mask). `seqused_k`, (sequences,): so many of the keys are in use. `num_splits`
-    is a hint that we do not need: no result of ours depends on what else is in the batch."""
-    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
+    """(out, LSE, rng_state, unused, debug_mask). `seqused_k`, (sequences,): so many of the keys are in use. With
+    `block_table` (sequences, width), keys and values are pages. `num_splits` is a hint that we do not need: but for pages no
+    result of ours depends on what else is in the batch."""
     a = _arguments(query, key, value, dropout_p, is_causal, scale, window_size_left, window_size_right, alibi_slopes)
+    if block_table is not None:
+        if seqused_k is None and cum_seq_k is None:
+            raise Unsupported("block_table was given, but neither seqused_k nor cum_seq_k says how many keys there are")
+        used = seqused_k if cum_seq_k is None or seqused_k is not None else cum_seq_k.diff()
+        a = a._replace(cu_q=cum_seq_q, max_q=None if cum_seq_q is None else max_q, out=out)
+        return _forward(flash_terms.in_pages(a, block_table, used), return_debug_mask)
     a = _with_sequences(a, cum_seq_q, cum_seq_k, max_q, max_k)
     return _forward(flash_terms.in_use(a, None, seqused_k)._replace(out=out), return_debug_mask)
 

@@ -157,11 +157,10 @@ def fwd_kvcache(
     num_splits: int,
 ) -> list[torch.Tensor]:
     """[out, LSE]"""
-    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
     found, lse = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
         flash_terms.mask_of(bool(causal), window_size_left, window_size_right), flash_terms.score_of(softcap, alibi_slopes),
-        rotary_interleaved, True,
+        rotary_interleaved, True, table=block_table,
     )  # fmt: skip
     return _into(out, (found, kernels.empty_rows_as_inf(lse)))
 

@@ -18,6 +18,7 @@ from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms, kvcache
 from strobe.invalid import InvalidArgument, raises_as_hosts
+from strobe.merging import merge
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]
@@ -160,15 +161,14 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Queries against the first `cache_seqlens` rows of a cache (batch_cache, capacity, heads_k, dim), to which k and v
     are appended in place. Queries are (batch, len_q, heads, dim), or (total_q, heads, dim) with `cu_seqlens_q`. `qv` is
-    as in `flash_attn_func`; it copies the cache. Returns the output; with `return_softmax_lse` (output, LSE, None, None):
-    there are no partial results to show."""
-    flash_terms.refuse(page_table=(page_table, flash_terms.NO_PAGES))
+    as in `flash_attn_func`; it copies the cache. With `page_table` (batch, width) the cache is pages (pages, page, heads_k,
+    dim). Returns the output; with `return_softmax_lse` (output, LSE, None, None): there are no partial results to show."""
     _refuse_fp8(q_descale, k_descale, v_descale)
     found = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         softmax_scale, flash_terms.mask_of(bool(causal), *window_size, attention_chunk), flash_terms.score_of(softcap, None),
         rotary_interleaved, return_softmax_lse, cu_q=cu_seqlens_q, max_q=max_seqlen_q, cu_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens, qv=qv,
+        rotary_seqlens=rotary_seqlens, qv=qv, table=page_table,
     )  # fmt: skip
     return (*found, None, None) if return_softmax_lse else found
 
@@ -183,12 +183,8 @@ def flash_attn_combine(
             f"lse_partial must have the shape of out_partial without its last axis, {tuple(out_partial.shape[:-1])}; "
             f"got {tuple(lse_partial.shape)}"
         )
-    lse = lse_partial.logsumexp(0)
-    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp()  # 0 for a part that saw no key
-    merged = (out_partial * weights[..., None]).sum(0)
-    if out is not None:
-        return out.copy_(merged), lse
-    return merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse
+    merged, lse = merge(out_partial, lse_partial.mT, out=out)
+    return merged if out is not None else merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse.mT
 
 
 def get_scheduler_metadata(
@@ -257,15 +253,14 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, LSE, empty, empty), which autograd does not see. With `k_new`, `kv_batch_idx` or `leftpad_k`, k and v are a
-    cache of which `seqused_k` rows are in use, as `flash_attn_with_kvcache` has it."""
-    flash_terms.refuse(page_table=(page_table, flash_terms.NO_PAGES))
+    """(out, LSE, empty, empty), which autograd does not see. With `k_new`, `kv_batch_idx`, `leftpad_k` or `page_table`, k and
+    v are a cache of which `seqused_k` rows are in use, as `flash_attn_with_kvcache` has it."""
     _refuse_fp8(q_descale, k_descale, v_descale)
-    if any(t is not None for t in (k_new, v_new, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)):
+    if any(t is not None for t in (k_new, v_new, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, page_table)):
         why = "with a cache it is not built"
         flash_terms.refuse(cu_seqlens_k=(cu_seqlens_k, why), seqused_q=(seqused_q, why))
         out, lse, *_ = flash_attn_with_kvcache(
-            q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, None, cu_seqlens_q,
+            q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q,
             cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, None, None, None, softmax_scale, causal,
             (window_size_left, window_size_right), attention_chunk, softcap, rotary_interleaved, return_softmax_lse=True,
         )  # fmt: skip

@@ -167,6 +167,22 @@ def in_use(a: Arguments, used_q: Any = None, used_k: Any = None, first_key: Any 
     return a._replace(mask=mask, positions=positions_of(batch, len_q, len_k - first, first, a.q.device))
 
 
+def in_pages(a: Arguments, table: torch.Tensor, used_k: Any, first_key: Any = None) -> Arguments:
+    """Keys and values lie in pages (pages, page, heads_k, dim), which `table` (batch, width) lists. Of each sequence the keys
+    from `first_key` to `used_k` are in use: ints or tensors (batch,). Sends no gradient, as in flash-attn."""
+    batch = a.q.shape[0] if a.cu_q is None else a.cu_q.numel() - 1
+    if not isinstance(used_k, torch.Tensor):
+        used_k = torch.full((batch,), used_k, dtype=torch.int32, device=a.q.device)
+    starts = None
+    if first_key is not None:
+        check_counts("leftpad_k", first_key, batch, 0, used_k)
+        starts = -(first_key if isinstance(first_key, torch.Tensor) else torch.full_like(used_k, first_key)).int()
+    return a._replace(
+        q=a.q.detach(), k=a.k.detach(), v=a.v.detach(), cu_k=None, max_k=None, table=table, lengths=used_k.int(),
+        starts=starts,
+    )  # fmt: skip
+
+
 def rotary_rows(cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the tables, for each position of `at`. `index_select` refuses positions that they do not have, also on a GPU;
     an index in brackets would count negative ones from the end."""
@@ -189,6 +205,5 @@ def refuse(**arguments: Any) -> None:
             raise Unsupported(f"{name} was given, but {why}")
 
 
-NO_PAGES = "paged keys are not built yet; pass contiguous keys and values"
 NO_FP8 = "there are no 8-bit kernels yet; pass float16 or bfloat16 without descale factors"
 NO_GENERATOR = "the seed of dropout follows torch.manual_seed; pass None"

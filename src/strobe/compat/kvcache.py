@@ -1,4 +1,5 @@
-"""Attention to a contiguous cache of keys and values that is longer than what is in use, one length per sequence.
+"""Attention to a cache of keys and values that is longer than what is in use, one length per sequence: a contiguous one, or
+pages that a table lists.
 
 New keys are written into the cache, in place. What is in use is said by `positions`, on the device: nothing is copied
 and nothing waits. Where the length is one int for all, the cache is simply cut off there.
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from strobe import paged
 from strobe.api import attend as attend_to
 from strobe.arguments import Arguments
 from strobe.compat import flash_terms
@@ -25,7 +27,7 @@ _Maybe = torch.Tensor | None
 @torch.no_grad()
 def attend(
     q: torch.Tensor,  # (batch, len_q, heads, dim), or (total_q, heads, dim) with cu_q
-    k_cache: torch.Tensor,  # (batch_cache, capacity, heads_k, dim)
+    k_cache: torch.Tensor,  # (batch_cache, capacity, heads_k, dim), or (pages, page, heads_k, dim) with a table
     v_cache: torch.Tensor,
     k: _Maybe,  # (batch, len_new, heads_k, dim), or (total_new, heads_k, dim) with cu_new
     v: _Maybe,
@@ -45,10 +47,12 @@ def attend(
     cu_new: _Maybe = None,
     rotary_seqlens: _Maybe = None,  # (batch,): where rotary positions start, if not at cache_seqlens
     qv: _Maybe = None,  # (…, heads, dim_v), beside q: adds qv vᵀ to the scores
+    table: _Maybe = None,  # (batch, width): the pages of each sequence
 ) -> Any:
     q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
     batch = q.shape[0] if cu_q is None else cu_q.numel() - 1
-    used: Any = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    capacity = k_cache.shape[1] * (1 if table is None else _checked(table, batch).shape[1])
+    used: Any = capacity if cache_seqlens is None else cache_seqlens
     if not isinstance(used, torch.Tensor) or used.dim() == 0:
         used = flash_terms.integer("cache_seqlens", used)
     _check(batch, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cu_new)
@@ -58,7 +62,12 @@ def attend(
     if k is not None and cache_seqlens is None:
         raise InvalidArgument("cache_seqlens must be given with k and v: it says where they are written")
     new: Any = 0 if k is None else k.shape[1] if cu_new is None else cu_new.diff()
-    _check_places(batch, k_cache, used, new, cache_batch_idx, cache_leftpad, rotary_seqlens)
+    caches = k_cache.shape[0] if table is None else batch
+    if table is not None and cache_batch_idx is not None:
+        raise InvalidArgument(
+            "cache_batch_idx was given beside a table of pages, which says itself where sequences are"
+        )
+    _check_places(batch, caches, capacity, used, new, cache_batch_idx, cache_leftpad, rotary_seqlens)
     if rotary_cos is not None and rotary_sin is not None:
         assert k is not None
         start = used if rotary_seqlens is None else rotary_seqlens
@@ -66,7 +75,14 @@ def attend(
         q = _turned(q, rotary_cos, rotary_sin, start, cu_q, rotary_interleaved, moves)
         k = _turned(k, rotary_cos, rotary_sin, start, cu_new, rotary_interleaved)
     if k is not None and v is not None:
-        _write(k_cache, v_cache, k, v, used, cache_batch_idx, cu_new)
+        if table is None:
+            _write(k_cache, v_cache, k, v, used, cache_batch_idx, cu_new)
+        else:
+            at, sequence = _places(k, used, cu_new)
+            slots = paged.slots(table, k_cache.shape[1], at, sequence)
+            if slots.is_cpu and (slots < 0).any():
+                raise InvalidArgument("the table has no page for some of the new keys")
+            paged.append(k, v, k_cache, v_cache, slots)
         used = used + new
     if qv is not None:  # (q, qv) · (k, v), for which keys and values are copied
         q, k_cache = torch.cat((q, qv), dim=-1), torch.cat((k_cache, v_cache), dim=-1)
@@ -74,6 +90,9 @@ def attend(
         q, k_cache, v_cache, mask=mask, scale=flash_terms.scale_of(softmax_scale, q.shape[-1]), score=score,
         return_lse=return_lse,
     )  # fmt: skip
+    if table is not None:
+        a = a._replace(cu_q=cu_q, max_q=flash_terms.longest("max_seqlen_q", max_q))
+        return attend_to(flash_terms.in_pages(a, table, used, cache_leftpad))
     return attend_to(_looked_up(a, batch, used, cache_batch_idx, cache_leftpad, cu_q, max_q))
 
 
@@ -115,11 +134,17 @@ def _check(
             raise InvalidArgument(f"{name} must be {cache.dtype} of shape {want}, as the cache and q are; got {found}")
 
 
+def _checked(table: torch.Tensor, batch: int) -> torch.Tensor:
+    if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32:
+        found = f"{table.dtype} of shape {tuple(table.shape)}"
+        raise InvalidArgument(f"the table of pages must be int32 of shape ({batch}, pages of a sequence), got {found}")
+    return table
+
+
 def _check_places(
-    batch: int, k_cache: torch.Tensor, used: Any, new: Any, batch_idx: _Maybe, leftpad: _Maybe, rotary: _Maybe
+    batch: int, caches: int, capacity: int, used: Any, new: Any, batch_idx: _Maybe, leftpad: _Maybe, rotary: _Maybe
 ) -> None:
     """Where in the cache things are, before anything is written: a negative number would count from the end."""
-    caches, capacity = k_cache.shape[:2]
     if batch_idx is None and caches != batch:
         raise InvalidArgument(
             f"k_cache has batch size {caches}, q has {batch}; cache_batch_idx must map one to the other"

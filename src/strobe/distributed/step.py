@@ -18,9 +18,9 @@ from strobe.arguments import Arguments
 from strobe.bound_call import lookup
 from strobe.checks import lse_dtype, with_longest
 from strobe.distributed import spans as sets
-from strobe.distributed.merging import merge_
 from strobe.distributed.pieces import Piece, Range, rounds
 from strobe.mask import Mask, Positions
+from strobe.merging import merge_
 
 
 class Keys(NamedTuple):

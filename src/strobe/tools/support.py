@@ -35,6 +35,8 @@ class Question:
         options = dict(self.options)
         if "cu_q" in options:
             q, k, v = (32, *q[2:]), (32, *k[2:]), (32, *v[2:])  # type: ignore[assignment]
+        if "lengths" in options:
+            k, v = (4, 8, *k[2:]), (4, 8, *v[2:])
         return supposed(self.device, self.dtype, q, k, v, self.gradients, **options)
 
 
@@ -72,6 +74,7 @@ FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
     ("sinks", [_options(sinks=(4,))]),
     ("dropout", [_options(dropout=0.1)]),
     ("packed sequences (`attention_varlen`)", [_options(cu_q=(3,), cu_k=(3,), max_q=16, max_k=16)]),
+    ("paged keys (`attention_paged`)", [_options(table=(2, 2), lengths=(2,))]),
     ("log-sum-exp", [_options(return_lse=True)]),
 ]
 
@@ -81,7 +84,7 @@ def answers(backend: str) -> dict[str, str]:
     found, plain = dispatch.get(backend), home(backend)
 
     def holds(*questions: Question) -> bool:
-        return all(found.limits(q.problem()) is None for q in questions)
+        return all(found.lacks(q.problem()) is None for q in questions)
 
     def runs_on(device: torch.device) -> bool:  # its own kind of device is taken on trust: this machine may have none
         return device == plain.device or found.machine(device) is None

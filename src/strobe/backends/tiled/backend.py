@@ -35,5 +35,6 @@ BACKENDS = {
         bind=binder(forward, backward),
         details=_details,
         extra_bytes=_extra_bytes,
+        pages=True,
     )
 }

@@ -6,12 +6,14 @@ has been summed relative to the old maximum is brought to the new one by the fac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from strobe import dropout
 from strobe.arguments import Inputs
+from strobe.backends.tiled.paged_slab import PagedSlab, paged_slabs
 from strobe.backends.tiled.sequences import Order
 from strobe.backends.tiled.slab import LN2, Slab, add_product_, choose_blocks, slabs
 from strobe.problem import Problem
@@ -47,6 +49,8 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=problem.lse_dtype, device=q.device)
     if problem.empty:
         return out.zero_(), _nothing_seen(inputs, lse)
+    if problem.k.pages is not None:
+        return run_slabs(problem, paged_slabs(problem, inputs), out, lse)
     if (order := Order.of(problem, inputs)) is not None:
         found = forward(problem, order.inputs, block_q=block_q, block_k=block_k, observer=observer)
         return out.index_copy_(2, order.rows, found[0]), lse.index_copy_(2, order.rows, found[1])
@@ -58,6 +62,26 @@ def forward(
             o, row_lse = _block_of_rows(slab, block, blocks.k, buffer, observer)
             slab_out[:, :, :, block.start : block.stop] = slab.spread(o, block)
             slab_lse[:, :, :, block.start : block.stop] = slab.spread(row_lse, block).squeeze(-1)
+    return out, lse
+
+
+def run_slabs(
+    problem: Problem, slabs: Iterable[tuple[PagedSlab, int, int]], out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of paged keys, with the sizes of the tiles of each."""
+    if problem.q.varlen and not out.is_cpu:  # `cu_q` is taken on trust, and may leave rows out
+        out.zero_()
+        lse.fill_(-torch.inf)
+    for slab, block_q, block_k in slabs:
+        part_out = out.new_empty((len(slab.batch), problem.heads, slab.len_q, problem.dim_v))
+        part_lse = lse.new_empty(part_out.shape[:3])
+        buffer = lse.new_empty(slab.pairs * slab.group * block_q * block_k)
+        for block in slab.row_blocks(block_q):
+            o, row_lse = _block_of_rows(slab, block, block_k, buffer, None)
+            slab.of_queries(part_out)[:, :, :, block.start : block.stop] = slab.spread(o, block)
+            slab.of_queries(part_lse)[:, :, :, block.start : block.stop] = slab.spread(row_lse, block).squeeze(-1)
+        slab.put(out, part_out)
+        slab.put(lse, part_lse)
     return out, lse
 
 

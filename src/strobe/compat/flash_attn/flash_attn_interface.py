@@ -144,11 +144,12 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
 ) -> Any:
     """`flash_attn_func` of sequences of different lengths: q is (total_q, heads, dim), k and v (total_k, heads_k, dim),
-    sequence i is the rows cu_seqlens[i] to cu_seqlens[i + 1]. The LSE is (heads, total_q)."""
-    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
+    sequence i is the rows cu_seqlens[i] to cu_seqlens[i + 1]. The LSE is (heads, total_q). With `block_table` (sequences,
+    width), k and v are pages (pages, page, heads_k, dim) and `cu_seqlens_k` says how many keys each sequence has; there is
+    no gradient then."""
     return _run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
+        softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
     )  # fmt: skip
 
 
@@ -221,12 +222,12 @@ def flash_attn_with_kvcache(
     """Queries (batch, len_q, heads, dim) against the first `cache_seqlens` rows of a cache (batch_cache, capacity,
     heads_k, dim). New keys and values k, v (batch, len_new, heads_k, dim) are written behind them, in place, before
     anybody looks; with `rotary_cos` and `rotary_sin` (positions, rotary_dim / 2) queries and new keys are turned first.
-    Has no backward. `num_splits` is the kernels' own choice here."""
-    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
+    With `block_table` (batch, width) the cache is pages (pages, page, heads_k, dim). Has no backward. `num_splits` is the
+    kernels' own choice here."""
     found = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         softmax_scale, flash_terms.mask_of(bool(causal), *window_size), flash_terms.score_of(softcap, alibi_slopes),
-        rotary_interleaved, return_softmax_lse,
+        rotary_interleaved, return_softmax_lse, table=block_table,
     )  # fmt: skip
     return (found[0], empty_rows_as_inf(found[1])) if return_softmax_lse else found
 
@@ -258,16 +259,21 @@ def _run(
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
+    block_table: torch.Tensor | None = None,
 ) -> Any:
     dim_v, scale = v.shape[-1], flash_terms.scale_of(softmax_scale, q.shape[-1])
     dropout = flash_terms.number("dropout_p", dropout_p)
-    q, k, v = flash_terms.padded(*map(flash_terms.last_axis_contiguous, (q, k, v)))
+    q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
+    if block_table is None:  # else that would copy the cache
+        q, k, v = flash_terms.padded(q, k, v)
     a = Arguments(
         q, k, v, cu_q, cu_k, flash_terms.longest("max_seqlen_q", max_q), flash_terms.longest("max_seqlen_k", max_k),
         flash_terms.mask_of(bool(causal), *window_size), scale, None, flash_terms.score_of(softcap, alibi_slopes),
         dropout=dropout, seed=new_seed() if dropout and return_attn_probs else None, return_lse=return_attn_probs,
         deterministic=deterministic,
     )  # fmt: skip
+    if block_table is not None:
+        a = flash_terms.in_pages(a, block_table, a.cu_k.diff())
     if not return_attn_probs:
         out = attend(a)
         return out if out.shape[-1] == dim_v else out[..., :dim_v]

@@ -174,11 +174,14 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> _Four:
-    """`leftpad_k` and `seqused_k`, (sequences,): the keys in use start there, and so many rows are filled."""
-    flash_terms.refuse(block_table=(block_table, flash_terms.NO_PAGES))
+    """`leftpad_k` and `seqused_k`, (sequences,): the keys in use start there, and so many rows are filled. With
+    `block_table`, k and v are pages."""
     options = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     a = _arguments(q, k, v, *options)
     a = _packed(a, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        return _forward(flash_terms.in_pages(a, block_table, used, leftpad_k), False)
     return _forward(flash_terms.in_use(a, None, seqused_k, leftpad_k), return_softmax)
 
 

@@ -1,0 +1,173 @@
+"""Slabs of paged keys: sequences with as many queries and about as many keys are worked on together, and each tile of keys
+is looked up in the table. Keys count from the first that some query of the sequence sees.
+
+Where reading does not disturb, lengths are read, and a slab visits the tiles that it needs. While a CUDA graph is captured
+nothing is read: one slab has all sequences and every tile that the table has room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from strobe.arguments import Inputs
+from strobe.backends.pages import Sequences, gather, look_up, tail_bits
+from strobe.backends.tiled.slab import Slab, choose_blocks
+from strobe.expression import AS_FLOATS, WORKING_DTYPE
+from strobe.mask import Positions
+from strobe.page_checks import with_numbers_on
+from strobe.problem import Problem
+
+
+@dataclass
+class PagedSlab(Slab):
+    """`batch` counts the sequences of the slab. Rows behind the last query of a sequence are there while a graph is
+    captured, and not put anywhere."""
+
+    sequences: Sequences = field(kw_only=True)
+    read: Sequences | None = field(kw_only=True)  # the same on the host; None: they must not be read
+    most_keys: int = field(kw_only=True)
+    packed: bool = field(kw_only=True)  # the queries of the call
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._looked_up: Any = None
+        self.bounds = self._bounds(self.sequences)  # (b, len_q) each
+        self._read_bounds = None
+        if self.read is not None:
+            self._read_bounds = self.bounds if self.bounds[0].is_cpu else self._bounds(self.read)
+
+    def _bounds(self, s: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+        """The interval mask of each row: from, to."""
+        rows = torch.arange(self.len_q, device=s.number.device).expand(len(self.batch), -1)
+        at = Positions(0, s.len_q[:, None], s.position[:, None], s.whole[:, None])  # type: ignore[arg-type]
+        return with_numbers_on(self.problem.mask, rows.device).bounds(rows, self.len_q, self.most_keys, at)
+
+    def of_keys(self, t: torch.Tensor) -> torch.Tensor:
+        return t  # the pool, of which `keys_of` looks up a tile
+
+    def keys_of(self, t: torch.Tensor, keys: range) -> torch.Tensor:
+        found = gather(t, *self._places(keys))[:, self.heads.start : self.heads.stop]
+        return found.to(self.operand).flatten(0, 1)
+
+    def _places(self, keys: range) -> Any:
+        """Of k and then of v: looked up once."""
+        if self._looked_up is None or self._looked_up[0] != keys:
+            index = torch.arange(keys.start, keys.stop, device=self.problem.device)
+            self._looked_up = keys, look_up(self.problem, self.inputs, self.sequences, index)
+        return self._looked_up[1]
+
+    def environment(self, rows: range, keys: range) -> dict[Any, Any]:
+        if self.problem.score.pointwise:
+            return {WORKING_DTYPE: self.accumulate}
+        s, wide = self.sequences, (slice(None), *(None,) * 4)
+
+        def count(r: range) -> torch.Tensor:
+            return torch.arange(r.start, r.stop, device=self.problem.device)
+
+        found: dict[Any, Any] = {"len_qi": s.len_q[wide], "len_ki": s.whole[wide]}
+        found |= {"qi": count(rows)[:, None], "ki": s.position[wide] + count(keys)}
+        found |= {floats: found[name].to(self.accumulate) for name, floats in AS_FLOATS.items()}
+        found["b"] = s.number[wide]
+        found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
+        return found | {WORKING_DTYPE: self.accumulate} | dict(enumerate(self.inputs.score_tensors))
+
+    def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
+        lo, hi = (bound[:, rows.start : rows.stop, None] for bound in self.bounds)
+        index = torch.arange(keys.start, keys.stop, device=s.device)
+        visible = (lo <= index) & (index < hi)
+        if self.inputs.tail is not None:
+            q = self.sequences
+            bits = self.inputs.tail[:, rows.start : rows.stop]
+            in_tail, seen = tail_bits(bits, q.len_q, q.keys, index)
+            visible = torch.where(in_tail, seen, visible)
+        visible = visible & self._places(keys)[2][:, None]
+        return self._hide(s, visible[:, None, None], rows)
+
+    def key_tiles(self, rows: range, block_k: int) -> Iterator[tuple[range, bool]]:
+        if self.read is None or self._read_bounds is None:
+            for start in range(0, self.most_keys, block_k):
+                yield range(start, min(start + block_k, self.most_keys)), False
+            return
+        lo, hi = self._read_bounds
+        first, end = int(lo[:, rows.start].min()), int(hi[:, rows.stop - 1].max())
+        all_from, all_to = int(lo[:, rows.stop - 1].max()), int(hi[:, rows.start].min())
+        if self.inputs.tail is not None:
+            first, end, all_to = 0, int(self.read.keys.max()), 0
+        # Elsewhere than on a CPU an entry may be missing, which nobody has looked for.
+        certain = self.problem.device.type == "cpu"
+        for start in range(first - first % block_k, end, block_k):
+            keys = range(max(start, first), min(start + block_k, end))
+            yield keys, certain and all_from <= keys.start and keys.stop <= all_to
+
+    # ---- rows
+    # ------------------------------------------------------------------------------------------------------------
+
+    def put(self, t: torch.Tensor, part: torch.Tensor) -> None:
+        """Write the results of the slab, (b, heads, len_q, …), to those of the call, (batch, heads, len_q, …)."""
+        s = self.sequences
+        if not self.packed:
+            t[s.number] = part
+        elif self.read is not None:
+            t[0][:, _rows_of(s, self.len_q)] = part.transpose(0, 1)
+        else:  # every row of the call takes its own: rows that are there twice would race
+            row = torch.arange(t.shape[2], device=t.device)
+            ends = s.first_q + s.len_q
+            owner = torch.bucketize(row, ends, right=True)
+            inside = (owner < len(ends)).view(-1, *(1,) * (t.dim() - 2))
+            owner = owner.clamp(max=len(ends) - 1)
+            found = part[owner, :, (row - s.first_q[owner]).clamp(0, self.len_q - 1)]
+            found = torch.where(inside, found, 0 if t.dim() == 4 else -torch.inf)
+            t[0].copy_(found.transpose(0, 1))
+
+
+def _rows_of(s: Sequences, len_q: int) -> torch.Tensor:
+    return s.first_q[:, None] + torch.arange(len_q, device=s.number.device)
+
+
+def paged_slabs(problem: Problem, inputs: Inputs) -> Iterator[tuple[PagedSlab, int, int]]:
+    """With the sizes of tiles, query positions and keys. Every sequence that has queries is in one."""
+    every, pages = Sequences.of(problem, inputs), problem.k.pages
+    assert pages is not None
+    if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        yield make_slab(problem, inputs, every, None, problem.len_q, problem.k.length)
+        return
+    read = every.to("cpu")
+    kinds = sorted(zip(read.len_q.tolist(), read.keys.tolist(), range(problem.batch), strict=True))
+    blocks = choose_blocks(problem)
+    start = 0
+    while start < len(kinds):
+        len_q, least, _ = kinds[start]
+        row = problem.heads * min(blocks.q, max(1, len_q)) * max(blocks.k, problem.dim + problem.dim_v)
+        room = max(1, blocks.scores // row)
+        most, end = max(2 * least, least + blocks.k // 2), start + 1
+        while end < min(len(kinds), start + room) and kinds[end][0] == len_q and kinds[end][1] <= most:
+            end += 1
+        if len_q:
+            index = torch.tensor([number for _, _, number in kinds[start:end]])
+            part = every.take(index.to(problem.device))
+            yield make_slab(problem, inputs, part, read.take(index), len_q, kinds[end - 1][1])
+        start = end
+
+
+def make_slab(
+    problem: Problem, inputs: Inputs, s: Sequences, read: Sequences | None, len_q: int, keys: int
+) -> tuple[PagedSlab, int, int]:
+    """Of the sequences `s`, which have `len_q` queries and at most `keys` keys that they see; with the sizes of tiles.
+    `read`: the same sequences on the host, or None if they must not be read."""
+    blocks = choose_blocks(problem)
+    if not problem.q.varlen:
+        q, tail = inputs.q[s.number], None if inputs.tail is None else inputs.tail[s.number]
+    else:
+        rows = _rows_of(s, len_q).clamp(max=inputs.q.shape[2] - 1)
+        q, tail = inputs.q[0][:, rows].transpose(0, 1), None if inputs.tail is None else inputs.tail[rows]
+    dense = replace(problem, batch=len(s.number), q=replace(problem.q, length=len_q, varlen=False))
+    slab = PagedSlab(
+        problem=dense, inputs=inputs._replace(q=q, tail=tail), batch=range(len(s.number)), heads=range(problem.heads_k),
+        rows=slice(0, len_q), keys=slice(0, keys), sequences=s, read=read, most_keys=keys,
+        packed=problem.q.varlen,
+    )  # fmt: skip
+    return slab, min(blocks.q, len_q), min(blocks.k, max(1, keys))

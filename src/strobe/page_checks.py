@@ -1,0 +1,167 @@
+"""Checks of paged keys: what a call says of them, and what its tables and lengths hold.
+
+Facts are checked when a call is bound. Contents are checked at every call on a CPU; elsewhere that would wait for the
+device, so lengths are clamped to the table there, and entries outside the pool are missing keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strobe.arguments import Arguments
+from strobe.checks import check_queries, checked_tensor
+from strobe.expression import Expr
+from strobe.mask import Mask, Positions
+
+MOST_TAIL = 64  # the bits of a row of `tail`
+NO_GRADIENTS = (
+    "attention_paged has no gradients: gather the keys, k[table].flatten(1, 2), and call strobe.attention_varlen or "
+    "strobe.attention, which have them; or call it under torch.no_grad()"
+)
+
+
+def check_paged(a: Arguments) -> tuple[int, int, int]:
+    """(sequences, longest queries, most keys that the table has room for)."""
+    for name in ("bias", "cu_k", "positions", "state_lse", "state_out"):
+        if getattr(a, name) is not None:
+            raise ValueError(f"{name} was given, which paged keys do not go with")
+    if a.dropout:
+        raise ValueError(f"dropout is {a.dropout}, which paged keys do not go with")
+    if isinstance(a.mask, torch.Tensor):
+        raise TypeError("mask must be a strobe mask or None beside paged keys, got a tensor; trees go in tail")
+    sequences, longest = _check_queries(a)
+    _check_ints("lengths", a.lengths, a.q, (sequences,))
+    if a.starts is not None:
+        _check_ints("starts", a.starts, a.q, (sequences,))
+    size = a.k.shape[1]
+    if size < 1:
+        raise ValueError(f"k has pages of {size} rows; a page has at least 1")
+    if a.indptr is None:
+        _check_ints("table", a.table, a.q, (sequences, None))
+        most = a.table.shape[1] * size
+    else:
+        _check_ints("the indptr of table", a.indptr, a.q, (sequences + 1,))
+        _check_ints("the indices of table", a.table, a.q, (None,))
+        most = a.table.shape[0] * size
+    if a.tail is not None:
+        rows = tuple(a.q.shape[:-2])
+        checked_tensor("tail", a.tail)
+        if a.tail.dtype != torch.int64 or tuple(a.tail.shape) != rows or a.tail.device != a.q.device:
+            found = f"{a.tail.dtype} of shape {tuple(a.tail.shape)} on {a.tail.device}"
+            raise ValueError(
+                f"tail must be int64 of shape {rows} on {a.q.device}, a number for each query; got {found}"
+            )
+        if longest > MOST_TAIL:
+            raise ValueError(f"tail has {MOST_TAIL} bits, one for each of a sequence's new keys; there are {longest}")
+    return sequences, longest, most
+
+
+def _check_queries(a: Arguments) -> tuple[int, int]:
+    """(sequences, longest queries)."""
+    if a.cu_q is None:
+        if a.q.dim() != 4:
+            allowed = "4 (batch, queries, heads, dim), or 3 (total, heads, dim) with cu_q"
+            raise ValueError(f"q has {a.q.dim()} axes; allowed are {allowed}. One query each: q[:, None]")
+        return a.q.shape[0], a.q.shape[1]
+    return check_queries(a)
+
+
+def _check_ints(name: str, t: Any, q: torch.Tensor, want: tuple[int | None, ...]) -> None:
+    checked_tensor(name, t)
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {t.dtype}")
+    if t.dim() != len(want) or any(need is not None and have != need for have, need in zip(t.shape, want, strict=True)):
+        shape = ", ".join("any" if n is None else str(n) for n in want)
+        raise ValueError(f"{name} must have shape ({shape}), got {tuple(t.shape)}")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device}, q is on {q.device}")
+
+
+# ---- contents --------------------------------------------------------------------------------------------------------
+
+
+def with_numbers_on(mask: Mask, device: torch.device) -> Mask:
+    """The mask with its numbers in the memory of a device: comparing a tensor there with a number of the host copies the
+    number, which waits, and which no CUDA graph may capture."""
+    if device.type == "cpu":
+        return mask
+
+    def moved(e: Expr | None) -> Expr | None:
+        if e is None or e.op == "var":
+            return e
+        if e.op in ("const", "literal"):
+            return Expr(e.op, (torch.full((), e.args[0], dtype=torch.int64, device=device),))
+        return Expr(e.op, tuple(moved(a) for a in e.args))
+
+    return Mask(moved(mask.lo), moved(mask.hi), mask.title, mask.sizes)
+
+
+def visible_spans(
+    mask: Mask, len_q: torch.Tensor, length: torch.Tensor, start: torch.Tensor, tail: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each sequence's keys, counted from the first in the table, those that some query sees: from, to. All are int64,
+    one for each sequence; `mask` is that of a problem, which hides what lies outside of the sequence."""
+    mask = with_numbers_on(mask, len_q.device)
+    at = Positions(0, len_q, start, start + length)  # type: ignore[arg-type]
+    first, _ = mask.bounds(torch.zeros_like(len_q), 0, _FAR, at)
+    _, end = mask.bounds(len_q - 1, 0, _FAR, at)
+    if tail:
+        first, end = torch.minimum(first, (length - len_q).clamp(min=0)), length
+    end = torch.where(len_q > 0, end, 0).clamp(min=0)
+    return torch.minimum(first, end), end
+
+
+_FAR = 1 << 30  # behind every key
+
+
+def check_contents(
+    table: torch.Tensor,
+    indptr: torch.Tensor | None,
+    lengths: torch.Tensor,
+    pages: int,
+    size: int,
+    spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Lengths fit into the table, and the entries of keys in `spans` (None: of all in use) are pages of the pool. Waits
+    for a device."""
+    table, lengths = table.cpu(), lengths.cpu().long()
+    if indptr is None:
+        room = torch.full_like(lengths, table.shape[1])
+        sequence, column = torch.arange(len(lengths))[:, None], torch.arange(table.shape[1])[None]
+    else:
+        indptr = indptr.cpu().long()
+        room = indptr.diff()
+        if indptr[0] != 0 or indptr[-1] > len(table):
+            raise ValueError(f"indptr must run from 0 to at most {len(table)}, got {indptr[0]} … {indptr[-1]}")
+        if (room < 0).any():
+            raise ValueError(f"indptr must not decrease, but does at sequence {int((room < 0).nonzero()[0])}")
+        table = table[: indptr[-1]]
+        sequence = torch.repeat_interleave(room)
+        column = torch.arange(len(table)) - indptr[sequence]
+    wrong = ((lengths < 0) | (lengths > room * size)).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        has = f"{int(room[i])} pages of {size} rows"
+        raise ValueError(
+            f"lengths[{i}] is {int(lengths[i])}; sequence {i} has {has} and may use 0 to {int(room[i]) * size}"
+        )
+    first, end = (torch.zeros_like(lengths), lengths) if spans is None else (t.cpu() for t in spans)
+    first, end = first // size, torch.where(end > first, (end + size - 1) // size, 0)
+    looked_at = (first[sequence] <= column) & (column < end[sequence])
+    wrong = (looked_at & ((table < 0) | (table >= pages))).nonzero()
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        i, entry = at if indptr is None else (int(sequence[at[0]]), int(column[at[0]]))
+        asked = f"sequence {i} looks at its entries {int(first[i])} to {int(end[i]) - 1}"
+        raise ValueError(f"entry {entry} of sequence {i} is {int(table[at])}; {asked}, and the pool has {pages} pages")
+
+
+def check_call(a: Arguments, mask: Mask) -> None:
+    """The contents of a call's tables. `mask` is that of its problem."""
+    lengths = a.lengths.long()
+    len_q = torch.full_like(lengths, a.q.shape[1]) if a.cu_q is None else a.cu_q.diff().long()
+    start = torch.zeros_like(lengths) if a.starts is None else a.starts.long()
+    spans = visible_spans(mask, len_q, lengths, start, a.tail is not None)
+    check_contents(a.table, a.indptr, a.lengths, a.k.shape[0], a.k.shape[1], spans)

@@ -1,0 +1,131 @@
+"""`strobe.attention_paged`: attention to keys that lie in pages, as engines that serve models keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+import torch
+
+from strobe.api import attend
+from strobe.arguments import LAYOUTS, Arguments
+from strobe.hints import shows_known_keywords, unknown_keyword
+from strobe.mask import Mask, causal, full
+from strobe.merging import merge
+from strobe.paged import Level, Plan, Table, in_order
+from strobe.problem import Unsupported
+from strobe.score import Score
+
+
+@shows_known_keywords
+def attention_paged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: Table,
+    lengths: torch.Tensor,
+    cu_q: torch.Tensor | None = None,
+    *,
+    max_q: int | None = None,
+    starts: torch.Tensor | None = None,
+    tail: torch.Tensor | None = None,
+    shared: Sequence[Level] = (),
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    invariant: bool = False,
+    layout: str = "nhd",
+    mask: Mask | None = causal,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score: Score | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **wrong: Never,
+) -> Any:
+    """`attention` to keys in pages: k and v are a pool (pages, page, heads_k, dim), and each sequence has a list of pages.
+    Pages may have any size from 1, and pools any strides: v may be a view of k. `layout="hnd"` takes
+    (pages, heads_k, page, dim).
+
+    q          (batch, queries, heads, dim); or (total, heads, dim) with `cu_q`, as in `attention_varlen`
+    table      (sequences, width), int32: the pages of each sequence; or (indptr, indices), int32: the pages of sequence i
+               are indices[indptr[i] : indptr[i + 1]]
+    lengths    (sequences,), int32: how many rows of its pages a sequence uses, new keys included; 0 is fine
+    cu_q       (sequences + 1,), int32: where the queries of each sequence begin and end
+    max_q      the most queries of a sequence; with it, packed queries on a GPU are not looked at
+    starts     (sequences,), int32: the position of the first row of the table. Where pages in front were given back it is
+               how many keys are gone; where the first rows are padding it is their number, negated: rows at positions
+               below 0 are hidden
+    tail       int64, one number for each query, for trees of at most 64 new tokens: bit j says whether the query sees the
+               j-th of the last keys of its sequence, as many as it has queries. The mask is for the keys before them
+    shared     `strobe.paged.Level`s: keys in front that consecutive sequences have in common. With `causal` or no mask
+    k_scale    and v_scale: of 8-bit keys and values, which are not built yet
+    plan       a `strobe.paged.Plan` for these heads
+    invariant  the same bits for a row whatever is beside it: no backend promises that yet
+    mask       `causal` by default; any interval mask. The last query stands opposite the last key
+
+    The other arguments are those of `attention`; the LSE is (batch, heads, queries) or (heads, total). Only pages that some
+    query sees are looked at: table entries outside of a window, and rows behind `lengths`, may hold anything. On a CPU the
+    contents of tables are checked at every call. On a GPU that would wait: lengths are clamped to the table, entries that
+    are no pages count as missing keys, and `strobe.paged.check` says what is wrong. No gradients.
+    """
+    if wrong:
+        raise unknown_keyword(attention_paged, wrong)
+    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if t is not None:
+            raise Unsupported(f"{name} was given, but there are no 8-bit keys and values yet")
+    if invariant:
+        raise Unsupported("invariant=True: no backend promises the same bits whatever is beside a row yet")
+    k, v = in_order(k, v, layout)
+    if plan is not None:
+        plan.check_call(q, k)
+    entries, indptr = _entries(table)
+    if lengths is None:
+        raise TypeError("lengths must be a torch.Tensor, got NoneType")
+    a = Arguments(
+        q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
+        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, tail=tail,
+    )  # fmt: skip
+    return attend(a) if not shared else _with_levels(a, shared)
+
+
+def _entries(table: Any) -> tuple[Any, Any]:
+    """(table, None) or (indices, indptr)."""
+    if isinstance(table, (tuple, list)):
+        if len(table) != 2:
+            raise ValueError(f"table must be a tensor or (indptr, indices), got {len(table)} tensors")
+        return table[1], table[0]
+    return table, None
+
+
+def _with_levels(a: Arguments, levels: Sequence[Level]) -> Any:
+    """A state over each sequence's own keys and one for each level, merged. Sinks enter once, in the merge."""
+    if a.mask is not None and a.mask not in (causal, full):
+        way_out = "put the shared pages into each sequence's table instead"
+        raise Unsupported(f"shared keys have no {a.mask!r} mask, only causal and full: {way_out}")
+    if a.score is not None and not a.score.pointwise:
+        way_out = "put the shared pages into each sequence's table instead"
+        raise Unsupported(f"shared keys have no {a.score!r}, which looks at positions: {way_out}")
+    if torch.is_grad_enabled() and a.sinks is not None and a.sinks.requires_grad:
+        raise Unsupported("shared keys have no gradient of the sinks; call it under torch.no_grad()")
+    own = a._replace(sinks=None, out=None, partial=True, return_lse=True)
+    states = [attend(own)]
+    dense, q = a.cu_q is None, a.q
+    rows = q.flatten(0, 1) if dense else q
+    for level in levels:
+        entries, indptr = _entries(level.table)
+        found, lse = attend(
+            own._replace(
+                q=rows, cu_q=level.cu_q, max_q=None if rows.is_cpu else rows.shape[0], mask=full, table=entries,
+                indptr=indptr, lengths=level.lengths, starts=None, tail=None,
+            )
+        )  # fmt: skip
+        if dense:
+            found, lse = found.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+        states.append((found, lse))
+    outs, lses = zip(*states, strict=True)
+    result = a.out if a.out is not None else q.new_empty((*q.shape[:-1], a.v.shape[-1]))
+    _, total = merge(outs, lses, sinks=a.sinks, out=result)
+    return (result, total) if a.return_lse else result

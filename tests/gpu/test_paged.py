@@ -1,0 +1,106 @@
+"""Paged keys on a GPU, by `tiled` until there are kernels: what it computes, what it does with bad tables, CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import Pool, dense, pool, queries
+
+import strobe
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+LENGTHS, COUNTS = [37, 0, 150, 100, 99, 1, 16], [1, 2, 40, 1, 0, 1, 5]
+
+
+def on_gpu(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.cuda() for t in tensors]
+
+
+def close(found: Any, expected: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Outputs are of the order of 1."""
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b.double(), atol=4 * torch.finfo(dtype).eps, rtol=1e-3)
+
+
+@pytest.mark.parametrize("page", [1, 16, 100])
+@pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
+def test_it_computes_what_the_textbook_does(mask: strobe.Mask | None, page: int) -> None:
+    p, (q, cu) = (
+        pool(LENGTHS, page, dim=64, dim_v=64, dtype=torch.bfloat16),
+        queries(COUNTS, dim=64, dtype=torch.bfloat16),
+    )
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    a = on_gpu(q, p.k, p.v, p.table, p.lengths, cu)
+    found = strobe.attention_paged(*a, mask=mask, sinks=sinks.cuda(), return_lse=True)
+    close(found, dense(q, cu, p, mask=mask, sinks=sinks))
+
+
+def test_bad_tables_are_clamped_and_found_by_check() -> None:
+    p, (q, cu) = (
+        pool([40, 33], 8, dim=64, dim_v=64, dtype=torch.bfloat16),
+        queries([1, 1], dim=64, dtype=torch.bfloat16),
+    )
+    p.k, p.v = p.k.nan_to_num(), p.v.nan_to_num()
+    whole = dense(q, cu, p, mask=strobe.causal)
+    table, lengths = p.table.clone(), p.lengths.clone()
+    table[0, 5:] = 10**6  # behind the keys in use
+    lengths[0] = 10**6
+    q, k, v, table, lengths, cu = on_gpu(q, p.k, p.v, table, lengths, cu)
+    close(strobe.attention_paged(q, k, v, table, lengths, cu, max_q=1, return_lse=True), whole)
+    with pytest.raises(ValueError, match=r"lengths\[0\] is 1000000"):
+        strobe.paged.check(table, lengths, k)
+    lengths[0] = 48
+    with pytest.raises(ValueError, match="entry 5 of sequence 0 is 1000000"):
+        strobe.paged.check(table, lengths, k)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_one_graph_is_replayed_with_other_lengths_and_tables(packed: bool) -> None:
+    """Nothing is read back: append, plan and attention are captured, and see what is written into their tensors."""
+    counts = [1, 3, 1] if packed else [2, 2, 2]
+    pools = [
+        pool(lengths, 16, dim=64, dim_v=64, dtype=torch.bfloat16, seed=s, spare=9) for s, lengths in enumerate(LONG)
+    ]
+    q, cu = queries(counts, dim=64, dtype=torch.bfloat16)
+    width, pages = (max(p.table.shape[1] for p in pools), max(len(p.k) for p in pools))
+    q_, cu_ = on_gpu(q if packed else q.view(3, 2, 4, 64), cu)
+    k, v = torch.zeros(2, pages, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
+    table, lengths = (
+        torch.zeros(3, width, dtype=torch.int32, device="cuda"),
+        torch.ones(3, dtype=torch.int32, device="cuda"),
+    )
+    new = torch.ones(3, 2, 64, dtype=torch.bfloat16, device="cuda")
+    plan = strobe.paged.Plan(3, len(q), heads=4, heads_k=2, dim=64)
+
+    def step() -> Any:
+        strobe.paged.append(new, new, k, v, strobe.paged.slots(table, 16, lengths[:, None] - 1)[:, 0])
+        plan.update(lengths, cu_)
+        more = (cu_,) if packed else ()
+        return strobe.attention_paged(
+            q_, k, v, table, lengths, *more, max_q=max(counts), mask=strobe.window(90, 0), plan=plan, return_lse=True
+        )
+
+    step()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    for p in pools:
+        table.fill_(-1)
+        table[:, : p.table.shape[1]] = p.table.cuda()
+        lengths.copy_(p.lengths)
+        k[: len(p.k)], v[: len(p.v)] = p.k.cuda(), p.v.cuda()
+        graph.replay()
+        for i, n in enumerate(p.lengths.tolist()):
+            at = int(p.table[i, (n - 1) // 16])
+            p.k[at, (n - 1) % 16] = p.v[at, (n - 1) % 16] = 1
+        found = (out, lse) if packed else (out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
+        close(found, dense(q, cu, Pool(p.k, p.v, p.table, p.lengths), mask=strobe.window(90, 0)))
+
+
+LONG = [[37, 150, 1], [3, 20, 128], [100, 101, 102]]

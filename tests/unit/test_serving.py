@@ -1,0 +1,247 @@
+"""Around paged attention: merging states, keys that sequences share, writing new keys, and plans."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import dense, pool, queries
+
+import strobe
+from strobe.nn.rotary import angles, rotate
+from strobe.work_list import BLOCK, ROWS
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 4.0, -torch.inf])])
+def test_parts_of_the_keys_merge_to_the_whole(sinks: torch.Tensor | None) -> None:
+    q, k, v = (torch.randn(2, n, 4, 8, dtype=torch.float64) for n in (5, 30, 30))
+    parts = [
+        strobe.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in itertools.pairwise((0, 0, 11, 12, 30))
+    ]
+    outs, lses = zip(*parts, strict=True)
+    expected = strobe.attention(q, k, v, sinks=sinks, return_lse=True)
+    for given in ((outs, lses), (torch.stack(outs), torch.stack(lses))):
+        for found, want in zip(strobe.merge(*given, sinks=sinks), expected, strict=True):
+            torch.testing.assert_close(found, want)
+    into = torch.empty(q.shape, dtype=torch.float32)
+    assert strobe.merge(outs, lses, sinks=sinks, out=into)[0] is into
+    torch.testing.assert_close(into, expected[0].float())
+    assert all(torch.equal(a, b) for a, b in zip(outs, (out.clone() for out, _ in parts), strict=True))
+
+
+def test_rows_without_keys_merge_to_rows_without_keys() -> None:
+    out, lse = strobe.merge([torch.zeros(3, 2, 4)] * 2, [torch.full((2, 3), -torch.inf)] * 2)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_errors_of_merge() -> None:
+    out, lse = torch.zeros(3, 2, 4), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="outs and lses must be as many, and at least one; got 1 and 2"):
+        strobe.merge([out], [lse, lse])
+    with pytest.raises(ValueError, match=r"outs\[1\] has shape"):
+        strobe.merge([out, out[:1]], [lse, lse])
+    with pytest.raises(ValueError, match=r"lses\[1\] must be \(…, heads, rows\)"):
+        strobe.merge([out, out], [lse, lse.mT])
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        strobe.merge([out], [lse], sinks=torch.zeros(3))
+
+
+# ---- shared keys -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 4.0, 0.0])])
+def test_shared_keys_are_keys_in_front(sinks: torch.Tensor | None, packed: bool) -> None:
+    """Two levels: all five sequences share 40 keys; the first two share 9 more, the third and fourth 16."""
+    counts = [2, 2, 2, 2, 2]
+    own, (q, cu) = pool([10, 3, 25, 2, 7], 8), queries(counts)
+    shared = pool([40, 9, 16, 0], 8, seed=5)
+    k, v = torch.cat((own.k, shared.k)), torch.cat((own.v, shared.v))
+    table = shared.table + len(own.k)
+    levels = [
+        strobe.paged.Level(table[:1], int32(40), int32(0, 10)),
+        strobe.paged.Level(table[1:], int32(9, 16, 0), int32(0, 4, 8, 10)),
+    ]
+    batched = q if packed else q.view(5, 2, 4, 8)
+    out, lse = strobe.attention_paged(
+        batched, k, v, own.table, own.lengths, cu if packed else None, shared=levels, sinks=sinks, return_lse=True
+    )
+    if not packed:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    for i, group in enumerate((1, 1, 2, 2, 3)):
+        keys = [torch.cat(t, 1) for t in zip(shared.keys(0), shared.keys(group), own.keys(i), strict=True)]
+        rows = slice(int(cu[i]), int(cu[i + 1]))
+        expected = strobe.attention(q[None, rows], *keys, mask=strobe.causal, sinks=sinks, return_lse=True)
+        torch.testing.assert_close(out[rows], expected[0][0])
+        torch.testing.assert_close(lse[:, rows], expected[1][0])
+    into = torch.empty_like(batched)
+    found = strobe.attention_paged(
+        batched, k, v, own.table, own.lengths, cu if packed else None, shared=levels, sinks=sinks, out=into
+    )
+    assert found is into
+    torch.testing.assert_close(into.view_as(q), out)
+
+
+def test_shared_keys_need_no_positions() -> None:
+    own, (q, cu) = pool([10], 8), queries([1])
+    level = strobe.paged.Level(own.table, own.lengths, int32(0, 1))
+    for options in ({"mask": strobe.window(3, 0)}, {"score": strobe.alibi(torch.ones(4))}):
+        with pytest.raises(strobe.Unsupported, match="put the shared pages into each sequence's table"):
+            strobe.attention_paged(q, own.k, own.v, own.table, own.lengths, cu, shared=[level], **options)
+
+
+# ---- new keys --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("rotary", [None, False, True])
+def test_new_keys_are_written_where_the_table_says(rotary: bool | None, layout: str) -> None:
+    p = pool([13, 16, 5], 8)
+    k_new, v_new = torch.randn(2, 3, 2, 2, 8, dtype=torch.float64)
+    positions = p.lengths[:, None] + torch.arange(2)
+    for i, n in enumerate((2, 2, 1)):  # a page for the new keys
+        p.table[i, n] = (
+            p.table[i, n]
+            if p.table[i, n] >= 0
+            else int(sorted(set(range(len(p.k))) - set(p.table.flatten().tolist()))[0])
+        )
+    slots = strobe.paged.slots(p.table, p.page, positions)
+    k, v = (t.clone() if layout == "nhd" else t.transpose(1, 2).contiguous() for t in (p.k, p.v))
+    cos, sin = angles(torch.arange(40), 6)
+    turn = None if rotary is None else (cos, sin, positions, rotary)
+    strobe.paged.append(k_new, v_new, k, v, slots, rotary=turn, layout=layout)
+    k, v = (t if layout == "nhd" else t.transpose(1, 2) for t in (k, v))
+    written = k_new if rotary is None else rotate(k_new, cos[positions], sin[positions], rotary)
+    expected_k, expected_v = p.k.clone(), p.v.clone()
+    for i, j in itertools.product(range(3), range(2)):
+        at = int(positions[i, j])
+        page = int(p.table[i, at // 8])
+        expected_k[page, at % 8], expected_v[page, at % 8] = written[i, j], v_new[i, j]
+    torch.testing.assert_close(k, expected_k, equal_nan=True)
+    torch.testing.assert_close(v, expected_v, equal_nan=True)
+
+
+def test_negative_slots_are_skipped_and_others_must_exist() -> None:
+    p = pool([13], 8, spare=0)
+    k, v = p.k.nan_to_num(), p.v.nan_to_num()
+    new = torch.ones(3, 2, 8, dtype=torch.float64)
+    before = k.clone()
+    strobe.paged.append(new, new, k, v, torch.tensor([-1, 9, -5]))
+    assert (k[1, 1] == 1).all()
+    k[1, 1] = before[1, 1]
+    assert torch.equal(k, before)
+    with pytest.raises(ValueError, match="slot 2 is 16; the pool has 16 rows, 2 pages of 8"):
+        strobe.paged.append(new, new, k, v, torch.tensor([-1, 9, 16]))
+    with pytest.raises(ValueError, match="k_new must be torch.float64 of shape"):
+        strobe.paged.append(new.float(), new, k, v, torch.tensor([-1, 9, 15]))
+    with pytest.raises(strobe.Unsupported, match="8-bit"):
+        strobe.paged.append(new, new, k, v, torch.tensor([-1, 9, 15]), k_scale=torch.ones(1))
+    assert torch.equal(k, before)
+
+
+def test_slots_without_an_entry_are_negative() -> None:
+    table = int32(3, 1, -1).view(1, 3)
+    found = strobe.paged.slots(table, 4, torch.tensor([[0, 5, 8, 12, -1]]))
+    assert found.tolist() == [[12, 5, -1, -1, -1]]
+    sequences, positions = torch.tensor([0, 0]), torch.tensor([7, 2])
+    assert strobe.paged.slots(table, 4, positions, sequences).tolist() == [7, 14]
+
+
+def test_skipped_rows_are_not_read_back_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs: no shape depends on what is skipped."""
+    from strobe import paged
+
+    pool_ = torch.randn(3, 4, 2, 8)
+    for slots in ([5, -1, 11, 200], [-1, -1, -1, -1], [0, 1, 2, 3]):
+        rows, expected, found = torch.randn(4, 2, 8), pool_.clone(), pool_.clone()
+        for i, slot in enumerate(slots):
+            if 0 <= slot < 12:
+                expected[slot // 4, slot % 4] = rows[i]
+        paged.scatter_without_reading(found, torch.tensor(slots), rows)
+        assert torch.equal(found, expected)
+
+
+def test_a_decode_loop() -> None:
+    """Tokens one by one into pages: each sees what attention to the whole sequence sees."""
+    heads, heads_k, dim, page = 4, 2, 8, 4
+    q, k, v = (torch.randn(2, 11, n, dim, dtype=torch.float64) for n in (heads, heads_k, heads_k))
+    pool_k, pool_v = torch.full((2, 7, page, heads_k, dim), torch.nan, dtype=torch.float64)
+    table = torch.randperm(7)[:6].view(2, 3).int()
+    expected = strobe.attention(q, k, v, mask=strobe.causal)
+    for t in range(11):
+        slots = strobe.paged.slots(table, page, torch.full((2, 1), t))
+        strobe.paged.append(k[:, t : t + 1], v[:, t : t + 1], pool_k, pool_v, slots)
+        out = strobe.attention_paged(q[:, t : t + 1], pool_k, pool_v, table, torch.full((2,), t + 1).int())
+        torch.testing.assert_close(out[:, 0], expected[:, t])
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def tiles_of(plan: Any, lengths: list[int], counts: list[int]) -> dict[tuple[int, int, int], int]:
+    """(sequence, head, first row) -> blocks."""
+    return {
+        (i, head, row): max(1, -(-length // BLOCK))
+        for head in range(plan.heads_k)
+        for i, (length, n) in enumerate(zip(lengths, counts, strict=True))
+        for row in range(0, n * plan.group, ROWS)
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_block_is_in_one_item(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    sequences = draw(1, 9)
+    lengths = [draw(0, 4000) if draw(0, 3) else 0 for _ in range(sequences)]
+    counts = [draw(0, 200) if draw(0, 2) else 1 for _ in range(sequences)]
+    plan = strobe.paged.Plan(10, sum(counts) + 1, heads=8, heads_k=2, dim=64, pieces=draw(1, 40), device="cpu")
+    plan.update(torch.tensor(lengths).int(), torch.tensor([0, *counts]).cumsum(0).int())
+    rows = [item for item in zip(*(t.tolist() for t in plan.items), strict=True) if item[4] > item[3]]
+    want, found, slots = tiles_of(plan, lengths, counts), {}, []  # type: ignore[var-annotated]
+    for sequence, head, row, first, end, slot, parts, _ in rows:
+        found.setdefault((sequence, head, row), []).append((first, end, slot, parts))
+    assert set(found) == set(want)
+    for tile, spans in found.items():
+        spans.sort()
+        assert spans[0][0] == 0 and spans[-1][1] == want[tile]
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+        assert all(parts == len(spans) for *_, parts in spans)
+        assert all((slot >= 0) == (len(spans) > 1) for *_, slot, _ in spans)
+        slots += [slot for *_, slot, _ in spans if slot >= 0]
+    assert len(set(slots)) == len(slots) and all(slot < 2 * plan.pieces for slot in slots)
+    load = [sum(item[4] - item[3] for item in rows if item[7] == piece) for piece in range(plan.pieces)]
+    assert max(load) - min(load) <= 1
+    assert "items" in plan.describe()
+
+
+def test_a_plan_is_for_its_heads() -> None:
+    p, (q, cu) = pool([37, 20, 5], 8), queries([1, 2, 1])
+    plan = strobe.paged.Plan(4, 8, heads=4, heads_k=2, dim=8, device="cpu")
+    with pytest.raises(ValueError, match="plan has no work yet"):
+        strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, plan=plan)
+    plan.update(p.lengths, cu)
+    found = strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, plan=plan, return_lse=True)
+    for a, b in zip(found, dense(q, cu, p, mask=strobe.causal), strict=True):
+        torch.testing.assert_close(a, b)
+    other = strobe.paged.Plan(4, 8, heads=8, heads_k=2, dim=8, device="cpu")
+    with pytest.raises(
+        ValueError, match=r"plan is for \(heads, heads_k, dim\) = \(8, 2, 8\), the call has \(4, 2, 8\)"
+    ):
+        strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, plan=other)
+    with pytest.raises(ValueError, match="at most 4"):
+        plan.update(torch.ones(5).int())
+    with pytest.raises(ValueError, match="heads must be a multiple"):
+        strobe.paged.Plan(4, 8, heads=5, heads_k=2, dim=8)
