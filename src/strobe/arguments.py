@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 _Rows = Annotated[Any, Row("Tensor", tensor=True, gradient=True, view="rows")]
 _Offsets = Annotated[Any, Row("Tensor?", tensor=True, read="contiguous")]
-_Paged = Annotated[Any, Row("Tensor?", tensor=True, forward=True)]
+_Paged = Annotated[Any, Row("Tensor?", tensor=True, forward=True, read="contiguous")]
 _Written = Annotated[Any, Row(tensor=True, written=True)]
 
 
@@ -74,7 +74,7 @@ class Arguments(NamedTuple):
     indptr: _Paged = None  # (sequences + 1,) int32
     lengths: _Paged = None  # (sequences,) int32: the call is a paged one if it is given
     starts: _Paged = None  # (sequences,) int32
-    tail: _Paged = None  # int64, one for each query
+    tail: Annotated[Any, Row("Tensor?", tensor=True, forward=True)] = None  # int64, one for each query
 
     @property
     def mask_tensor(self) -> torch.Tensor | None:

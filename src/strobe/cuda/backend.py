@@ -128,14 +128,15 @@ def _addresses(names: Sequence[str], a: Arguments) -> list[int]:
 
 def with_strides(problem: Problem, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Problem:
     """The problem with the strides that q, k and v have now."""
-    q, k, v = (inside_strides(tensors[name], layout) for name in ("q", "k", "v"))
+    of_keys = Layout.BSHD if problem.k.pages is not None else layout
+    q, k, v = (inside_strides(tensors[n], of) for n, of in (("q", layout), ("k", of_keys), ("v", of_keys)))
     return replace(problem, q=replace(problem.q, strides=(q,)), k=replace(problem.k, strides=(k, v)))
 
 
 def prepare(problem: Problem, layout: Layout, a: Arguments) -> tuple[dict[str, Any], Problem]:
     """The tensors of a forward plan by name, aligned, outputs allocated; and the problem with the strides they have."""
     x: dict[str, Any] = {"q": aligned(a.q), "k": aligned(a.k), "v": aligned(a.v)}
-    if problem.k.positions and not problem.k.varlen:
+    if problem.k.positions and not problem.k.varlen and problem.k.pages is None:
         x |= {name: in_step(x[name], layout) for name in ("k", "v")}
     shape, rows = (*a.q.shape[:-1], problem.dim_v), layout.rows_shape(tuple(a.q.shape))
     x["o"] = torch.empty(shape, dtype=problem.out_dtype, device=a.q.device) if a.out is None else aligned(a.out)
@@ -383,6 +384,7 @@ def _backend(name: str, summary: str) -> Backend:
         bind=functools.partial(_bind, family),
         details=lambda problem: dict(_plan(family.forward.plan, problem).details),
         extra_bytes=lambda problem: _plan(family.forward.plan, problem).workspace_bytes,
+        pages=name == "sm90",
         merges=True,
         rounds_states=lambda problem: (
             name == "sm90" and forward_sm90.splits_of(_plan(family.forward.plan, problem)) == 1

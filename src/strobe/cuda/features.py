@@ -46,6 +46,7 @@ class Features:
         dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
         score = [self.scores.name] if self.scores.is_function else []
         flags = [name for name, flag in self.flags.items() if flag]
+        flags += [f"page{self.rows.page}"] if self.rows.page else []
         return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
 
     def facts(self) -> dict[str, Any]:

@@ -154,6 +154,8 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
 def limits(problem: Problem) -> str | None:
     if problem.gradients:
         return "no backward kernel"
+    if problem.k.pages is not None:
+        return "paged keys"
     return shape_limits(problem) or Scores.limits(problem)
 
 

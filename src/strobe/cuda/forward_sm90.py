@@ -25,7 +25,7 @@ from strobe.cuda.plan import (
     padded_dims,
     shape_limits,
 )
-from strobe.cuda.rows import Rows, stride_fields, stride_values
+from strobe.cuda.rows import Rows, pack_gqa_of, stride_fields, stride_values
 from strobe.cuda.scores import Scores
 from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
 from strobe.cuda.tensor_maps import packed_gqa_map, tile_map
@@ -37,11 +37,11 @@ DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 
 
 @functools.cache
-def _params(output: Output, scores: tuple[Field, ...]) -> Struct:
+def _params(output: Output, scores: tuple[Field, ...], paged: bool) -> Struct:
     return params(
         [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
-        Rows.fields(tma=True),
+        Rows.fields(tma=True, paged=paged),
         scores,
         QUERY_TILE_FIELDS,
         output.fields(),
@@ -207,7 +207,7 @@ def limits(problem: Problem) -> str | None:
 
 def tma_limits(problem: Problem) -> str | None:
     """What the Hopper kernels of both directions leave to others."""
-    if (reason := shape_limits(problem) or Scores.limits(problem)) is not None:
+    if (reason := shape_limits(problem) or Scores.limits(problem) or Rows.limits(problem)) is not None:
         return reason
     lengths = (problem.len_q, problem.len_k, problem.len_k)
     heads = (problem.heads, problem.heads_k, problem.heads_k)
@@ -236,7 +236,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     return TemplateKernel(
         name=f"forward_sm90[{features.name} {tile}{flags}]",
         arch=ARCH,
-        params=_params(replace(features.output, split=False), features.scores.fields()),
+        params=_params(replace(features.output, split=False), features.scores.fields(), bool(features.rows.page)),
         threads=tile.threads,
         smem=memory.size,
         header="forward_sm90",
@@ -260,13 +260,6 @@ def state_parts(tile: Tile, dim_v: int) -> int:
     """In how many parts the O of a state comes into the buffers of V (pipeline/state_parts.cuh)."""
     panels, fit = -(-dim_v // 32), tile_bytes(tile.block_n, dim_v) // tile_bytes(64, 64)
     return tile.consumers * -(-panels // fit) if fit and tile.q_slots <= 2 else 0
-
-
-def pack_gqa_of(problem: Problem) -> int:
-    """Heads that the kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles.
-    The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
-    able = not problem.varlen and not problem.dropout and problem.len_q < 128 and 64 % problem.group == 0
-    return problem.group if able else 1
 
 
 def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
@@ -332,7 +325,8 @@ def _maps(
         return tile_map(problem, queries, problem.q, dim, strides, 64, columns, one_box=one_box, fp32=fp32)
 
     def of_keys(dim: int, strides: Strides, columns: int) -> TensorMapSpec:
-        found = tile_map(problem, keys, problem.k, dim, strides, tile.block_n, columns, one_box=one_box)
+        rows = features.rows.box_rows(tile.block_n) if keys == "paged" else tile.block_n
+        found = tile_map(problem, keys, problem.k, dim, strides, rows, columns, one_box=one_box)
         return replace(found, promotion=128) if problem.len_q * problem.group <= BOUND_BY_MEMORY else found
 
     maps = {

@@ -30,6 +30,7 @@ ORDER = (
     *(f"{t}_strides" for t in (*_SCORED, "bias", "mask_tensor", "dbias")),
     *("lse_batch", "lse_head", "stat_rows"),
     *("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows"),
+    *("page_size", "pages", "table_width"),
     *("key_blocks", "sections", "heads_k", "group_parts", "stat_blocks"),
     *("merge", "unscale", "scale_grad"),
     *("score", "scale_log2", "dropout_scale", "dropout_threshold", "score_integers"),

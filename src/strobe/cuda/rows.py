@@ -5,6 +5,7 @@ The C++ half is pipeline/rows.cuh. Queries and keys have a kind each. A further 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from strobe.cuda.tensor_maps import buffer_rows
 from strobe.problem import Problem, Strides
 
 # Kind -> the struct of pipeline/rows.cuh. buffer: (batch, heads, length, dim) of which sequences fill a part.
-KINDS = {"dense": "DenseRows", "varlen": "VarlenRows", "buffer": "BufferRows"}
+KINDS = {"dense": "DenseRows", "varlen": "VarlenRows", "buffer": "BufferRows", "paged": "PagedRows"}
+_PAGED = ("table", "indptr", "lengths", "starts")
+_LARGEST_BOX = 256  # rows
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,19 @@ class Rows:
     queries: str = "dense"
     keys: str = "dense"
     positions: bool = False  # what is in memory is a part of a longer sequence
+    page: int = 0  # divides the rows of a page
 
     @staticmethod
     def of(problem: Problem) -> Rows:
+        queries = "varlen" if problem.q.varlen else "dense"
+        if problem.k.pages is not None:
+            return Rows(queries, "paged", True, math.gcd(problem.k.pages.size, _LARGEST_BOX))
         keys = "varlen" if problem.k.varlen else "buffer" if problem.k.positions else "dense"
-        return Rows("varlen" if problem.q.varlen else "dense", keys, problem.positions)
+        return Rows(queries, keys, problem.positions)
+
+    def box_rows(self, rows: int) -> int:
+        """Of keys, in a TMA box of a tile of `rows`: none spans two pages."""
+        return math.gcd(self.page, rows)
 
     @property
     def varlen(self) -> bool:
@@ -39,13 +50,17 @@ class Rows:
 
     def config(self, pack_gqa: int = 1) -> dict[str, int | bool | str]:
         queries = f"PackedGqaRows<{pack_gqa}>" if pack_gqa > 1 else KINDS[self.queries]
-        return {"Queries": queries, "Keys": KINDS[self.keys], "kPositions": self.positions, "kPackGqa": pack_gqa}
+        keys = f"PagedRows<{self.page}>" if self.page else KINDS[self.keys]
+        return {"Queries": queries, "Keys": keys, "kPositions": self.positions, "kPackGqa": pack_gqa}
 
     @staticmethod
-    def fields(*, tma: bool) -> list[Field]:
-        between = ("k_batch_rows", "v_batch_rows") if tma else ()  # rows between the buffers of two sequences
+    def fields(*, tma: bool, paged: bool = False) -> list[Field]:
+        between = ("k_batch_rows", "v_batch_rows") if tma else ()  # rows between the buffers of two sequences, or pages
+        pages = [Field(t, "const int*") for t in _PAGED] if paged else []
+        pages += [Field(n, "int") for n in ("page_size", "pages", "table_width")] if paged else []
         return [
             *(Field(t, "const int*") for t in ("cu_q", "cu_k", "positions")),
+            *pages,
             *(Field(n, "int") for n in (*between, "batch", "heads", "group", "len_q", "len_k", "dim", "dim_v")),
         ]
 
@@ -61,8 +76,32 @@ class Rows:
         }
         if tma:
             for name, strides in zip(("k_batch_rows", "v_batch_rows"), problem.k.strides, strict=True):
-                found[name] = buffer_rows(problem.len_k, strides) if self.keys == "buffer" else 0
+                found[name] = buffer_rows(problem.len_k, strides) if self.keys in ("buffer", "paged") else 0
+        if (pages := problem.k.pages) is not None:
+            found |= {"page_size": pages.size, "pages": pages.count, "table_width": pages.width or 0}
         return found
+
+    @staticmethod
+    def limits(problem: Problem) -> str | None:
+        """Which pages no kernel of ours reads."""
+        pages = problem.k.pages
+        if pages is None:
+            return None
+        if problem.tail:
+            return "a tail of a tree"
+        if pages.size % 8:
+            return f"pages of {pages.size} rows; the kernels take multiples of 8"
+        for page, _, row in problem.k.strides:
+            if row <= 0 or page % row or pages.count * (page // row) >= 1 << 30:
+                return "pages that whole rows do not lead to, or too far"
+        return None
+
+
+def pack_gqa_of(problem: Problem) -> int:
+    """Heads that the kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles.
+    The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
+    able = not problem.varlen and not problem.dropout and problem.len_q < 128 and 64 % problem.group == 0
+    return problem.group if able else 1
 
 
 def stride_fields(*tensors: str) -> list[Field]:

@@ -121,6 +121,7 @@ BACKENDS = {
         ),
         bind=_bind,
         automatic=False,
+        pages=True,
         merges=True,
         rounds_states=lambda problem: _chosen() == "sm90",
     )

@@ -31,7 +31,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
   static_assert(kPrivateO || Config::kQSlots > 1, "a Q slot that stages O is given back when the next tile has begun");
   using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO, Config::kPartialOut && !Config::kSplit>;
-  using Keys = typename Config::Keys;
   using Blocks = KeyBlocksOf<Config>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
@@ -78,14 +77,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
     const u32 full = k.begin_load(Bytes::k);
-    tma_load_tile<kOneBox, kBlockN, kDim>(smem + Offset::k + k.stage * Bytes::k, &p.map_k, full,
-                                          Keys::template box<kBlockN>(tile.k, head, n * kBlockN, p.k_batch_rows));
+    load_key_tile<Config, kBlockN, kDim>(p, smem + Offset::k + k.stage * Bytes::k, &p.map_k, full, tile, head,
+                                         n * kBlockN, p.k_batch_rows);
     k.next();
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
     const u32 full = v.begin_load(Bytes::v);
-    tma_load_tile<kOneBox, kBlockN, kDimV>(smem + Offset::v + v.stage * Bytes::v, &p.map_v, full,
-                                           Keys::template box<kBlockN>(tile.k, head, n * kBlockN, p.v_batch_rows));
+    load_key_tile<Config, kBlockN, kDimV>(p, smem + Offset::v + v.stage * Bytes::v, &p.map_v, full, tile, head,
+                                          n * kBlockN, p.v_batch_rows);
     v.next();
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {

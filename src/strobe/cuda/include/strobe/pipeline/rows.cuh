@@ -1,8 +1,8 @@
 // Rows: where the queries and the keys of a sequence lie, which positions they have, and how a tile of them is loaded.
 //
 // Config::Queries and Config::Keys name a kind each. A kind says which rows of a tensor belong to a sequence (`span`)
-// and which TMA box holds some of them (`box`); kernels without TMA take addresses (`Span::rows`). Another kind, such
-// as paged keys, is another struct here and another kind in cuda/rows.py.
+// and which TMA box holds some of them (`box`); kernels without TMA take addresses (`Span::rows`). Another kind is
+// another struct here and another kind in cuda/rows.py.
 #pragma once
 #include <strobe/ptx/memory.cuh>
 #include <strobe/tile/tma_tile.cuh>
@@ -29,7 +29,7 @@ struct Span {
 
 // (batch, head, row, dim): every sequence has all rows of its slice.
 struct DenseRows {
-  static constexpr bool kVarlen = false;
+  static constexpr bool kVarlen = false, kPaged = false;
   using Stored = DenseRows;  // the kind of gradients that have a row for each of these
   STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
   template <int kRows> STROBE_DEVICE static Box box(const Span& s, int head, int row, int /*buffer_rows*/ = 0) {
@@ -38,7 +38,7 @@ struct DenseRows {
 };
 // Sequences one after the other in one slice, from cu[batch] to cu[batch + 1].
 struct VarlenRows {
-  static constexpr bool kVarlen = true;
+  static constexpr bool kVarlen = true, kPaged = false;
   using Stored = VarlenRows;
   STROBE_DEVICE static Span span(const int* cu, int batch, int) {
     const int first = ld_global(cu + batch), length = ld_global(cu + batch + 1) - first;
@@ -50,11 +50,23 @@ struct VarlenRows {
 };
 // (batch, head, row, dim) of which a sequence fills a part. `buffer_rows` lie between the buffers of two sequences.
 struct BufferRows {
-  static constexpr bool kVarlen = false;
+  static constexpr bool kVarlen = false, kPaged = false;
   using Stored = DenseRows;
   STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
   template <int kRows> STROBE_DEVICE static Box box(const Span& s, int head, int row, int buffer_rows) {
     return clipped_box<kRows>(s.slice * buffer_rows + row, s.used - row, head);
+  }
+};
+
+// In pages of a pool, of which a table lists those of each sequence. kPage divides the rows of a page. `buffer_rows`
+// lie between two pages.
+template <int kPage> struct PagedRows {
+  static constexpr bool kVarlen = false, kPaged = true;
+  using Stored = DenseRows;
+  STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
+  // Rows of a box, so that none spans two pages: the largest number that divides kPage and kRows.
+  static constexpr STROBE_DEVICE int box_rows(int rows, int page = kPage) {
+    return page == 0 ? rows : box_rows(page, rows % page);
   }
 };
 
@@ -90,12 +102,39 @@ template <class Config, class Params> STROBE_DEVICE Sequence sequence_of(const P
   if constexpr (Config::Keys::kVarlen) s.k = Config::Keys::span(p.cu_k, batch, 0);
   else s.k = Config::Keys::span(nullptr, batch, p.len_k);
   s.positions = Positions{};
-  if constexpr (Config::kPositions) {
+  if constexpr (Config::Keys::kPaged) {
+    const int start = p.starts ? ld_global(p.starts + batch) : 0;
+    int room = p.len_k;
+    if (p.indptr) room = (ld_global(p.indptr + batch + 1) - ld_global(p.indptr + batch)) * p.page_size;
+    s.k.used = max(0, min(room, ld_global(p.lengths + batch)));
+    s.positions = Positions{0, s.q.length / Config::kPackGqa, start, start + s.k.used};
+  } else if constexpr (Config::kPositions) {
     const int* at = p.positions + 4 * batch;
     s.positions = Positions{ld_global(at), ld_global(at + 1), ld_global(at + 2), ld_global(at + 3)};
     s.k.used = max(0, min(s.k.length, s.positions.whole_k - s.positions.offset_k));  // what lies behind may be anything
   }
   return s;
+}
+
+// kRows keys from `row` on, to shared memory: one box or, of pages, as many as it takes. Boxes behind the last key in
+// use read nothing. An entry that is no page counts as the first or the last one.
+template <class Config, int kRows, int kColumns, class Params>
+STROBE_DEVICE void load_key_tile(const Params& p, u32 dst, const TensorMap* map, u32 bar, const Sequence& s, int head,
+                                 int row, int buffer_rows) {
+  using Keys = typename Config::Keys;
+  if constexpr (Keys::kPaged) {
+    constexpr int kBox = Keys::box_rows(kRows);
+    const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + s.batch) : s.batch * p.table_width);
+#pragma unroll 1
+    for (int r = row; r < row + kRows; r += kBox, dst += kBox * kPanelRowBytes) {
+      const int index = quotient(r, p.page_size), left = s.k.used - r;
+      const int page = left > 0 ? max(0, min(p.pages - 1, ld_global(entries + index))) : 0;
+      const Box box = clipped_box<kBox>(page * buffer_rows + r - index * p.page_size, left, head);
+      tma_load_tile<false, kRows, kColumns>(dst, map, bar, box);
+    }
+  } else
+    tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(dst, map, bar,
+                                                           Keys::template box<kRows>(s.k, head, row, buffer_rows));
 }
 
 // The mask of a sequence of which `rows` rows and `keys` keys are in memory. It takes queries: row / kPackGqa.
