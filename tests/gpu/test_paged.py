@@ -1,4 +1,4 @@
-"""Paged keys on a GPU, by `tiled` until there are kernels: what it computes, what it does with bad tables, CUDA graphs."""
+"""Paged keys on a GPU, by the kernels and by `tiled`: what they compute, what they do with bad tables, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import kernels_here
 from paged_cases import Pool, dense, pool, queries
 
 import strobe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+KERNELS = kernels_here() if torch.cuda.is_available() else []
 LENGTHS, COUNTS = [37, 0, 150, 100, 99, 1, 16], [1, 2, 40, 1, 0, 1, 5]
 
 
@@ -22,6 +24,31 @@ def close(found: Any, expected: Any, dtype: torch.dtype = torch.bfloat16) -> Non
     """Outputs are of the order of 1."""
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.cpu().double(), b.double(), atol=4 * torch.finfo(dtype).eps, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dense_queries", [False, True])
+@pytest.mark.parametrize("page", [8, 16, 48, 64, 256])
+@pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
+@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
+def test_the_kernel_reads_pages(mask: strobe.Mask | None, page: int, dense_queries: bool) -> None:
+    p = pool(LENGTHS, page, dim=128, dim_v=128, dtype=torch.bfloat16)
+    q, cu = queries([2] * 7 if dense_queries else COUNTS, dim=128, dtype=torch.bfloat16)
+    a, last = on_gpu(q, p.k, p.v, p.table, p.lengths), [cu.cuda()]
+    if dense_queries:
+        a[0], last = a[0].view(7, 2, 4, 128), []
+    out, lse = strobe.attention_paged(*a, *last, mask=mask, return_lse=True, backend="sm90")
+    if dense_queries:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    close((out, lse), dense(q, cu, p, mask=mask))
+
+
+@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
+def test_long_sequences_are_split() -> None:
+    p = pool([30000, 1, 21000], 64, dim=128, dim_v=128, dtype=torch.bfloat16)
+    q, cu = queries([1, 1, 1], dim=128, dtype=torch.bfloat16)
+    q_, k, v, table, lengths = on_gpu(q.view(3, 1, 4, 128), p.k, p.v, p.table, p.lengths)
+    out, lse = strobe.attention_paged(q_, k, v, table, lengths, return_lse=True, backend="sm90")
+    close((out.flatten(0, 1), lse.transpose(0, 1).flatten(1)), dense(q, cu, p, mask=strobe.causal))
 
 
 @pytest.mark.parametrize("page", [1, 16, 100])
@@ -48,7 +75,12 @@ def test_bad_tables_are_clamped_and_found_by_check() -> None:
     table[0, 5:] = 10**6  # behind the keys in use
     lengths[0] = 10**6
     q, k, v, table, lengths, cu = on_gpu(q, p.k, p.v, table, lengths, cu)
-    close(strobe.attention_paged(q, k, v, table, lengths, cu, max_q=1, return_lse=True), whole)
+    found = strobe.attention_paged(q, k, v, table, lengths, cu, max_q=1, return_lse=True, backend="tiled")
+    close(found, whole)
+    if "sm90" in KERNELS:  # reads some page instead, and nothing outside of the pool
+        out = strobe.attention_paged(q, k, v, table, lengths, cu, max_q=1, backend="sm90")
+        assert out.isfinite().all()
+        close([out[1:]], [whole[0][1:]])
     with pytest.raises(ValueError, match=r"lengths\[0\] is 1000000"):
         strobe.paged.check(table, lengths, k)
     lengths[0] = 48

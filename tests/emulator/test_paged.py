@@ -1,0 +1,70 @@
+"""Paged keys in the Hopper kernel: NaN in unused rows, pages in random order, queries packed or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from everyday import everyday
+from paged_cases import dense, pool, queries
+
+import strobe
+from strobe.emulator import compiler
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+LENGTHS, COUNTS = [37, 0, 150, 100, 99, 1, 16], [1, 2, 40, 1, 0, 1, 5]
+CASES: dict[str, dict[str, Any]] = {
+    "packed_16": {"page": 16},
+    "packed_48_window": {"page": 48, "mask": strobe.window(20, 0)},
+    "packed_256_full": {"page": 256, "mask": None},
+    "gqa_8": {"page": 8, "counts": [2] * 7},
+    "gqa_64_hnd": {"page": 64, "counts": [2] * 7, "layout": "hnd"},
+    "gqa_16_indptr": {"page": 16, "counts": [2] * 7, "indptr": True},
+    "starts": {"page": 16, "counts": [2] * 7, "starts": [5, 0, 100, -3, 7, 0, 2], "mask": strobe.window(30, 0)},
+    "alibi": {"page": 16, "counts": [2] * 7, "score": strobe.alibi(torch.tensor([0.1, 0.2, 0.3, 0.4]))},
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROBE_EMULATE", "sm90")
+
+
+@pytest.mark.parametrize("name", everyday(list(CASES), ("packed_16", "gqa_16_indptr")))
+def test_against_the_textbook(name: str) -> None:
+    case = dict(CASES[name])
+    page, counts, indptr = case.pop("page"), case.pop("counts", None), case.pop("indptr", False)
+    p = pool(LENGTHS, page, dim=64, dim_v=64, dtype=torch.bfloat16)
+    q, cu = queries(counts or COUNTS, dim=64, dtype=torch.bfloat16)
+    k, v, table = p.k, p.v, p.table
+    if case.get("layout") == "hnd":
+        k, v = (t.transpose(1, 2).contiguous() for t in (k, v))
+    if indptr:
+        used = [-(-n // page) for n in LENGTHS]
+        ends = torch.tensor([0, *used], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        table = (ends, torch.cat([p.table[i, :n] for i, n in enumerate(used)]))
+    if "starts" in case:
+        case["starts"] = torch.tensor(case["starts"], dtype=torch.int32)
+    given = (q, k, v, table, p.lengths, cu) if counts is None else (q.view(7, 2, 4, 64), k, v, table, p.lengths)
+    out, lse = strobe.attention_paged(*given, return_lse=True, backend="emulator", **case)
+    want, want_lse = strobe.attention_paged(*given, return_lse=True, backend="reference", **case)
+    if "starts" not in case and "layout" not in case and not indptr:
+        options = {"mask": case.get("mask", strobe.causal), "score": case.get("score")}
+        whole = dense(q, cu, p, **options)
+        if counts is not None:
+            whole = whole[0].view(7, 2, 4, 64), whole[1].view(4, 7, 2).transpose(0, 1)
+        torch.testing.assert_close(want.double(), whole[0].double(), atol=0.01, rtol=0.01)
+    torch.testing.assert_close(out.double(), want.double(), atol=0.03, rtol=0.01)
+    torch.testing.assert_close(lse, want_lse.to(lse.dtype), atol=1e-4, rtol=1e-5)
+
+
+def test_keys_are_split() -> None:
+    p = pool([3000, 1, 2100], 64, dim=128, dim_v=128, dtype=torch.bfloat16)
+    q, cu = queries([1, 1, 1], dim=128, dtype=torch.bfloat16)
+    out, lse = strobe.attention_paged(
+        q.view(3, 1, 4, 128), p.k, p.v, p.table, p.lengths, return_lse=True, backend="emulator"
+    )
+    want, want_lse = dense(q, cu, p, mask=strobe.causal)
+    torch.testing.assert_close(out.flatten(0, 1).double(), want.double(), atol=0.01, rtol=0.01)
+    torch.testing.assert_close(lse.transpose(0, 1).flatten(1), want_lse.float(), atol=1e-4, rtol=1e-5)
