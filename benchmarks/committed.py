@@ -18,10 +18,11 @@ Machines = dict[str, dict[str, Results]]  # machine -> name of a file -> its res
 
 
 def runs(root: Path) -> Machines:
-    """Every file of results; what else lies there (the ladder, tiles, training, anchors) is left out."""
+    """Every file of results; what else lies there (the ladder, tiles, training, anchors) is left out. GPUs come first:
+    people come for them."""
     found: dict[str, dict[str, Results]] = defaultdict(dict)
     paths = (root / "benchmarks" / "results").glob("*/*.json")
-    for path in sorted(paths, key=lambda path: (path.parent.name, path.stem)):
+    for path in sorted(paths, key=lambda path: (path.parent.name.startswith("cpu-"), path.parent.name, path.stem)):
         if json.loads(path.read_text(encoding="utf-8")).get("kind") == "strobe bench":
             found[path.parent.name][path.stem] = read_results.load(path)
     return dict(found)

@@ -28,6 +28,7 @@ if TYPE_CHECKING or not _is_command():
     from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
     from strobe.mask_function import mask_function, score_function
     from strobe.merging import merge
+    from strobe.probabilities import probabilities
     from strobe.problem import Unsupported
     from strobe.scaled_dot_product import sdpa
     from strobe.score import Score, alibi
@@ -51,6 +52,7 @@ __all__ = [
     "mask_function",
     "merge",
     "prefix",
+    "probabilities",
     "score_function",
     "sdpa",
     "window",
@@ -58,7 +60,7 @@ __all__ = [
 
 
 _HOMES = (
-    "api scaled_dot_product explain mask mask_function merging problem score serving".split()
+    "api scaled_dot_product explain mask mask_function merging probabilities problem score serving".split()
 )  # of the public names
 
 

@@ -20,7 +20,10 @@ from strobe.arguments import DEFAULT_LAYOUT, Arguments
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CAUSAL = "mask=strobe.causal"
 _WINDOW = "mask=strobe.window(left, right), with None for a side without bound"
-_LSE = "return_lse=True: the weights are never stored, but their log-sum-exp is known"
+_LSE = (
+    "return_lse=True: the weights are never stored, but their log-sum-exp is known, and "
+    "strobe.probabilities(q, k, rows=…) computes those of some queries"
+)
 _VARLEN = "strobe.attention_varlen(q, k, v, cu_q, cu_k, max_q=…, max_k=…)"
 _PAGED = "strobe.attention_paged(q, k, v, table, lengths)"
 # Keyword of another library -> what to write.

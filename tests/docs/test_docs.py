@@ -32,6 +32,7 @@ EXPECTED = {
     "from-flash-attn",
     "from-sdpa",
     "from-flex-attention",
+    "from-xformers",
     "choosing-a-backend",
     "learn",
     "how-it-works",

@@ -31,7 +31,7 @@ LAYERS = [
     ["autograd"],
     ["call"],
     ["traced", "sharded"],
-    ["api", "explain", "tiled", "tile_trace"],
+    ["api", "explain", "probabilities", "tiled", "tile_trace"],
     ["scaled_dot_product"],
     ["nn"],
     ["paged"],

@@ -288,6 +288,14 @@ def test_a_report_opens_on_the_forward_and_mixes_no_passes(tmp_path: Path) -> No
     assert run["conclusions"]["sweep"]["backward"] == []
 
 
+def test_a_line_joins_cases_that_differ_in_length_alone() -> None:
+    """Decode stands beside prompts in one suite: other queries and other batches are other panels."""
+    run = read_results.load(Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "gqa.json")
+    for title, rows in figures.families(run.rows).items():
+        found = [(row.provider, row.case.len_k) for row in rows]
+        assert len(found) == len(set(found)), title
+
+
 @pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
 def test_figures(tmp_path: Path) -> None:
     run = synthetic(SMALL, methods=BOTH)

@@ -37,8 +37,25 @@ def attention(
 def _one(
     problem: Problem, x: Inputs, batch: range, at: Positions | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q = x.q.to(dtype)
-    k, v = (t.to(dtype).repeat_interleave(problem.group, 1) if problem.heads_k else t.to(dtype) for t in (x.k, x.v))
+    p, lse = weights(problem, x, batch, at, dtype)
+    if problem.dropout:
+        offset_q, _, offset_k, _ = at or (0, 0, 0, 0)
+        heads = range(problem.first_head, problem.first_head + problem.heads)
+        rows, keys = range(offset_q, offset_q + p.shape[2]), range(offset_k, offset_k + p.shape[3])
+        kept = dropout.keep(x.seed, batch, heads, rows, keys, problem.dropout, p.device)
+        p = torch.where(kept, p / dropout.kept_share(problem.dropout), 0)
+    return p @ _for_each_head(problem, x.v.to(dtype)), lse
+
+
+def _for_each_head(problem: Problem, t: torch.Tensor) -> torch.Tensor:
+    return t.repeat_interleave(problem.group, 1) if problem.heads_k else t
+
+
+def weights(
+    problem: Problem, x: Inputs, batch: range, at: Positions | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities before dropout, (batch, heads, len_q, len_k), and their LSE, of sequences `batch` at positions `at`."""
+    q, k = x.q.to(dtype), _for_each_head(problem, x.k.to(dtype))
     len_q, len_k = q.shape[2], k.shape[2]
     offset_q, whole_q, offset_k, whole_k = at or (0, len_q, 0, len_k)
     rows, keys = range(offset_q, offset_q + len_q), range(offset_k, offset_k + len_k)
@@ -57,12 +74,7 @@ def _one(
         visible = visible & problem.mask.dense(len_q, len_k, q.device, at)
     if x.mask is not None:
         visible = visible & x.mask
-    p, lse = probabilities(s, visible, None if x.sinks is None else x.sinks.to(dtype)[:, None, None])
-    if problem.dropout:
-        heads = range(problem.first_head, problem.first_head + problem.heads)
-        kept = dropout.keep(x.seed, batch, heads, rows, keys, problem.dropout, q.device)
-        p = torch.where(kept, p / dropout.kept_share(problem.dropout), 0)
-    return p @ v, lse
+    return probabilities(s, visible, None if x.sinks is None else x.sinks.to(dtype)[:, None, None])
 
 
 def scores(

@@ -35,7 +35,8 @@ def family(row: Row) -> str:
     c = row.case
     shape = c.model or (f"model dim {c.model_dim}" if c.suite == "sweep" else f"head dim {c.dim}")
     heads = "" if c.group == 1 or c.model else f"{c.heads} heads on {c.heads_k}"
-    parts = [shape, heads, "no mask" if c.mask.name == "full" else c.mask.name]
+    few = "" if c.len_q == c.len_k else f"{c.len_q} {'query' if c.len_q == 1 else 'queries'}, batch {c.batch}"
+    parts = [shape, heads, "no mask" if c.mask.name == "full" else c.mask.name, few]
     parts += [c.dtype if c.dtype != "bfloat16" else "", PASS_TITLES[c.direction] if c.direction != "forward" else ""]
     return ", ".join(part for part in parts if part)
 

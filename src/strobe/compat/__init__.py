@@ -1,7 +1,8 @@
 """strobe under the code that people have. Nothing is active by import.
 
 `install()` makes `import flash_attn` find strobe, `sdpa.activate()` makes it PyTorch's flash backend, `flex.patched()`
-sends FlexAttention's calls to it, `transformers.register()` makes it an attention implementation of transformers. Each has an inverse.
+sends FlexAttention's calls to it, `transformers.register()` makes it an attention implementation of transformers,
+`xformers.install()` puts it into xformers. Each has an inverse.
 """
 
 from __future__ import annotations
@@ -23,10 +24,20 @@ if "attention" not in getattr(
 from strobe.compat.installation import install, installed, uninstall
 
 if TYPE_CHECKING:
-    from strobe.compat import flash_attn, flash_attn_interface, flex, sdpa, transformers
+    from strobe.compat import flash_attn, flash_attn_interface, flex, sdpa, transformers, xformers
 
-__all__ = ["flash_attn", "flash_attn_interface", "flex", "install", "sdpa", "status", "transformers", "uninstall"]
-_MODULES = ("flash_attn", "flash_attn_interface", "flex", "sdpa", "transformers")
+__all__ = [
+    "flash_attn",
+    "flash_attn_interface",
+    "flex",
+    "install",
+    "sdpa",
+    "status",
+    "transformers",
+    "uninstall",
+    "xformers",
+]
+_MODULES = ("flash_attn", "flash_attn_interface", "flex", "sdpa", "transformers", "xformers")
 
 
 def __getattr__(name: str) -> Any:
@@ -45,6 +56,7 @@ def status() -> dict[str, str]:
         ("sdpa", "torch"),
         ("flex", "torch.nn.attention.flex_attention"),
         ("transformers", "transformers"),
+        ("xformers", "xformers"),
     ):
         module = sys.modules.get(f"strobe.compat.{name}")  # one that was never loaded is not active
         text = None if module is None else module.status()

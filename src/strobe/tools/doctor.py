@@ -26,6 +26,7 @@ HOSTS = {
     "diffusers": "diffusers",
     "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn-3",
+    "xformers": "xformers",
     "torchtitan": "torchtitan",
     "vllm": "vllm",
     "sglang": "sglang",

@@ -203,9 +203,9 @@ function roofline({ gpu: which }, view) {
         `roof-${name}-name`,
         name === "flash" ? w - right : px(intensity) + 12,
         py(most) + (name === "flash" ? 24 : 12),
-        `${text}: at most ${Math.round(most)}`,
-        "strong-text",
-        { anchor: name === "flash" ? "end" : "start", size },
+        `${text}: ${small ? "≤" : "at most"} ${Math.round(most)}`,
+        "strong-text over-lines",
+        { anchor: name === "flash" ? "end" : "start", size, z: 3 },
       ),
     );
   }

@@ -289,7 +289,7 @@ function drawBars(trace, moment, broken) {
   if (kind === "rescale" && seen.length && !broken && tile.alpha !== 1 && tile.m_old !== null) {
     const middle = ((seen[0].keys[0] + seen.at(-1).keys[1]) / 2) * slot;
     root.append(
-      svgText(middle, top + 24, `× α = ${num(tile.alpha, 3)}`, { "text-anchor": "middle", class: "strong" }),
+      svgText(middle, top + 24, `× α = ${num(tile.alpha, 3)}`, { "text-anchor": "middle", class: "strong over-lines" }),
       el("svg:path", { class: "drop", d: `M${middle} ${top + 30}v22m-5 -6l5 6l5 -6` }),
     );
   }

@@ -292,7 +292,7 @@ function backwards({ phase, tile = 0 }, view) {
   }
   marks.push(
     box("b-none", at.do, y2, (d + 2.1) * mini - 2, n * mini - 2, "slot", { z: 0 }),
-    words("b-none-name", at.do + ((d + 2.1) * mini) / 2, y2 + (n * mini) / 2, "no P here", "soft", {
+    words("b-none-name", at.do + ((d + 2.1) * mini) / 2, y2 + (n * mini) / 2, small ? "no P" : "no P here", "soft", {
       anchor: "middle",
       size: small ? 10 : 13,
     }),

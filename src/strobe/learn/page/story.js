@@ -30,10 +30,11 @@ const story = { active: null, pinned: null };
 const phone = () => matchMedia("(max-width: 899px)").matches;
 const byId = id => STEPS.find(step => step.id === id);
 
+const MARGIN = 1.5; // around the scene, for the lines of boxes that fill it
 // ---- drawing -------------------------------------------------------------------------------------------------------------
 function viewOf() {
   const { width, height } = $("stage").getBoundingClientRect();
-  return { w: width, h: height, small: width < 480 };
+  return { w: width - 2 * MARGIN, h: height - 2 * MARGIN, small: width < 480 };
 }
 /** What a step shows at this size: { marks, readout, label }. */
 const sceneOf = step => SCENES[step.scene](step.state, viewOf());
@@ -42,7 +43,7 @@ function drawStory(instant = false) {
     view = viewOf();
   if (!step || view.w < 10) return;
   const { marks, readout, label } = SCENES[step.scene](step.state, view);
-  $("stage").setAttribute("viewBox", `0 0 ${view.w} ${view.h}`);
+  $("stage").setAttribute("viewBox", `${-MARGIN} ${-MARGIN} ${view.w + 2 * MARGIN} ${view.h + 2 * MARGIN}`);
   $("stage").setAttribute("aria-label", label);
   $("readout").replaceChildren(...rich(readout));
   stage.show(marks, { instant });

@@ -1,0 +1,236 @@
+"""strobe under xformers: `memory_efficient_attention` with its signature, its axes and its `attn_bias` classes.
+
+The classes are recognised by name and attributes, so this module needs no xformers. `install()` puts the function into an
+xformers that is there; `uninstall()` puts xformers' own back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from strobe.api import attend
+from strobe.arguments import Arguments
+from strobe.compat import flash_terms
+from strobe.expression import Expr
+from strobe.invalid import InvalidArgument, raises_as_hosts
+from strobe.mask import Mask, causal, causal_top_left, full, window
+from strobe.problem import Unsupported
+
+# ---- the function ----------------------------------------------------------------------------------------------------
+
+
+@raises_as_hosts
+def memory_efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """softmax(scale * query key^T + attn_bias) value, as `xformers.ops.memory_efficient_attention` says it: tensors are
+    (batch, length, heads, dim), (batch, length, dim), or (batch, length, groups, heads of a group, dim). Heads that were
+    expanded are read once. `attn_bias` is a tensor, which may have a gradient, or an object of xformers' classes. `p`
+    drops weights. `op`, which names a kernel of xformers, and paged keys raise `strobe.Unsupported`."""
+    flash_terms.refuse(op=(op, "kernels are strobe's own choice; pass None"))
+    if output_dtype not in (None, query.dtype):
+        raise Unsupported(f"output_dtype is {output_dtype}, but the output has the dtype of query, {query.dtype}")
+    _check_shapes(query, key, value)
+    asked = _asked(attn_bias)
+    q, k, v = _four_axes(query, key, value)
+    bias = None if asked.bias is None else _bias_of_heads(asked.bias, query.dim())
+    p, dim_v = flash_terms.number("p", p), v.shape[-1]
+    if not 0 <= p <= 1:
+        raise InvalidArgument(f"p must be from 0 to 1, got {p}")
+    scale = q.shape[-1] ** -0.5 if scale is None else flash_terms.number("scale", scale)
+    q, k, v = flash_terms.padded(*map(flash_terms.last_axis_contiguous, (q, k, v)))
+    drop = 0.0 if p == 1 else p
+    if asked.rows is None:
+        out = attend(Arguments(q, k, v, mask=asked.mask, scale=scale, bias=bias, dropout=drop, layout="bshd"))
+    else:
+        out = attend(_packed(asked, q, k, v)._replace(scale=scale, dropout=drop))[None]
+    if p == 1:  # nothing is left, whatever the scores are
+        out = out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0)
+    return out[..., :dim_v].reshape(*query.shape[:-1], dim_v)
+
+
+def memory_efficient_attention_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`memory_efficient_attention` without gradients."""
+    with torch.no_grad():
+        return memory_efficient_attention(*args, **kwargs)
+
+
+def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """xformers broadcasts nothing: fewer key heads are expanded by the caller."""
+    shapes = [tuple(t.shape) for t in (query, key, value)]
+    found = f"query {shapes[0]}, key {shapes[1]}, value {shapes[2]}"
+    if query.dim() not in (3, 4, 5) or not query.dim() == key.dim() == value.dim():
+        raise InvalidArgument(f"query, key and value must have 3, 4 or 5 axes, all as many; got {found}")
+    batch_and_heads = {(shape[0], shape[2:-1]) for shape in shapes}
+    if len(batch_and_heads) > 1 or shapes[1][:2] != shapes[2][:2] or shapes[0][-1] != shapes[1][-1]:
+        raise InvalidArgument(
+            f"query, key and value must agree in batch and heads, key and value in length; got {found}"
+        )
+
+
+def _four_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(batch, length, heads, dim), with fewer key heads where the caller expanded them."""
+    if q.dim() == 3:
+        return q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
+    shared = q.shape[-2] > 1 and k.stride(-2) == v.stride(-2) == 0
+    if shared:
+        k, v = k[..., :1, :], v[..., :1, :]
+    return (q, k, v) if q.dim() == 4 else (q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3))
+
+
+def _bias_of_heads(bias: torch.Tensor, axes: int) -> torch.Tensor:
+    """(batch, heads, len_q, len_k) of a bias beside tensors with so many axes."""
+    if bias.dim() != axes:
+        raise InvalidArgument(f"attn_bias must have {axes} axes, as query has; got shape {tuple(bias.shape)}")
+    return bias.unsqueeze(1) if axes == 3 else bias.flatten(1, 2) if axes == 5 else bias
+
+
+# ---- what a bias asks for --------------------------------------------------------------------------------------------
+
+
+class _Asked(NamedTuple):
+    mask: Mask = full
+    bias: torch.Tensor | None = None
+    rows: Any = None  # the bias, if it says where sequences lie that were packed into one
+
+
+_Q = Expr("var", ("q",))
+
+
+def _window_top_left(size: int) -> Mask:
+    """The last `size` keys up to the one with the query's own index in its block."""
+    return Mask(_Q - Expr.of(size - 1), None, "window_top_left(?)", (size - 1,)) & causal_top_left
+
+
+def _local(b: Any) -> Mask:
+    return window(int(b._window_size) - 1, 0)
+
+
+def _two_sided(b: Any) -> Mask:
+    return window(int(b.window_left), int(b.window_right))
+
+
+# Class of xformers -> the mask that an object of it means. The second table: inside each of the sequences.
+_DENSE: dict[str, Callable[[Any], Mask]] = {
+    "LowerTriangularMask": lambda b: causal_top_left,
+    "LowerTriangularMaskWithTensorBias": lambda b: causal_top_left,
+    "LowerTriangularFromBottomRightMask": lambda b: causal,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _local,
+    "LocalAttentionFromBottomRightMask": _two_sided,
+}
+_PACKED: dict[str, Callable[[Any], Mask]] = {
+    "BlockDiagonalMask": lambda b: full,
+    "BlockDiagonalCausalMask": lambda b: causal_top_left,
+    "BlockDiagonalCausalFromBottomRightMask": lambda b: causal,
+    "BlockDiagonalCausalLocalAttentionMask": lambda b: _window_top_left(int(b._window_size)),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _local,
+    "BlockDiagonalPaddedKeysMask": lambda b: full,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": lambda b: causal,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _two_sided,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _local,
+    "BlockDiagonalGappyKeysMask": lambda b: full,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": lambda b: causal,
+}
+
+
+def _asked(attn_bias: Any) -> _Asked:
+    if attn_bias is None:
+        return _Asked()
+    name = type(attn_bias).__name__  # of a subclass nothing is known: it may hide other keys
+    if name in _DENSE:
+        return _Asked(_DENSE[name](attn_bias), _tensor_of(attn_bias) if name.endswith("WithTensorBias") else None)
+    if name in _PACKED:
+        return _Asked(_PACKED[name](attn_bias), None, attn_bias)
+    if isinstance(attn_bias, torch.Tensor):
+        return _Asked(full, attn_bias)
+    if name.startswith("Paged"):
+        raise Unsupported(
+            f"attn_bias is a {name}, whose pages are not read here; strobe.attention_paged takes paged keys"
+        )
+    raise Unsupported(f"attn_bias is a {name}; known are tensors, {', '.join((*_DENSE, *_PACKED))}")
+
+
+def _tensor_of(attn_bias: Any) -> torch.Tensor:
+    """Under the name that it has in the xformers of the day."""
+    for name in ("_bias", "_subtensor"):
+        if isinstance(found := getattr(attn_bias, name, None), torch.Tensor):
+            return found
+    raise Unsupported(f"attn_bias is a {type(attn_bias).__name__} without _bias, the tensor that is added")
+
+
+def _packed(asked: _Asked, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arguments:
+    """The sequences of a block-diagonal bias. Those with padded or gappy keys use the first `seqlen` keys of theirs."""
+    if q.shape[0] != 1 or k.shape[0] != 1:
+        found = f"query {tuple(q.shape)}, key {tuple(k.shape)}"
+        raise InvalidArgument(
+            f"a block-diagonal attn_bias goes with batch 1, its sequences one after the other; got {found}"
+        )
+    rows, keys = asked.rows.q_seqinfo, asked.rows.k_seqinfo
+    starts, used = list(keys.seqstart_py), getattr(keys, "seqlen", None)
+    lengths = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    if used is not None and any(n > room for n, room in zip(keys.seqlen_py, lengths, strict=True)):
+        name = type(asked.rows).__name__
+        raise Unsupported(
+            f"attn_bias is a {name} whose sequences share keys: starts {starts}, lengths {keys.seqlen_py}"
+        )
+    k, v = (t[0, starts[0] : starts[-1]] for t in (k, v))
+    a = Arguments(
+        q[0], k, v, _offsets(rows.seqstart, q), _offsets(keys.seqstart, q) - starts[0], int(rows.max_seqlen),
+        max(lengths, default=0), asked.mask,
+    )  # fmt: skip
+    return a if used is None else flash_terms.in_use(a, used_k=used.to(q.device, torch.int32))
+
+
+def _offsets(starts: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return starts.to(q.device, torch.int32)
+
+
+# ---- the plug-in -----------------------------------------------------------------------------------------------------
+
+_OURS = {
+    "memory_efficient_attention": memory_efficient_attention,
+    "memory_efficient_attention_forward": memory_efficient_attention_forward,
+}
+_HOSTS = ("xformers.ops", "xformers.ops.fmha")
+_replaced: list[tuple[ModuleType, str, Any]] | None = None  # None: not installed
+
+
+def install() -> None:
+    """From now on `xformers.ops.memory_efficient_attention` is strobe's, on any device. Code that imported the function by
+    name before keeps xformers' own. Twice is like once."""
+    global _replaced
+    if _replaced is not None:
+        return
+    try:
+        hosts = [importlib.import_module(name) for name in _HOSTS]
+    except ImportError as error:
+        way_out = "call strobe.compat.xformers.memory_efficient_attention, which needs none"
+        raise Unsupported(f"xformers cannot be imported ({error}); {way_out}") from error
+    _replaced = [(host, name, getattr(host, name)) for host in hosts for name in _OURS if hasattr(host, name)]
+    for host, name, _ in _replaced:
+        setattr(host, name, _OURS[name])
+
+
+def uninstall() -> None:
+    """xformers as it was before `install()`."""
+    global _replaced
+    for host, name, theirs in _replaced or ():
+        setattr(host, name, theirs)
+    _replaced = None
+
+
+def status() -> str | None:
+    return None if _replaced is None else "memory_efficient_attention is strobe's"
