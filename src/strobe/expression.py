@@ -102,7 +102,8 @@ OPERATIONS: dict[str, Operation] = {
     "sin": _function(torch.sin, "sine({0})", lambda a, y: Expr("cos", (a,))),
     "cos": _function(torch.cos, "cosine({0})", lambda a, y: _MINUS_ONE * Expr("sin", (a,))),
     "erf": _function(
-        torch.erf, "error_function({0})", lambda a, y: Expr("literal", (2 / math.sqrt(math.pi),)) * Expr("exp", (_MINUS_ONE * a * a,))
+        torch.erf, "error_function({0})",
+        lambda a, y: Expr("literal", (2 / math.sqrt(math.pi),)) * Expr("exp", (_MINUS_ONE * a * a,)),
     ),
     "sigmoid": _function(torch.sigmoid, "sigmoid_fast({0})", lambda a, y: y * (_ONE - y)),
     "pow": Operation(

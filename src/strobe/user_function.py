@@ -49,7 +49,8 @@ _NAMES = {
     "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
     "neg": "neg", "negative": "neg", "abs": "abs", "absolute": "abs", "invert": "invert", "bitwise_not": "invert",
     "logical_not": "not",
-    **{name: name for name in ("exp", "log", "sqrt", "sin", "cos", "erf", "sigmoid", "tanh", "floor", "ceil", "trunc", "round")},
+    **{name: name for name in ("exp", "log", "sqrt", "sin", "cos", "erf", "sigmoid", "tanh")},
+    **{name: name for name in ("floor", "ceil", "trunc", "round")},
 }  # fmt: skip
 _LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
 _CASTS = {"int": INT, "long": LONG, "float": FLOAT, "bool": BOOL, "double": FLOAT}
@@ -182,8 +183,9 @@ class Tracer:
         return Symbol(self, self.apply(op, *(reversed(operands) if swapped else operands)))
 
     def _to(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Symbol:
-        kind = _DTYPES.get(kwargs.get("dtype", args[1] if len(args) > 1 else None))
-        if kind is None:
+        dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+        kind = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else None
+        if kind is None or len(args) + len(kwargs) != 2:
             raise self.error("to() takes a dtype here, and nothing else")
         return Symbol(self, self.cast(self.operand(args[0]), kind))
 
@@ -218,10 +220,8 @@ class Tracer:
     def operand(self, x: Any, literal: bool = False) -> Expr:
         """`literal`: integers are part of a kernel's text, since they choose its instructions."""
         if isinstance(x, torch.Tensor):
-            if x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad:
-                x = x.item()
-            else:
-                x = self.load(x, (), ())
+            is_number = x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad
+            x = x.item() if is_number else self.load(x, (), ())
         if isinstance(x, Symbol):
             return x._expr
         if isinstance(x, Partial):
