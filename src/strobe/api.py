@@ -12,9 +12,9 @@ from strobe.arguments import DEFAULT_LAYOUT, Arguments
 from strobe.backends import dispatch
 from strobe.bound_call import PLAIN
 from strobe.call import cast_for_autocast, run
+from strobe.function_arguments import resolved
 from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask
-from strobe.mask_function import resolved
 from strobe.score import Score
 
 

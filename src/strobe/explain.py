@@ -10,6 +10,7 @@ import torch
 from strobe.arguments import GRADIENTS, ROWS, Arguments
 from strobe.backends import dispatch
 from strobe.checks import with_longest
+from strobe.function_arguments import resolved
 from strobe.hints import unknown_word
 from strobe.problem import Problem, any_requires_grad
 
@@ -62,7 +63,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         raise ValueError("cu_q and cu_k go together: give both, or neither")
     if wrong := [name for name in arguments if name not in ROWS]:
         raise unknown_word("explain", wrong[0], ROWS)
-    a = Arguments(q, k, v, *cu, **arguments)
+    a = resolved(Arguments(q, k, v, *cu, **arguments))
     if a.cu_q is not None:
         a = with_longest(a)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)

@@ -70,7 +70,7 @@ OPERATIONS: dict[str, Operation] = {
     "+": Operation(lambda a, b: a + b, "({0} + {1})", lambda a, b, y: (_ONE, _ONE)),
     "-": Operation(lambda a, b: a - b, "({0} - {1})", lambda a, b, y: (_ONE, _MINUS_ONE)),
     "*": Operation(lambda a, b: a * b, "({0} * {1})", lambda a, b, y: (b, a)),
-    "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b)),
+    "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b), kind=FLOAT),
     # Of integers, by a positive one, rounded down. C++ rounds towards zero.
     "//": Operation(lambda a, b: a // b, "(({0} < 0 ? {0} - ({1} - 1) : {0}) / {1})"),
     "min": Operation(
@@ -86,7 +86,7 @@ OPERATIONS: dict[str, Operation] = {
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     # A score where the second operand is true; elsewhere nothing: -inf.
     "where": Operation(
-        lambda a, b: torch.where(b, a, -math.inf), "({1} ? {0} : neg_inf())",
+        lambda a, b: torch.where(torch.as_tensor(b, device=a.device), a, -math.inf), "({1} ? {0} : neg_inf())",
         chain=lambda a, b, da, db: da if da == _ONE else _select(b, da, _ZERO), kind=FLOAT,
     ),
     # ---- of users' functions
@@ -192,6 +192,10 @@ class Expr:
 
     def __ge__(self, other: Expr | float) -> Expr:
         return Expr(">=", (self, Expr.of(other)))
+
+    @property
+    def is_one(self) -> bool:
+        return self == _ONE
 
     @property
     def operands(self) -> tuple[Expr, ...]:
@@ -320,7 +324,7 @@ class Expr:
             if numbers is None:
                 return f"{self.args[0]!r}"
             numbers.append(self.args[0])
-            return PLACEHOLDER
+            return f"{PLACEHOLDER}i" if isinstance(self.args[0], (int, torch.SymInt)) else PLACEHOLDER
         if self.op == "literal":
             return f"'{self.args[0]!r}"
         if self.op == "var":

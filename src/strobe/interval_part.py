@@ -150,7 +150,9 @@ def _checked(end: Expr, left: bool) -> Ends | None:
         if not known or node.kind != INT or (node.op in ("const", "literal") and abs(node.args[0]) >= _MOST):
             return None
         if node.op == "floordiv" and (
-            node.args[1].op != "literal" or node.args[1].args[0] < 1 or node.args[0].op == "floordiv"
+            node.args[1].op != "literal"
+            or node.args[1].args[0] < 1
+            or any(inner.op == "floordiv" for inner in node.args[0].nodes())  # masks have no such text
         ):
             return None
     if not end.variables() <= allowed:

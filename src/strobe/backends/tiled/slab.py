@@ -224,14 +224,14 @@ class Slab:
         def slope() -> torch.Tensor:
             return self._whole(derivative.evaluate(env, known), env["s"]).reshape(s.shape)
 
-        scored = self._whole(value * self._after, env["s"]).reshape(
-            s.shape
-        )  # memory of its own: `slope` may need the value
-        return scored, slope if derivative.variables() else None
+        # In memory of its own: `slope` may need the value.
+        scored = self._whole(value * self._after, env["s"]).reshape(s.shape)
+        return scored, None if derivative.is_one else slope
 
     @staticmethod
-    def _whole(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _whole(value: Any, like: torch.Tensor) -> torch.Tensor:
         """What does not depend on all of the score's axes, for each score; in memory that can be written."""
+        value = torch.as_tensor(value, dtype=like.dtype, device=like.device)
         return value if value.shape == like.shape else value.expand_as(like).contiguous()
 
     def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
