@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, ROWS, Arguments
+from strobe.arguments import ROWS, Arguments, gradient_names, tensors_of
 from strobe.backends import dispatch
 from strobe.checks import with_longest
 from strobe.function_arguments import resolved
@@ -71,7 +71,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
     chosen = dispatch.choose(problem, a.backend)
     backward = None
     if needs_grad:
-        wanted = tuple(name for name in GRADIENTS if (t := getattr(a, name)) is not None and t.requires_grad)
+        wanted = gradient_names([t is not None and t.requires_grad for t in tensors_of(a)])
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
     kind = ("varlen " if problem.varlen else "") + ("paged " if paged else "")

@@ -198,6 +198,10 @@ class Expr:
         return self == _ONE
 
     @property
+    def is_zero(self) -> bool:
+        return self == _ZERO
+
+    @property
     def operands(self) -> tuple[Expr, ...]:
         """The expressions in it: of a load, its indices."""
         if self.op in OPERATIONS:
@@ -352,13 +356,16 @@ def kind_of_number(value: Any) -> int:
     return INT if isinstance(value, torch.SymInt) else FLOAT
 
 
-def _loaded(tensor: torch.Tensor, index: list[Value], kind: int, env: Mapping[Any, Value]) -> torch.Tensor:
-    """The entries at these indices; beyond an axis, those at its end."""
-    places = tuple(
+def places(tensor: torch.Tensor, index: list[Value]) -> tuple[torch.Tensor, ...]:
+    """Where the entries at these indices are: beyond an axis, at its end."""
+    return tuple(
         torch.as_tensor(i, device=tensor.device).long().clamp(0, max(n - 1, 0))
         for i, n in zip(index, tensor.shape, strict=True)
     )
-    found = tensor[places]
+
+
+def _loaded(tensor: torch.Tensor, index: list[Value], kind: int, env: Mapping[Any, Value]) -> torch.Tensor:
+    found = tensor[places(tensor, index)]
     return found.to(env[WORKING_DTYPE]) if kind == FLOAT else found
 
 

@@ -6,6 +6,7 @@ evaluate, differentiate and print. Whatever torch computes without a symbol is n
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import numbers
 import os
@@ -328,6 +329,13 @@ def trace(
     """What a function of these values computes, the tensors it captures, and its name."""
     name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "function")
     tracer = Tracer(name, device)
+    what, takes = ("mask", "b, h, q, k") if kind == BOOL else ("score", "score, b, h, q, k")
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise CannotTrace(f"a {what} function takes ({takes}); {name} does not: {error}") from None
+    except ValueError:  # one without a signature
+        pass
     found = tracer.operand(function(*(Symbol(tracer, e) for e in given)))
     if kind == BOOL and found.kind != BOOL:
         raise tracer.error(f"a mask function must return a bool, this one returns {CTYPES[found.kind]}")
