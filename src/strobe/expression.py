@@ -86,7 +86,7 @@ OPERATIONS: dict[str, Operation] = {
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     # A score where the second operand is true; elsewhere nothing: -inf.
     "where": Operation(
-        lambda a, b: torch.where(torch.as_tensor(b, device=a.device), a, -math.inf), "({1} ? {0} : neg_inf())",
+        lambda a, b: _selected(b, a, -math.inf), "({1} ? {0} : neg_inf())",
         chain=lambda a, b, da, db: da if da == _ONE else _select(b, da, _ZERO), kind=FLOAT,
     ),
     # ---- of users' functions

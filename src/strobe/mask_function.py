@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from strobe import interval_part, user_function
-from strobe.expression import BOOL, FLOAT, Expr
+from strobe.expression import BOOL, FLOAT, WORKING_DTYPE, Expr
 from strobe.mask import Mask, full
 from strobe.score import Score, identity
 
@@ -60,10 +60,12 @@ class MaskFunction:
         """The mask as booleans, (batch, heads, len_q, len_k). For small pictures."""
         seen = self.interval.dense(len_q, len_k)
         if self.rest is not None:
-            env: dict[Any, Any] = {"len_qi": len_q, "len_ki": len_k, "ki": torch.arange(len_k)}
-            env |= {"qi": torch.arange(len_q)[:, None], "h": torch.arange(heads)[:, None, None]}
-            env |= {"b": torch.arange(batch)[:, None, None, None], "float": torch.float32}
-            seen = seen & self.rest.evaluate(env | dict(enumerate(self.tensors)))
+            rows, keys = torch.arange(len_q)[:, None], torch.arange(len_k)
+            env: dict[Any, Any] = {"qi": rows, "ki": keys, "len_qi": len_q, "len_ki": len_k}
+            env |= {"q": rows.float(), "k": keys.float(), "len_q": len_q, "len_k": len_k}
+            env |= {"h": torch.arange(heads)[:, None, None], "b": torch.arange(batch)[:, None, None, None]}
+            env |= {WORKING_DTYPE: torch.float32, **dict(enumerate(t.cpu() for t in self.tensors))}
+            seen = seen & self.rest.evaluate(env)
         return seen.expand(batch, heads, len_q, len_k)
 
 

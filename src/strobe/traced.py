@@ -241,8 +241,8 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any, ...]:
-    """Of (dout, dlse) and of q, k, v, bias, sinks and captured tensors. Not an operation: no tracer follows a backward's backward. The
-    results of the forward count as constants: second derivatives go through the recomputation."""
+    """Of (dout, dlse) and of q, k, v, bias, sinks and captured tensors. Not an operation: no tracer follows a backward's
+    backward. The results of the forward count as constants: second derivatives go through the recomputation."""
     (dout, dlse, out), values = _restore_call(ctx)
     if is_traced(out):
         raise NotImplementedError("second derivatives of strobe.attention cannot be traced")

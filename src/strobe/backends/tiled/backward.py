@@ -80,7 +80,8 @@ def backward(
         return None if total is None else total.to(wide if problem.partial else getattr(inputs, name).dtype)
 
     of_score = [totals.captured[i].to(t.dtype) if i in captured else None for i, t in enumerate(inputs.score_tensors)]
-    return Gradients(*map(result, GRADIENTS), tuple(of_score) if captured else ())  # type: ignore[arg-type]
+    q, k, v, bias, sinks = map(result, GRADIENTS)
+    return Gradients(q, k, v, bias, sinks, tuple(of_score) if captured else ())
 
 
 def _walk(
