@@ -141,10 +141,8 @@ def _sum(terms: list[tuple[int, Expr]], number: int, left: bool) -> Expr:
         for term in _DIAGONAL_TERMS:
             rest.remove(term)
     for sign, e in sorted(rest, key=lambda term: -term[0]):
-        if total is None:
-            total = e if sign > 0 else Expr("literal", (0,)) - e
-        else:
-            total = total + e if sign > 0 else total - e
+        before = total or Expr("literal", (0,))
+        total = e if total is None and sign > 0 else before + e if sign > 0 else before - e
     if total is None:
         return Expr.of(number)
     return total - Expr.of(-number) if left else total + Expr.of(number)

@@ -64,7 +64,8 @@ class MaskFunction:
             env: dict[Any, Any] = {"qi": rows, "ki": keys, "len_qi": len_q, "len_ki": len_k}
             env |= {"q": rows.float(), "k": keys.float(), "len_q": len_q, "len_k": len_k}
             env |= {"h": torch.arange(heads)[:, None, None], "b": torch.arange(batch)[:, None, None, None]}
-            env |= {WORKING_DTYPE: torch.float32, **dict(enumerate(t.cpu() for t in self.tensors))}
+            env |= {WORKING_DTYPE: torch.float32}
+            env |= enumerate(t.cpu() for t in self.tensors)
             seen = seen & self.rest.evaluate(env)
         return seen.expand(batch, heads, len_q, len_k)
 

@@ -328,7 +328,7 @@ class Tracer:
             return Expr("sqrt", (base,))
         if number in (-1, -2):
             return _literal(1.0) / (base if number == -1 else base * base)
-        if number in range(1, 9):
+        if number is not None and number in range(1, 9):
             half = self._power(base, Expr.of(number // 2)) if number > 1 else base
             return half if number == 1 else half * half * base if number % 2 else half * half
         return Expr("pow", (base, self.cast(exponent, FLOAT)))

@@ -135,7 +135,8 @@ def dense(function: Callable[..., Any], len_q: int, len_k: int, batch: int = 2, 
 def test_what_is_an_interval(name: str) -> None:
     function, share = INTERVALS[name]
     traced = strobe.mask_function(function)
-    assert share == ("all" if traced.rest is None else "none" if traced.interval == strobe.full else "some")
+    found = "all" if traced.rest is None else "none" if traced.interval == strobe.full else "some"
+    assert found == share
     for len_q, len_k in ((12, 12), (5, 12), (1, 12)):
         assert torch.equal(traced.dense(len_q, len_k, 2, 3), dense(function, len_q, len_k))
         lo, hi = traced.interval.bounds(torch.arange(len_q), len_q, len_k)
@@ -252,12 +253,13 @@ def test_wrong_arguments_of_functions() -> None:
         strobe.attention(q, k, v, score=lambda b, h, q, k: q - k)
     with pytest.raises(TypeError, match="must return a bool"):
         strobe.attention(q, k, v, mask=lambda b, h, q, k: q - k)
+    few, elsewhere = torch.ones(1), torch.ones(9, device="meta")
     with pytest.raises(ValueError, match="axis 0 is for 2 heads"):
-        strobe.attention(q, k, v, score=lambda s, b, h, q, k, t=torch.ones(1): s * t[h])
+        strobe.attention(q, k, v, score=lambda s, b, h, q, k: s * few[h])
     with pytest.raises(ValueError, match="softcap and score cannot be given together"):
         strobe.attention(q, k, v, score=lambda s, b, h, q, k: s, softcap=3.0)
     with pytest.raises(ValueError, match="is on meta, q is on cpu"):
-        strobe.attention(q, k, v, mask=lambda b, h, q, k, t=torch.ones(9, device="meta"): t[k] > 0)
+        strobe.attention(q, k, v, mask=lambda b, h, q, k: elsewhere[k] > 0)
 
 
 # ---- remembered and sent ---------------------------------------------------------------------------------------------
