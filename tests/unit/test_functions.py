@@ -102,7 +102,7 @@ INTERVALS: dict[str, tuple[Callable[..., Any], str]] = {  # and how much of the 
     "not before": (lambda b, h, q, k: ~(q < k), "all"),
     "window": (lambda b, h, q, k: (q >= k) & (q - k <= 3), "all"),
     "both sides": (lambda b, h, q, k: (q - k).abs() < 4, "all"),
-    "limited": (lambda b, h, q, k: 4 >= (k - q).abs(), "all"),
+    "limited": (lambda b, h, q, k: (k - q).abs() <= 4, "all"),
     "prefix": (lambda b, h, q, k: (k <= q) | (k < 3), "all"),
     "chunks": (lambda b, h, q, k: q // 4 == k // 4, "all"),
     "some keys": (lambda b, h, q, k: (k >= 2) & (k < 9), "all"),
