@@ -30,6 +30,7 @@ if TYPE_CHECKING or not _is_command():
     from strobe.merging import merge
     from strobe.probabilities import probabilities
     from strobe.problem import Unsupported
+    from strobe.ready_made import documents, neighbourhood, relative_bias, t5_bias, tree
     from strobe.scaled_dot_product import sdpa
     from strobe.score import Score, alibi
     from strobe.serving import attention_paged
@@ -46,21 +47,26 @@ __all__ = [
     "causal",
     "causal_top_left",
     "chunked",
+    "documents",
     "explain",
     "flash_attention",
     "full",
     "mask_function",
     "merge",
+    "neighbourhood",
     "prefix",
     "probabilities",
+    "relative_bias",
     "score_function",
     "sdpa",
+    "t5_bias",
+    "tree",
     "window",
 ]
 
 
 _HOMES = (
-    "api scaled_dot_product explain mask mask_function merging probabilities problem score serving".split()
+    "api scaled_dot_product explain mask mask_function merging probabilities problem ready_made score serving".split()
 )  # of the public names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import NoneType
 from typing import Any, Never
 
@@ -12,9 +13,10 @@ from strobe.arguments import DEFAULT_LAYOUT, Arguments
 from strobe.backends import dispatch
 from strobe.bound_call import PLAIN
 from strobe.call import cast_for_autocast, run
+from strobe.function_arguments import resolved
 from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask
-from strobe.mask_function import resolved
+from strobe.mask_function import MaskFunction
 from strobe.score import Score
 
 
@@ -24,10 +26,10 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask | torch.Tensor | None = None,
+    mask: Mask | MaskFunction | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    score: Score | None = None,
+    score: Score | Callable[..., Any] | None = None,
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -44,11 +46,13 @@ def attention(
     q is (batch, len_q, heads, dim), k and v (batch, len_k, heads_k, dim or dim_v); `layout="bhsd"` takes PyTorch's
     order. Leading axes may be missing: (len, dim) works. Fewer key heads than query heads are grouped.
 
-    mask           strobe.causal, strobe.window(left, right), …, combined with `&`; or booleans broadcastable to
+    mask           strobe.causal, strobe.window(left, right), …; a function (b, h, q, k) of positions that returns a bool,
+                   combined with them by `&`, `|` and `~` (`strobe.mask_function`); or booleans broadcastable to
                    (batch, heads, len_q, len_k), True where attention is allowed
     scale          1/sqrt(dim) by default
     softcap        scores become softcap * tanh(score / softcap)
-    score          what else happens to a score: strobe.alibi(slopes)
+    score          what else happens to a score: strobe.alibi(slopes), or a function (score, b, h, q, k) that returns
+                   another one and may read tensors at computed places (`strobe.score_function`)
     bias           added to the scores, broadcastable to (batch, heads, len_q, len_k)
     dropout, seed  drops attention weights; the same seed drops the same ones on every backend. Without a seed one is
                    drawn from torch's generator
@@ -86,10 +90,10 @@ def attention_varlen(
     *,
     max_q: int | None = None,
     max_k: int | None = None,
-    mask: Mask | torch.Tensor | None = None,
+    mask: Mask | MaskFunction | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    score: Score | None = None,
+    score: Score | Callable[..., Any] | None = None,
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,

@@ -113,6 +113,17 @@ def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
     return (*a[:3], *others, *of_score) if of_score else a[:3]
 
 
+def gradient_names(needs: Sequence[bool]) -> tuple[str, ...]:
+    """Of the tensors of `tensors_of` that need a gradient; those of a score are "score0" and so on."""
+    known = len(TENSORS)
+    return tuple(TENSORS[i] if i < known else f"score{i - known}" for i, need in enumerate(needs) if need)
+
+
+def behind_tensors(of_gradients: Sequence[Any], of_score: Sequence[Any]) -> tuple[Any, ...]:
+    """In the order of `tensors_of`: something for each of GRADIENTS, and for each tensor of a score."""
+    return (*of_gradients, *(None,) * (len(TENSORS) - len(GRADIENTS)), *of_score) if of_score else tuple(of_gradients)
+
+
 def with_tensors(a: Arguments, seed: int | None, tensors: Sequence[Any]) -> Arguments:
     """The arguments with other tensors, given as by `tensors_of`; nothing is written to, and the LSE is returned."""
     found: dict[str, Any] = dict.fromkeys((name for name, row in ROWS.items() if row.tensor))

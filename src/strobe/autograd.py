@@ -14,19 +14,20 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, Arguments, Layout, tensors_of, with_tensors
+from strobe.arguments import GRADIENTS, Arguments, Layout, behind_tensors, tensors_of, with_tensors
 from strobe.bound_call import BoundCall, bind
 from strobe.second_derivatives import second_derivatives
 
 _Maybe = torch.Tensor | None
 _transforming = torch._C._are_functorch_transforms_active
 _autocasting = torch._C._is_any_autocast_enabled
-_GRADIENTS = len(GRADIENTS)  # the first tensors of each operation
+_GRADIENTS = len(GRADIENTS)  # the first tensors of each operation; those of a score are the last
 _NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
 
 def attention(bound: BoundCall, a: Arguments) -> Any:
-    """(out, lse), differentiable in q, k, v, bias and sinks through both; `out` alone if no LSE is to be returned."""
+    """(out, lse), differentiable in q, k, v, bias, sinks and what a score captures, through both; `out` alone if no LSE is
+    to be returned."""
     return _apply(bound, a, *tensors_of(a))
 
 
@@ -61,14 +62,15 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(needs)
         out, lse, *tensors = ctx.saved_tensors
         bound, seed = ctx.call
-        wanted = needs[2 : 2 + _GRADIENTS]
+        wanted = needs[2:]
         if torch.is_grad_enabled() or _transforming():  # perhaps somebody asks for second derivatives
             found = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
+            found = behind_tensors(found[:_GRADIENTS], found[_GRADIENTS:])
         elif _autocasting():
             with without_autocast(out.device):
-                found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse)
+                found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse).of_tensors()
         else:
-            found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse)
+            found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse).of_tensors()
         return _fitted((None, None, *found), len(needs))
 
     @staticmethod
@@ -140,8 +142,8 @@ def _one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[Any, ...
 
 
 class _Backward(torch.autograd.Function):
-    """The gradients as a function of (dout, dlse, q, k, v, bias, sinks). The results of the forward are passed as
-    constants: second derivatives go through the recomputation."""
+    """The gradients of q, k, v, bias, sinks and captured tensors as a function of (dout, dlse) and these. The results of
+    the forward are passed as constants: second derivatives go through the recomputation."""
 
     @staticmethod
     def forward(
@@ -156,7 +158,8 @@ class _Backward(torch.autograd.Function):
     ) -> Any:
         with without_autocast(out.device):
             a = bound.arguments(seed, tensors)
-            return tuple(bound.backward(needs, a, out, lse, dout, dlse))
+            found = bound.backward(needs, a, out, lse, dout, dlse)
+            return *found[:_GRADIENTS], *(found.score or (None,) * bound.problem.captured)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -168,9 +171,11 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: _Maybe) -> Any:
-        """`cotangents` belong to the gradients of q, k, v, bias and sinks."""
+        """`cotangents` belong to the gradients of q, k, v, bias, sinks and captured tensors."""
         needs = ctx.needs_input_grad  # not of a `dout` that was None, and has become zeros
-        found = _fitted((None,) * 5 + _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors), len(needs))
+        dout, dlse, *second = _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors)
+        of_tensors = behind_tensors(second[:_GRADIENTS], second[_GRADIENTS:])
+        found = _fitted((*(None,) * 5, dout, dlse, *of_tensors), len(needs))
         return tuple(g if need else None for g, need in zip(found, needs, strict=True))
 
     @staticmethod
@@ -184,12 +189,13 @@ class _Backward(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks). Refuses to be
-    differentiated any further."""
+    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks) and captured tensors.
+    Refuses to be differentiated any further."""
 
     @staticmethod
     def forward(bound: BoundCall, seed: int | None, *tensors: _Maybe) -> Any:
-        cotangents, (dout, dlse, *rest) = tensors[:_GRADIENTS], tensors[_GRADIENTS:]
+        count = _GRADIENTS + bound.problem.captured
+        cotangents, (dout, dlse, *rest) = tensors[:count], tensors[count:]
         a = bound.arguments(seed, rest)
         with without_autocast(a.q.device):
             return second_derivatives(bound.problem, bound.layout, a, cotangents, dout, dlse)
@@ -210,5 +216,6 @@ class _Second(torch.autograd.Function):
 def second(
     bound: BoundCall, a: Arguments, cotangents: Sequence[_Maybe], dout: torch.Tensor, dlse: _Maybe
 ) -> tuple[_Maybe, ...]:
-    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks)."""
+    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks) and captured tensors;
+    so many cotangents, too."""
     return _Second.apply(bound, a.seed, *cotangents, dout, dlse, *tensors_of(a))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, ROWS, Arguments, with_tensors, without_tensors
+from strobe.arguments import ROWS, Arguments, gradient_names, with_tensors, without_tensors
 from strobe.backends import dispatch
 from strobe.backends.backend import Gradients, Pass
 from strobe.hints import warn_of_layout
@@ -72,10 +72,10 @@ class BoundCall:
         dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        """`needs`: which of GRADIENTS are wanted; the last ones may be missing."""
+        """`needs`: which of the tensors of `tensors_of` want one; the last ones may be missing."""
         found = self._backward.get(needs)
         if found is None:
-            problem = self.problem.backward(tuple(n for n, need in zip(GRADIENTS, needs, strict=False) if need))
+            problem = self.problem.backward(gradient_names(needs))
             chosen = dispatch.choose_backward(problem, self.backend)
             found = self._backward[needs] = dispatch.bind(chosen, problem, self.layout)
         return found.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
@@ -116,6 +116,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     if score is not None:
         if not isinstance(score, Score) or not all(t.__class__ in PLAIN for t in score.tensors):
             return None
+        needs_grad = needs_grad or (_is_grad_enabled() and any(t.requires_grad for t in score.tensors))
         score = score.structure, tuple(map(_facts, score.tensors))
     values = _values(a)
     return (

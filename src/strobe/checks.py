@@ -202,7 +202,9 @@ def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> 
         check_pairs("mask", mask, q, pairs)
         return full
     if not isinstance(mask, Mask):
-        allowed = "a strobe mask (strobe.causal, strobe.window(…), …), a boolean tensor or None"
+        allowed = (
+            "a strobe mask (strobe.causal, strobe.window(…), …), a function (b, h, q, k), a boolean tensor or None"
+        )
         raise TypeError(f"mask must be {allowed}, got {mask!r}")
     if len(mask.constants) > MAX_CONSTANTS:
         raise ValueError(f"{mask!r} combines too many masks: {len(mask.constants)} constants, at most {MAX_CONSTANTS}")
@@ -220,7 +222,9 @@ def check_score(a: Arguments, batch: int, heads: int) -> Score:
     if a.score is None:
         return identity
     if not isinstance(a.score, Score):
-        raise TypeError(f"score must be a strobe.Score (strobe.alibi(slopes), …) or None, got {a.score!r}")
+        raise TypeError(
+            f"score must be a strobe.Score (strobe.alibi(slopes), …), a function (s, b, h, q, k) or None, got {a.score!r}"
+        )
     for t in a.score.tensors:
         if t.device != a.q.device:
             raise ValueError(f"a tensor of {a.score!r} is on {t.device}, q is on {a.q.device}")

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, ROWS, Arguments
+from strobe.arguments import ROWS, Arguments, gradient_names, tensors_of
 from strobe.backends import dispatch
 from strobe.checks import with_longest
+from strobe.function_arguments import resolved
 from strobe.hints import unknown_word
 from strobe.problem import Problem, any_requires_grad
 
@@ -62,7 +63,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         raise ValueError("cu_q and cu_k go together: give both, or neither")
     if wrong := [name for name in arguments if name not in ROWS]:
         raise unknown_word("explain", wrong[0], ROWS)
-    a = Arguments(q, k, v, *cu, **arguments)
+    a = resolved(Arguments(q, k, v, *cu, **arguments))
     if a.cu_q is not None:
         a = with_longest(a)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
@@ -70,7 +71,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
     chosen = dispatch.choose(problem, a.backend)
     backward = None
     if needs_grad:
-        wanted = tuple(name for name in GRADIENTS if (t := getattr(a, name)) is not None and t.requires_grad)
+        wanted = gradient_names([t is not None and t.requires_grad for t in tensors_of(a)])
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
     kind = ("varlen " if problem.varlen else "") + ("paged " if paged else "")

@@ -70,7 +70,7 @@ OPERATIONS: dict[str, Operation] = {
     "+": Operation(lambda a, b: a + b, "({0} + {1})", lambda a, b, y: (_ONE, _ONE)),
     "-": Operation(lambda a, b: a - b, "({0} - {1})", lambda a, b, y: (_ONE, _MINUS_ONE)),
     "*": Operation(lambda a, b: a * b, "({0} * {1})", lambda a, b, y: (b, a)),
-    "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b)),
+    "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b), kind=FLOAT),
     # Of integers, by a positive one, rounded down. C++ rounds towards zero.
     "//": Operation(lambda a, b: a // b, "(({0} < 0 ? {0} - ({1} - 1) : {0}) / {1})"),
     "min": Operation(
@@ -86,7 +86,7 @@ OPERATIONS: dict[str, Operation] = {
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     # A score where the second operand is true; elsewhere nothing: -inf.
     "where": Operation(
-        lambda a, b: torch.where(b, a, -math.inf), "({1} ? {0} : neg_inf())",
+        lambda a, b: _selected(b, a, -math.inf), "({1} ? {0} : neg_inf())",
         chain=lambda a, b, da, db: da if da == _ONE else _select(b, da, _ZERO), kind=FLOAT,
     ),
     # ---- of users' functions
@@ -102,7 +102,8 @@ OPERATIONS: dict[str, Operation] = {
     "sin": _function(torch.sin, "sine({0})", lambda a, y: Expr("cos", (a,))),
     "cos": _function(torch.cos, "cosine({0})", lambda a, y: _MINUS_ONE * Expr("sin", (a,))),
     "erf": _function(
-        torch.erf, "error_function({0})", lambda a, y: Expr("literal", (2 / math.sqrt(math.pi),)) * Expr("exp", (_MINUS_ONE * a * a,))
+        torch.erf, "error_function({0})",
+        lambda a, y: Expr("literal", (2 / math.sqrt(math.pi),)) * Expr("exp", (_MINUS_ONE * a * a,)),
     ),
     "sigmoid": _function(torch.sigmoid, "sigmoid_fast({0})", lambda a, y: y * (_ONE - y)),
     "pow": Operation(
@@ -191,6 +192,14 @@ class Expr:
 
     def __ge__(self, other: Expr | float) -> Expr:
         return Expr(">=", (self, Expr.of(other)))
+
+    @property
+    def is_one(self) -> bool:
+        return self == _ONE
+
+    @property
+    def is_zero(self) -> bool:
+        return self == _ZERO
 
     @property
     def operands(self) -> tuple[Expr, ...]:
@@ -319,7 +328,7 @@ class Expr:
             if numbers is None:
                 return f"{self.args[0]!r}"
             numbers.append(self.args[0])
-            return PLACEHOLDER
+            return f"{PLACEHOLDER}i" if isinstance(self.args[0], (int, torch.SymInt)) else PLACEHOLDER
         if self.op == "literal":
             return f"'{self.args[0]!r}"
         if self.op == "var":
@@ -347,13 +356,16 @@ def kind_of_number(value: Any) -> int:
     return INT if isinstance(value, torch.SymInt) else FLOAT
 
 
-def _loaded(tensor: torch.Tensor, index: list[Value], kind: int, env: Mapping[Any, Value]) -> torch.Tensor:
-    """The entries at these indices; beyond an axis, those at its end."""
-    places = tuple(
+def places(tensor: torch.Tensor, index: list[Value]) -> tuple[torch.Tensor, ...]:
+    """Where the entries at these indices are: beyond an axis, at its end."""
+    return tuple(
         torch.as_tensor(i, device=tensor.device).long().clamp(0, max(n - 1, 0))
         for i, n in zip(index, tensor.shape, strict=True)
     )
-    found = tensor[places]
+
+
+def _loaded(tensor: torch.Tensor, index: list[Value], kind: int, env: Mapping[Any, Value]) -> torch.Tensor:
+    found = tensor[places(tensor, index)]
     return found.to(env[WORKING_DTYPE]) if kind == FLOAT else found
 
 

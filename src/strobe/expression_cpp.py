@@ -21,6 +21,8 @@ _PLACES = {
     "h": "at.head(i)",
 }
 
+_OF_ONE_TYPE = ("min", "max", "floordiv", "mod")  # templates
+
 
 class Numbers:
     """The user's numbers in a text, which are fields of the arguments: `c[i]` are floats, `n[i]` integers."""
@@ -73,6 +75,8 @@ class Body:
         if e.op == "load":
             return self._load(e)
         args = [self.text(a) for a in e.operands]
+        if e.op in _OF_ONE_TYPE and e.kind == LONG:  # numbers that fit are 32-bit ones
+            args = [text if a.kind == LONG else f"i64({text})" for a, text in zip(e.operands, args, strict=True)]
         if e.op in ("floordiv", "mod") and e.args[1].op == "literal":
             divisor = e.args[1].args[0]
             if isinstance(divisor, int) and divisor > 0 and divisor & (divisor - 1) == 0:  # rounds down below 0, too

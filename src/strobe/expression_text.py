@@ -97,6 +97,8 @@ def _check_division(op: str, args: list[Expr]) -> None:
         raise ValueError(f"{op!r} divides by 0")
     if op == "/" and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError("'/' divides by 0")
+    if op == "/" and all(a.kind != FLOAT for a in args):
+        raise ValueError("'/' divides integers; C++ would round the quotient")
 
 
 def _holds(expr: Expr, op: str) -> bool:
@@ -111,10 +113,12 @@ def _leaf(word: str, grammar: Grammar, numbers: Iterator[Any]) -> Expr:
         if not math.isfinite(value):
             raise ValueError(f"{word!r:.80} is not finite")
         return Expr("literal", (value,))
-    if word == PLACEHOLDER:
+    if word in (PLACEHOLDER, f"{PLACEHOLDER}i"):
         number = next(numbers, None)
         if number is None:
             raise ValueError(f"an expression has more {PLACEHOLDER} than there are numbers")
+        if word != PLACEHOLDER and math.isfinite(number):  # an integer, which has travelled as a float
+            number = int(number)
         word = f"{number!r}"  # checked as if it had come in the text
     return Expr.of(_number(word, grammar))
 

@@ -12,7 +12,9 @@ from strobe.mask import never_moves_left
 _TO_MASK = {"qi": "q", "len_qi": "len_q", "len_ki": "len_k"}  # names of the same positions in the ends of a mask
 _FROM_MASK = {new: old for old, new in _TO_MASK.items()}
 _K = Expr("var", ("ki",))
-_ONE = Expr("literal", (1,))
+_ROW, _LEN_Q, _LEN_K = (Expr("var", (name,)) for name in ("qi", "len_qi", "len_ki"))
+_DIAGONAL = _ROW + (_LEN_K - _LEN_Q)
+_DIAGONAL_TERMS = ((1, _ROW), (1, _LEN_K), (-1, _LEN_Q))
 _MOST = 1 << 30  # a larger number could overflow in the kernels' 32-bit arithmetic
 _REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
@@ -124,22 +126,26 @@ def _bound(op: str, terms: list[tuple[int, Expr]]) -> Ends | None:
         return None
     sign = of_key[0]
     op = op if sign > 0 else _REVERSED[op]  # k OP -rest, or k OP rest
-    end = _sum([(-sign * s, e) for s, e in rest])
-    if op in ("<=", ">"):
-        end = end + _ONE
-    return _checked(end, left=op in (">", ">="))
+    left = op in (">", ">=")
+    return _checked(_sum([(-sign * s, e) for s, e in rest], int(op in ("<=", ">")), left), left)
 
 
-def _sum(terms: list[tuple[int, Expr]]) -> Expr:
-    total = next((e for sign, e in terms if sign > 0), None)
+def _sum(terms: list[tuple[int, Expr]], number: int, left: bool) -> Expr:
+    """As the masks of ours have it, so that the same function of positions is the same kernel: the diagonal, then the rest,
+    then one number."""
+    number += sum(sign * e.args[0] for sign, e in terms if e.op in ("const", "literal"))
+    rest = [(sign, e) for sign, e in terms if e.op not in ("const", "literal")]
+    total: Expr | None = None
+    if all(term in rest for term in _DIAGONAL_TERMS):
+        total = _DIAGONAL
+        for term in _DIAGONAL_TERMS:
+            rest.remove(term)
+    for sign, e in sorted(rest, key=lambda term: -term[0]):
+        before = total or Expr("literal", (0,))
+        total = e if total is None and sign > 0 else before + e if sign > 0 else before - e
     if total is None:
-        total, rest = Expr("literal", (0,)), terms
-    else:
-        index = next(i for i, (sign, _) in enumerate(terms) if sign > 0)
-        rest = terms[:index] + terms[index + 1 :]
-    for sign, e in rest:
-        total = total + e if sign > 0 else total - e
-    return total
+        return Expr.of(number)
+    return total - Expr.of(-number) if left else total + Expr.of(number)
 
 
 def _checked(end: Expr, left: bool) -> Ends | None:
@@ -150,7 +156,9 @@ def _checked(end: Expr, left: bool) -> Ends | None:
         if not known or node.kind != INT or (node.op in ("const", "literal") and abs(node.args[0]) >= _MOST):
             return None
         if node.op == "floordiv" and (
-            node.args[1].op != "literal" or node.args[1].args[0] < 1 or node.args[0].op == "floordiv"
+            node.args[1].op != "literal"
+            or node.args[1].args[0] < 1
+            or any(inner.op == "floordiv" for inner in node.args[0].nodes())  # masks have no such text
         ):
             return None
     if not end.variables() <= allowed:
@@ -174,4 +182,4 @@ def _same_chunk(a: Expr, b: Expr) -> Ends | None:
     n = Expr("const", a.args[1].args)
     if n.args[0] < 1:
         return None
-    return _intersection(_checked(b * n, left=True), _checked((b + _ONE) * n, left=False))
+    return _intersection(_checked(b * n, left=True), _checked((b + Expr.of(1)) * n, left=False))

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from strobe import interval_part, user_function
-from strobe.arguments import Arguments
-from strobe.expression import BOOL, FLOAT, Expr
+from strobe.expression import BOOL, FLOAT, WORKING_DTYPE, Expr
 from strobe.mask import Mask, full
-from strobe.score import Score, identity, softcap
+from strobe.score import Score, identity
 
 _GIVEN = (user_function.B, user_function.H, user_function.Q, user_function.K)
 
@@ -61,10 +60,13 @@ class MaskFunction:
         """The mask as booleans, (batch, heads, len_q, len_k). For small pictures."""
         seen = self.interval.dense(len_q, len_k)
         if self.rest is not None:
-            env: dict[Any, Any] = {"len_qi": len_q, "len_ki": len_k, "ki": torch.arange(len_k)}
-            env |= {"qi": torch.arange(len_q)[:, None], "h": torch.arange(heads)[:, None, None]}
-            env |= {"b": torch.arange(batch)[:, None, None, None], "float": torch.float32}
-            seen = seen & self.rest.evaluate(env | dict(enumerate(self.tensors)))
+            rows, keys = torch.arange(len_q)[:, None], torch.arange(len_k)
+            env: dict[Any, Any] = {"qi": rows, "ki": keys, "len_qi": len_q, "len_ki": len_k}
+            env |= {"q": rows.float(), "k": keys.float(), "len_q": len_q, "len_k": len_k}
+            env |= {"h": torch.arange(heads)[:, None, None], "b": torch.arange(batch)[:, None, None, None]}
+            env |= {WORKING_DTYPE: torch.float32}
+            env |= enumerate(t.cpu() for t in self.tensors)
+            seen = seen & self.rest.evaluate(env)
         return seen.expand(batch, heads, len_q, len_k)
 
 
@@ -109,27 +111,6 @@ def either(a: Mask, b: Mask) -> MaskFunction:
 
 def inverse(mask: Mask) -> MaskFunction:
     return ~as_function(mask)
-
-
-def resolved(a: Arguments) -> Arguments:
-    """The arguments with functions traced, and with what is left of a mask function beside its interval in the score."""
-    mask, score = a.mask, a.score
-    if score is not None and not isinstance(score, Score) and callable(score):
-        a = a._replace(score=score_function(score))
-    if not isinstance(mask, MaskFunction):
-        known = mask is None or isinstance(mask, (Mask, torch.Tensor))
-        if known or not (callable(mask) or hasattr(mask, "kv_indices")):
-            return a
-        mask = of_block_mask(mask) if hasattr(mask, "kv_indices") else mask_function(mask)
-    interval = None if mask.interval == full else mask.interval
-    if mask.rest is None:
-        return a._replace(mask=interval)
-    if a.score is None and a.softcap is None:
-        return a._replace(mask=interval, score=mask.over_identity)
-    if a.score is not None and a.softcap is not None:
-        return a  # refused by the checks
-    base = a.score if a.score is not None else softcap(a.softcap)
-    return a._replace(mask=interval, softcap=None, score=base.hiding(mask.rest, mask.tensors, mask.title))
 
 
 def _split(condition: Expr, tensors: tuple[torch.Tensor, ...], title: str) -> MaskFunction:

@@ -104,7 +104,7 @@ class Problem:
     loads: tuple[Load, ...]  # tensors of the score, then the bias, then the mask
     per_head: frozenset[str]  # of arguments.PER_HEAD
     # ---- what is wanted
-    gradients: tuple[str, ...]  # of arguments.GRADIENTS; none: the output
+    gradients: tuple[str, ...]  # of arguments.GRADIENTS, and "score0" and so on; none: the output
     lse: bool
     partial: bool  # an output in fp32, to be merged with others
     state: State | None  # to be merged with
@@ -120,6 +120,11 @@ class Problem:
     @property
     def has_mask_tensor(self) -> bool:
         return any(load.name == "mask_tensor" for load in self.loads)
+
+    @property
+    def captured(self) -> int:
+        """Tensors of the score."""
+        return len(self.loads) - self.has_bias - self.has_mask_tensor
 
     @functools.cached_property
     def logit(self) -> Score:
@@ -316,4 +321,6 @@ def supposed(
 
 
 def any_requires_grad(a: Arguments) -> bool:
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in [getattr(a, name) for name in GRADIENTS])
+    captured = a.score.tensors if isinstance(a.score, Score) else ()
+    given = [*(getattr(a, name) for name in GRADIENTS), *captured]
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)

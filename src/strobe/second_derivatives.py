@@ -20,17 +20,18 @@ _Tensors = tuple[torch.Tensor | None, ...]
 def second_derivatives(
     problem: Problem, layout: Layout, a: Arguments, cotangents: Sequence[Any], dout: Any, dlse: Any
 ) -> _Tensors:
-    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks), in the caller's
-    layout. The cotangents belong to the gradients of q, k, v, bias and sinks."""
+    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks) and the floats that a
+    score captures, in the caller's layout. The cotangents belong to the gradients of all but dout and dlse."""
     x = Inputs.of(a, layout)
     inside = [None if t is None else layout.inside(t) for t in (dout, *cotangents[:3])]
     rows = None if dlse is None else layout.rows_inside(dlse)
     bias = None if cotangents[3] is None else cotangents[3].view(x.bias.shape)  # type: ignore[union-attr]
-    saved = (inside[0], rows, x.q, x.k, x.v, x.bias, x.sinks)
-    found = _on_views(problem, x, (*inside[1:], bias, cotangents[4]), saved)
+    captured = [t if t.is_floating_point() else None for t in x.score_tensors]
+    saved = (inside[0], rows, x.q, x.k, x.v, x.bias, x.sinks, *captured)
+    found = _on_views(problem, x, (*inside[1:], bias, *cotangents[4:]), saved)
     outside = [None if t is None else layout.outside(t) for t in (found[0], *found[2:5])]
     of_bias = None if found[5] is None else found[5].view(a.bias.shape)
-    return outside[0], None if found[1] is None else layout.rows_outside(found[1]), *outside[1:], of_bias, found[6]
+    return outside[0], None if found[1] is None else layout.rows_outside(found[1]), *outside[1:], of_bias, *found[6:]
 
 
 def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved: Sequence[Any]) -> _Tensors:
@@ -49,7 +50,7 @@ def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved
                 scalar = (out * leaves[0]).sum()
                 if leaves[1] is not None:
                     scalar = scalar + torch.where(torch.isfinite(lse), lse * leaves[1], 0).sum()
-                gradients = iter(torch.autograd.grad(scalar, first, create_graph=True))
+                gradients = iter(torch.autograd.grad(scalar, first, create_graph=True, materialize_grads=True))
                 paired = [(next(gradients), d) for t, d in zip(leaves[2:], directions, strict=True) if t is not None]
                 total = sum((g * d).sum() for g, d in paired if d is not None)
                 if not isinstance(total, torch.Tensor) or not total.requires_grad:
@@ -63,23 +64,25 @@ def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved
 
 
 def _parts(slab: Slab, rows: range, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Of (dout, dlse, q, k, v, bias, sinks), or of what is shaped like them, the views that concern a block of rows."""
+    """Of (dout, dlse, q, k, v, bias, sinks), or of what is shaped like them, the views that concern a block of rows;
+    captured tensors concern all of them."""
     here = slice(rows.start, rows.stop)
-    dout, dlse, q, k, v, bias, sinks = tensors
+    dout, dlse, q, k, v, bias, sinks, *captured = tensors
     by_rows = [None if t is None else slab.of_queries(t)[:, :, :, here] for t in (dout, dlse, q)]
     by_keys = [None if t is None else slab.of_keys(t) for t in (k, v)]
     bias = None if bias is None else tile_of(slab.of_pairs(bias), rows, range(slab.len_k))  # type: ignore[arg-type]
     heads = slab.query_heads
     sinks = None if sinks is None else sinks[heads.start : heads.stop].unflatten(0, (len(slab.heads), slab.group))
-    return [*by_rows, *by_keys, bias, sinks]
+    return [*by_rows, *by_keys, bias, sinks, *captured]
 
 
 def _dense_rows(slab: Slab, rows: range, leaves: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a block of rows with all their scores at once, (b, hk, g, rows, len_k), in differentiable
     operations."""
-    problem, (q, k, v, bias, sinks) = slab.problem, leaves
+    problem, (q, k, v, bias, sinks, *captured) = slab.problem, leaves
     keys = range(slab.len_k)
-    s = scores(problem, q @ k.unsqueeze(2).mT, slab.environment(rows, keys), bias)
+    where = slab.environment(rows, keys) | {i: t for i, t in enumerate(captured) if t is not None}
+    s = scores(problem, q @ k.unsqueeze(2).mT, where, bias)
     index = [torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys)]
     visible = problem.mask.block(index[0], index[1], slab.len_q, slab.len_k, slab.positions) & (s != -torch.inf)
     if slab.mask is not None:

@@ -18,7 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from strobe import autograd, call
-from strobe.arguments import GRADIENTS, ROWS, TENSORS, Arguments, Layout, layout_of, layout_of_keys
+from strobe.arguments import (
+    GRADIENTS,
+    ROWS,
+    TENSORS,
+    Arguments,
+    Layout,
+    behind_tensors,
+    gradient_names,
+    layout_of,
+    layout_of_keys,
+)
 from strobe.bound_call import bind
 from strobe.checks import check_shapes, lse_dtype, with_longest
 from strobe.mask import Mask, full, parse_mask
@@ -32,6 +42,7 @@ _Maybe = torch.Tensor | None
 _FIELDS: dict[str, str] = {n: row.schema for n in (*TENSORS, *ROWS) if (row := ROWS[n]).schema is not None}
 _FIELDS |= {"score_tensors": "Tensor[]", "interval": "str", "interval_numbers": "SymInt[]", "score_numbers": "float[]"}
 _NAMES = tuple(_FIELDS)
+_SCORE_TENSORS = _NAMES.index("score_tensors")
 _CALL = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 _library = torch.library.Library("strobe", "DEF")
 _tags = tuple(getattr(torch.Tag, n) for n in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, n))
@@ -176,7 +187,7 @@ def _none_but(gradients: dict[str, Any], values: Sequence[Any]) -> tuple[Any, ..
     """The gradients of the call's values. Those of a list of tensors are a list of the same length; PyTorch takes an
     empty list of numbers for one of tensors."""
     return tuple(
-        [None] * len(value)
+        [gradients.get(f"score{i}") for i in range(len(value))]
         if name == "score_tensors" or (isinstance(value, list) and not value)
         else gradients.get(name)
         for name, value in zip(_NAMES, values, strict=True)
@@ -185,14 +196,20 @@ def _none_but(gradients: dict[str, Any], values: Sequence[Any]) -> tuple[Any, ..
 
 def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe) -> tuple[Any, ...]:
     (out, lse), values = _restore_call(ctx)
-    needs = list(ctx.needs_input_grad[: len(GRADIENTS)])
+    of_score = ctx.needs_input_grad[_SCORE_TENSORS]
+    needs = list(behind_tensors(ctx.needs_input_grad[: len(GRADIENTS)], of_score or ()))
+    needs = [bool(needed) for needed in needs]
     found = iter(torch.ops.strobe.attention_backward(dout, dlse, out, lse, needs, *values))
-    gradients = {name: next(found) for name, needed in zip(GRADIENTS, needs, strict=True) if needed}
-    return *_none_but(gradients, values), None
+    return *_none_but({name: next(found) for name in gradient_names(needs)}, values), None
 
 
 def _wanted(needs: Sequence[bool], values: Sequence[Any]) -> list[torch.Tensor]:
     return [t for t, needed in zip(values, needs, strict=False) if needed]
+
+
+def _tensors(values: Sequence[Any]) -> tuple[Any, ...]:
+    """In the order of `tensors_of`."""
+    return *values[: len(TENSORS)], *values[_SCORE_TENSORS]
 
 
 def _backward(
@@ -203,15 +220,15 @@ def _backward(
         if lse.dim() == 1 and lse.numel() == 0 and out.numel():  # traced where no gradient was expected
             out, lse = _uncompiled(a)
         bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
-        found = bound.backward(tuple(needs), a, out, lse, dout, dlse)  # perhaps with more than is wanted
-        wanted = zip(_wanted(needs, found), _wanted(needs, values), strict=True)
+        found = bound.backward(tuple(needs), a, out, lse, dout, dlse).of_tensors()  # perhaps with more than is wanted
+        wanted = zip(_wanted(needs, found), _wanted(needs, _tensors(values)), strict=True)
         return [g.to(t.dtype).contiguous() for g, t in wanted]
 
 
 def _fake_backward(
     dout: _Maybe, dlse: _Maybe, out: torch.Tensor, lse: torch.Tensor, needs: Sequence[bool], *values: Any
 ) -> list[torch.Tensor]:
-    return [t.new_empty(t.shape) for t in _wanted(needs, values)]
+    return [t.new_empty(t.shape) for t in _wanted(needs, _tensors(values))]
 
 
 # ---- the backward of the backward ------------------------------------------------------------------------------------
@@ -224,18 +241,20 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any, ...]:
-    """Of (dout, dlse) and of q, k, v, bias and sinks. Not an operation: no tracer follows a backward's backward. The
-    results of the forward count as constants: second derivatives go through the recomputation."""
+    """Of (dout, dlse) and of q, k, v, bias, sinks and captured tensors. Not an operation: no tracer follows a backward's
+    backward. The results of the forward count as constants: second derivatives go through the recomputation."""
     (dout, dlse, out), values = _restore_call(ctx)
     if is_traced(out):
         raise NotImplementedError("second derivatives of strobe.attention cannot be traced")
     a = _arguments(values)
     bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
     given = iter(cotangents)
-    spread = [next(given) if needed else None for needed in ctx.needs]
-    found = autograd.second(bound, a, spread, torch.zeros_like(out) if dout is None else dout, dlse)
+    spread = {name: next(given) for name in gradient_names(ctx.needs)}
+    names = (*GRADIENTS, *(f"score{i}" for i in range(len(a.score_tensors))))
+    directions = [spread.get(name) for name in names]
+    found = autograd.second(bound, a, directions, torch.zeros_like(out) if dout is None else dout, dlse)
     of_dout, of_dlse, *gradients = found
-    of_call = _none_but(dict(zip(GRADIENTS, gradients, strict=True)), values)
+    of_call = _none_but(dict(zip(names, gradients, strict=True)), values)
     return None if dout is None else of_dout, of_dlse, None, None, None, *of_call
 
 

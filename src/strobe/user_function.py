@@ -6,6 +6,7 @@ evaluate, differentiate and print. Whatever torch computes without a symbol is n
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import numbers
 import os
@@ -49,8 +50,10 @@ _NAMES = {
     "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
     "neg": "neg", "negative": "neg", "abs": "abs", "absolute": "abs", "invert": "invert", "bitwise_not": "invert",
     "logical_not": "not",
-    **{name: name for name in ("exp", "log", "sqrt", "sin", "cos", "erf", "sigmoid", "tanh", "floor", "ceil", "trunc", "round")},
+    **{name: name for name in ("exp", "log", "sqrt", "sin", "cos", "erf", "sigmoid", "tanh")},
+    **{name: name for name in ("floor", "ceil", "trunc", "round")},
 }  # fmt: skip
+_COMPOSED = ("square", "rsqrt", "reciprocal", "exp2", "log2", "log1p", "sign", "relu", "softplus", "silu")
 _LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
 _CASTS = {"int": INT, "long": LONG, "float": FLOAT, "bool": BOOL, "double": FLOAT}
 _DTYPES = {
@@ -74,11 +77,15 @@ class Symbol:
 
     @classmethod  # functions of torch with a symbol among their arguments come here, and so does `tensor[symbol]`
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.where:
+            args = (args[1], args[0], *args[2:])
         return next(_symbols((args, kwargs)))._tracer.call(func.__name__, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "where":  # its condition comes second, torch.where's comes first
+            return lambda c, *other: self._tracer.call(name, (c, self, *other), {})
         return lambda *args, **kwargs: self._tracer.call(name, (self, *args), kwargs)
 
     def __bool__(self) -> bool:
@@ -166,24 +173,33 @@ class Tracer:
             return Symbol(self, self.select(*map(self.operand, args)))
         if name in ("clamp", "clip", "clamp_min", "clamp_max"):
             return self._clamp(name, args, kwargs)
+        if kwargs.get("inplace") is False:
+            kwargs = {n: value for n, value in kwargs.items() if n != "inplace"}
         if kwargs:
             raise self.error(f"{name} with {', '.join(kwargs)}=")
+        if name == "masked_fill" and len(args) == 3:
+            return Symbol(self, self.select(self.operand(args[1]), self.operand(args[2]), self.operand(args[0])))
+        if name in ("zeros_like", "ones_like"):
+            return Symbol(self, self.cast(_literal(int(name == "ones_like")), self.operand(args[0]).kind))
         if name in _CASTS and len(args) == 1:
             return Symbol(self, self.cast(self.operand(args[0]), _CASTS[name]))
-        if name in ("square", "rsqrt", "reciprocal", "exp2", "log2", "log1p", "sign", "relu"):
+        if name in _COMPOSED and len(args) == 1:
             return self._composed(name, Symbol(self, self.operand(args[0])))
         swapped = name.startswith("r") and name[1:] in _BINARY
-        op = _BINARY[name[1:]] if swapped else _NAMES.get(name)
+        op = _BINARY[name[1:]] if swapped else name if name in ("min", "max") and len(args) == 2 else _NAMES.get(name)
         if op is None:
             raise self.error(f"the operation {name!r} cannot be part of a kernel")
+        if len(args) != (1 if op == "neg" else OPERATIONS[op].operands):
+            raise self.error(f"{name} of {len(args)} operands")
         operands = [self.operand(x, literal=op in ("floordiv", "mod", "<<", ">>")) for x in args]
         if name in _LOGICAL:
             operands = [self.cast(x, BOOL) for x in operands]
         return Symbol(self, self.apply(op, *(reversed(operands) if swapped else operands)))
 
     def _to(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Symbol:
-        kind = _DTYPES.get(kwargs.get("dtype", args[1] if len(args) > 1 else None))
-        if kind is None:
+        dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+        kind = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else None
+        if kind is None or len(args) + len(kwargs) != 2:
             raise self.error("to() takes a dtype here, and nothing else")
         return Symbol(self, self.cast(self.operand(args[0]), kind))
 
@@ -209,6 +225,10 @@ class Tracer:
             return x.log() * 1.4426950408889634
         if name == "log1p":
             return (x + 1.0).log()
+        if name == "silu":
+            return x * x.sigmoid()
+        if name == "softplus":  # without overflow
+            return x.clamp(min=0) + (-x.abs()).exp().log1p()
         if name == "relu":
             return Symbol(self, self.apply("max", x._expr, self.operand(0)))
         return Symbol(self, self.apply("-", self.cast(self.apply(">", x._expr, _literal(0)), x._expr.kind),
@@ -218,10 +238,8 @@ class Tracer:
     def operand(self, x: Any, literal: bool = False) -> Expr:
         """`literal`: integers are part of a kernel's text, since they choose its instructions."""
         if isinstance(x, torch.Tensor):
-            if x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad:
-                x = x.item()
-            else:
-                x = self.load(x, (), ())
+            is_number = x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad
+            x = x.item() if is_number else self.load(x, (), ())
         if isinstance(x, Symbol):
             return x._expr
         if isinstance(x, Partial):
@@ -303,12 +321,16 @@ class Tracer:
         return Expr("iabs" if op == "abs" and kind != FLOAT else op, args)
 
     def _power(self, base: Expr, exponent: Expr) -> Expr:
-        """Common exponents are part of the text: they choose the instructions."""
+        """Common exponents are part of the text: they choose the instructions. Others are for a base that is not negative:
+        kernels take its logarithm."""
         number = exponent.args[0] if exponent.op == "const" else None
         if number == 0.5:
             return Expr("sqrt", (base,))
-        if number in (1, 2, 3):
-            return base if number == 1 else base * base if number == 2 else base * base * base
+        if number in (-1, -2):
+            return _literal(1.0) / (base if number == -1 else base * base)
+        if number is not None and number in range(1, 9):
+            half = self._power(base, Expr.of(number // 2)) if number > 1 else base
+            return half if number == 1 else half * half * base if number % 2 else half * half
         return Expr("pow", (base, self.cast(exponent, FLOAT)))
 
 
@@ -328,6 +350,13 @@ def trace(
     """What a function of these values computes, the tensors it captures, and its name."""
     name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "function")
     tracer = Tracer(name, device)
+    what, takes = ("mask", "b, h, q, k") if kind == BOOL else ("score", "score, b, h, q, k")
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise CannotTrace(f"a {what} function takes ({takes}); {name} does not: {error}") from None
+    except ValueError:  # one without a signature
+        pass
     found = tracer.operand(function(*(Symbol(tracer, e) for e in given)))
     if kind == BOOL and found.kind != BOOL:
         raise tracer.error(f"a mask function must return a bool, this one returns {CTYPES[found.kind]}")

@@ -19,9 +19,10 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
     ["expression", "dropout", "overlap", "invalid", "merging", "work_list"],
-    ["mask", "score"],
+    ["expression_text", "expression_cpp"],
+    ["mask", "score", "score_cpp", "user_function", "interval_part", "mask_function", "ready_made"],
     ["arguments"],
-    ["checks", "hints"],
+    ["checks", "hints", "function_arguments"],
     ["page_checks"],
     ["problem"],
     ["backends.backend"],

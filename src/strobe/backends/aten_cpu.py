@@ -127,7 +127,8 @@ def _bind_backward(problem: Problem, layout: Layout) -> Callable[..., Any]:
             return on_views(a, out, lse, dout, dlse)
         q, k, v, out, dout = (inside(t) for t in (a.q, a.k, a.v, out, dout))
         found = op(dout, q, k, v, out, layout.rows_inside(lse), 0.0, is_causal, scale=scale)
-        return Gradients(*map(outside, found))
+        dq, dk, dv = map(outside, found)
+        return Gradients(dq, dk, dv)
 
     return run
 

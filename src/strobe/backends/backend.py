@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from strobe.arguments import Arguments, Inputs, Layout
+from strobe.arguments import GRADIENTS, Arguments, Inputs, Layout, behind_tensors
 from strobe.problem import Problem
 
 
@@ -20,6 +20,11 @@ class Gradients(NamedTuple):
     v: torch.Tensor | None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    score: tuple[torch.Tensor | None, ...] = ()  # of the tensors that it captures; empty: of none
+
+    def of_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of `tensors_of`; the last ones may be missing."""
+        return behind_tensors(self[:-1], self.score)
 
 
 class Pass:
@@ -64,6 +69,7 @@ class Backend:
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
     pages: bool = False  # it looks keys up in pages
+    captured_gradients: bool = False  # its backward pass finds those of tensors that a score captures
     merges: bool = False  # its forward pass merges its result with a state
     # Whether it also rounds a merged state on its way to another tensor, and had better for a problem that it could merge.
     rounds_states: Callable[[Problem], bool] = field(default=lambda problem: False)
@@ -80,6 +86,8 @@ class Backend:
 
     def lacks(self, problem: Problem) -> str | None:
         """Why its code cannot do this, whatever the machine; None if it can."""
+        if not self.captured_gradients and any(name not in GRADIENTS for name in problem.gradients):
+            return "no gradients of tensors that a score function captures"
         return "no paged keys" if problem.k.pages is not None and not self.pages else self.limits(problem)
 
     def can_merge(self, problem: Problem) -> bool:
@@ -119,6 +127,7 @@ def bind_backward(problem: Problem, layout: Layout, backward: ViewsBackward) -> 
         assert rows[0] is not None
         found = backward(problem, Inputs.of(a, layout), layout.inside(out), rows[0], layout.inside(dout), rows[1])
         q, k, v = (None if g is None else layout.outside(g) for g in found[:3])
-        return Gradients(q, k, v, None if found.bias is None else found.bias.view(a.bias.shape), found.sinks)
+        bias = None if found.bias is None else found.bias.view(a.bias.shape)
+        return Gradients(q, k, v, bias, found.sinks, found.score)
 
     return run

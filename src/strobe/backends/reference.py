@@ -83,7 +83,10 @@ def scores(
     """What q kᵀ becomes before masks; `where` says which positions and tensors a score may look at."""
     s = product * problem.scale
     if not problem.score.is_identity:
-        s = problem.score.expr.evaluate({**where, "s": s})
+        found = problem.score.expr.evaluate({**where, "s": s})
+        s = torch.as_tensor(found, dtype=s.dtype, device=s.device).expand(
+            s.shape
+        )  # it may not depend on all, or on `s`
     return s if bias is None else s + bias
 
 

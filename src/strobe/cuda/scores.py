@@ -17,8 +17,8 @@ from strobe.cuda.params import Field
 from strobe.expression_text import MOST_TENSORS
 from strobe.mask import MAX_CONSTANTS, Mask, full
 from strobe.problem import Load, Problem
-from strobe.score_cpp import Entries
 from strobe.score import ELEMENT_KINDS, LOG2E, Score, identity, softcap, tensor_count
+from strobe.score_cpp import Entries
 
 _SOFTCAP = softcap(1.0).cpp()
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "bool"}

@@ -112,6 +112,10 @@ def _call(
         raise ValueError(f"dropout is {dropout}; it needs a seed, the same on every rank")
     if score is not None and softcap is not None:
         raise ValueError("softcap and score cannot be given together: a softcap is a score of its own")
+    if score is not None and not isinstance(score, Score):
+        raise TypeError(f"score must be a strobe.Score (strobe.score_function(f), …) or None, got {score!r}")
+    if score is not None and torch.is_grad_enabled() and any(t.requires_grad for t in score.tensors):
+        raise ValueError(f"a tensor of {score!r} requires grad, which shards do not compute; capture its .detach()")
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(f"mask must be a strobe mask (strobe.causal, strobe.window(…), …) or None, got {mask!r}")
     if layout not in ("bshd", "bhsd"):

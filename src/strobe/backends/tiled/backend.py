@@ -36,5 +36,6 @@ BACKENDS = {
         details=_details,
         extra_bytes=_extra_bytes,
         pages=True,
+        captured_gradients=True,
     )
 }

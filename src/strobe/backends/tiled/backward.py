@@ -31,6 +31,7 @@ class _Totals:
     v: torch.Tensor | None
     bias: torch.Tensor | None
     sinks: torch.Tensor | None
+    captured: dict[int, torch.Tensor]  # by the numbers of the score's tensors
 
 
 @torch.no_grad()
@@ -55,14 +56,19 @@ def backward(
             None if g is None else torch.empty_like(g).index_copy_(2, index, g)
             for g, index in zip(moved[:3], places, strict=True)
         )
-        return Gradients(q, k, v, moved.bias, moved.sinks)
+        return Gradients(q, k, v, moved.bias, moved.sinks, moved.score)
     wide, wanted = problem.lse_dtype, problem.gradients or GRADIENTS
 
     def zeros(name: str, dtype: torch.dtype = wide) -> torch.Tensor | None:
         like = getattr(inputs, name)
         return torch.zeros(like.shape, dtype=dtype, device=like.device) if name in wanted and like is not None else None
 
-    totals = _Totals(zeros("q", problem.out_dtype), zeros("k"), zeros("v"), zeros("bias"), zeros("sinks"))
+    captured = {
+        i: torch.zeros(t.shape, dtype=wide, device=t.device)
+        for i, t in enumerate(inputs.score_tensors)
+        if f"score{i}" in wanted
+    }
+    totals = _Totals(zeros("q", problem.out_dtype), zeros("k"), zeros("v"), zeros("bias"), zeros("sinks"), captured)
     if problem.empty:  # rows see nothing but the sink, if there is one
         if totals.sinks is not None and dlse is not None:
             totals.sinks += dlse.sum((0, 2))
@@ -73,7 +79,9 @@ def backward(
         total = getattr(totals, name)
         return None if total is None else total.to(wide if problem.partial else getattr(inputs, name).dtype)
 
-    return Gradients(*map(result, GRADIENTS))
+    of_score = [totals.captured[i].to(t.dtype) if i in captured else None for i, t in enumerate(inputs.score_tensors)]
+    q, k, v, bias, sinks = map(result, GRADIENTS)
+    return Gradients(q, k, v, bias, sinks, tuple(of_score) if captured else ())
 
 
 def _walk(
@@ -131,10 +139,10 @@ def _block_of_rows(
     dq = q.new_zeros(q.shape, dtype=slab.accumulate)
     dk_all, dv_all = of_keys
     dbias_all = slab.of_pairs(totals.bias)
-    needs_ds = totals.q is not None or dk_all is not None or dbias_all is not None
+    needs_ds = totals.q is not None or dk_all is not None or dbias_all is not None or bool(totals.captured)
     for keys, whole in slab.key_tiles(rows, blocks.k):
         k, v = slab.keys_of(slab.k, keys), slab.keys_of(slab.v, keys)
-        s, slope = slab.scores(q, k, rows, keys, whole, buffers[0])
+        s, slopes = slab.scores(q, k, rows, keys, whole, buffers[0])
         p = slab.exponentials(s, m) if log_ell is None else slab.exponential(s.sub_(m).sub_(log_ell))
         kept = slab.kept(rows, keys) if problem.dropout else None
         here = slice(keys.start, keys.stop)
@@ -147,8 +155,11 @@ def _block_of_rows(
         if dbias_all is not None:
             dbias = tile_of(dbias_all, rows, keys)
             dbias += slab.spread(ds, rows).sum_to_size(dbias.shape)
-        if slope is not None:
-            ds.mul_(slope())
+        if slopes is not None:
+            if totals.captured:
+                slopes.add_captured_(totals.captured, slab.spread(ds, rows) * slab.captured_factor)
+            if (slope := slopes.of_score()) is not None:
+                ds.mul_(slope.view_as(ds))
         ds = ds.to(slab.operand)
         if totals.q is not None:
             add_product_(dq, ds, k)

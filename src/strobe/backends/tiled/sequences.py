@@ -64,7 +64,7 @@ class Order(NamedTuple):
     def of(problem: Problem, inputs: Inputs) -> Order | None:
         """None where there is little to gain, or where something goes by the number of a sequence."""
         by_number = problem.has_mask_tensor or problem.has_bias or problem.dropout or problem.positions
-        if not problem.varlen or by_number or any(t.dim() == 2 for t in inputs.score_tensors):
+        if not problem.varlen or by_number or "b" in problem.score.expr.variables():
             return None
         kinds = _kinds(problem, inputs)
         first: dict[Any, int] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 
 from strobe import dropout
 from strobe.arguments import Inputs
+from strobe.backends.tiled.captured import Slopes, spread_over
 from strobe.backends.tiled.sequences import alike, sequences_differ
 from strobe.expression import WORKING_DTYPE
 from strobe.mask import Positions, full
@@ -110,6 +111,7 @@ class Slab:
         form = problem.score.kernel_form(problem.scale)
         self._inner = None if problem.score.is_identity else form.inner
         self.slope_factor = form.before * form.after  # of the score's derivative
+        self.captured_factor = form.after  # of its derivatives by entries of captured tensors
         # Scores are in units of log2, but natural ones beside a bias: finfo.min would overflow in others.
         self.unit = 1.0 if self.inputs.bias is None else LOG2E
         after = form.after * (LOG2E if self.inputs.bias is None else 1.0)
@@ -197,12 +199,12 @@ class Slab:
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, keys: range, whole: bool, buffer: torch.Tensor
-    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
-        """A tile of scores, -inf where masked, and what computes the derivative of the score there, up to
-        `slope_factor`, if it is not constant. `whole`: the interval mask lets every pair of this tile through."""
-        s, slope = product(q, k.mT, buffer, self._before), None
+    ) -> tuple[torch.Tensor, Slopes | None]:
+        """A tile of scores, -inf where masked, and what computes the derivatives of the score there, if it is a function.
+        `whole`: the interval mask lets every pair of this tile through."""
+        s, slopes = product(q, k.mT, buffer, self._before), None
         if self._inner is not None:
-            s, slope = self._scored(s, rows, keys)
+            s, slopes = self._scored(s, rows, keys)
         if self.bias is not None:
             into = self.spread(s, rows)
             s = torch.add(into, tile_of(self.bias, rows, keys).to(self.accumulate), out=into).view_as(s)
@@ -210,29 +212,13 @@ class Slab:
             s = self._within_bounds(s, rows, keys)
         if self.mask is not None:
             s = self._hide(s, tile_of(self.mask, rows, keys), rows)
-        return s, slope
+        return s, slopes
 
-    def _scored(
-        self, s: torch.Tensor, rows: range, keys: range
-    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+    def _scored(self, s: torch.Tensor, rows: range, keys: range) -> tuple[torch.Tensor, Slopes]:
         assert self._inner is not None
-        inner, known = self._inner, {}  # type: ignore[var-annotated]
-        env = {**self.environment(rows, keys), "s": self.spread(s, rows)}
-        value = inner.evaluate(env, known)
-        derivative = inner.derivative("s")
-
-        def slope() -> torch.Tensor:
-            return self._whole(derivative.evaluate(env, known), env["s"]).reshape(s.shape)
-
-        scored = self._whole(value * self._after, env["s"]).reshape(
-            s.shape
-        )  # memory of its own: `slope` may need the value
-        return scored, slope if derivative.variables() else None
-
-    @staticmethod
-    def _whole(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """What does not depend on all of the score's axes, for each score; in memory that can be written."""
-        return value if value.shape == like.shape else value.expand_as(like).contiguous()
+        slopes = Slopes(self._inner, {**self.environment(rows, keys), "s": self.spread(s, rows)})
+        # In memory of its own: `slopes` may need the value.
+        return spread_over(slopes.value() * self._after, slopes.env["s"]).reshape(s.shape), slopes
 
     def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
         """-inf where the interval mask hides a key."""

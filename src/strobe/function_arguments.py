@@ -1,0 +1,31 @@
+"""Functions among the arguments of a call: what the rest of the library sees in their place."""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.arguments import Arguments
+from strobe.mask import Mask, full
+from strobe.mask_function import MaskFunction, mask_function, of_block_mask, score_function
+from strobe.score import Score, softcap
+
+
+def resolved(a: Arguments) -> Arguments:
+    """The arguments with functions traced, and with what is left of a mask function beside its interval in the score."""
+    mask, score = a.mask, a.score
+    if score is not None and not isinstance(score, Score) and callable(score):
+        a = a._replace(score=score_function(score))
+    if not isinstance(mask, MaskFunction):
+        known = mask is None or isinstance(mask, (Mask, torch.Tensor))
+        if known or not (callable(mask) or hasattr(mask, "kv_indices")):
+            return a
+        mask = of_block_mask(mask) if hasattr(mask, "kv_indices") else mask_function(mask)
+    interval = None if mask.interval == full else mask.interval
+    if mask.rest is None:
+        return a._replace(mask=interval)
+    if a.score is None and a.softcap is None:
+        return a._replace(mask=interval, score=mask.over_identity)
+    if a.score is not None and a.softcap is not None:
+        return a  # refused by the checks
+    base = a.score if a.score is not None else softcap(a.softcap)
+    return a._replace(mask=interval, softcap=None, score=base.hiding(mask.rest, mask.tensors, mask.title))
