@@ -19,7 +19,7 @@ from strobe.backends import reference
 from strobe.call import cast_for_autocast
 from strobe.hints import shows_known_keywords, unknown_keyword, warn_of_layout
 from strobe.mask import Mask, Positions
-from strobe.mask_function import resolved
+from strobe.function_arguments import resolved
 from strobe.problem import Problem
 from strobe.score import Score
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels import kernels_here
+from gpu.kernels import kernels_here
 from paged_cases import Pool, dense, pool, queries
 
 import strobe
