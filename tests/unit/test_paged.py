@@ -248,16 +248,19 @@ def test_what_a_captured_graph_does() -> None:
     p.k, p.v = p.k.nan_to_num(), p.v.nan_to_num()
     lengths, table = p.lengths.clone(), p.table.clone()
     lengths[3] = 10**6  # clamped to the table: nobody has checked it
-    table[3, 1] = -1  # a missing page, as are those behind the seventh
-    a = Arguments(q, p.k, p.v, cu, max_q=41, mask=strobe.causal, table=table, lengths=lengths)
+    table[3, 2], table[3, 7:] = -1, 10**6  # missing pages
+    mask = strobe.window(150, 0)
+    a = Arguments(q, p.k, p.v, cu, max_q=41, mask=mask, table=table, lengths=lengths)
     problem, layout = Problem.of(a)
     x = Inputs.of(a, layout)
     out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:3], dtype=q.dtype)
     every = paged_slab.Sequences.of(problem, x)
     unread = [paged_slab.make_slab(problem, x, every, None, problem.len_q, problem.k.length)]
     forward.run_slabs(problem, unread, out, lse)
-    expected, expected_lse = dense(q, cu, p, mask=strobe.causal)
-    row, there = int(cu[3]), (table[3] >= 0).repeat_interleave(16)
+    expected, expected_lse = dense(q, cu, p, mask=mask)
+    row, there = int(cu[3]), ((table[3] >= 0) & (table[3] < 10**6)).repeat_interleave(16)
+    assert len(there) == 176  # so the window begins with key 25
+    there[:25] = False
     p.lengths[3] = 112
     k, v = p.keys(3)
     one = strobe.attention(q[None, row : row + 1], k, v, mask=there[:112], return_lse=True)
