@@ -163,15 +163,17 @@ def test_more_queries_than_keys(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("mask", [strobe.causal, strobe.window(3, 0)], ids=str)
-def test_trees(mask: strobe.Mask, backend: str) -> None:
+@pytest.mark.parametrize("sizes", [(None, None), (2, 5)])
+def test_trees(sizes: Any, mask: strobe.Mask, backend: str) -> None:
     """A tail says which of the new keys each query sees; the mask is for those before."""
     counts, lengths = [6, 1, 64, 3], [30, 12, 80, 2]
     p, (q, cu) = pool(lengths, 8), queries(counts)
     generator = torch.Generator().manual_seed(2)
     tail = torch.randint(-(1 << 62), 1 << 62, (len(q),), generator=generator)
-    found = strobe.attention_paged(
-        q, p.k, p.v, p.table, p.lengths, cu, tail=tail, mask=mask, return_lse=True, backend=backend
-    )
+    with block_sizes(*sizes):
+        found = strobe.attention_paged(
+            q, p.k, p.v, p.table, p.lengths, cu, tail=tail, mask=mask, return_lse=True, backend=backend
+        )
     outs, lses = [], []
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
         rows, visible = slice(int(cu[i]), int(cu[i + 1])), mask.dense(n, length)
