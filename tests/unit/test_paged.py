@@ -163,15 +163,17 @@ def test_more_queries_than_keys(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("mask", [strobe.causal, strobe.window(3, 0)], ids=str)
-def test_trees(mask: strobe.Mask, backend: str) -> None:
+@pytest.mark.parametrize("sizes", [(None, None), (2, 5)])
+def test_trees(sizes: Any, mask: strobe.Mask, backend: str) -> None:
     """A tail says which of the new keys each query sees; the mask is for those before."""
     counts, lengths = [6, 1, 64, 3], [30, 12, 80, 2]
     p, (q, cu) = pool(lengths, 8), queries(counts)
     generator = torch.Generator().manual_seed(2)
     tail = torch.randint(-(1 << 62), 1 << 62, (len(q),), generator=generator)
-    found = strobe.attention_paged(
-        q, p.k, p.v, p.table, p.lengths, cu, tail=tail, mask=mask, return_lse=True, backend=backend
-    )
+    with block_sizes(*sizes):
+        found = strobe.attention_paged(
+            q, p.k, p.v, p.table, p.lengths, cu, tail=tail, mask=mask, return_lse=True, backend=backend
+        )
     outs, lses = [], []
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
         rows, visible = slice(int(cu[i]), int(cu[i + 1])), mask.dense(n, length)
@@ -248,16 +250,19 @@ def test_what_a_captured_graph_does() -> None:
     p.k, p.v = p.k.nan_to_num(), p.v.nan_to_num()
     lengths, table = p.lengths.clone(), p.table.clone()
     lengths[3] = 10**6  # clamped to the table: nobody has checked it
-    table[3, 1] = -1  # a missing page, as are those behind the seventh
-    a = Arguments(q, p.k, p.v, cu, max_q=41, mask=strobe.causal, table=table, lengths=lengths)
+    table[3, 2], table[3, 7:] = -1, 10**6  # missing pages
+    mask = strobe.window(150, 0)
+    a = Arguments(q, p.k, p.v, cu, max_q=41, mask=mask, table=table, lengths=lengths)
     problem, layout = Problem.of(a)
     x = Inputs.of(a, layout)
     out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:3], dtype=q.dtype)
     every = paged_slab.Sequences.of(problem, x)
     unread = [paged_slab.make_slab(problem, x, every, None, problem.len_q, problem.k.length)]
     forward.run_slabs(problem, unread, out, lse)
-    expected, expected_lse = dense(q, cu, p, mask=strobe.causal)
-    row, there = int(cu[3]), (table[3] >= 0).repeat_interleave(16)
+    expected, expected_lse = dense(q, cu, p, mask=mask)
+    row, there = int(cu[3]), ((table[3] >= 0) & (table[3] < 10**6)).repeat_interleave(16)
+    assert len(there) == 176  # so the window begins with key 25
+    there[:25] = False
     p.lengths[3] = 112
     k, v = p.keys(3)
     one = strobe.attention(q[None, row : row + 1], k, v, mask=there[:112], return_lse=True)
