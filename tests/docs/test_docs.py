@@ -33,6 +33,7 @@ EXPECTED = {
     "from-sdpa",
     "from-flex-attention",
     "choosing-a-backend",
+    "variants",
     "learn",
     "how-it-works",
     "ladder",
