@@ -17,9 +17,9 @@ from strobe import autograd, sharded
 from strobe.arguments import DEFAULT_LAYOUT, Arguments, Inputs
 from strobe.backends import reference
 from strobe.call import cast_for_autocast
+from strobe.function_arguments import resolved
 from strobe.hints import shows_known_keywords, unknown_keyword, warn_of_layout
 from strobe.mask import Mask, Positions
-from strobe.function_arguments import resolved
 from strobe.problem import Problem
 from strobe.score import Score
 

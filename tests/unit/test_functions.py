@@ -83,6 +83,18 @@ def test_derivatives_of_captured_tensors_in_every_order_and_transformation() -> 
             torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_captured_tensors_beside_a_bias() -> None:
+    torch.manual_seed(0)
+    x = [torch.randn(2, n, h, 4, dtype=torch.float64, requires_grad=True) for n, h in ((3, 4), (5, 2), (5, 2))]
+    bias, table = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3, 5), (4, 6)))
+
+    def call(*x: torch.Tensor) -> torch.Tensor:
+        score = lambda s, b, h, q, k: 2.0 * torch.tanh(s * x[4][h, k - q + 2])  # noqa: E731
+        return strobe.attention(*x[:3], bias=x[3], score=score, sinks=torch.ones(4), return_lse=True)
+
+    assert torch.autograd.gradcheck(call, (*x, bias, table))
+
+
 def test_kernels_leave_gradients_of_captured_tensors_to_tiles() -> None:
     def problem(gradients: tuple[str, ...]) -> Problem:
         score = strobe.alibi(torch.empty(4, device="meta"))

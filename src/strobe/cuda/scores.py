@@ -23,7 +23,8 @@ from strobe.score_cpp import Entries
 _SOFTCAP = softcap(1.0).cpp()
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "bool"}
 _CAPTURED = {  # by a score, besides those
-    torch.float64: "double", torch.int64: "i64", torch.int32: "int", torch.int16: "short", torch.int8: "signed char", torch.uint8: "u8",
+    torch.float64: "double", torch.int64: "i64", torch.int32: "int", torch.int16: "short", torch.int8: "signed char",
+    torch.uint8: "u8",
 }  # fmt: skip
 ROOM, MORE_ROOM = 8, 32  # for the numbers of a score in the arguments
 
