@@ -20,11 +20,11 @@ class Gradients(NamedTuple):
     v: torch.Tensor | None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    score: tuple[torch.Tensor | None, ...] = ()  # of the tensors that it captures; empty: of none
+    score: tuple[torch.Tensor | None, ...] | None = None  # of the tensors that it captures
 
     def of_tensors(self) -> tuple[torch.Tensor | None, ...]:
         """In the order of `tensors_of`; the last ones may be missing."""
-        return behind_tensors(self[:-1], self.score)
+        return behind_tensors(self[:-1], self.score or ())
 
 
 class Pass:

@@ -81,7 +81,7 @@ def backward(
 
     of_score = [totals.captured[i].to(t.dtype) if i in captured else None for i, t in enumerate(inputs.score_tensors)]
     q, k, v, bias, sinks = map(result, GRADIENTS)
-    return Gradients(q, k, v, bias, sinks, tuple(of_score) if captured else ())
+    return Gradients(q, k, v, bias, sinks, tuple(of_score) if captured else None)
 
 
 def _walk(
