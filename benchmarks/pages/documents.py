@@ -1,5 +1,5 @@
 """The numbers in the documents, made from the committed results: two blocks of README.md, the whole of docs/results.md,
-the tables of four other pages, the figures. And the table of backends in README.md, made from the code.
+the tables of five other pages, the figures. And the table of backends in README.md, made from the code.
 
 Where there are no results for something, nothing is said about it."""
 
@@ -8,7 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import committed
-from benchmarks.pages import backward_page, figures, forward_page, method_page, readme_page, training_page
+from benchmarks.pages import (
+    backward_page,
+    figures,
+    forward_page,
+    functions_page,
+    method_page,
+    readme_page,
+    training_page,
+)
 from benchmarks.pages.generated import replace_between
 from benchmarks.pages.readme_page import BEGIN, END, NUMBERS_BEGIN, NUMBERS_END
 from benchmarks.pages.repeated_page import AGAIN
@@ -42,6 +50,7 @@ def texts(root: Path) -> dict[Path, str]:
         (hopper_backward, backward_page.BEGIN, backward_page.END, backward_page.block(root)),
         (hopper_backward, backward_page.TURNS_BEGIN, backward_page.TURNS_END, backward_page.turns_block(root)),
         (root / "benchmarks" / "README.md", method_page.BEGIN, method_page.END, method_page.block(root)),
+        (root / functions_page.PAGE, functions_page.BEGIN, functions_page.END, functions_page.block(root)),
         (root / training_page.PAGE, training_page.BEGIN, training_page.END, training_page.block(root)),
     ):
         if path.exists():

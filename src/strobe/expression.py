@@ -263,9 +263,13 @@ class Expr:
             yield from a._walk(seen)
         yield self
 
-    def loads(self) -> list[Expr]:
+    def loads(self) -> tuple[Expr, ...]:
         """The entries of captured tensors in it."""
-        return [node for node in self.nodes() if node.op == "load"]
+        return self._loads
+
+    @functools.cached_property
+    def _loads(self) -> tuple[Expr, ...]:
+        return tuple(node for node in self.nodes() if node.op == "load")
 
     def cpp(self, constants: list[Any]) -> str:
         """C++ text. Constants become fields `c[i]` of the arguments: a new window size needs no new kernel."""

@@ -12,20 +12,30 @@ namespace strobe {
 template <class Config, class Mask, class Score, class Params> struct BlockMap {
   const Params& p;
 
-  // Visible and hidden pairs of a head: bits 0 and 1.
+  // Visible and hidden pairs of a head: bits 0 and 1. A lane has the same keys in every row, so that what a condition
+  // reads for keys is read once, and what it reads for a row is shared by them.
   STROBE_DEVICE u32 look(const Sequence& s, int head, int row0, int key0, u32 seen) const {
     const Score score = Score::of(p);
     const int rows = min(Config::kBlockM, s.q.length - row0), keys = min(Config::kBlockN, s.k.length - key0);
 #pragma unroll 1
     for (int r = 0; r < rows && seen != 3; ++r) {
       bool visible = false, hidden = false;
-      for (int k = thread_idx() % 32; k < keys; k += 32) {
+#pragma unroll
+      for (int i = 0; i < Config::kBlockN; i += 32) {
+        const int k = i + int(thread_idx() % 32);
         const bool found = score.visible(where<Score, Config>(s, s.positions, head, row0 + r, key0 + k), 0);
-        visible |= found, hidden |= !found;
+        visible |= k < keys && found, hidden |= k < keys && !found;
       }
       seen |= (any(visible) ? 1 : 0) | (any(hidden) ? 2 : 0);
     }
     return seen;
+  }
+  // Whether the interval of the mask lets any pair of a block through.
+  STROBE_DEVICE bool in_interval(const Sequence& s, int row0, int key0) const {
+    if (row0 >= s.q.length) return false;
+    const Mask mask = mask_of<Mask, Config>(p, s.q.length, s.k.length, s.positions);
+    const int last = min(row0 + Config::kBlockM, s.q.length) - 1;
+    return mask.lo(row0) < key0 + Config::kBlockN && mask.hi(last) > key0;
   }
 
   STROBE_DEVICE void run() const {
@@ -38,7 +48,8 @@ template <class Config, class Mask, class Score, class Params> struct BlockMap {
     const int row0 = (Config::kTransposed ? block : tile) * Config::kBlockM,
               key0 = (Config::kTransposed ? tile : block) * Config::kBlockN;
     u32 seen = 0;
-    for (int i = 0; i < p.heads_in_one; ++i) seen = look(s, head * p.heads_in_one + i, row0, key0, seen);
+    if (in_interval(s, row0, key0))
+      for (int i = 0; i < p.heads_in_one; ++i) seen = look(s, head * p.heads_in_one + i, row0, key0, seen);
     if (thread_idx() % 32 == 0) st_shared(smem_base() + 4 * warp, seen);
     sync_block();
     if (thread_idx() < 2) {
