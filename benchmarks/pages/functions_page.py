@@ -19,7 +19,8 @@ def block(root: Path) -> str:
     p, rows = study["provenance"], study["rows"]
     ratios = {d: [row["ms"]["flex"][d] / row["ms"]["strobe"][d] for row in rows] for d in _PASSES}
     lines = [
-        f"FlexAttention's time over ours on an {p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit']}. {study['note']}",
+        f"FlexAttention's time over ours on an {p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit']}.",
+        study["note"],
         "Data: `studies/functions.json`.",
         "",
         "| function | forward | backward |",

@@ -123,23 +123,14 @@ STROBE_DEVICE void load_key_tile(const Params& p, u32 dst, const TensorMap* map,
                                  int row, int buffer_rows) {
   using Keys = typename Config::Keys;
   if constexpr (Keys::kPaged) {
-    constexpr int kBox = Keys::box_rows(kRows), kBoxes = kRows / kBox, kAtOnce = kBoxes < 8 ? kBoxes : 8;
+    constexpr int kBox = Keys::box_rows(kRows);
     const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + s.batch) : s.batch * p.table_width);
 #pragma unroll 1
-    for (int first = 0; first < kBoxes; first += kAtOnce) {
-      int rows[kAtOnce];  // of the pool; all entries are on their way before the first is waited for
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int r = row + (first + i) * kBox, index = quotient(r, p.page_size);
-        const int page = r < s.k.used ? max(0, min(p.pages - 1, ld_constant(entries + index, true))) : 0;
-        rows[i] = page * buffer_rows + r - index * p.page_size;
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int r = (first + i) * kBox;
-        tma_load_tile<false, kRows, kColumns>(dst + r * kPanelRowBytes, map, bar,
-                                              clipped_box<kBox>(rows[i], s.k.used - row - r, head));
-      }
+    for (int r = row; r < row + kRows; r += kBox, dst += kBox * kPanelRowBytes) {
+      const int index = quotient(r, p.page_size), left = s.k.used - r;
+      const int page = left > 0 ? max(0, min(p.pages - 1, ld_global(entries + index))) : 0;
+      const Box box = clipped_box<kBox>(page * buffer_rows + r - index * p.page_size, left, head);
+      tma_load_tile<false, kRows, kColumns>(dst, map, bar, box);
     }
   } else
     tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(dst, map, bar,
