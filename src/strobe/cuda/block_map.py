@@ -28,7 +28,8 @@ _OWN = [
 
 
 def pays(problem: Problem) -> bool:
-    return problem.logit.condition is not None and problem.len_k >= LEAST_KEYS and problem.len_q >= 128
+    long = problem.len_k >= LEAST_KEYS and problem.len_q >= 128
+    return long and problem.logit.condition is not None and problem.k.pages is None
 
 
 class BlockMap(NamedTuple):

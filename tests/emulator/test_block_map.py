@@ -1,0 +1,97 @@
+"""Blocks that a condition hides are left out, and where it hides nothing it is not asked: the same numbers, without NaN
+from what is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from everyday import everyday
+
+import strobe
+from strobe.cuda import backward_sm90, block_map
+from strobe.emulator import compiler
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+IDS = (torch.arange(400) // 130).int().expand(2, 400).contiguous()
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+CASES: dict[str, dict[str, Any]] = {
+    "gap": {"mask": lambda b, h, q, k: (k < 128) | (k >= 256)},  # nobody sees the second block of keys
+    "documents": {"mask": lambda b, h, q, k: (q >= k) & (IDS[b, q] == IDS[b, k])},
+    "heads": {"mask": lambda b, h, q, k: (q - k).abs() < 16 * (h + 1)},
+    "scored": {
+        "mask": lambda b, h, q, k: (q - k) * (q - k) < 6000,
+        "score": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
+    },
+    "varlen": {"mask": lambda b, h, q, k: (q - k) * (q - k) < 6000, "lengths": ((300, 400), (150, 150), (1, 300))},
+    "no_key": {"mask": lambda b, h, q, k: (q % 2 == 0) & (k != q) & (k < 0)},
+}
+
+
+@pytest.fixture(autouse=True)
+def short_sequences_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROBE_EMULATE", "sm90")
+    monkeypatch.setattr(block_map, "LEAST_KEYS", 64)
+    monkeypatch.setattr(backward_sm90, "TURNS_UP_TO", 0)  # sums by turns visit every block
+
+
+def tensors(lengths: Any = None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    rows, keys = (sum(n) for n in zip(*lengths, strict=True)) if lengths else (300, 400)
+    lead = ((rows,), (keys,), (keys,)) if lengths else ((2, rows), (2, keys), (2, keys))
+    heads = (4, 2, 2)
+    return [
+        torch.randn(*n, h, 64, generator=generator).to(torch.bfloat16) for n, h in zip(lead, heads, strict=True)
+    ]
+
+
+def results(x: list[torch.Tensor], backend: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    options = dict(options)
+    call: Callable[..., Any] = strobe.attention
+    if lengths := options.pop("lengths", None):
+        call = strobe.attention_varlen
+        for name, each in zip(("cu_q", "cu_k"), zip(*lengths, strict=True), strict=True):
+            options[name] = torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    leaves = [t.detach().clone().requires_grad_() for t in x]
+    out = call(*leaves, backend=backend, **options)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    return [out, *torch.autograd.grad((out.double() * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", everyday(list(CASES), ("documents", "varlen")))
+def test_against_fp64(name: str) -> None:
+    x = tensors(CASES[name].get("lengths"))
+    found = results(x, "emulator", CASES[name])
+    for f, e in zip(found, results([t.double() for t in x], "tiled", CASES[name]), strict=True):
+        assert (f.double() - e).norm() <= 0.01 * e.norm() + 1e-6
+
+
+def test_hidden_blocks_are_not_computed() -> None:
+    """A key of NaN with a weight of 0 would still be NaN."""
+    q, k, v = tensors()
+    clean = results([q, k, v], "emulator", CASES["gap"])
+    k[:, 128:256] = v[:, 128:256] = torch.nan
+    for f, e in zip(results([q, k, v], "emulator", CASES["gap"]), clean, strict=True):
+        assert torch.equal(f, e)
+
+
+def test_it_is_planned_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fake_gpu import H200
+
+    from strobe.cuda import forward_sm90
+    from strobe.function_arguments import resolved
+    from strobe.problem import supposed
+
+    mask = strobe.mask_function(CASES["documents"]["mask"])
+    score = resolved(strobe.arguments.Arguments(None, None, None, mask=mask)).score
+    shape = (2, 300, 4, 64)
+    given: tuple[Any, ...] = (torch.device("cuda"), torch.bfloat16, shape, shape, shape)
+    kernels = []
+    for least in (64, 1024):
+        monkeypatch.setattr(block_map, "LEAST_KEYS", least)
+        problem = supposed(*given, score=score.with_tensors([IDS.to("meta")]), mask=strobe.causal)
+        plan = forward_sm90.plan(problem, (300 * 4 * 64, 64, 4 * 64), H200)
+        kernels.append([launch.kernel.name.split("[")[0] for launch in plan.launches])
+    assert kernels == [["block_map", "forward_sm90"], ["forward_sm90"]]
