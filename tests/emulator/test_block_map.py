@@ -16,7 +16,7 @@ from strobe.emulator import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 IDS = (torch.arange(400) // 130).int().expand(2, 400).contiguous()
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SLOPES = torch.tensor([0.5, 0.0625])
 CASES: dict[str, dict[str, Any]] = {
     "gap": {"mask": lambda b, h, q, k: (k < 128) | (k >= 256)},  # nobody sees the second block of keys
     "documents": {"mask": lambda b, h, q, k: (q >= k) & (IDS[b, q] == IDS[b, k])},
@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mask": lambda b, h, q, k: (q - k) * (q - k) < 6000,
         "score": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
     },
-    "varlen": {"mask": lambda b, h, q, k: (q - k) * (q - k) < 6000, "lengths": ((300, 400), (150, 150), (1, 300))},
+    "varlen": {"mask": lambda b, h, q, k: (q - k) * (q - k) < 6000, "lengths": ((150, 300), (140, 140), (1, 130))},
     "no_key": {"mask": lambda b, h, q, k: (q % 2 == 0) & (k != q) & (k < 0)},
 }
 
@@ -39,12 +39,10 @@ def short_sequences_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors(lengths: Any = None) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    rows, keys = (sum(n) for n in zip(*lengths, strict=True)) if lengths else (300, 400)
+    rows, keys = (sum(n) for n in zip(*lengths, strict=True)) if lengths else (200, 400)
     lead = ((rows,), (keys,), (keys,)) if lengths else ((2, rows), (2, keys), (2, keys))
-    heads = (4, 2, 2)
-    return [
-        torch.randn(*n, h, 64, generator=generator).to(torch.bfloat16) for n, h in zip(lead, heads, strict=True)
-    ]
+    heads = (2, 1, 1)
+    return [torch.randn(*n, h, 64, generator=generator).to(torch.bfloat16) for n, h in zip(lead, heads, strict=True)]
 
 
 def results(x: list[torch.Tensor], backend: str, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -60,7 +58,7 @@ def results(x: list[torch.Tensor], backend: str, options: dict[str, Any]) -> lis
     return [out, *torch.autograd.grad((out.double() * weights).sum(), leaves)]
 
 
-@pytest.mark.parametrize("name", everyday(list(CASES), ("documents", "varlen")))
+@pytest.mark.parametrize("name", everyday(list(CASES), ("documents",)))
 def test_against_fp64(name: str) -> None:
     x = tensors(CASES[name].get("lengths"))
     found = results(x, "emulator", CASES[name])
