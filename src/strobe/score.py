@@ -136,8 +136,8 @@ class Score:
         return Score(Expr("where", (self.expr, moved)), title, self.tensors + tensors, sizes)
 
     def with_first_head(self, head: int) -> Score:
-        """For a call that has the heads from this one on."""
-        shifted = self.expr.replaced(_h, _h + Expr.of(head)) if head else self.expr
+        """For a call that has some of the heads, from this one on: tensors have an entry for every head."""
+        shifted = self.expr.replaced(_h, _h + Expr.of(head)) if "h" in self.expr.variables() else self.expr
         return Score(shifted, self.title, self.tensors, self.sizes)
 
     def with_pairs(self, bias: bool, mask: bool) -> Score:

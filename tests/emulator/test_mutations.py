@@ -141,7 +141,7 @@ MUTATIONS = [
             ("keys_not_released", "k.release_and_advance();", "k.next();", CAUSAL),
             ("values_not_released", "v.release_and_advance();", "v.next();", CAUSAL, 2),
             ("one_key_block_too_many", "if (blocks.has_next(n)) load_keys(", "load_keys(", CAUSAL),
-            ("blocks_left_of_the_window_not_skipped", "for (; kSkipsAfter && all", "for (; false && all", WINDOWS),
+            ("blocks_left_of_the_window_not_skipped", "from(n); kSkipsAfter && all", "from(n); false && all", WINDOWS),
             (
                 "rows_without_keys_skip_nothing",
                 f"{SKIPPED_BEFORE};",
@@ -250,8 +250,8 @@ MUTATIONS = [
             ("queries_not_released_after_the_first", "if (first) stored.release();", ""),
             (
                 "loop_unmasked",
-                "score_and_mask(s, tile, row, n, mine.masked(n));",
-                "score_and_mask(s, tile, row, n, false);",
+                "score_and_mask(s, tile, mine, row, n, mine.masked(n));",
+                "score_and_mask(s, tile, mine, row, n, false);",
             ),
             ("loop_without_values", f"return n;\n      {OVERLAPPED}", "return n;\n      qk<kBlockN>(s, q_desc, f);"),
         ]
