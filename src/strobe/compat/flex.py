@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +14,10 @@ from torch.nn.attention import flex_attention as _host
 
 from strobe.api import attend
 from strobe.arguments import Arguments
+from strobe.compat.patch import Patch
 from strobe.mask_function import mask_function, of_block_mask, score_function
 
 _original = _host.flex_attention
-_depth = 0  # how many `patched()` there are
-_lock = threading.Lock()
 
 
 def flex_attention(
@@ -60,23 +57,17 @@ def mask_of(block_mask: Any) -> Any:
     return of_block_mask(block_mask) if hasattr(block_mask, "kv_indices") else mask_function(block_mask, rows=True)
 
 
-@contextlib.contextmanager
-def patched() -> Iterator[None]:
+def patched() -> Patch:
     """In this block `torch.nn.attention.flex_attention.flex_attention` is ours."""
-    with _lock:
-        _patch(1)
-    try:
-        yield
-    finally:
-        with _lock:
-            _patch(-1)
+    return _patch
 
 
-def _patch(step: int) -> None:
-    global _depth
-    _depth += step
-    _host.flex_attention = flex_attention if _depth else _original  # type: ignore[assignment]
+def _put(ours: bool) -> None:
+    _host.flex_attention = flex_attention if ours else _original  # type: ignore[assignment]
+
+
+_patch = Patch(_put)
 
 
 def status() -> str | None:
-    return "flex_attention is patched" if _depth else None
+    return "flex_attention is patched" if _patch.active else None

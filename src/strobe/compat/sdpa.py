@@ -7,7 +7,6 @@ tensors, and there is no such registry for the CPU: `with patched():` sends ever
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from strobe.compat import aten_flash
+from strobe.compat.patch import Patch
 from strobe.problem import Unsupported
 from strobe.scaled_dot_product import sdpa
 
@@ -95,8 +95,6 @@ def _implementations() -> dict[str, Any]:
 # ---- every call ------------------------------------------------------------------------------------------------------
 
 _original = torch._C._nn.scaled_dot_product_attention
-_depth = 0  # how many `patched()` there are
-_lock = threading.Lock()
 
 
 class _Mode(TorchFunctionMode):
@@ -114,23 +112,18 @@ def patched() -> Iterator[None]:
     `torch.nn.functional.scaled_dot_product_attention`. What `torch.jit.script` compiles calls PyTorch's own, here as
     elsewhere."""
     torch.jit._builtins._register_builtin(sdpa, "aten::scaled_dot_product_attention")  # else it would compile ours
-    with _lock:
-        _patch(1)
-    try:
-        with _Mode():
-            yield
-    finally:
-        with _lock:
-            _patch(-1)
+    with _patch, _Mode():
+        yield
 
 
-def _patch(step: int) -> None:
-    global _depth
-    _depth += step
-    torch.nn.functional.scaled_dot_product_attention = sdpa if _depth else _original  # type: ignore[assignment]
+def _put(ours: bool) -> None:
+    torch.nn.functional.scaled_dot_product_attention = sdpa if ours else _original  # type: ignore[assignment]
+
+
+_patch = Patch(_put)
 
 
 def status() -> str | None:
     parts = ["strobe is SDPA's flash backend"] if active() else []
-    parts += ["SDPA is patched"] if _depth else []
+    parts += ["SDPA is patched"] if _patch.active else []
     return "; ".join(parts) or None
