@@ -75,6 +75,7 @@ class Arguments(NamedTuple):
     lengths: _Paged = None  # (sequences,) int32: the call is a paged one if it is given
     starts: _Paged = None  # (sequences,) int32
     tail: Annotated[Any, Row("Tensor?", tensor=True, forward=True)] = None  # int64, one for each query
+    plan: Annotated[Any, Row()] = None  # a `strobe.paged.Plan`
 
     @property
     def mask_tensor(self) -> torch.Tensor | None:

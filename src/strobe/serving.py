@@ -62,7 +62,7 @@ def attention_paged(
                j-th of the last keys of its sequence, as many as it has queries. The mask is for the keys before them
     shared     `strobe.paged.Level`s: keys in front that consecutive sequences have in common. With `causal` or no mask
     k_scale    and v_scale: of 8-bit keys and values, which are not built yet
-    plan       a `strobe.paged.Plan` for these heads
+    plan       a `strobe.paged.Plan`: the work of a step, which its layers share
     invariant  the same bits for a row whatever is beside it: no backend promises that yet
     mask       `causal` by default; any interval mask. The last query stands opposite the last key
 
@@ -81,13 +81,13 @@ def attention_paged(
         raise Unsupported("invariant=True: no backend promises the same bits whatever is beside a row yet")
     k, v = in_order(k, v, layout)
     if plan is not None:
-        plan.check_call(q, k)
+        plan.check_call()
     entries, indptr = _entries(table)
     if lengths is None:
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
     a = Arguments(
         q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
-        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, tail=tail,
+        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, tail=tail, plan=plan,
     )  # fmt: skip
     return attend(a) if not shared else _with_levels(a, shared)
 
@@ -120,7 +120,7 @@ def _with_levels(a: Arguments, levels: Sequence[Level]) -> Any:
         found, lse = attend(
             own._replace(
                 q=rows, cu_q=level.cu_q, max_q=None if rows.is_cpu else rows.shape[0], mask=full, table=entries,
-                indptr=indptr, lengths=level.lengths, starts=None, tail=None,
+                indptr=indptr, lengths=level.lengths, starts=None, tail=None, plan=None,
             )
         )  # fmt: skip
         if dense:

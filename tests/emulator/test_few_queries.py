@@ -11,7 +11,7 @@ from emulator.test_forward_kernels import check
 from everyday import everyday
 from oracle import prepare
 
-from strobe.cuda import forward_sm90
+from strobe.cuda import blocks
 from strobe.emulator import compiler
 from strobe.mask import causal, window
 
@@ -44,7 +44,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LEAST_SPLIT", 1), ("FEWEST_SPLITS", 1), ("FEW_ROWS", 64)):
-        monkeypatch.setattr(forward_sm90, name, value)
+        monkeypatch.setattr(blocks, name, value)
 
 
 EVERYDAY = """

@@ -18,7 +18,7 @@ from oracle import expected, prepare
 
 from strobe.arguments import Inputs
 from strobe.backends.tiled import forward as tiled
-from strobe.cuda import forward_sm90
+from strobe.cuda import blocks
 from strobe.emulator import backend, compiler
 from strobe.mask import causal, chunked, window
 from strobe.problem import Problem
@@ -31,7 +31,7 @@ Result = tuple[torch.Tensor, torch.Tensor]  # O in fp32, [batch, heads, rows, di
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LEAST_SPLIT", 1), ("FEWEST_SPLITS", 1), ("FEW_ROWS", 64)):
-        monkeypatch.setattr(forward_sm90, name, value)
+        monkeypatch.setattr(blocks, name, value)
 
 
 def partial_result(

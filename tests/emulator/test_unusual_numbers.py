@@ -11,7 +11,7 @@ from emulator.emulate import KERNELS, forward
 from oracle import prepare
 
 from strobe.arguments import Inputs
-from strobe.cuda import forward_sm90
+from strobe.cuda import blocks
 from strobe.emulator import compiler
 from strobe.mask import Mask, causal, full
 from strobe.problem import Problem
@@ -28,7 +28,7 @@ NO_KEYS = dataclasses.replace(PLAIN, name="no_keys", len_q=150, len_k=100, mask=
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LEAST_SPLIT", "FEWEST_SPLITS"):
-        monkeypatch.setattr(forward_sm90, name, 1)
+        monkeypatch.setattr(blocks, name, 1)
 
 
 def run(kind: str, problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import driver, forward_sm90, jit
 from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.families import FAMILIES, Family
-from strobe.cuda.launch import Launcher, address, allocator, compile_together, spills
+from strobe.cuda.launch import Launcher, Planned, address, allocator, compile_together, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.expression_text import MOST_TENSORS
 from strobe.problem import Problem, Strides
@@ -254,21 +254,25 @@ def _given(a: Arguments) -> dict[str, Any]:
 
 def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
     launcher: Launcher | None = None
+    planned: Planned | None = None
     device = problem.device.index or 0
 
     def first(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        nonlocal launcher
+        nonlocal launcher, planned
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 return first(a)
         x, actual = prepare(problem, layout, a)
         if launcher is None:
             plan = planner(actual, inside_strides(x["o"], layout), machine_of(problem.device))
-            launcher = Launcher(plan, device, tuple(x))
+            if a.plan is not None and "work" in plan.workspace:
+                planned = Planned(plan, device)
+                plan = planned.rest
+            launcher = Launcher(plan, device, (*x, *(("work",) if planned else ())))
             given = {**_given(a), "o": x["o"] if a.out is None else a.out, "state": a.state_out}
             if _nothing_copied(given, x):
-                bound.run = _repeated(launcher, device, a, x)
-        launcher(*map(address, x.values()))
+                bound.run = _repeated(launcher, planned, device, a, x)
+        launcher(*map(address, x.values()), *((planned.address(a),) if planned else ()))
         if a.out is None:
             return x["o"], x.get("lse")
         return a.out if x["o"] is a.out else a.out.copy_(x["o"]), x.get("lse")
@@ -277,7 +281,7 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
     return bound
 
 
-def _repeated(launcher: Launcher, device: int, a: Arguments, x: Mapping[str, Any]) -> Any:
+def _repeated(launcher: Launcher, planned: Planned | None, device: int, a: Arguments, x: Mapping[str, Any]) -> Any:
     """The same call with other tensors, whose addresses come in the order of `x`: allocate, and launch."""
     arguments = [name for name in x if name in READ]  # they come behind q, k, v, O and, perhaps, the LSE
     has_state = "state" in x
@@ -299,6 +303,8 @@ def _repeated(launcher: Launcher, device: int, a: Arguments, x: Mapping[str, Any
             found += _addresses(arguments, a)
         if has_state:
             found.append(a.state_out.data_ptr())
+        if planned is not None:
+            found.append(planned.address(a))
         launcher(*found)
         return out, lse
 

@@ -7,7 +7,7 @@ host decides: how many tiles, which heads run together, and into how many splits
 
 from __future__ import annotations
 
-from strobe.cuda.params import Field
+from strobe.cuda.params import COUNTERS, Field
 from strobe.problem import Problem
 
 # ---- tiles of queries ------------------------------------------------------------------------------------------------
@@ -42,6 +42,29 @@ def section(problem: Problem, l2_bytes: int) -> int:
     per_head = max(1, problem.len_k * width * problem.dtype.itemsize)
     heads, wanted = problem.batch * problem.heads_k, max(16, 4096 // width, l2_bytes // 2 // per_head)
     return -(-heads // max(1, round(heads / wanted))) * problem.group
+
+
+# Where splits are merged, every row of the tile is written and read once more. Tried out on an H200, but not swept as
+# tiles are:
+LEAST_SPLIT = 2  # key blocks; twice that where rows are more than a few
+FEW_ROWS = 16
+FEWEST_SPLITS = 3  # keys that do not suffice for as many are not split
+
+
+def may_split(problem: Problem) -> bool:
+    """No kernel with dropout, or that rounds a merged state, splits."""
+    return not problem.dropout and (problem.state is None or problem.state.out is None)
+
+
+def splits_of_tiles(problem: Problem, block_m: int, sms: int, block_n: int) -> int:
+    """Splits of a tile's keys, of LEAST_SPLIT blocks of `block_n` or more, so that few tiles keep all multiprocessors
+    busy: decode, or chunked prefill. Pages have none: their work is a list (`plan_work.py`)."""
+    tiles = row_blocks(problem, block_m) * problem.batch * problem.heads
+    least = LEAST_SPLIT * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
+    few = problem.len_k < FEWEST_SPLITS * least
+    if few or tiles * (block_m // 64) >= COUNTERS or problem.k.pages is not None or not may_split(problem):
+        return 1
+    return max(1, min(sms // max(1, tiles), problem.len_k // least))
 
 
 # ---- tiles of keys ---------------------------------------------------------------------------------------------------

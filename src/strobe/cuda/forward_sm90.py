@@ -7,13 +7,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strobe.cuda import block_map, tuned
-from strobe.cuda.blocks import QUERY_TILE_FIELDS, query_tiles, row_blocks
+from strobe.cuda import block_map, plan_work, tuned
+from strobe.cuda.blocks import QUERY_TILE_FIELDS, may_split, query_tiles, splits_of_tiles
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features, common_features
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.output import Output
-from strobe.cuda.params import COUNTERS, Field, Struct, params
+from strobe.cuda.params import Field, Struct, params
 from strobe.cuda.plan import (
     ANY_MACHINE,
     Dims,
@@ -42,6 +42,7 @@ def _params(output: Output, scores: tuple[Field, ...], paged: bool) -> Struct:
         [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=True, paged=paged),
+        plan_work.FIELDS if paged else (),
         scores,
         QUERY_TILE_FIELDS,
         output.fields(),
@@ -79,7 +80,9 @@ class Tile:
         """Of a thread of the producer and of a consumer: together they fill the register file."""
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
-    def memory(self, dim: int, dim_v: int, positions: bool = False, state_parts: int = 0) -> SharedMemory:
+    def memory(
+        self, dim: int, dim_v: int, page: int = 0, positions: bool = False, state_parts: int = 0
+    ) -> SharedMemory:
         """`state_parts`: see that function."""
         return SharedMemory(
             [
@@ -91,7 +94,7 @@ class Tile:
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages)),
                 Region("state_barriers", 16 * state_parts),
-                Region("tile_info", 48 if positions else 32, self.q_slots),
+                Region("tile_info", 64 if page else 48 if positions else 32, self.q_slots),
             ]
         )
 
@@ -223,7 +226,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     features = replace(features, output=replace(features.output, split=split))
     dim, dim_v, keys = features.dim, features.dim_v, tile.block_n
     parts = state_parts(tile, dim_v) if features.output.can_merge and not split else 0
-    memory = tile.memory(dim, dim_v, features.rows.positions, parts)
+    memory = tile.memory(dim, dim_v, features.rows.page, features.rows.positions, parts)
     config = {
         **features.config(pack_gqa),
         **tile.config(),
@@ -271,16 +274,17 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         problem = replace(problem, q=rows)
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     features = Features.of(problem, dims)
+    listed = features.rows.page > 0  # pages take their work from a list
     if tile is None:
         tile, splits = _tile_and_splits(problem, features, machine)
     else:
-        splits = _splits(problem, tile, machine.sms, tile.block_n)
+        splits = splits_of_tiles(problem, tile.block_m, machine.sms, tile.block_n)
     sparse = splits == 1 and pack == 1 and features.output.plain and block_map.pays(problem)
     features = replace(features, scores=replace(features.scores, sparse=sparse))
     if features.output.rounds_state and not state_parts(tile, dims[1]):
         tile = _TILES[dims]  # has room for the parts of a state's O
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped and pack == 1
-    spec = kernel(features, tile, split=splits > 1, pack_gqa=pack, one_box=one_box)
+    spec = kernel(features, tile, split=splits > 1 or listed, pack_gqa=pack, one_box=one_box)
     schedule = query_tiles(problem, tile.block_m, machine.l2_bytes, splits)
     values = {
         **features.rows.values(problem, tma=True),
@@ -289,7 +293,8 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         **features.output.values(problem, pack),
         **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
     }
-    grid = min(schedule["tiles"], machine.sms)
+    pieces = plan_work.pieces(machine.sms, tile.consumers)
+    grid = pieces if listed else min(schedule["tiles"], machine.sms)
     unusual = {"packed GQA": pack, "splits of the keys": splits}
     details = {
         "kernel": spec.name,
@@ -300,12 +305,17 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         "shared memory": f"{spec.smem} bytes",
         **{name: number for name, number in unusual.items() if number != 1},
     }
-    workspace = {"partial": 4 * schedule["tiles"] * partial_floats(tile, dims[1])} if splits > 1 else {}
-    maps = _maps(problem, features, tile, out_strides, one_box, pack, len_q)
+    slots = 2 * pieces if listed else schedule["tiles"] if splits > 1 else 0
+    workspace = {"partial": 4 * slots * partial_floats(tile, dims[1])} if slots else {}
+    launch = Launch(spec, grid, values, _maps(problem, features, tile, out_strides, one_box, pack, len_q))
+    if listed:
+        workspace["work"] = plan_work.list_bytes(problem, tile.block_m, pieces)
+        first = plan_work.launch(problem, features, ARCH, tile.block_m, tile.block_n, pack, pieces)
+        return Plan((first, launch), workspace, details)
     if not sparse:
-        return Plan((Launch(spec, grid, values, maps),), workspace, details)
+        return Plan((launch,), workspace, details)
     found = block_map.block_map(problem, features, ARCH, tile.block_m, tile.block_n, transposed=False)
-    return Plan((found.launch, Launch(spec, grid, values | found.values, maps)), found.workspace, details)
+    return Plan((found.launch, replace(launch, values=values | found.values)), found.workspace, details)
 
 
 # Rows that meet each key, up to which reading K and V takes longer than the products. Then the L2 cache fetches 128 bytes
@@ -327,7 +337,8 @@ def _maps(
     def of_keys(dim: int, strides: Strides, columns: int) -> TensorMapSpec:
         rows = features.rows.box_rows(tile.block_n) if keys == "paged" else tile.block_n
         found = tile_map(problem, keys, problem.k, dim, strides, rows, columns, one_box=one_box)
-        return replace(found, promotion=128) if problem.len_q * problem.group <= BOUND_BY_MEMORY else found
+        bound_by_memory = keys == "paged" or problem.len_q * problem.group <= BOUND_BY_MEMORY
+        return replace(found, promotion=128) if bound_by_memory else found
 
     maps = {
         "q": of_queries(problem.dim, q, dims[0]),
@@ -344,38 +355,16 @@ def splits_of(plan: Plan) -> int:
     return int(plan.launches[-1].values["splits"])
 
 
-# Where splits are merged, every row of the tile is written and read once more. Tried out on an H200, but not swept as
-# tiles are:
-LEAST_SPLIT = 2  # key blocks; twice that where rows are more than a few
-FEW_ROWS = 16
-FEWEST_SPLITS = 3  # keys that do not suffice for as many are not split
-
-
 def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> tuple[Tile, int]:
     """Tiles that are meant for split-KV may have fewer rows than others, and be too many to be split where the others
     would leave half of the multiprocessors idle. The first of them says how many keys make a split."""
-    meant_for_it = split_tiles(features) if _may_split(problem) else []
+    meant_for_it = split_tiles(features) if may_split(problem) else []
     for tile in meant_for_it:
-        if (splits := _splits(problem, tile, machine.sms, meant_for_it[0].block_n)) > 1:
+        splits = splits_of_tiles(problem, tile.block_m, machine.sms, meant_for_it[0].block_n)
+        if splits > 1 or features.rows.page:
             unknown = features.scores.is_unknown
             return _without_spills(tile, features, machine, split=True) if unknown else tile, splits
     return choose_tile(features, machine), 1
-
-
-def _may_split(problem: Problem) -> bool:
-    """No kernel with dropout, or that rounds a merged state, splits."""
-    return not problem.dropout and (problem.state is None or problem.state.out is None)
-
-
-def _splits(problem: Problem, tile: Tile, sms: int, block_n: int) -> int:
-    """Splits of a tile's keys, of LEAST_SPLIT blocks of `block_n` or more, so that few tiles keep all multiprocessors
-    busy: decode, or chunked prefill."""
-    tiles = row_blocks(problem, tile.block_m) * problem.batch * problem.heads
-    least = LEAST_SPLIT * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
-    few = problem.len_k < FEWEST_SPLITS * least
-    if few or tiles * tile.consumers >= COUNTERS or not _may_split(problem):
-        return 1
-    return max(1, min(sms // max(1, tiles), problem.len_k // least))
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:

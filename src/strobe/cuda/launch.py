@@ -103,6 +103,26 @@ class Launcher:
                 launch.failed(error)
 
 
+class Planned:
+    """The launch of a plan that makes a list of work (cuda/plan_work.py), apart from the others: calls that share a
+    `strobe.paged.Plan` fill the list once."""
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        first, *others = plan.launches
+        self.size = plan.workspace["work"]
+        self.key = (device, first.kernel, first.grid, tuple(sorted(first.values.items())))
+        self._launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "work"))
+        workspace = {name: size for name, size in plan.workspace.items() if name != "work"}
+        self.rest = dataclasses.replace(plan, launches=tuple(others), workspace=workspace)
+
+    def fill(self, *tensors: Any) -> None:
+        self._launcher(*map(address, tensors))
+
+    def address(self, a: Any) -> int:
+        """Of the list, for a call with these arguments."""
+        return int(a.plan.list_for(self.key, self.fill, self.size, a.lengths, a.cu_q, a.starts).data_ptr())
+
+
 # A launch, its parameters as words, and which of all addresses go to which word, or into which tensor map that the driver
 # has to move.
 _Prepared = tuple[driver.Launch, Any, list[tuple[int, int]], list[tuple[driver.TensorMapSlot, int]]]

@@ -49,7 +49,8 @@ class Rows:
         return self.queries == "varlen" or self.keys != "dense"
 
     def config(self, pack_gqa: int = 1) -> dict[str, int | bool | str]:
-        queries = f"PackedGqaRows<{pack_gqa}>" if pack_gqa > 1 else KINDS[self.queries]
+        packed = "PackedVarlenRows" if self.queries == "varlen" else "PackedGqaRows"
+        queries = f"{packed}<{pack_gqa}>" if pack_gqa > 1 else KINDS[self.queries]
         keys = f"PagedRows<{self.page}>" if self.page else KINDS[self.keys]
         return {"Queries": queries, "Keys": keys, "kPositions": self.positions, "kPackGqa": pack_gqa}
 
@@ -98,10 +99,10 @@ class Rows:
 
 
 def pack_gqa_of(problem: Problem) -> int:
-    """Heads that the kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles.
-    The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
-    able = not problem.varlen and not problem.dropout and problem.len_q < 128 and 64 % problem.group == 0
-    return problem.group if able else 1
+    """Heads that the kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles or
+    keys lie in pages. The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
+    able = problem.k.pages is not None or (not problem.varlen and problem.len_q < 128)
+    return problem.group if able and not problem.dropout and 64 % problem.group == 0 else 1
 
 
 def stride_fields(*tensors: str) -> list[Field]:

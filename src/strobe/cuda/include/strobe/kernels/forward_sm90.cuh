@@ -74,18 +74,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     return key_blocks<Config>(p, mask(tile), tile, first_row, rows);
   }
 
-  // ---- producer: one thread -----------------------------------------------------------------------------------------
+  // ---- producer: one thread, or, of pages, all that `loads` says --------------------------------------------------
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
-    const u32 full = k.begin_load(Bytes::k);
-    load_key_tile<Config, kBlockN, kDim>(p, smem + Offset::k + k.stage * Bytes::k, &p.map_k, full, tile, head,
-                                         n * kBlockN, p.k_batch_rows);
-    k.next();
+    load_key_tile<Config, kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, &p.map_k, tile, head, n * kBlockN,
+                                         p.k_batch_rows);
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
-    const u32 full = v.begin_load(Bytes::v);
-    load_key_tile<Config, kBlockN, kDimV>(p, smem + Offset::v + v.stage * Bytes::v, &p.map_v, full, tile, head,
-                                          n * kBlockN, p.v_batch_rows);
-    v.next();
+    load_key_tile<Config, kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, &p.map_v, tile, head, n * kBlockN,
+                                          p.v_batch_rows);
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
@@ -95,15 +91,21 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
 
   STROBE_DEVICE void produce() {
+    using Work = WorkOf<Config::Keys::kPaged>;
+    const int end = Work::end(p);
 #pragma unroll 1
-    for (int index = block_idx(), next; index < p.tiles; index = next) {
-      next = take_tile(p);  // early: its latency passes during the copies
-      const Tile tile = decode_tile<Config>(index, p);
+    for (int index = Work::first(p), next; index < end; index = next) {
+      next = Work::next(p, index);  // early: its latency passes during the copies
+      const Tile tile = Work::template tile<Config>(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
     }
+    if (leads<Config>()) announce(Tile{Sequence{}, -1, 0, 0, Part{}}, false);  // no more
+  }
+  STROBE_DEVICE void announce(const Tile& tile, bool any_keys) {
     q.wait_empty();
-    publish_tile<Config>(tile_info(), Tile{Sequence{}, -1, 0, 0});  // no more
-    mbar_arrive(q.full_barrier());
+    publish_tile<Config>(tile_info(), tile);
+    if (any_keys) load_queries(tile);
+    else mbar_arrive(q.full_barrier());
   }
   STROBE_DEVICE void load_tile(const Tile& tile) {
     const Blocks blocks = blocks_of(tile, tile.row0, kBlockM);
@@ -111,10 +113,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     const bool any_keys = blocks.any();
     int n = blocks.begin();
     if (any_keys) load_keys(tile, head_k, n);
-    q.wait_empty();
-    publish_tile<Config>(tile_info(), tile);
-    if (any_keys) load_queries(tile);
-    else mbar_arrive(q.full_barrier());
+    if (leads<Config>()) announce(tile, any_keys);
     q.next();
     if (parts.merge) parts.load(p, tile, v, q);
 #pragma unroll 1
@@ -237,8 +236,9 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     return StagingO{kPrivateO ? smem + Offset::o + consumer * Bytes::o : q_tile(consumer), consumer};
   }
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row) const {
-    if constexpr (Config::kSplit) store_split<Config>(p, tile, staging(), f.o, f.softmax);
-    else {
+    if constexpr (Config::kSplit)
+      if (is_split<Config>(tile)) return store_split<Config>(p, tile, staging(), f.o, f.softmax);
+    if constexpr (!Config::kSplit || (Config::Keys::kPaged && !Config::kPartialOut)) {
       float inverse[2];
       OutputRows<Config, Params>{p, tile}.finish(f.softmax, row, inverse);
       staging().store(f.o, inverse, &p.map_o, box_of_consumer<Config>(tile, consumer),
@@ -349,7 +349,7 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
   if (warpgroup == 0) {
     regs_dec<Config::kRegsProducer>();
-    if (thread_idx() == 0) Forward(p, true).produce();
+    if (loads<Config>()) Forward(p, true).produce();
   } else {
     regs_inc<Config::kRegsConsumer>();
     Forward(p, false, warpgroup - 1).consume();

@@ -48,16 +48,20 @@ STROBE_DEVICE KeyBlocks visible_blocks(const Mask& mask, int first_query, int la
   return b;
 }
 
-// Split-KV: one of `splits` equal splits of a tile's key blocks, as far as `b`, those of one warpgroup, reach into it.
-STROBE_DEVICE KeyBlocks blocks_of_split(const KeyBlocks& b, const KeyBlocks& tile, int split, int splits) {
-  const int each = quotient(tile.end - tile.first + splits - 1, splits);
-  const int from = min(tile.first + split * each, tile.end), to = min(from + each, tile.end);
+// Those of `b` in [from, to).
+STROBE_DEVICE KeyBlocks within(const KeyBlocks& b, int from, int to) {
   KeyBlocks r;
   r.first = min(max(b.first, from), to);
   r.end = max(min(b.end, to), r.first);
   r.first_full = min(max(b.first_full, r.first), r.end);
   r.end_full = min(max(b.end_full, r.first_full), r.end);
   return r;
+}
+// Split-KV: one of `splits` equal splits of a tile's key blocks, as far as `b`, those of one warpgroup, reach into it.
+STROBE_DEVICE KeyBlocks blocks_of_split(const KeyBlocks& b, const KeyBlocks& tile, int split, int splits) {
+  const int each = quotient(tile.end - tile.first + splits - 1, splits);
+  const int from = min(tile.first + split * each, tile.end), to = min(from + each, tile.end);
+  return within(b, from, to);
 }
 
 // Those that some of `rows` rows of a tile see, in its split; none if the rows lie beyond the sequence.
@@ -72,6 +76,7 @@ STROBE_DEVICE KeyBlocks blocks_of_interval(const Params& p, const Mask& mask, co
   if (first_row >= tile.q.length) return KeyBlocks{0, 0, 0, 0};
   const KeyBlocks seen = blocks_of_rows<Config>(mask, tile, first_row, rows);
   if (!Config::kSplit) return seen;
+  if (Config::Keys::kPaged) return within(seen, tile.part.first, tile.part.end);
   return blocks_of_split(seen, blocks_of_rows<Config>(mask, tile, tile.row0, Config::kBlockM),
                          remainder(tile.work, p.splits), p.splits);
 }

@@ -78,6 +78,17 @@ template <int kHeads> struct PackedGqaRows {
     return packed_gqa_box(row / kHeads, group, s.slice);
   }
 };
+// The same of varlen queries: `first` counts queries, `length` rows.
+template <int kHeads> struct PackedVarlenRows {
+  static constexpr bool kVarlen = true;
+  STROBE_DEVICE static Span span(const int* cu, int batch, int) {
+    const Span queries = VarlenRows::span(cu, batch, 0);
+    return Span{0, queries.first, queries.length * kHeads, queries.length * kHeads};
+  }
+  template <int kRows> STROBE_DEVICE static Box box(const Span& s, int group, int row, int /*buffer_rows*/ = 0) {
+    return packed_varlen_box<kRows / kHeads>(s.first + row / kHeads, (s.used - row) / kHeads, group * kHeads);
+  }
+};
 
 // kPositions: what is in memory is a part of a longer sequence, as in context parallelism. Row r of it has position
 // offset_q + r among whole_q queries, key c has position offset_k + c among whole_k keys, and masks count positions.
@@ -116,25 +127,45 @@ template <class Config, class Params> STROBE_DEVICE Sequence sequence_of(const P
   return s;
 }
 
-// kRows keys from `row` on, to shared memory: one box or, of pages, as many as it takes. Boxes behind the last key in
-// use read nothing. An entry that is no page counts as the first or the last one.
-template <class Config, int kRows, int kColumns, class Params>
-STROBE_DEVICE void load_key_tile(const Params& p, u32 dst, const TensorMap* map, u32 bar, const Sequence& s, int head,
-                                 int row, int buffer_rows) {
+// Which threads of the producer warpgroup issue loads: of pages all of them, since tables lead to many small boxes;
+// else one. The first one alone waits for queries, publishes tiles and announces bytes.
+template <class Config> STROBE_DEVICE bool loads() { return Config::Keys::kPaged || thread_idx() == 0; }
+template <class Config> STROBE_DEVICE bool leads() { return !Config::Keys::kPaged || thread_idx() == 0; }
+
+// kRows keys from `row` on, to the next buffer of a ring: one box or, of pages, as many as it takes. Boxes behind the
+// last key in use read nothing. An entry that is no page counts as the first or the last one.
+template <class Config, int kRows, int kColumns, class Ring, class Params>
+STROBE_DEVICE void load_key_tile(const Params& p, Ring& ring, u32 buffers, u32 bytes, const TensorMap* map,
+                                 const Sequence& s, int head, int row, int buffer_rows) {
   using Keys = typename Config::Keys;
   if constexpr (Keys::kPaged) {
-    constexpr int kBox = Keys::box_rows(kRows);
+    // Neighbouring boxes go to different warps: a warp issues them one by one. A table entry is read before the wait
+    // for the buffer, so that its latency is hidden.
+    constexpr int kBox = Keys::box_rows(kRows), kPanels = panels(kColumns), kBoxes = kRows / kBox * kPanels;
+    constexpr int kEach = (kBoxes + 127) / 128;
     const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + s.batch) : s.batch * p.table_width);
-#pragma unroll 1
-    for (int r = row; r < row + kRows; r += kBox, dst += kBox * kPanelRowBytes) {
-      const int index = quotient(r, p.page_size), left = s.k.used - r;
-      const int page = left > 0 ? max(0, min(p.pages - 1, ld_global(entries + index))) : 0;
-      const Box box = clipped_box<kBox>(page * buffer_rows + r - index * p.page_size, left, head);
-      tma_load_tile<false, kRows, kColumns>(dst, map, bar, box);
+    const int first = thread_idx() % 32 * 4 + thread_idx() / 32;
+    Box boxes[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int r = row + (first + 128 * i) / kPanels * kBox, index = quotient(r, p.page_size), left = s.k.used - r;
+      const int page = first + 128 * i < kBoxes && left > 0 ? max(0, min(p.pages - 1, ld_global(entries + index))) : 0;
+      boxes[i] = clipped_box<kBox>(page * buffer_rows + r - index * p.page_size, left, head);
     }
-  } else
-    tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(dst, map, bar,
+    ring.wait_empty();
+    if (leads<Config>()) mbar_arrive_expect_tx(ring.full_barrier(), bytes);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int at = first + 128 * i, panel = at % kPanels;
+      const u32 dst = buffers + ring.stage * bytes + (panel * kRows + at / kPanels * kBox) * kPanelRowBytes;
+      if (at < kBoxes) tma_load_panel(dst, map, ring.full_barrier(), boxes[i], panel);
+    }
+  } else {
+    const u32 full = ring.begin_load(bytes);
+    tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, map, full,
                                                            Keys::template box<kRows>(s.k, head, row, buffer_rows));
+  }
+  ring.next();
 }
 
 // The mask of a sequence of which `rows` rows and `keys` keys are in memory. It takes queries: row / kPackGqa.

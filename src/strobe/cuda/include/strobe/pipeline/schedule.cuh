@@ -7,11 +7,18 @@ namespace strobe {
 
 // ---- tiles of queries -----------------------------------------------------------------------------------------------
 
+// An item of a work list has key blocks [first, end) of a tile. The tile has `count` parts; their results lie in
+// first_slot, then in every other slot from 2 (first_slot / 2 + 1) on (kernels/plan_work.cuh).
+struct Part {
+  int first, end, first_slot, count;
+};
+
 // Rows [row0, row0 + kBlockM) of one head. Rows and keys count from the start of the sequence in memory. With packed
 // GQA, kPackGqa heads of a group are rows of one tile: row r is query r / kPackGqa of head r % kPackGqa of the group.
 struct Tile : Sequence {
   int row0, head;
-  int work;  // its number; with split-KV that of one split of the tile
+  int work;   // its number; with split-KV that of one split of the tile, from a work list the slot of its result
+  Part part;  // from a work list
 };
 
 // The 64 rows of a consumer, in a tensor of queries.
@@ -29,7 +36,7 @@ template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, c
   const int head0 = section * p.section, width = min(p.section, heads_in_all - head0);
   const int block = quotient(rest, width), bh = head0 + rest - block * width;
   const int batch = quotient(bh, p.heads);
-  Tile t{Sequence{}, (p.row_blocks - 1 - block) * Config::kBlockM, bh - batch * p.heads, work};
+  Tile t{Sequence{}, (p.row_blocks - 1 - block) * Config::kBlockM, bh - batch * p.heads, work, Part{}};
   static_cast<Sequence&>(t) = sequence_of<Config>(p, batch);
   t.k.length = t.k.used;
   return t;
@@ -40,6 +47,34 @@ template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, c
 template <class Params> STROBE_DEVICE int take_tile(const Params& p) {
   return grid_dim() + atomic_inc_wrap(p.counter, p.tiles - 1);
 }
+
+// The tiles that a block works on: those that it takes from the counter or, of paged keys, those of its piece of the
+// work list, whose records are 8 numbers: first the pieces, [first, end) of the items, then the items.
+template <bool kListed> struct WorkOf {
+  template <class Params> STROBE_DEVICE static int first(const Params&) { return block_idx(); }
+  template <class Params> STROBE_DEVICE static int end(const Params& p) { return p.tiles; }
+  template <class Params> STROBE_DEVICE static int next(const Params& p, int) { return take_tile(p); }
+  template <class Config, class Params> STROBE_DEVICE static Tile tile(int index, const Params& p) {
+    return decode_tile<Config>(index, p);
+  }
+};
+template <> struct WorkOf<true> {
+  template <class Params> STROBE_DEVICE static int first(const Params& p) {
+    return ld_global(p.work + 8 * block_idx());
+  }
+  template <class Params> STROBE_DEVICE static int end(const Params& p) {
+    return ld_global(p.work + 8 * block_idx() + 1);
+  }
+  template <class Params> STROBE_DEVICE static int next(const Params&, int index) { return index + 1; }
+  template <class Config, class Params> STROBE_DEVICE static Tile tile(int index, const Params& p) {
+    const int* const item = p.work + 8 * (grid_dim() + index);
+    const u32x4 x = ld_global_x4(item), y = ld_global_x4(item + 4);
+    Tile t{Sequence{}, int(x.z), int(x.y), int(x.w), Part{int(y.x), int(y.y), int(y.z), int(y.w)}};
+    static_cast<Sequence&>(t) = sequence_of<Config>(p, int(x.x));
+    t.k.length = t.k.used;
+    return t;
+  }
+};
 
 STROBE_DEVICE void publish_positions(u32 slot, const Positions& at) {
   st_shared(slot, u32x4{u32(at.offset_q), u32(at.whole_q), u32(at.offset_k), u32(at.whole_k)});
@@ -52,14 +87,18 @@ STROBE_DEVICE Positions read_positions(u32 slot) {
 
 // The tile info slot: the producer publishes where a tile lies, since to work that out takes several divisions. Its
 // arrival on a full barrier makes it visible. Positions lie behind it, for those who need them: they take registers.
-constexpr u32 kTileInfoPositions = 32;  // where they begin
+constexpr u32 kTileInfoPositions = 32, kTileInfoPart = 48;  // where they begin, and the part of listed work
 template <class Config> STROBE_DEVICE void publish_tile(u32 slot, const Tile& t) {
   st_shared(slot, u32x4{u32(t.row0), u32(t.head), u32(t.batch), u32(t.q.length)});
   st_shared(slot + 16, u32x4{u32(t.k.length), u32(t.q.first), u32(t.k.first), u32(t.work)});
   if (Config::kPositions) publish_positions(slot + kTileInfoPositions, t.positions);
+  if (Config::Keys::kPaged)
+    st_shared(slot + kTileInfoPart,
+              u32x4{u32(t.part.first), u32(t.part.end), u32(t.part.first_slot), u32(t.part.count)});
 }
 template <class Config> STROBE_DEVICE Tile read_tile(u32 slot) {
   const u32x4 x = ld_shared_x4(slot), y = ld_shared_x4(slot + 16);
+  const u32x4 z = Config::Keys::kPaged ? ld_shared_x4(slot + kTileInfoPart) : u32x4{};
   sync_warp();  // likewise
   const int batch = int(x.z), keys = int(y.x);
   Tile t;
@@ -68,6 +107,7 @@ template <class Config> STROBE_DEVICE Tile read_tile(u32 slot) {
   t.k = Span{Config::Keys::kVarlen ? 0 : batch, int(y.z), keys, keys};
   t.positions = Positions{};
   t.row0 = int(x.x), t.head = int(x.y), t.work = int(y.w);
+  t.part = Part{int(z.x), int(z.y), int(z.z), int(z.w)};
   return t;
 }
 

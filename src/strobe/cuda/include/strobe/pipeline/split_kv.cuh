@@ -18,16 +18,32 @@ template <class Config, class Params, class Staging> struct SplitKV {
   const Staging& staging;  // of this consumer
   OutputRows<Config, Params> out{p, tile};
 
+  // Results lie in slots. Splits of equal size have neighbours, parts of listed work every other slot behind the first.
+  static constexpr bool kListed = Config::Keys::kPaged;
+  static constexpr int kStep = kListed ? 2 * kSplitStride : kSplitStride;
   STROBE_DEVICE int tile_index() const { return quotient(tile.work, p.splits); }
+  STROBE_DEVICE int splits() const { return kListed ? tile.part.count : p.splits; }
+  STROBE_DEVICE int first_slot() const { return kListed ? tile.part.first_slot & ~1 : tile_index() * p.splits; }
+  STROBE_DEVICE int my_slot() const {
+    return kListed ? tile.work : tile_index() * p.splits + remainder(tile.work, p.splits);
+  }
+  // The counter of its slot may belong to the next tile already.
+  STROBE_DEVICE bool alone() const { return kListed && splits() == 1; }
+  STROBE_DEVICE int ahead(int split) const {  // how far the first part's slot lies behind its place
+    return kListed && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
+  }
   STROBE_DEVICE int first_row() const { return tile.row0 + 64 * staging.consumer; }
-  STROBE_DEVICE float* partial(int split) const {
-    return p.partial + (i64(tile_index() * p.splits + split) * kConsumers + staging.consumer) * kFloats;
+  STROBE_DEVICE float* partial(int slot) const {
+    return p.partial + (i64(slot) * kConsumers + staging.consumer) * kFloats;
+  }
+  STROBE_DEVICE u32* counter() const {
+    return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
   }
 
   // Stores this split's partial result and returns whether it was the last one.
   template <class O> STROBE_DEVICE bool store_partial(const O& o, const Softmax<>& softmax) const {
     const int tid = thread_idx() % 128, lane = tid % 32, rows = tile.q.length - first_row();
-    float* mine = partial(remainder(tile.work, p.splits));
+    float* mine = partial(my_slot());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int eight = tid / 32 * 16 + 8 * r, row = eight + lane / 4;
@@ -40,12 +56,11 @@ template <class Config, class Params, class Staging> struct SplitKV {
     staging.acquire();
     if (tid == 0) {
       fence_device();
-      st_shared(splits_before,
-                atomic_inc_wrap(p.counter + 1 + tile_index() * kConsumers + staging.consumer, p.splits - 1));
+      st_shared(splits_before, alone() ? 0 : atomic_inc_wrap(counter(), splits() - 1));
       fence_device();
     }
     sync_warpgroup(staging.consumer);
-    const bool last = ld_shared(splits_before) == u32(p.splits - 1);
+    const bool last = ld_shared(splits_before) == u32(splits() - 1);
     sync_warpgroup(staging.consumer);  // all have read it
     if (!last) fence_proxy_async();    // a bulk copy may write there next
     return last;
@@ -56,7 +71,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
     constexpr int kMost = kPanel * Staging::kPanelsAtOnce;
     const int rows = min(64, tile.q.length - first_row());
-    const float* partials = partial(0);
+    const float* partials = partial(first_slot());
 #pragma unroll 1
     for (int panel = 0; panel < panels(kDimV); panel += Staging::kPanelsAtOnce) {
       const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kPieces,
@@ -97,17 +112,18 @@ template <class Config, class Params, class Staging> struct SplitKV {
     const float *values = partials + row * kDimV + column, *statistics = partials + 64 * kDimV + 2 * row;
     m = neg_inf(), l = 0.f;
 #pragma unroll 1
-    for (int split = 0; split < p.splits; split += kAtOnce) {
+    for (int split = 0; split < splits(); split += kAtOnce) {
       float x[kAtOnce][kPieces][4], ml[kAtOnce][2], now = m;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const bool exists = split + j < p.splits;
-        ld_global_l2(ml[j], statistics + j * kSplitStride, exists);
+        const bool exists = split + j < splits();
+        ld_global_l2(ml[j], statistics + j * kStep + ahead(split + j), exists);
         if (!exists) ml[j][0] = neg_inf();
 #pragma unroll
-        for (int c = 0; c < kPieces; ++c) ld_global_l2(x[j][c], values + j * kSplitStride + c * stride, exists);
+        for (int c = 0; c < kPieces; ++c)
+          ld_global_l2(x[j][c], values + j * kStep + ahead(split + j) + c * stride, exists);
       }
-      statistics += kAtOnce * kSplitStride, values += kAtOnce * kSplitStride;
+      statistics += kAtOnce * kStep, values += kAtOnce * kStep;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) now = fmax(now, ml[j][0]);
       const float safe = now == neg_inf() ? 0.f : now, past = exp2_approx((m - safe) * p.scale_log2);
@@ -126,6 +142,10 @@ template <class Config, class Params, class Staging> struct SplitKV {
   }
 };
 
+// Whether others have keys of a tile, too. Partial outputs take the same way in any case.
+template <class Config> STROBE_DEVICE bool is_split(const Tile& tile) {
+  return !Config::Keys::kPaged || Config::kPartialOut || warp_uniform(tile.part.count) > 1;
+}
 // The epilogue of a consumer's 64 rows: the partial result of this split and, by the last one, the merge.
 template <class Config, class Params, class Staging, class O>
 STROBE_DEVICE void store_split(const Params& p, const Tile& tile, const Staging& staging, const O& o,

@@ -6,7 +6,8 @@
 //               a tile (kOneBox); else there is one box a panel, and what lies beyond the head dim reads as zero.
 //   clipped     (columns, rows in the box, heads, rows in memory, kFar). A box that starts at row `clip` of itself ends
 //               where the sequence does.
-//   packed GQA  (columns, heads of a group, queries, key heads, batch).
+//   packed GQA  (columns, heads of a group, queries, key heads, batch); of varlen queries
+//               (columns, heads, queries in the box, queries in memory, kFar), which is clipped, too.
 #pragma once
 #include <strobe/ptx/tma.cuh>
 #include <strobe/tile/swizzle.cuh>
@@ -25,6 +26,10 @@ template <int kRows> STROBE_DEVICE Box clipped_box(int row, int rows_left, int h
   const int clip = max(0, kRows - rows_left);
   return Box{clip, head, kFar + row - clip, kFar};
 }
+template <int kQueries> STROBE_DEVICE Box packed_varlen_box(int query, int queries_left, int head) {
+  const int clip = max(0, kQueries - queries_left);
+  return Box{head, clip, kFar + query - clip, kFar};
+}
 STROBE_DEVICE Box packed_gqa_box(int query, int head_k, int batch) { return Box{0, query, head_k, batch}; }
 
 template <bool kOneBox, int kRows, int kColumns>
@@ -32,6 +37,9 @@ STROBE_DEVICE void tma_load_tile(u32 dst, const TensorMap* map, u32 bar, const B
 #pragma unroll
   for (int panel = 0; panel < (kOneBox ? 1 : panels(kColumns)); ++panel)
     tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel, b.c1, b.c2, b.c3, b.c4);
+}
+STROBE_DEVICE void tma_load_panel(u32 dst, const TensorMap* map, u32 bar, const Box& b, int panel) {
+  tma_load_5d(dst, map, bar, panel * kPanel, b.c1, b.c2, b.c3, b.c4);
 }
 
 // Panels [panel, panel + count) of a tile, one box each, to `dst`.

@@ -1,0 +1,111 @@
+// Plans the work of paged calls: a list of items in device memory, so that lengths are never read back.
+//
+// A tile is kBlockM rows of one head of one sequence; its length is the key blocks that they see, at least one. All
+// tiles, heads outermost, form a line, which is cut into equal pieces, one for each block of the kernel that follows.
+// An item is what a piece has of a tile. Piece c leaves the result of its first item in slot 2 c and that of its last
+// one in slot 2 c + 1, since it cuts no others. Tile t in piece c is item t + c: along the line one of the two grows.
+//
+// One thread block a head; each adds up all sequences, of which a thread has neighbours.
+#pragma once
+#include <strobe/pipeline/blocks.cuh>
+#include <strobe/pipeline/schedule.cuh>
+
+namespace strobe {
+
+template <class Config, class Mask, class Params> struct PlanWork {
+  static constexpr int kThreads = Config::kThreads;
+  const Params& p;
+  u64 line, tiles;   // lengths of one head's tiles in all, and how many they are
+  u64 total, count;  // of all heads, and pieces that are not empty
+
+  // ---- the line
+  // ------------------------------------------------------------------------------------------------------ Sums of all
+  // threads before this one, and of all.
+  STROBE_DEVICE static u32 sum_before(u32 mine, u32 buffer, u32& all) {
+    const int lane = thread_idx() % 32, warp = thread_idx() / 32;
+    const u32 upto = sum_of_lanes(mine, lane);
+    if (lane == 31) st_shared(buffer + 4 * warp, upto);
+    sync_block();
+    const u32 of_warp = lane < kThreads / 32 ? ld_shared(buffer + 4 * lane) : 0, warps = sum_of_lanes(of_warp, lane);
+    all = shfl(warps, 31);
+    return shfl(warps - of_warp, warp) + upto - mine;
+  }
+  STROBE_DEVICE static u32 sum_of_lanes(u32 x, int lane) {  // up to this one
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const u32 other = shfl(x, lane >= by ? lane - by : 0);
+      x += lane >= by ? other : 0;
+    }
+    return x;
+  }
+  STROBE_DEVICE u64 begin(u64 piece) const { return piece * total / count; }
+  STROBE_DEVICE u64 piece_of(u64 position) const { return ((position + 1) * count - 1) / total; }
+
+  // Calls visit(row0, blocks) for each tile of a sequence.
+  template <class Visit> STROBE_DEVICE void for_each_tile(int batch, Visit visit) const {
+    Tile tile{};
+    static_cast<Sequence&>(tile) = sequence_of<Config>(p, batch);
+    tile.k.length = tile.k.used;
+    const Mask mask = mask_of<Mask, Config>(p, tile.q.length, tile.k.length, tile.positions);
+#pragma unroll 1
+    for (int row = 0; row < tile.q.length; row += Config::kBlockM)
+      visit(row, blocks_of_rows<Config>(mask, tile, row, Config::kBlockM));
+  }
+  STROBE_DEVICE static int length_of(const KeyBlocks& b) { return max(1, b.end - b.first); }
+
+  // ---- pieces and items
+  // ---------------------------------------------------------------------------------------------- Where every tile
+  // would be cut, nearly as many pieces as there are blocks, but the same number for each tile.
+  STROBE_DEVICE u64 pieces() const {
+    const u64 most = u64(p.pieces), all = tiles * p.heads;
+    if (all == 0) return 0;
+    const u64 even = most / all * all;
+    const u64 wanted = even * 32 >= most * 31 ? even : most;
+    return total < wanted ? total : wanted;
+  }
+  STROBE_DEVICE void write_record(int record, u32x4 x, u32x4 y) const {
+    st_global(static_cast<void*>(p.work + 8 * record), x);
+    st_global(static_cast<void*>(p.work + 8 * record + 4), y);
+  }
+  STROBE_DEVICE void write_tile(int batch, int head, int row0, const KeyBlocks& blocks, u64 tile, u64 start) const {
+    const u64 end = start + length_of(blocks);
+    const int first = int(piece_of(start)), last = int(piece_of(end - 1));
+    const u32 parts = last - first + 1, first_slot = parts == 1 || begin(first) != start ? 2 * first + 1 : 2 * first;
+#pragma unroll 1
+    for (int c = first; c <= last; ++c) {
+      const u64 from = begin(c), to = begin(c + 1);
+      const int item = int(tile) + c;
+      const u32 b0 = blocks.first + (from > start ? u32(from - start) : 0),
+                b1 = to < end ? blocks.first + u32(to - start) : blocks.end;
+      write_record(p.pieces + item, u32x4{u32(batch), u32(head), u32(row0), c == first ? first_slot : 2 * c},
+                   u32x4{b0, b1, first_slot, parts});
+      if (from >= start) st_global(p.work + 8 * c, u32(item));
+      if (to <= end) st_global(p.work + 8 * c + 1, u32(item + 1));
+    }
+  }
+
+  STROBE_DEVICE void run() {
+    const int each = (p.batch + kThreads - 1) / kThreads, from = thread_idx() * each, to = min(from + each, p.batch);
+    u32 length = 0, number = 0, all_length, all_number;
+    for (int batch = from; batch < to; ++batch)
+      for_each_tile(batch, [&](int, const KeyBlocks& b) { length += length_of(b), ++number; });
+    u64 start = sum_before(length, smem_base(), all_length), tile = sum_before(number, smem_base() + 128, all_number);
+    line = all_length, tiles = all_number, total = line * p.heads, count = pieces();
+    for (int c = int(count) + thread_idx(); block_idx() == 0 && c < p.pieces; c += kThreads) {
+      st_global(p.work + 8 * c, 0u), st_global(p.work + 8 * c + 1, 0u);  // empty
+    }
+    if (block_idx() == 0 && thread_idx() == 0) st_global(p.work + 7, u32(p.pieces));  // for those who read the list
+    start += line * block_idx(), tile += tiles * block_idx();
+    for (int batch = from; batch < to; ++batch)
+      for_each_tile(batch, [&](int row0, const KeyBlocks& b) {
+        write_tile(batch, block_idx(), row0, b, tile, start);
+        start += length_of(b), ++tile;
+      });
+  }
+};
+
+template <class Config, class Mask, class Params> STROBE_DEVICE void plan_work(const Params& p) {
+  PlanWork<Config, Mask, Params>{p, 0, 0, 0, 0}.run();
+}
+
+}  // namespace strobe
