@@ -133,15 +133,22 @@ def _facts(t: torch.Tensor) -> tuple[Any, ...]:
 def _more(a: Arguments) -> tuple[Any, ...] | None:
     """The part of the signature that most calls do not have: facts about other tensors than q, k and v. First: whether
     one of them needs a gradient."""
-    tensors = _tensors(a)
-    if any(t is not None and (t.__class__ not in PLAIN or t.layout is not _strided) for t in tensors):
-        return None
+    facts: list[Any] = []
+    for t in _tensors(a):
+        if t is None:
+            facts.append(None)
+        elif t.__class__ not in PLAIN or t.layout is not _strided:
+            return None
+        else:
+            facts.append((t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()))
     out, state_out = a.out, a.state_out
-    if out is not None and any(t is not None and t.__class__ in PLAIN and same_storage(t, out) for t in _read(a)):
-        return None  # whether they overlap depends on their addresses
-    alignment = [t.data_ptr() & 15 for t in (out, state_out) if t is not None]
-    needs_grad = _is_grad_enabled() and any_requires_grad(a)
-    return needs_grad, tuple(None if t is None else _facts(t) for t in tensors), *alignment
+    if out is not None:
+        if any(t is not None and t.__class__ in PLAIN and same_storage(t, out) for t in _read(a)):
+            return None  # whether they overlap depends on their addresses
+        facts.append(out.data_ptr() & 15)
+    if state_out is not None:
+        facts.append(state_out.data_ptr() & 15)
+    return _is_grad_enabled() and any_requires_grad(a), tuple(facts)
 
 
 def lookup(a: Arguments) -> BoundCall:

@@ -74,22 +74,28 @@ def attention_paged(
     """
     if wrong:
         raise unknown_keyword(attention_paged, wrong)
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if t is not None:
-            raise Unsupported(f"{name} was given, but there are no 8-bit keys and values yet")
+    if k_scale is not None or v_scale is not None:
+        name = "v_scale" if k_scale is None else "k_scale"
+        raise Unsupported(f"{name} was given, but there are no 8-bit keys and values yet")
     if invariant:
         raise Unsupported("invariant=True: no backend promises the same bits whatever is beside a row yet")
     k, v = in_order(k, v, layout)
     if plan is not None:
         plan.check_call()
-    entries, indptr = _entries(table)
+    entries, indptr = (table, None) if isinstance(table, torch.Tensor) else _entries(table)
     if lengths is None:
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
-    a = Arguments(
-        q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
-        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, tail=tail, plan=plan,
+    a = _arguments(
+        Arguments,
+        (
+            q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out,
+            return_lse, False, backend, None, False, 0, None, None, entries, indptr, lengths, starts, tail, plan,
+        ),
     )  # fmt: skip
     return attend(a) if not shared else _with_levels(a, shared)
+
+
+_arguments = tuple.__new__  # what Arguments(...) does, without a call in between
 
 
 def _entries(table: Any) -> tuple[Any, Any]:

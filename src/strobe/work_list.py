@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-# Fills a list: (lengths, cu_q, starts, list).
+# Fills a list: (lengths, cu_q, starts, memory).
 Planner = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor], None]
 
 
 @dataclass
-class _List:
+class WorkList:
     fill: Planner
-    work: torch.Tensor
+    memory: torch.Tensor  # the list, and behind it room for partial results
     sequences: int
     packed: bool  # queries have a cu_q
     step: int = -1  # of the plan, in which it was filled
@@ -28,12 +28,12 @@ class _List:
 class Plan:
     """The work of a step, for all layers. Call `update` once a step, and pass the plan as `plan=`: the first call of each kind
     (mask, heads, head dim, page size) makes its list, later layers and steps find it. Lists stay where they are, so a
-    captured CUDA graph finds them, whether `update` is captured or called before each replay. Nothing is read back.
-    Backends that need no list take a plan and ignore it."""
+    captured CUDA graph finds them, whether `update` is captured or called before each replay. Nothing is read back. Calls
+    that share a plan run one after the other, on one stream. Backends that need no list ignore it."""
 
     def __init__(self) -> None:
-        self._lists: dict[Hashable, _List] = {}
-        self._step = -1
+        self._lists: dict[Hashable, WorkList] = {}
+        self.step = -1  # how often it was updated, less one
 
     def update(
         self, lengths: torch.Tensor, cu_q: torch.Tensor | None = None, *, starts: torch.Tensor | None = None
@@ -47,15 +47,15 @@ class Plan:
             if t is not None and (tuple(t.shape) != (size,) or t.dtype != torch.int32 or t.device != lengths.device):
                 found = f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
                 raise ValueError(f"{name} must be int32 of shape ({size},) on {lengths.device}; got {found}")
-        self._step += 1
+        self.step += 1
         for known in self._lists.values():
             same = known.sequences == len(lengths) and known.packed == (cu_q is not None)
-            if same and known.work.device == lengths.device:
-                known.fill(lengths, cu_q, starts, known.work)
-                known.step = self._step
+            if same and known.memory.device == lengths.device:
+                known.fill(lengths, cu_q, starts, known.memory)
+                known.step = self.step
 
     def check_call(self) -> None:
-        if self._step < 0:
+        if self.step < 0:
             raise ValueError("plan has no work yet: call plan.update(lengths, cu_q) first")
 
     def list_for(
@@ -66,22 +66,22 @@ class Plan:
         lengths: torch.Tensor,
         cu_q: torch.Tensor | None,
         starts: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The list of calls with this key, of `size` bytes; filled now if this step has not met such a call."""
+    ) -> WorkList:
+        """The list of calls with this key, in `size` bytes; filled now if this step has not met such a call."""
         known = self._lists.get(key)
         if known is None:
-            work = torch.empty(size // 4, dtype=torch.int32, device=lengths.device)
-            known = self._lists[key] = _List(fill, work, len(lengths), cu_q is not None)
-        if known.step != self._step:
-            known.fill(lengths, cu_q, starts, known.work)
-            known.step = self._step
-        return known.work
+            memory = torch.empty(size // 4, dtype=torch.int32, device=lengths.device)
+            known = self._lists[key] = WorkList(fill, memory, len(lengths), cu_q is not None)
+        if known.step != self.step:
+            known.fill(lengths, cu_q, starts, known.memory)
+            known.step = self.step
+        return known
 
     def describe(self) -> str:
         """The lists that there are. Waits for the device."""
         if not self._lists:
             return "no lists yet: no kernel has asked for one"
-        return "\n".join(_described(known.work.view(-1, 8).cpu()) for known in self._lists.values())
+        return "\n".join(_described(known.memory.view(-1, 8).cpu()) for known in self._lists.values())
 
 
 def _described(records: torch.Tensor) -> str:

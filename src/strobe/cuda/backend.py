@@ -268,11 +268,11 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
             if a.plan is not None and "work" in plan.workspace:
                 planned = Planned(plan, device)
                 plan = planned.rest
-            launcher = Launcher(plan, device, (*x, *(("work",) if planned else ())))
+            launcher = Launcher(plan, device, (*x, *(planned.names if planned else ())))
             given = {**_given(a), "o": x["o"] if a.out is None else a.out, "state": a.state_out}
             if _nothing_copied(given, x):
                 bound.run = _repeated(launcher, planned, device, a, x)
-        launcher(*map(address, x.values()), *((planned.address(a),) if planned else ()))
+        launcher(*map(address, x.values()), *(planned.addresses(a) if planned else ()))
         if a.out is None:
             return x["o"], x.get("lse")
         return a.out if x["o"] is a.out else a.out.copy_(x["o"]), x.get("lse")
@@ -304,7 +304,7 @@ def _repeated(launcher: Launcher, planned: Planned | None, device: int, a: Argum
         if has_state:
             found.append(a.state_out.data_ptr())
         if planned is not None:
-            found.append(planned.address(a))
+            found += planned.addresses(a)
         launcher(*found)
         return out, lse
 

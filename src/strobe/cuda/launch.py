@@ -105,22 +105,30 @@ class Launcher:
 
 class Planned:
     """The launch of a plan that makes a list of work (cuda/plan_work.py), apart from the others: calls that share a
-    `strobe.paged.Plan` fill the list once."""
+    `strobe.paged.Plan` fill the list once. What the plan keeps is the list, and behind it the workspace of the others."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         first, *others = plan.launches
-        self.size = plan.workspace["work"]
-        self.key = (device, first.kernel, first.grid, tuple(sorted(first.values.items())))
+        sizes = {"work": plan.workspace["work"], **plan.workspace}
+        self.names = tuple(sizes)
+        self._offsets = [sum(map(padded, list(sizes.values())[:i])) for i in range(len(sizes))]
+        self._size = sum(map(padded, sizes.values()))
+        self._key = (device, first.kernel, first.grid, tuple(sorted(first.values.items())), self._size)
         self._launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "work"))
-        workspace = {name: size for name, size in plan.workspace.items() if name != "work"}
-        self.rest = dataclasses.replace(plan, launches=tuple(others), workspace=workspace)
+        self.rest = dataclasses.replace(plan, launches=tuple(others), workspace={})
+        self._last: tuple[Any, Any] = (None, None)  # a plan, and its list; to look one up takes long
 
-    def fill(self, *tensors: Any) -> None:
+    def addresses(self, a: Any) -> list[int]:
+        """Of `names`, for a call with these arguments."""
+        plan, known = self._last
+        if plan is not a.plan or known.step != plan.step:
+            known = a.plan.list_for(self._key, self._fill, self._size, a.lengths, a.cu_q, a.starts)
+            self._last = a.plan, known
+        start = known.memory.data_ptr()
+        return [start + offset for offset in self._offsets]
+
+    def _fill(self, *tensors: Any) -> None:
         self._launcher(*map(address, tensors))
-
-    def address(self, a: Any) -> int:
-        """Of the list, for a call with these arguments."""
-        return int(a.plan.list_for(self.key, self.fill, self.size, a.lengths, a.cu_q, a.starts).data_ptr())
 
 
 # A launch, its parameters as words, and which of all addresses go to which word, or into which tensor map that the driver
