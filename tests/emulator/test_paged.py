@@ -16,6 +16,8 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 LENGTHS, COUNTS = [37, 0, 150, 100, 99, 1, 16], [1, 2, 40, 1, 0, 1, 5]
 CASES: dict[str, dict[str, Any]] = {
     "packed_16": {"page": 16},
+    "packed_1": {"page": 1},
+    "gqa_12": {"page": 12, "counts": [2] * 7},
     "packed_48_window": {"page": 48, "mask": strobe.window(20, 0)},
     "packed_256_full": {"page": 256, "mask": None},
     "gqa_8": {"page": 8, "counts": [2] * 7},
@@ -31,7 +33,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
 
 
-@pytest.mark.parametrize("name", everyday(list(CASES), ("packed_16", "gqa_16_indptr")))
+@pytest.mark.parametrize("name", everyday(list(CASES), ("packed_16", "packed_1", "gqa_16_indptr")))
 def test_against_the_textbook(name: str) -> None:
     case = dict(CASES[name])
     page, counts, indptr = case.pop("page"), case.pop("counts", None), case.pop("indptr", False)

@@ -235,7 +235,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
         "kOneBoxPerTile": one_box,
     }
     if features.rows.page and tile.consumers == 2:  # all threads of the producer load, and know a table
-        config |= {"kRegsProducer": 56, "kRegsConsumer": 224}
+        config |= {"kRegsProducer": 72, "kRegsConsumer": 216}
     flags = f"{' split' if split else ''}{f' pack_gqa{pack_gqa}' if pack_gqa > 1 else ''}{'' if one_box else ' panels'}"
     widths = [keys // 2, keys] if keys % 32 == 0 else [keys]  # S of a block of keys, or of half of one
     return TemplateKernel(

@@ -17,7 +17,7 @@ from strobe.problem import Problem, Strides
 # Kind -> the struct of pipeline/rows.cuh. buffer: (batch, heads, length, dim) of which sequences fill a part.
 KINDS = {"dense": "DenseRows", "varlen": "VarlenRows", "buffer": "BufferRows", "paged": "PagedRows"}
 _PAGED = ("table", "indptr", "lengths", "starts")
-_LARGEST_BOX = 256  # rows
+_LARGEST_BOX, _SMALLEST_BOX = 256, 8  # rows; those of smaller pages are gathered one by one
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Rows:
     queries: str = "dense"
     keys: str = "dense"
     positions: bool = False  # what is in memory is a part of a longer sequence
-    page: int = 0  # divides the rows of a page
+    page: int = 0  # divides the rows of a page; 1: rows are gathered
 
     @staticmethod
     def of(problem: Problem) -> Rows:
         queries = "varlen" if problem.q.varlen else "dense"
         if problem.k.pages is not None:
-            return Rows(queries, "paged", True, math.gcd(problem.k.pages.size, _LARGEST_BOX))
+            page = math.gcd(problem.k.pages.size, _LARGEST_BOX)
+            return Rows(queries, "paged", True, page if page >= _SMALLEST_BOX else 1)
         keys = "varlen" if problem.k.varlen else "buffer" if problem.k.positions else "dense"
         return Rows(queries, keys, problem.positions)
 
@@ -90,8 +91,8 @@ class Rows:
             return None
         if problem.tail:
             return "a tail of a tree"
-        if pages.size % 8:
-            return f"pages of {pages.size} rows; the kernels take multiples of 8"
+        if pages.size % _SMALLEST_BOX:
+            return None
         for page, _, row in problem.k.strides:
             if row <= 0 or page % row or pages.count * (page // row) >= 1 << 30:
                 return "pages that whole rows do not lead to, or too far"

@@ -43,6 +43,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   RingQ q;
   RingKV k, v;
   Parts parts;
+  KeyLoader<Config> loader;
   bool producer;
   int consumer;
   PingPong<Config::kPingPong, kConsumers> turns;  // one turn for every key block of the tile but the first
@@ -55,8 +56,9 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   STROBE_DEVICE static void init_barriers() {
     // A Q slot is empty once every warp is done with Q, or every warpgroup's O has left from there.
     RingQ::init(smem_base() + Offset::ring_q, kPrivateO ? 4 * kConsumers : kConsumers);
-    RingKV::init(smem_base() + Offset::ring_k, 4 * kConsumers);  // one arrival a warp
-    RingKV::init(smem_base() + Offset::ring_v, 4 * kConsumers);
+    constexpr int kToFull = Config::Keys::kGathered ? 128 : 1;
+    RingKV::init(smem_base() + Offset::ring_k, 4 * kConsumers, kToFull);  // one arrival a warp
+    RingKV::init(smem_base() + Offset::ring_v, 4 * kConsumers, kToFull);
     Parts::init(smem_base() + Offset::state_barriers);
     mbar_init_fence();
   }
@@ -76,12 +78,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // ---- producer: one thread, or, of pages, all that `loads` says --------------------------------------------------
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
-    load_key_tile<Config, kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, &p.map_k, tile, head, n * kBlockN,
-                                         p.k_batch_rows);
+    loader.template load<kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), tile, head, n * kBlockN);
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
-    load_key_tile<Config, kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, &p.map_v, tile, head, n * kBlockN,
-                                          p.v_batch_rows);
+    loader.template load<kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), tile, head, n * kBlockN);
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
@@ -92,13 +92,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   STROBE_DEVICE void produce() {
     using Work = WorkOf<Config::Keys::kPaged>;
-    const int end = Work::end(p);
 #pragma unroll 1
-    for (int index = Work::first(p), next; index < end; index = next) {
+    for (int index = Work::first(p), end = Work::end(p), next; index < end; index = next) {
       next = Work::next(p, index);  // early: its latency passes during the copies
       const Tile tile = Work::template tile<Config>(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
     }
+    loader.finish();
     if (leads<Config>()) announce(Tile{Sequence{}, -1, 0, 0, Part{}}, false);  // no more
   }
   STROBE_DEVICE void announce(const Tile& tile, bool any_keys) {
@@ -113,6 +113,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     const bool any_keys = blocks.any();
     int n = blocks.begin();
     if (any_keys) load_keys(tile, head_k, n);
+    else loader.finish();  // or the tile before would wait for its last values, and this one for the tile before
     if (leads<Config>()) announce(tile, any_keys);
     q.next();
     if (parts.merge) parts.load(p, tile, v, q);

@@ -5,6 +5,7 @@
 // another struct here and another kind in cuda/rows.py.
 #pragma once
 #include <strobe/ptx/memory.cuh>
+#include <strobe/ptx/warp.cuh>
 #include <strobe/tile/tma_tile.cuh>
 
 namespace strobe {
@@ -29,7 +30,7 @@ struct Span {
 
 // (batch, head, row, dim): every sequence has all rows of its slice.
 struct DenseRows {
-  static constexpr bool kVarlen = false, kPaged = false;
+  static constexpr bool kVarlen = false, kPaged = false, kGathered = false;
   using Stored = DenseRows;  // the kind of gradients that have a row for each of these
   STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
   template <int kRows> STROBE_DEVICE static Box box(const Span& s, int head, int row, int /*buffer_rows*/ = 0) {
@@ -38,7 +39,7 @@ struct DenseRows {
 };
 // Sequences one after the other in one slice, from cu[batch] to cu[batch + 1].
 struct VarlenRows {
-  static constexpr bool kVarlen = true, kPaged = false;
+  static constexpr bool kVarlen = true, kPaged = false, kGathered = false;
   using Stored = VarlenRows;
   STROBE_DEVICE static Span span(const int* cu, int batch, int) {
     const int first = ld_global(cu + batch), length = ld_global(cu + batch + 1) - first;
@@ -50,7 +51,7 @@ struct VarlenRows {
 };
 // (batch, head, row, dim) of which a sequence fills a part. `buffer_rows` lie between the buffers of two sequences.
 struct BufferRows {
-  static constexpr bool kVarlen = false, kPaged = false;
+  static constexpr bool kVarlen = false, kPaged = false, kGathered = false;
   using Stored = DenseRows;
   STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
   template <int kRows> STROBE_DEVICE static Box box(const Span& s, int head, int row, int buffer_rows) {
@@ -58,10 +59,10 @@ struct BufferRows {
   }
 };
 
-// In pages of a pool, of which a table lists those of each sequence. kPage divides the rows of a page. `buffer_rows`
-// lie between two pages.
+// In pages of a pool, of which a table lists those of each sequence. kPage divides the rows of a page; 1: rows are
+// gathered one by one, else a TMA box has as many of them as a page allows. `buffer_rows` lie between two pages.
 template <int kPage> struct PagedRows {
-  static constexpr bool kVarlen = false, kPaged = true;
+  static constexpr bool kVarlen = false, kPaged = true, kGathered = kPage == 1;
   using Stored = DenseRows;
   STROBE_DEVICE static Span span(const int*, int batch, int length) { return Span{batch, 0, length, length}; }
   // Rows of a box, so that none spans two pages: the largest number that divides kPage and kRows.
@@ -132,41 +133,109 @@ template <class Config, class Params> STROBE_DEVICE Sequence sequence_of(const P
 template <class Config> STROBE_DEVICE bool loads() { return Config::Keys::kPaged || thread_idx() == 0; }
 template <class Config> STROBE_DEVICE bool leads() { return !Config::Keys::kPaged || thread_idx() == 0; }
 
-// kRows keys from `row` on, to the next buffer of a ring: one box or, of pages, as many as it takes. Boxes behind the
-// last key in use read nothing. An entry that is no page counts as the first or the last one.
-template <class Config, int kRows, int kColumns, class Ring, class Params>
-STROBE_DEVICE void load_key_tile(const Params& p, Ring& ring, u32 buffers, u32 bytes, const TensorMap* map,
-                                 const Sequence& s, int head, int row, int buffer_rows) {
+// One of K and V in memory.
+struct KeyTensor {
+  const u16* rows;
+  i64 page_stride, head_stride, row_stride;
+  const TensorMap* map;
+  int batch_rows, dim;  // rows between two buffers, or pages
+};
+
+template <class Params> STROBE_DEVICE KeyTensor keys_of(const Params& p) {
+  return KeyTensor{p.k, p.k_batch, p.k_head, p.k_row, &p.map_k, p.k_batch_rows, p.dim};
+}
+template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
+  return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v};
+}
+
+// Loads tiles of kRows keys from `row` on, each to the next buffer of a ring. An entry of a table that is no page
+// counts as the first or the last one. Nothing behind the last key in use is read.
+template <class Config> struct KeyLoader {
   using Keys = typename Config::Keys;
-  if constexpr (Keys::kPaged) {
-    // Neighbouring boxes go to different warps: a warp issues them one by one. A table entry is read before the wait
-    // for the buffer, so that its latency is hidden.
+  u32 unannounced = 0;  // gathered: the barrier of the last tile, whose copies may be under way
+
+  template <int kRows, int kColumns, class Ring, class Params>
+  STROBE_DEVICE void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t, const Sequence& s,
+                          int head, int row) {
+    if constexpr (!Keys::kPaged) {
+      const u32 full = ring.begin_load(bytes);
+      tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, t.map, full,
+                                                             Keys::template box<kRows>(s.k, head, row, t.batch_rows));
+    } else if constexpr (Keys::kGathered)
+      gather<kRows, kColumns>(p, ring, buffers + ring.stage * bytes, t, s, head, row);
+    else load_pages<kRows, kColumns>(p, ring, buffers + ring.stage * bytes, bytes, t, s, head, row);
+    ring.next();
+  }
+  // All tiles so far are announced.
+  STROBE_DEVICE void finish() {
+    if (unannounced) announce<0>();
+    unannounced = 0;
+  }
+
+ private:
+  // The page of a row, or some page for a row that is not there.
+  template <class Params> STROBE_DEVICE static int page_of(const Params& p, const Sequence& s, int index, bool there) {
+    const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + s.batch) : s.batch * p.table_width);
+    return there ? max(0, min(p.pages - 1, ld_global(entries + index))) : 0;
+  }
+
+  // Boxes, of which neighbours go to different warps: a warp issues them one by one. A table entry is read before the
+  // wait for the buffer, so that its latency is hidden.
+  template <int kRows, int kColumns, class Ring, class Params>
+  STROBE_DEVICE static void load_pages(const Params& p, const Ring& ring, u32 buffer, u32 bytes, const KeyTensor& t,
+                                       const Sequence& s, int head, int row) {
     constexpr int kBox = Keys::box_rows(kRows), kPanels = panels(kColumns), kBoxes = kRows / kBox * kPanels;
     constexpr int kEach = (kBoxes + 127) / 128;
-    const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + s.batch) : s.batch * p.table_width);
     const int first = thread_idx() % 32 * 4 + thread_idx() / 32;
     Box boxes[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int r = row + (first + 128 * i) / kPanels * kBox, index = quotient(r, p.page_size), left = s.k.used - r;
-      const int page = first + 128 * i < kBoxes && left > 0 ? max(0, min(p.pages - 1, ld_global(entries + index))) : 0;
-      boxes[i] = clipped_box<kBox>(page * buffer_rows + r - index * p.page_size, left, head);
+      const int page = page_of(p, s, index, first + 128 * i < kBoxes && left > 0);
+      boxes[i] = clipped_box<kBox>(page * t.batch_rows + r - index * p.page_size, left, head);
     }
     ring.wait_empty();
     if (leads<Config>()) mbar_arrive_expect_tx(ring.full_barrier(), bytes);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int at = first + 128 * i, panel = at % kPanels;
-      const u32 dst = buffers + ring.stage * bytes + (panel * kRows + at / kPanels * kBox) * kPanelRowBytes;
-      if (at < kBoxes) tma_load_panel(dst, map, ring.full_barrier(), boxes[i], panel);
+      const u32 dst = buffer + (panel * kRows + at / kPanels * kBox) * kPanelRowBytes;
+      if (at < kBoxes) tma_load_panel(dst, t.map, ring.full_barrier(), boxes[i], panel);
     }
-  } else {
-    const u32 full = ring.begin_load(bytes);
-    tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, map, full,
-                                                           Keys::template box<kRows>(s.k, head, row, buffer_rows));
   }
-  ring.next();
-}
+
+  // Row by row, 16 bytes a thread at a time; a warp has neighbouring rows, and a lane knows where one of them lies. A
+  // tile is announced when the next one is under way: then its copies have landed, and the fence towards wgmma's proxy
+  // is the producer's business.
+  template <int kRows, int kColumns, class Ring, class Params>
+  STROBE_DEVICE void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, const Sequence& s,
+                            int head, int row) {
+    constexpr int kMine = kRows / 4, kChunks = kColumns / 8;
+    static_assert(kMine <= 32 && kMine * kChunks % 32 == 0, "a warp's rows, and whole passes over them");
+    const int lane = thread_idx() % 32, first = thread_idx() / 32 * kMine;
+    const int mine = row + first + lane, index = quotient(mine, p.page_size);
+    const bool there = lane < kMine && mine < s.k.used;
+    const int page = page_of(p, s, index, there), inside = mine - index * p.page_size;
+    const u16* const rows = t.rows + head * t.head_stride;
+    ring.wait_empty();
+#pragma unroll 2
+    for (int i = lane; i < kMine * kChunks; i += 32) {
+      const int r = i / kChunks, chunk = i % kChunks;
+      const int from = int(shfl(u32(page), r)), at = int(shfl(u32(inside), r));
+      const bool valid = row + first + r < s.k.used && 8 * chunk < t.dim;
+      const u16* const src = rows + from * t.page_stride + at * t.row_stride + (valid ? 8 * chunk : 0);
+      cp_async_16(buffer + chunk_offset(kRows, first + r, chunk), src, valid);
+    }
+    cp_async_commit();
+    if (unannounced) announce<1>();
+    unannounced = ring.full_barrier();
+  }
+  template <int kUnderWay> STROBE_DEVICE void announce() {
+    cp_async_wait<kUnderWay>();
+    fence_proxy_async();
+    mbar_arrive(unannounced);
+  }
+};
 
 // The mask of a sequence of which `rows` rows and `keys` keys are in memory. It takes queries: row / kPackGqa.
 template <class Mask, class Config, class Params>
