@@ -11,7 +11,6 @@ from paged_cases import dense, pool, queries
 
 import strobe
 from strobe.nn.rotary import angles, rotate
-from strobe.work_list import BLOCK, ROWS
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -187,61 +186,44 @@ def test_a_decode_loop() -> None:
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-def tiles_of(plan: Any, lengths: list[int], counts: list[int]) -> dict[tuple[int, int, int], int]:
-    """(sequence, head, first row) -> blocks."""
-    return {
-        (i, head, row): max(1, -(-length // BLOCK))
-        for head in range(plan.heads_k)
-        for i, (length, n) in enumerate(zip(lengths, counts, strict=True))
-        for row in range(0, n * plan.group, ROWS)
-    }
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_block_is_in_one_item(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
-    sequences = draw(1, 9)
-    lengths = [draw(0, 4000) if draw(0, 3) else 0 for _ in range(sequences)]
-    counts = [draw(0, 200) if draw(0, 2) else 1 for _ in range(sequences)]
-    plan = strobe.paged.Plan(10, sum(counts) + 1, heads=8, heads_k=2, dim=64, pieces=draw(1, 40), device="cpu")
-    plan.update(torch.tensor(lengths).int(), torch.tensor([0, *counts]).cumsum(0).int())
-    rows = [item for item in zip(*(t.tolist() for t in plan.items), strict=True) if item[4] > item[3]]
-    want, found, slots = tiles_of(plan, lengths, counts), {}, []  # type: ignore[var-annotated]
-    for sequence, head, row, first, end, slot, parts, _ in rows:
-        found.setdefault((sequence, head, row), []).append((first, end, slot, parts))
-    assert set(found) == set(want)
-    for tile, spans in found.items():
-        spans.sort()
-        assert spans[0][0] == 0 and spans[-1][1] == want[tile]
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
-        assert all(parts == len(spans) for *_, parts in spans)
-        assert all((slot >= 0) == (len(spans) > 1) for *_, slot, _ in spans)
-        slots += [slot for *_, slot, _ in spans if slot >= 0]
-    assert len(set(slots)) == len(slots) and all(slot < 2 * plan.pieces for slot in slots)
-    load = [sum(item[4] - item[3] for item in rows if item[7] == piece) for piece in range(plan.pieces)]
-    assert max(load) - min(load) <= 1
-    assert "items" in plan.describe()
-
-
-def test_a_plan_is_for_its_heads() -> None:
+def test_a_plan_is_updated_first_and_changes_nothing() -> None:
     p, (q, cu) = pool([37, 20, 5], 8), queries([1, 2, 1])
-    plan = strobe.paged.Plan(4, 8, heads=4, heads_k=2, dim=8, device="cpu")
+    plan = strobe.paged.Plan()
     with pytest.raises(ValueError, match="plan has no work yet"):
         strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, plan=plan)
     plan.update(p.lengths, cu)
     found = strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, plan=plan, return_lse=True)
     for a, b in zip(found, dense(q, cu, p, mask=strobe.causal), strict=True):
         torch.testing.assert_close(a, b)
-    other = strobe.paged.Plan(4, 8, heads=8, heads_k=2, dim=8, device="cpu")
-    with pytest.raises(
-        ValueError, match=r"plan is for \(heads, heads_k, dim\) = \(8, 2, 8\), the call has \(4, 2, 8\)"
-    ):
-        strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, plan=other)
-    with pytest.raises(ValueError, match="at most 4"):
-        plan.update(torch.ones(5).int())
-    with pytest.raises(ValueError, match="heads must be a multiple"):
-        strobe.paged.Plan(4, 8, heads=5, heads_k=2, dim=8)
+    assert "no lists yet" in plan.describe()
+    with pytest.raises(ValueError, match=r"cu_q must be int32 of shape \(4,\)"):
+        plan.update(p.lengths, cu[:-1])
+    with pytest.raises(ValueError, match="lengths must be int32"):
+        plan.update(p.lengths.long())
+
+
+def test_lists_are_filled_once_a_step() -> None:
+    """By the first call of a kind, or by `update`, where it knows the kind."""
+    lengths, cu, filled = torch.ones(3).int(), torch.arange(4).int(), []
+
+    def fill(name: str) -> Any:
+        return lambda *tensors: filled.append((name, tensors[0].data_ptr(), tensors[3].data_ptr()))
+
+    def call(plan: strobe.paged.Plan, name: str, lengths: torch.Tensor, cu: torch.Tensor | None) -> int:
+        return plan.list_for(name, fill(name), 64, lengths, cu, None).memory.data_ptr()
+
+    plan = strobe.paged.Plan()
+    plan.update(lengths, cu)
+    assert filled == []
+    at = call(plan, "full", lengths, cu)
+    assert call(plan, "full", lengths, cu) == at and filled == [("full", lengths.data_ptr(), at)]
+    other = call(plan, "window", lengths, cu)
+    filled.clear()
+    newer = torch.ones(3).int()
+    plan.update(newer, cu)
+    assert filled == [("full", newer.data_ptr(), at), ("window", newer.data_ptr(), other)]
+    plan.update(torch.ones(2).int())  # other sequences: lists of three are of no use
+    assert len(filled) == 2
+    plan.update(newer, cu)
+    filled.clear()
+    assert call(plan, "window", newer, cu) == other and filled == []

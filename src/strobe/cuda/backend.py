@@ -374,10 +374,8 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
 
 def _plan(planner: Planner, problem: Problem) -> Plan:
     """With a contiguous output."""
-    width = problem.dim_v
-    return planner(
-        problem, (problem.len_q * problem.heads * width, width, problem.heads * width), machine_of(problem.device)
-    )
+    width, row = problem.dim_v, problem.heads * problem.dim_v
+    return planner(problem, (problem.len_q * row, width, row), machine_of(problem.device))
 
 
 def _backend(name: str, summary: str) -> Backend:
@@ -392,9 +390,7 @@ def _backend(name: str, summary: str) -> Backend:
         extra_bytes=lambda problem: _plan(family.forward.plan, problem).workspace_bytes,
         pages=name == "sm90",
         merges=True,
-        rounds_states=lambda problem: (
-            name == "sm90" and forward_sm90.splits_of(_plan(family.forward.plan, problem)) == 1
-        ),
+        rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.forward.plan, p)) == 1,
     )
 
 
