@@ -14,9 +14,10 @@ from emulator.gradients import check_case, check_fp32
 from everyday import everyday
 from kernel_cases import WIDE_CASES
 from oracle import expected, prepare
+from paged_cases import pool, queries
 
 import strobe
-from strobe.cuda import backward_plan
+from strobe.cuda import backward_plan, block_map
 from strobe.cuda.families import FAMILIES
 from strobe.cuda.forward_wide_sm90 import column_parts
 from strobe.emulator import EmulatorError, compiler
@@ -126,6 +127,32 @@ def test_through_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = strobe.attention(*(t.detach().double().requires_grad_() for t in leaves), **kwargs, backend="reference")
     assert all(torch.isfinite(g).all() and g.shape == t.shape for g, t in zip(found, leaves, strict=True))
     assert torch.allclose(out.double(), exact, atol=0.02)
+
+
+@pytest.mark.thorough
+def test_paged_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROBE_EMULATE", "sm90")
+    p = pool([37, 0, 150, 99], 16, dim=320, dim_v=320, dtype=torch.bfloat16)
+    q, _ = queries([2, 2, 2, 2], dim=320, dtype=torch.bfloat16)
+    given = (q.view(4, 2, 4, 320), p.k, p.v, p.table, p.lengths)
+    out, lse = strobe.attention_paged(*given, return_lse=True, backend="emulator")
+    want, want_lse = strobe.attention_paged(*given, return_lse=True, backend="reference")
+    torch.testing.assert_close(out.double(), want.double(), atol=0.03, rtol=0.01)
+    torch.testing.assert_close(lse, want_lse.to(lse.dtype), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.thorough
+def test_blocks_that_a_condition_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map of blocks is found once, for both parts of the columns."""
+    monkeypatch.setenv("STROBE_EMULATE", "sm90")
+    monkeypatch.setattr(block_map, "LEAST_KEYS", 64)
+    q, k, v = (torch.randn(1, n, 1, 320).bfloat16() for n in (130, 200, 200))
+    mask = strobe.mask_function(lambda b, h, q, k: (k < 50) | (k >= 150))
+    clean = strobe.attention(q, k, v, mask=mask, backend="emulator")
+    exact = strobe.attention(q.double(), k.double(), v.double(), mask=mask, backend="reference")
+    assert (clean.double() - exact).norm() <= 0.01 * exact.norm()
+    k[:, 96:144] = v[:, 96:144] = torch.nan  # a block of 48 keys that nobody sees
+    assert torch.equal(strobe.attention(q, k, v, mask=mask, backend="emulator"), clean)
 
 
 @pytest.mark.parametrize("dim_v, parts", [
