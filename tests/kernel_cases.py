@@ -66,6 +66,22 @@ KERNEL_CASES = [
     Case("k_softcap", 70, 140, batch=1, dim=64, softcap=20.0, scores="huge"),
 ]
 
+# Head dims above 256, for Hopper's kernels alone.
+_LENGTHS = ((70, 130), (0, 3), (65, 0), (129, 90))
+WIDE_CASES = [
+    Case("w_512", 300, 90, batch=1, heads=3, heads_k=3, dim=512),
+    Case("w_512_causal", 140, 140, batch=1, heads=4, heads_k=2, dim=512, mask=causal),
+    Case("w_512_sliced", 70, 100, batch=2, dim=512, mask=causal, memory="sliced"),
+    Case("w_512_everything", 0, 0, heads=4, heads_k=2, dim=512, mask=window(40, 7), softcap=3.0, sinks=True,
+         dropout=0.2, lengths=_LENGTHS),
+    Case("w_264", 70, 140, batch=2, heads=2, heads_k=1, dim=264, mask=window(50, None)),
+    Case("w_320_causal", 140, 170, batch=1, heads=4, heads_k=2, dim=320, mask=causal),
+    Case("w_320_packed", 0, 0, heads=4, heads_k=2, dim=320, mask=causal, lengths=_LENGTHS),
+    Case("w_384_softcap", 130, 100, batch=1, dim=384, mask=causal, softcap=3.0),
+    Case("w_512_64", 70, 140, batch=1, dim=512, dim_v=64, mask=causal),
+    Case("w_128_320", 70, 140, batch=1, dim=128, dim_v=320, mask=causal),
+]  # fmt: skip
+
 
 @functools.cache
 def limits(case: Case, dtype: torch.dtype = torch.bfloat16) -> str | None:

@@ -44,7 +44,8 @@ def launches(family: str, dim: int, call: str) -> list[Launch]:
     machine = replace(machine, spills=functools.partial(spills, machine.arch))
     shape, strides = (2, 1024, 8, dim), (1024 * 8 * dim, dim, 8 * dim)
     given: tuple[Any, ...] = (torch.device("cuda"), torch.bfloat16, shape, shape, shape)
-    forward = FAMILIES[family].forward.plan(supposed(*given, **CALLS[call]), strides, machine)
+    plain = supposed(*given, **CALLS[call])
+    forward = FAMILIES[family].module(plain).plan(plain, strides, machine)
     gradients = ("q", "k", "v", "bias") if "bias" in CALLS[call] else ("q", "k", "v")
     problem = supposed(*given, gradients=gradients, **CALLS[call])
     assert FAMILIES[family].limits(problem) is None

@@ -19,7 +19,15 @@ from oracle import check
 import strobe
 from strobe.arguments import Arguments
 from strobe.bound_call import bind
-from strobe.cuda import backend as cuda_backend, backward_sm90, driver, forward_sm80, forward_sm90, launch as launching
+from strobe.cuda import (
+    backend as cuda_backend,
+    backward_sm90,
+    driver,
+    forward_sm80,
+    forward_sm90,
+    forward_wide_sm90,
+    launch as launching,
+)
 from strobe.cuda.backward_plan import group_parts
 from strobe.cuda.features import Features
 from strobe.cuda.launch import Launcher
@@ -83,6 +91,24 @@ def test_a_launch_sends_the_addresses_of_this_call(kernel, first_word, no_driver
         if kernel == "sm90":
             maps = {t: struct.unpack_from("<Q", sent, offsets[f"map_{t}"])[0] for t in "qkvo"}
             assert maps == {t: addresses[t] for t in "qkvo"}
+
+
+@pytest.mark.parametrize("first_word", [True, False])
+def test_launches_of_column_parts_begin_further_on(first_word: bool, no_driver: None, monkeypatch) -> None:
+    monkeypatch.setattr(driver, "address_is_first_word", lambda: first_word)
+    x = torch.empty(1, 150, 4, 512, dtype=torch.bfloat16)
+    problem, _ = check(x, x, x, mask=strobe.causal)
+    plan = forward_wide_sm90.plan(problem, (150 * 4 * 512, 512, 4 * 512), H200)
+    call = Launcher(plan, 0)
+    for base in (1 << 20, 1 << 24):
+        addresses = {name: base + (i << 14) for i, name in enumerate(plan.tensors)}
+        call(*addresses.values())
+        for part, (planned, launch) in enumerate(zip(plan.launches, Recorder.made, strict=True)):
+            offsets = planned.kernel.params.offsets
+            for name in "qkvo":
+                moved = addresses[name] + (512 * part if name in "vo" else 0)
+                for field in (name, f"map_{name}"):
+                    assert struct.unpack_from("<Q", launch.sent[-1][1], offsets[field])[0] == moved, (part, field)
 
 
 def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:

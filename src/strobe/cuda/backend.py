@@ -386,11 +386,11 @@ def _backend(name: str, summary: str) -> Backend:
         limits=family.limits,
         machine=lambda device: missing(device, hopper=name == "sm90"),
         bind=functools.partial(_bind, family),
-        details=lambda problem: dict(_plan(family.forward.plan, problem).details),
-        extra_bytes=lambda problem: _plan(family.forward.plan, problem).workspace_bytes,
+        details=lambda problem: dict(_plan(family.module(problem).plan, problem).details),
+        extra_bytes=lambda problem: _plan(family.module(problem).plan, problem).workspace_bytes,
         pages=name == "sm90",
         merges=True,
-        rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.forward.plan, p)) == 1,
+        rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.module(p).plan, p)) == 1,
     )
 
 

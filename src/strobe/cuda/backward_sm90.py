@@ -274,9 +274,16 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
 
 
 def backward_maps(
-    problem: Problem, features: Features, strides: dict[str, Strides], one_box: bool, rows: int, keys: int, dkv: bool
+    problem: Problem,
+    features: Features,
+    strides: dict[str, Strides],
+    one_box: bool,
+    rows: int,
+    keys: int,
+    dkv: bool,
+    parts: int = 1,
 ) -> dict[str, TensorMapSpec]:
-    """Tiles of `rows` queries and `keys` keys are loaded, 64 rows of a gradient are stored."""
+    """Tiles of `rows` queries and `keys` keys are loaded, 64 rows of a gradient are stored, its columns in `parts`."""
     of_q, of_k, (dim, dim_v) = features.rows.queries, features.rows.keys, (features.dim, features.dim_v)
     q, k, v = problem.strides
 
@@ -291,8 +298,8 @@ def backward_maps(
     }
     if dkv and not problem.partial and problem.group_parts == 1:
         stored = "varlen" if of_k == "varlen" else "dense"  # as `Stored` in rows.cuh
-        maps["dk"] = made(stored, problem.k, problem.dim, strides["dk"], 64, dim)
-        maps["dv"] = made(stored, problem.k, problem.dim_v, strides["dv"], 64, dim_v)
+        maps["dk"] = made(stored, problem.k, problem.dim, strides["dk"], 64, dim // parts)
+        maps["dv"] = made(stored, problem.k, problem.dim_v, strides["dv"], 64, dim_v // parts)
     return maps
 
 

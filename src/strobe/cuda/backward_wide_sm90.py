@@ -1,8 +1,11 @@
-"""The backward kernels for Hopper, head dims above 128: limits, plan, variants.
+"""The backward kernels for Hopper, head dims above 128, up to 512: limits, plan, variants.
 
 Three launches: `delta` prepares the statistics of rows, `dq_sm90` and `dkv_sm90` compute S and P each for themselves. That
 is seven products instead of five, but all accumulators stay in registers, nothing is summed up in memory, and the results
 are always deterministic.
+
+Above head dim 256 registers hold half of the columns of a gradient. The two consumers of `dq_sm90` have a half each, and
+`dkv_sm90` has a block for each half. S and dP are computed for both: eleven products instead of five.
 """
 
 from __future__ import annotations
@@ -31,20 +34,21 @@ from strobe.cuda.backward_plan import (
 )
 from strobe.cuda.backward_sm90 import backward_maps
 from strobe.cuda.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, query_tiles
-from strobe.cuda.features import Features, common_features
+from strobe.cuda.features import Features, common_features, wide_features
 from strobe.cuda.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, Struct, params
-from strobe.cuda.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
+from strobe.cuda.plan import ANY_MACHINE, MAX_DIM_SM90, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.rows import Rows, stride_fields
 from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
 from strobe.cuda.tensor_maps import tile_map
 from strobe.mask import causal
 from strobe.problem import Problem, Strides
 
-__all__ = ["DIMS", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
+__all__ = ["DIMS", "WIDE_DIMS", "DkvTile", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
 
 DIMS: list[Dims] = [(192, 128), (192, 192), (256, 256)]
+WIDE_DIMS: list[Dims] = [(384, 384), (512, 512)]  # the columns of gradients in two parts
 
 
 @functools.cache
@@ -77,20 +81,26 @@ STAT_BLOCK = 64
 
 @dataclass(frozen=True)
 class DqTile:
-    """128 queries, 64 for each of two consumers."""
+    """128 queries, 64 for each of two consumers, or 64 for both, with half of the columns of dQ each."""
 
     block_n: int = 64  # keys at a time
     stages: int = 2  # buffers for K
     stages_v: int = 1
+    block_m: int = 128
 
     def __str__(self) -> str:
-        return f"128x{self.block_n} s{self.stages}{self.stages_v}"
+        return f"{self.block_m}x{self.block_n} s{self.stages}{self.stages_v}"
+
+    @property
+    def parts(self) -> int:
+        """Of the columns of dQ."""
+        return 128 // self.block_m
 
     def memory(self, dim: int, dim_v: int) -> SharedMemory:
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, dim), 2),  # one a consumer; later dQ
-                Region("d_o", tile_bytes(64, dim_v), 2),
+                Region("q", tile_bytes(64, dim), self.block_m // 64),  # later dQ
+                Region("d_o", tile_bytes(64, dim_v), self.block_m // 64),
                 Region("k", tile_bytes(self.block_n, dim), self.stages),
                 Region("v", tile_bytes(self.block_n, dim_v), self.stages_v),
                 Region("q_barrier", 16),
@@ -103,33 +113,55 @@ class DqTile:
         return self.memory(dim, dim_v).size
 
 
-def dkv_memory(dim: int, dim_v: int, dropout: bool) -> SharedMemory:
-    row = 4 * 64
-    return SharedMemory(
-        [
-            Region("k", tile_bytes(64, dim)),  # later dK
-            Region("v", tile_bytes(64, dim_v)),  # later dV
-            Region("q", tile_bytes(64, dim), 2),
-            Region("d_o", tile_bytes(64, dim_v), 2),
-            Region("p", 64 * 64 * 4),
-            Region("lse", row, 2),
-            Region("delta", row, 2),
-            Region("dropout", row, 4 if dropout else 0),  # with Q, and with dO
-            Region("keys", 64 * 8),  # which queries see each key
-            Region("kv_barriers", 16),
-            Region("ring_q", ring_bytes(2)),
-            Region("ring_do", ring_bytes(2)),
-            Region("ring_p", ring_bytes(1)),
-        ]
-    )
+@dataclass(frozen=True)
+class DkvTile:
+    """64 keys."""
+
+    block_m: int = 64  # queries at a time
+    stages: int = 2  # buffers for Q and for dO
+    parts: int = 1  # of the columns of dK and dV, one a block
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x64"
+
+    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+        row = 4 * self.block_m
+        return SharedMemory(
+            [
+                Region("k", tile_bytes(64, dim)),  # later dK
+                Region("v", tile_bytes(64, dim_v)),  # later dV
+                Region("q", tile_bytes(self.block_m, dim), self.stages),
+                Region("d_o", tile_bytes(self.block_m, dim_v), self.stages),
+                Region("p", self.block_m * 64 * 4),
+                Region("lse", row, 2),
+                Region("delta", row, 2),
+                Region("dropout", row, 4 if dropout else 0),  # with Q, and with dO
+                Region("keys", 64 * 8),  # which queries see each key
+                Region("kv_barriers", 16),
+                Region("ring_q", ring_bytes(self.stages)),
+                Region("ring_do", ring_bytes(self.stages)),
+                Region("ring_p", ring_bytes(1)),
+            ]
+        )
 
 
-TILES = {(192, 128): DqTile(stages_v=2), (192, 192): DqTile(stages_v=2), (256, 256): DqTile()}
+TILES = {
+    (192, 128): DqTile(stages_v=2),
+    (192, 192): DqTile(stages_v=2),
+    (256, 256): DqTile(),
+    (384, 384): DqTile(48, block_m=64),
+    (512, 512): DqTile(32, block_m=64),
+}
+WIDE_DKV_TILES = {(384, 384): DkvTile(32, parts=2), (512, 512): DkvTile(32, stages=1, parts=2)}
+
+
+def dkv_tile(features: Features) -> DkvTile:
+    return WIDE_DKV_TILES.get((features.dim, features.dim_v), DkvTile())
 
 
 def fits(tile: DqTile, dim: int, dim_v: int) -> bool:
     """Shared memory suffices, and so do the registers of a consumer: dQ, S and dP."""
-    able = tile.block_n % 16 == 0 and dim // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
+    able = tile.block_n % 16 == 0 and dim // tile.parts // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
     return able and tile.smem(dim, dim_v) <= SMEM_BYTES
 
 
@@ -153,7 +185,7 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> DqTile:
 def limits(problem: Problem) -> str | None:
     if not problem.gradients:
         return "no forward kernel"
-    return tma_limits(problem)
+    return tma_limits(problem, MAX_DIM_SM90)
 
 
 def _common(features: Features, one_box: bool) -> dict[str, int | bool | str]:
@@ -172,10 +204,11 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
     dim, dim_v, n = features.dim, features.dim_v, tile.block_n
     memory = tile.memory(dim, dim_v)
     sizes: dict[str, int | bool | str] = {
-        "kBlockM": 128,
+        "kBlockM": tile.block_m,
         "kBlockN": n,
         "kStages": tile.stages,
         "kStagesV": tile.stages_v,
+        "kColumnParts": tile.parts,
     }
     return TemplateKernel(
         name=f"dq_sm90[{features.name} {tile}{'' if one_box else ' panels'}]",
@@ -190,18 +223,18 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
         memory=memory,
         types=features.types(),
         products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
-        accumulators=((dim, n // 16),),
+        accumulators=((dim // tile.parts, n // 16),),
         facts={**features.facts(), "tile": str(tile), "one_box": one_box},
     )
 
 
 def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> TemplateKernel:
-    dim, dim_v = features.dim, features.dim_v
-    memory = dkv_memory(dim, dim_v, features.scores.dropout)
-    sizes: dict[str, int | bool | str] = {"kBlockM": 64, "kBlockN": 64, "kGroupParts": parts}
-    sizes |= {"kPartialOut": features.output.partial or parts}
+    dim, dim_v, tile = features.dim, features.dim_v, dkv_tile(features)
+    m, memory = tile.block_m, tile.memory(dim, dim_v, features.scores.dropout)
+    sizes: dict[str, int | bool | str] = {"kBlockM": m, "kBlockN": 64, "kStages": tile.stages}
+    sizes |= {"kColumnParts": tile.parts, "kGroupParts": parts, "kPartialOut": features.output.partial or parts}
     return TemplateKernel(
-        name=f"dkv_sm90[{features.name} 64x64{' parts' if parts else ''}{'' if one_box else ' panels'}]",
+        name=f"dkv_sm90[{features.name} {tile}{' parts' if parts else ''}{'' if one_box else ' panels'}]",
         arch=ARCH,
         params=_dkv_params(features.scores.fields()),
         threads=384,
@@ -212,15 +245,15 @@ def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> Templa
         config=tuple({**_common(features, one_box), **sizes}.items()),
         memory=memory,
         types=features.types(),
-        products=tuple(sorted({(64, "ss_zero", dim // 16), (64, "ss_zero", dim_v // 16)})),
-        accumulators=tuple(sorted({(dim, 4), (dim_v, 4)}, reverse=True)),
-        facts={**features.facts(), "tile": "64x64", "one_box": one_box},
+        products=tuple(sorted({(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16)})),
+        accumulators=tuple(sorted({(d // tile.parts, m // 16) for d in (dim, dim_v)}, reverse=True)),
+        facts={**features.facts(), "tile": str(tile), "one_box": one_box},
     )
 
 
 def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: DqTile | None = None) -> Plan:
     """`strides`: of o, d_o and the gradients."""
-    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    dims = padded_dims([*DIMS, *WIDE_DIMS], problem.dim, problem.dim_v)
     features, wanted = Features.of(problem, dims).without_sinks(), Wanted.of(problem)
     one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped
     tile = tile or choose_tile(features, machine)
@@ -232,19 +265,21 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     if wanted.dkv:
         plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dQ's kernel computes that
         kernel, schedule = dkv_kernel(plain, one_box, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
-        grid = schedule["key_blocks"] * problem.batch * parts.heads_k
+        of_keys = dkv_tile(features)
+        grid = schedule["key_blocks"] * problem.batch * parts.heads_k * of_keys.parts
         own = {**features.rows.values(parts, tma=True), **schedule, **gradient_strides(strides, "dk", "dv")}
-        maps = backward_maps(problem, features, strides, one_box, 64, 64, True)
+        maps = backward_maps(problem, features, strides, one_box, of_keys.block_m, 64, True, of_keys.parts)
         launches.append(Launch(kernel, grid, shared | own, maps, overlaps=True))
         details |= {"backward kernel for dK, dV": kernel.name}
     if wanted.dq:
-        kernel, schedule = dq_kernel(features, tile, one_box), query_tiles(problem, 128, machine.l2_bytes)
+        kernel, schedule = dq_kernel(features, tile, one_box), query_tiles(problem, tile.block_m, machine.l2_bytes)
         own = {**features.rows.values(problem, tma=True), **schedule, **gradient_strides(strides, "dq")}
         own |= bias_gradient_values(problem, strides)
         maps = backward_maps(problem, features, strides, one_box, 64, tile.block_n, False)
         if not problem.partial:
             kind, dq = features.rows.queries, strides["dq"]
-            maps["dq"] = tile_map(problem, kind, problem.q, problem.dim, dq, 64, dims[0], one_box=one_box)
+            width = dims[0] // tile.parts
+            maps["dq"] = tile_map(problem, kind, problem.q, problem.dim, dq, 64, width, one_box=one_box)
         launches.append(Launch(kernel, schedule["tiles"], shared | own, maps, overlaps=not wanted.dkv))
         details |= {"backward kernel for dQ": kernel.name}
     return Plan(tuple(launches), statistics.workspace, details)
@@ -253,7 +288,8 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for."""
     seen: set[TemplateKernel] = set()
-    for features in common_features(DIMS, exhaustive, backward=True):
+    every = [*common_features(DIMS, exhaustive, backward=True), *wide_features(WIDE_DIMS, exhaustive)]
+    for features in every:
         features = features.without_sinks()
         able = features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.rows.clipped
         for one_box in (True, False) if able and exhaustive else (able,):

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from strobe.cuda import backward_sm80, backward_sm90, backward_wide_sm90, forward_sm80, forward_sm90
+from strobe.cuda import (
+    backward_sm80,
+    backward_sm90,
+    backward_wide_sm90,
+    forward_sm80,
+    forward_sm90,
+    forward_wide_sm90,
+)
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.plan import MAX_DIM
+from strobe.cuda.plan import MAX_DIM, MAX_DIM_SM90
 from strobe.problem import Problem
 
 
@@ -17,12 +24,12 @@ from strobe.problem import Problem
 class Family:
     """Modules that hold kernels. Each has `limits(problem)`, `plan(…)`, `variants(arch)` and DIMS, its head dims."""
 
-    forward: ModuleType
-    backward: tuple[ModuleType, ...]  # the first that can runs
+    forward: tuple[ModuleType, ...]  # the first that can runs
+    backward: tuple[ModuleType, ...]
 
     def module(self, problem: Problem) -> Any:
         """The one that serves a problem; its limits say if it does not."""
-        candidates = self.backward if problem.gradients else (self.forward,)
+        candidates = self.backward if problem.gradients else self.forward
         return next((m for m in candidates if m.limits(problem) is None), candidates[-1] if candidates else None)
 
     def limits(self, problem: Problem) -> str | None:
@@ -31,15 +38,19 @@ class Family:
 
 
 FAMILIES = {
-    "sm90": Family(forward_sm90, (backward_sm90, backward_wide_sm90)),
-    "sm80": Family(forward_sm80, (backward_sm80,)),
+    "sm90": Family((forward_sm90, forward_wide_sm90), (backward_sm90, backward_wide_sm90)),
+    "sm80": Family((forward_sm80,), (backward_sm80,)),
 }
 
 
 def modules(arch: str) -> list[ModuleType]:
     """Hopper's own kernels have the architecture "sm_90a"."""
     family = FAMILIES["sm90" if arch == forward_sm90.ARCH else "sm80"]
-    return [family.forward, *family.backward]
+    return [*family.forward, *family.backward]
+
+
+def largest_dim(arch: str) -> int:
+    return MAX_DIM_SM90 if arch == forward_sm90.ARCH else MAX_DIM
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
@@ -52,6 +63,7 @@ def serves(kernel: TemplateKernel, head_dim: int) -> bool:
     """Kernels are made for rounded-up head dims: 72 is served by the next larger one."""
     facts = kernel.facts
     if "dim" not in facts:  # a small kernel beside the others
-        return head_dim <= MAX_DIM
-    dims = sorted({d for module in modules(kernel.arch) for d, dv in module.DIMS if d == dv})
-    return next((d for d in dims if d >= head_dim), None) == facts["dim"] and head_dim <= facts["dim_v"]
+        return head_dim <= largest_dim(kernel.arch)
+    dims = sorted({d for module in modules(kernel.arch) for d, dv in module.DIMS if d == dv or d > MAX_DIM})
+    has_values = head_dim <= facts["dim_v"] or facts["dim"] > MAX_DIM  # those by parts of the columns
+    return next((d for d in dims if d >= head_dim), None) == facts["dim"] and has_values

@@ -67,17 +67,18 @@ class Features:
 
 
 _VARLEN = Rows("varlen", "varlen")
+_MASKS = (full, causal, window(1, 1))  # they have infinitely many shapes; these are the common ones
 _SHARDS = {False: Rows("dense", "buffer", True), True: Rows("varlen", "varlen", True)}  # by whether they are varlen
 
 
 def common_features(
     dims: list[Dims], exhaustive: bool, backward: bool = False, states: bool = False
 ) -> Iterator[Features]:
-    """Those that calls have, for compiling ahead of time and for tests. Masks have infinitely many shapes; these are the
-    common ones. `exhaustive` adds every combination. `states`: there are kernels that merge a state and round."""
+    """Those that calls have, for compiling ahead of time and for tests. `exhaustive` adds every combination. `states`:
+    there are kernels that merge a state and round."""
     every = list(itertools.product((False, True), (False, True), (False, True)))
     flags = every if exhaustive else [every[0], every[-1]]
-    for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, (full, causal, window(1, 1))):
+    for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, _MASKS):
         plain = Features(element, dim, dim_v, Scores(mask))
         dropped = replace(plain, scores=Scores(mask, dropout=True))
         for varlen, capped, sinks in flags:
@@ -99,3 +100,12 @@ def common_features(
                     yield replace(plain, rows=_SHARDS[varlen], output=rounds)
         if not backward and (exhaustive or mask is causal):  # buffers of which sequences fill a part
             yield replace(plain, scores=Scores(mask & used_keys), rows=_SHARDS[False])
+
+
+def wide_features(dims: list[Dims], exhaustive: bool) -> Iterator[Features]:
+    """Of head dims above 256, which few calls have: plain, and under a window with all that takes registers."""
+    for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, _MASKS):
+        plain = Features(element, dim, dim_v, Scores(mask))
+        yield plain
+        if exhaustive or mask is _MASKS[-1]:
+            yield replace(plain, scores=Scores(mask, softcap(30.0), sinks=True), rows=_VARLEN)

@@ -16,6 +16,7 @@ from strobe.cuda.output import Output
 from strobe.cuda.params import Field, Struct, params
 from strobe.cuda.plan import (
     ANY_MACHINE,
+    MAX_DIM,
     Dims,
     Launch,
     Machine,
@@ -208,9 +209,9 @@ def limits(problem: Problem) -> str | None:
     return "no backward kernel" if problem.gradients else tma_limits(problem)
 
 
-def tma_limits(problem: Problem) -> str | None:
+def tma_limits(problem: Problem, most: int = MAX_DIM) -> str | None:
     """What the Hopper kernels of both directions leave to others."""
-    if (reason := shape_limits(problem) or Scores.limits(problem) or Rows.limits(problem)) is not None:
+    if (reason := shape_limits(problem, most) or Scores.limits(problem) or Rows.limits(problem)) is not None:
         return reason
     lengths = (problem.len_q, problem.len_k, problem.len_k)
     heads = (problem.heads, problem.heads_k, problem.heads_k)
@@ -267,14 +268,16 @@ def state_parts(tile: Tile, dim_v: int) -> int:
     return tile.consumers * -(-panels // fit) if fit and tile.q_slots <= 2 else 0
 
 
-def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
+def plan(
+    problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None, dims: Dims | None = None
+) -> Plan:
     pack, len_q = pack_gqa_of(problem), problem.len_q
     if pack == 1:
         problem, out_strides = pack_group(problem, out_strides)
     else:
         rows = replace(problem.q, heads=problem.heads_k, length=len_q * pack, total=problem.q.total * pack)
         problem = replace(problem, q=rows)
-    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    dims = dims or padded_dims(DIMS, problem.dim, problem.dim_v)
     features = Features.of(problem, dims)
     listed = features.rows.page > 0  # pages take their work from a list
     if tile is None:

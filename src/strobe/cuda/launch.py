@@ -74,7 +74,10 @@ class Launcher:
         used = {f.name for launch in plan.launches for f in launch.kernel.params.fields}
         self._counts = COUNTER in used
         given = plan.tensors if names is None else names
-        order = (*given, *((COUNTER,) if self._counts else ()), *plan.workspace)
+        order: tuple[Any, ...] = (*given, *((COUNTER,) if self._counts else ()), *plan.workspace)
+        moved = dict.fromkeys(item for launch in plan.launches for item in launch.offsets.items())
+        self._moved = [(order.index(name), offset) for name, offset in moved]
+        order = (*order, *moved)
         compile_together([launch.kernel for launch in plan.launches])
         with torch.cuda.device(device):
             driver.have_context(device)
@@ -92,6 +95,8 @@ class Launcher:
             workspace = self._new_workspace()
             start = workspace.data_ptr()
             addresses = (*addresses, *[start + offset for offset in self._workspace])
+        if self._moved:
+            addresses = (*addresses, *[addresses[index] + offset for index, offset in self._moved])
         for launch, words, places, slots in self._launches:
             for word, index in places:
                 words[word] = addresses[index]
@@ -136,7 +141,8 @@ class Planned:
 _Prepared = tuple[driver.Launch, Any, list[tuple[int, int]], list[tuple[driver.TensorMapSlot, int]]]
 
 
-def _prepared(launch: Launch, names: tuple[str, ...], device: int) -> _Prepared:
+def _prepared(launch: Launch, names: tuple[Any, ...], device: int) -> _Prepared:
+    """`names`: of all addresses, in their order; of those that are moved, (name, offset)."""
     spec = launch.kernel
     pointers = [f.name for f in spec.params.fields if f.is_address]
     maps = {f"map_{t}": dataclasses.replace(m, address=_SOMEWHERE).encode() for t, m in launch.maps.items()}
@@ -144,14 +150,18 @@ def _prepared(launch: Launch, names: tuple[str, ...], device: int) -> _Prepared:
     function = kernel(spec).function(device)
     made = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
     offsets = spec.params.offsets
+
+    def index(name: str) -> int:
+        return names.index((name, launch.offsets[name]) if name in launch.offsets else name)
+
     at = [(offsets[name], name) for name in pointers if name in names]
     of_maps = [(offsets[f"map_{t}"], t) for t in launch.maps]
     slots: list[tuple[driver.TensorMapSlot, int]] = []
     if of_maps and driver.address_is_first_word():  # GPUs before Hopper have no tensor maps to try it out with
         at += of_maps
     else:
-        slots = [(driver.TensorMapSlot(made.params, o), names.index(t)) for o, t in of_maps]
-    places = [(offset // 8, names.index(name)) for offset, name in at]
+        slots = [(driver.TensorMapSlot(made.params, o), index(t)) for o, t in of_maps]
+    places = [(offset // 8, index(name)) for offset, name in at]
     return made, memoryview(made.params).cast("Q"), places, slots
 
 

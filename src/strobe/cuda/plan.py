@@ -22,6 +22,7 @@ from strobe.problem import Problem, State, Strides
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_DIM = 256
+MAX_DIM_SM90 = 512  # of Hopper's own kernels
 ALIGN = 16  # bytes: what one asynchronous copy moves
 
 
@@ -58,6 +59,7 @@ class Launch:
     grid: int
     values: Mapping[str, Any]  # the other fields of the arguments
     maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)  # by the name of the tensor
+    offsets: Mapping[str, int] = field(default_factory=dict)  # tensors that begin so many bytes further on, by name
     overlaps: bool = False  # may start before the launch in front of it has ended; waits where its code says so
     together: int = 0  # so many blocks must be on the GPU at once, since they wait for others; 0: none waits
 
@@ -99,13 +101,13 @@ def padded_dims(able: list[Dims], dim: int, dim_v: int) -> Dims:
 # ---- what no kernel of ours can do -----------------------------------------------------------------------------------
 
 
-def shape_limits(problem: Problem) -> str | None:
-    """Dtypes and head dims that no kernel of ours takes, on any GPU."""
+def shape_limits(problem: Problem, most: int = MAX_DIM) -> str | None:
+    """Dtypes and head dims that no kernel takes; `most`: the largest head dim."""
     if problem.dtype not in ELEMENTS:
         return f"{str(problem.dtype).removeprefix('torch.')} inputs; the kernels take bfloat16 and float16"
     for name, dim in (("head dim", problem.dim), ("value head dim", problem.dim_v)):
-        if dim % 8 or not 0 < dim <= MAX_DIM:
-            return f"{name} {dim}; the kernels take multiples of 8 up to {MAX_DIM}"
+        if dim % 8 or not 0 < dim <= most:
+            return f"{name} {dim}; the kernels take multiples of 8 up to {most}"
     return None
 
 

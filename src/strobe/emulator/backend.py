@@ -59,7 +59,7 @@ def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int, worke
             values[name] = t or 0
             continue
         if name in pointers:
-            values[name] = 0 if t is None else t.data_ptr()
+            values[name] = 0 if t is None else t.data_ptr() + part.offsets.get(name, 0)
         if t is not None and t.numel():
             last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
             written = not pointers.get(name, "").startswith("const")
@@ -67,7 +67,8 @@ def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int, worke
     for name, tensor_map in part.maps.items():
         tensor = tensors[name]
         assert tensor is not None
-        values[f"map_{name}"] = encode_tensor_map(dataclasses.replace(tensor_map, address=tensor.data_ptr()))
+        address = tensor.data_ptr() + part.offsets.get(name, 0)
+        values[f"map_{name}"] = encode_tensor_map(dataclasses.replace(tensor_map, address=address))
     assert mapped <= values.keys()
     program = build(spec.source, name=spec.name)
     params = bytes(spec.params.pack(values))
@@ -97,7 +98,8 @@ def _bind_forward(problem: Problem, layout: Layout) -> Any:
         plain = a._replace(**{name: getattr(a, name).detach() for name in ("q", "k", "v")})
         x, actual = cuda_backend.prepare(problem, layout, plain)
         chosen = _chosen()
-        plan = FAMILIES[chosen].forward.plan(actual, cuda_backend.inside_strides(x["o"], layout), MACHINES[chosen])
+        planner = FAMILIES[chosen].module(problem).plan
+        plan = planner(actual, cuda_backend.inside_strides(x["o"], layout), MACHINES[chosen])
         mode, seed = mode_and_seed()
         launch(plan, x, mode=mode, seed=seed)
         if a.out is None:

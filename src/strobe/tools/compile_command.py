@@ -41,7 +41,8 @@ def compile(
     ]
     if not variants:
         raise UserError(
-            f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; the largest is {plan.MAX_DIM}"
+            f"no kernel has --head-dim {', '.join(map(str, head_dim or ()))}; "
+            f"the largest is {max(map(families.largest_dim, arch))}"
         )
     total = _compile_into(out, variants)
     print(f"{len(variants)} kernels, {units.size(total)}, in {out}")

@@ -336,14 +336,14 @@ template <class T, int N> struct Accumulators {
       }
   }
   void load_row(int r, const float* from, int columns, Site site = Site::here()) {
-    for (int i = 0; i < columns / 8; ++i) {
+    for (int i = 0; i < min(columns, N) / 8; ++i) {
       float x[2];
       ld_global_l2(x, from + 8 * i, true, site);
       sum[4 * i + 2 * r] = x[0], sum[4 * i + 2 * r + 1] = x[1];
     }
   }
   void store_row(int r, float* to, int columns, Site site = Site::here()) const {
-    for (int i = 0; i < columns / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
+    for (int i = 0; i < min(columns, N) / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
   }
 };
 

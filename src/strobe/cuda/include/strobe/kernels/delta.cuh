@@ -3,7 +3,8 @@
 // the counters of turns and, where rows may see no key, in dQ itself; the gradient of the sinks, row by row; the keys
 // of the dropout's rows.
 //
-// A block of 256 threads takes kRows rows of one head, kLanes threads a row, 16 bytes each.
+// A block of 256 threads takes kRows rows of one head, kLanes threads a row, 16 bytes each, or twice that above 256
+// columns.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/ptx/math.cuh>
@@ -17,8 +18,8 @@ constexpr STROBE_DEVICE int lanes_of(int chunks) { return chunks <= 1 ? 1 : 2 * 
 
 template <class Config, class Params> struct Delta {
   using T = typename Config::Element;
-  static constexpr int kRows = Config::kStatBlock, kLanes = max(lanes_of(Config::kDimV / 8), 256 / kRows),
-                       kRowsAtOnce = 256 / kLanes;
+  static constexpr int kRows = Config::kStatBlock, kChunks = Config::kDimV / 8,
+                       kLanes = max(lanes_of(min(kChunks, 32)), 256 / kRows), kRowsAtOnce = 256 / kLanes;
   const Params& p;
   StatBlock at;
 
@@ -28,10 +29,10 @@ template <class Config, class Params> struct Delta {
   STROBE_DEVICE static float dot(u32 a, u32 b) {
     return fma(to_float<T>(u16(a >> 16)), to_float<T>(u16(b >> 16)), to_float<T>(u16(a)) * to_float<T>(u16(b)));
   }
-  STROBE_DEVICE float row_sum(int row, int lane) const {
-    if (row >= at.q.length || lane * 8 >= p.dim_v) return 0.f;
-    const u32x4 x = ld_global_x4(at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * lane),
-                y = ld_global_x4(at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * lane);
+  STROBE_DEVICE float chunk_sum(int row, int chunk) const {
+    if (row >= at.q.length || chunk * 8 >= p.dim_v) return 0.f;
+    const u32x4 x = ld_global_x4(at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * chunk),
+                y = ld_global_x4(at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * chunk);
     return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
   }
   STROBE_DEVICE void store(int row, float delta) const {
@@ -73,7 +74,8 @@ template <class Config, class Params> struct Delta {
     for (int i = 0; i < kRows; i += kRowsAtOnce) {
       const int row = at.m * kRows + i + thread_idx() / kLanes;
       if (Config::kClearDq) clear_dq(row, lane);
-      float sum = row_sum(row, lane);
+      float sum = chunk_sum(row, lane);
+      if (kChunks > kLanes) sum += chunk_sum(row, lane + kLanes);
 #pragma unroll
       for (int j = 1; j < kLanes; j *= 2) sum += shfl_xor(sum, j);
       if (lane == 0) store(row, sum);

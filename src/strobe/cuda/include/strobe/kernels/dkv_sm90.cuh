@@ -6,6 +6,10 @@
 //     the one for dK:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),   dK += dS^T Q
 // P^T goes from the first to the second through shared memory, in fp32 and thread by thread. In both, the second
 // product of a block is in flight with the first product of the next one.
+//
+// Above head dim 256 half of the columns of dK and of dV are as many as registers hold, and each half has a block of
+// its own (kColumnParts = 2): both compute S and dP. Blocks of queries are shorter then and, where shared memory has
+// room for one of them only (kStages = 1), the second product of a block ends before the next block is loaded.
 #pragma once
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/schedule.cuh>
@@ -21,9 +25,11 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kScores = kBlockM / 2;  // of one thread
   static constexpr bool kOneBox = Config::kOneBoxPerTile;
-  static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup has a row for each key");
+  static constexpr int kParts = Config::kColumnParts, kColumnsK = kDim / kParts, kColumnsV = kDimV / kParts;
+  static constexpr bool kOverlaps = Config::kStages > 1;
+  static_assert(kBlockN == 64 && kColumnsK <= 256, "a warpgroup has a row for each key");
 
-  using Pair = Ring<2>;
+  using Buffers = Ring<Config::kStages>;
   using Single = Ring<1>;
   using Offset = typename Config::Offset;  // of regions of shared memory, laid out by this kernel's module in cuda/
   using Bytes = typename Config::Bytes;    // of one buffer there
@@ -32,22 +38,23 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   const KeyTile tile;
   const QueryBlocks blocks;
   u32 smem;
-  Pair q, d_o;     // where the first product of a block finds its operand
-  Pair q_before;   // dK: Q of the block before
-  Pair do_before;  // dV: dO of the block before
+  const int part;     // of the columns
+  Buffers q, d_o;     // where the first product of a block finds its operand
+  Buffers q_before;   // dK: Q of the block before
+  Buffers do_before;  // dV: dO of the block before
   Single weights_ring;
 
-  STROBE_DEVICE DkvSm90(const Params& params, const KeyTile& tile, bool producer, bool gives_weights)
+  STROBE_DEVICE DkvSm90(const Params& params, const KeyTile& tile, int part, bool producer, bool gives_weights)
       : p(params), tile(tile),
         blocks(visible_query_blocks<kBlockM, kBlockN>(mask(), tile.key0, tile.q.length, tile.k.length)),
-        smem(smem_base()), q(smem + Offset::ring_q, producer), d_o(smem + Offset::ring_do, producer), q_before(q),
-        do_before(d_o), weights_ring(smem + Offset::ring_p, gives_weights) {}
+        smem(smem_base()), part(part), q(smem + Offset::ring_q, producer), d_o(smem + Offset::ring_do, producer),
+        q_before(q), do_before(d_o), weights_ring(smem + Offset::ring_p, gives_weights) {}
 
   STROBE_DEVICE static void init_barriers() {
     mbar_init(smem_base() + Offset::kv_barriers, 1);
     mbar_init(smem_base() + Offset::kv_barriers + 8, 1);
-    Pair::init(smem_base() + Offset::ring_q, 8);  // one arrival a warp of the consumers
-    Pair::init(smem_base() + Offset::ring_do, 8);
+    Buffers::init(smem_base() + Offset::ring_q, 8);  // one arrival a warp of the consumers
+    Buffers::init(smem_base() + Offset::ring_do, 8);
     Single::init(smem_base() + Offset::ring_p, 4, 4);  // from the warps of one consumer to those of the other
     mbar_init_fence();
   }
@@ -58,12 +65,12 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     return static_cast<const char*>(stats) + (first + m * kBlockM) * 4;
   }
   STROBE_DEVICE Box query_box(int head, int m) const {
-    return Config::Queries::template box<64>(tile.q, head, m * kBlockM);
+    return Config::Queries::template box<kBlockM>(tile.q, head, m * kBlockM);
   }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   // A tile of Q or dO, and the statistics of its rows.
-  template <int kColumns> STROBE_DEVICE void load(Pair& ring, u32 offset, const TensorMap* map, u32 offset_row,
+  template <int kColumns> STROBE_DEVICE void load(Buffers& ring, u32 offset, const TensorMap* map, u32 offset_row,
                                                   const void* stats, u32 offset_dropout, int head, int m) {
     constexpr u32 kBytes = tile_bytes(kBlockM, kColumns);
     const u32 full = ring.begin_load(kBytes + Bytes::lse + (Config::kDropout ? Bytes::lse : 0)),
@@ -129,15 +136,18 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[i + j] = keep[j] ? s[i + j] : 0.f;
       }
+      if (!kOverlaps) sync_warp();  // all lanes have read what the next block overwrites
     }
   }
-  STROBE_DEVICE void issue_dv(Accumulators<T, kDimV>& dv, u32 (&weights)[kScores / 2]) const {
+  STROBE_DEVICE void issue_dv(Accumulators<T, kColumnsV>& dv, u32 (&weights)[kScores / 2]) const {
+    const u32 columns = part * tile_bytes(kBlockM, kColumnsV);
     do_before.wait_full();
     wgmma_fence();
-    gemm_pv<T, kBlockM, kDimV>(dv, weights, mn_major(smem + Offset::d_o + do_before.stage * Bytes::d_o, kBlockM));
+    gemm_pv<T, kBlockM, kColumnsV>(dv, weights,
+                                   mn_major(smem + Offset::d_o + do_before.stage * Bytes::d_o + columns, kBlockM));
     wgmma_commit();
   }
-  template <bool kFirst> STROBE_DEVICE void step_dv(Accumulators<T, kDimV>& dv, u32 (&weights)[kScores / 2],
+  template <bool kFirst> STROBE_DEVICE void step_dv(Accumulators<T, kColumnsV>& dv, u32 (&weights)[kScores / 2],
                                                     const Keys& keys, int head, int m) {
     float s[kScores];
     q.wait_full();
@@ -153,6 +163,12 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     pin(weights);
     if (!kFirst) do_before.release_and_advance();
     pack_fragment<T>(weights, s);
+    if (!kOverlaps) {
+      issue_dv(dv, weights);
+      wgmma_wait<0>();
+      pin(weights);
+      do_before.release_and_advance();
+    }
   }
 
   // ---- the consumer for dK ------------------------------------------------------------------------------------------
@@ -178,14 +194,16 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     sync_warp();
     weights_ring.release_and_advance();
   }
-  STROBE_DEVICE void issue_dk(Accumulators<T, kDim>& dk, u32 (&slopes)[kScores / 2]) const {
+  STROBE_DEVICE void issue_dk(Accumulators<T, kColumnsK>& dk, u32 (&slopes)[kScores / 2]) const {
+    const u32 columns = part * tile_bytes(kBlockM, kColumnsK);
     q_before.wait_full();
     wgmma_fence();
-    gemm_pv<T, kBlockM, kDim>(dk, slopes, mn_major(smem + Offset::q + q_before.stage * Bytes::q, kBlockM));
+    gemm_pv<T, kBlockM, kColumnsK>(dk, slopes,
+                                   mn_major(smem + Offset::q + q_before.stage * Bytes::q + columns, kBlockM));
     wgmma_commit();
   }
   template <bool kFirst>
-  STROBE_DEVICE void step_dk(Accumulators<T, kDim>& dk, u32 (&slopes)[kScores / 2], const Keys& keys) {
+  STROBE_DEVICE void step_dk(Accumulators<T, kColumnsK>& dk, u32 (&slopes)[kScores / 2], const Keys& keys) {
     float dp[kScores];
     d_o.wait_full();
     wgmma_fence();
@@ -201,6 +219,12 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     pin(slopes);
     if (!kFirst) q_before.release_and_advance();
     pack_fragment<T>(slopes, dp);
+    if (!kOverlaps) {
+      issue_dk(dk, slopes);
+      wgmma_wait<0>();
+      pin(slopes);
+      q_before.release_and_advance();
+    }
   }
 
   // ---- both ---------------------------------------------------------------------------------------------------------
@@ -219,7 +243,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   }
   template <int kColumns> STROBE_DEVICE void store(Accumulators<T, kColumns>& d, float scale, u32 offset,
                                                    const TensorMap* map, const Fp32Rows& to, int consumer) const {
-    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{smem + offset, consumer};
+    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{smem + offset, consumer, part * panels(kColumns)};
     const float both[2] = {scale, scale};
     if constexpr (Config::kPartialOut) {
       d.scale(both);
@@ -231,38 +255,44 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   }
   STROBE_DEVICE void consume_dv() {
     const Keys keys(mask(), tile.key0, tile.q.length, tile.k.length, smem + Offset::keys);
-    Accumulators<T, kDimV> dv;
+    Accumulators<T, kColumnsV> dv;
     u32 weights[kScores / 2];
     dv.zero();
     if (blocks.any()) mbar_wait(smem + Offset::kv_barriers, 0);
     if (for_each_block([&](int head, int m) { step_dv<true>(dv, weights, keys, head, m); },
-                       [&](int head, int m) { step_dv<false>(dv, weights, keys, head, m); })) {
+                       [&](int head, int m) { step_dv<!kOverlaps>(dv, weights, keys, head, m); }) &&
+        kOverlaps) {
       issue_dv(dv, weights);
       wgmma_wait<0>();
     }
-    const Fp32Rows to{tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, tile.k.length - tile.key0,
-                      p.dim_v};
+    const int first = part * kColumnsV;
+    const Fp32Rows to{tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row) + first, p.dv_row, tile.k.length - tile.key0,
+                      p.dim_v - first};
     store(dv, p.dropout_scale, Offset::v, &p.map_dv, to, 0);
   }
   STROBE_DEVICE void consume_dk() {
     const Keys keys(tile.key0);
-    Accumulators<T, kDim> dk;
+    Accumulators<T, kColumnsK> dk;
     u32 slopes[kScores / 2];
     dk.zero();
     if (blocks.any()) mbar_wait(smem + Offset::kv_barriers + 8, 0);
     if (for_each_block([&](int, int) { step_dk<true>(dk, slopes, keys); },
-                       [&](int, int) { step_dk<false>(dk, slopes, keys); })) {
+                       [&](int, int) { step_dk<!kOverlaps>(dk, slopes, keys); }) &&
+        kOverlaps) {
       issue_dk(dk, slopes);
       wgmma_wait<0>();
     }
-    const Fp32Rows to{tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, tile.k.length - tile.key0, p.dim};
+    const int first = part * kColumnsK;
+    const Fp32Rows to{tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row) + first, p.dk_row, tile.k.length - tile.key0,
+                      p.dim - first};
     store(dk, p.scale_grad, 0, &p.map_dk, to, 1);
   }
 };
 
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void dkv_sm90(const Params& p) {
   using Dkv = DkvSm90<Config, Mask, Score, Params>;
-  const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
+  const int part = remainder(block_idx(), Config::kColumnParts);
+  const KeyTile tile = decode_key_tile<Config>(quotient(block_idx(), Config::kColumnParts), p);
   if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
   if (thread_idx() == 0) {
     tma_prefetch_map(&p.map_q);
@@ -276,13 +306,13 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
   if (warpgroup == 0) {
     regs_dec<Config::kRegsProducer>();
-    Dkv work(p, tile, true, false);
+    Dkv work(p, tile, part, true, false);
     if (thread_idx() == 0) work.produce();
   } else {
     regs_inc<Config::kRegsConsumer>();
-    Accumulators<typename Config::Element, Config::kDim>::declare();  // kDim >= kDimV: the warpgroups share the names
-    if (warpgroup == 1) Dkv(p, tile, false, true).consume_dv();
-    else Dkv(p, tile, false, false).consume_dk();
+    Accumulators<typename Config::Element, Dkv::kColumnsK>::declare();  // kDim >= kDimV: the warpgroups share the names
+    if (warpgroup == 1) Dkv(p, tile, part, false, true).consume_dv();
+    else Dkv(p, tile, part, false, false).consume_dk();
   }
 }
 

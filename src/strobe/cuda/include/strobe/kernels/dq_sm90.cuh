@@ -6,6 +6,9 @@
 //     S = Q K^T, dP = dO V^T            in flight together
 //     P = exp(S - LSE)                  overlapped with dP
 //     dQ += dS K, dS = P (dP - delta)   the registers of dS are laid out as the A operand
+//
+// Above head dim 256 (kColumnParts = 2) a warpgroup has registers for half of the columns of dQ. Then a block owns 64
+// queries, of which both consumers compute S and dP, and each of them half of dQ.
 #pragma once
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/schedule.cuh>
@@ -20,7 +23,8 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kScores = kBlockN / 2;  // of one thread
   static constexpr bool kOneBox = Config::kOneBoxPerTile;
-  static_assert(kBlockM == 128, "two consumers of 64 rows");
+  static constexpr int kParts = Config::kColumnParts, kColumns = kDim / kParts;  // of dQ, in a consumer
+  static_assert(kBlockM * kParts == 128 && kColumns <= 256, "two consumers of 64 rows");
 
   using RingK = Ring<Config::kStages>;
   using RingV = Ring<Config::kStagesV>;
@@ -52,15 +56,18 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   STROBE_DEVICE Box key_box(int n, int buffer_rows) const {
     return Config::Keys::template box<kBlockN>(tile.k, quotient(tile.head, p.group), n * kBlockN, buffer_rows);
   }
+  // A consumer's rows of the tile, in units of 64, and its part of the columns.
+  STROBE_DEVICE static int group_of(int consumer) { return kParts == 1 ? consumer : 0; }
+  STROBE_DEVICE static int part_of(int consumer) { return kParts == 1 ? 0 : consumer; }
   STROBE_DEVICE Box query_box(int row) const { return Config::Queries::template box<64>(tile.q, tile.head, row); }
 
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   STROBE_DEVICE void produce() {
     const KeyBlocks blocks = key_blocks(tile.row0, kBlockM);
     if (!blocks.any()) return;
-    mbar_arrive_expect_tx(smem + Offset::q_barrier, 2 * (Bytes::q + Bytes::d_o));
+    mbar_arrive_expect_tx(smem + Offset::q_barrier, kBlockM / 64 * (Bytes::q + Bytes::d_o));
 #pragma unroll 1
-    for (int w = 0; w < 2; ++w) {
+    for (int w = 0; w < kBlockM / 64; ++w) {
       const Box box = query_box(tile.row0 + 64 * w);
       tma_load_tile<kOneBox, 64, kDim>(smem + w * Bytes::q, &p.map_q, smem + Offset::q_barrier, box);
       tma_load_tile<kOneBox, 64, kDimV>(smem + Offset::d_o + w * Bytes::d_o, &p.map_d_o, smem + Offset::q_barrier, box);
@@ -86,7 +93,7 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   };
   STROBE_DEVICE Rows load_rows(int consumer) const {
     Rows r;
-    r.row = tile.row0 + 64 * consumer + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;
+    r.row = tile.row0 + 64 * group_of(consumer) + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;
     const int batch = tile.batch;
     const i64 stat = first_stat<Config>(p, tile.head, batch, tile.q.first);
 #pragma unroll
@@ -111,30 +118,30 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   }
   // dS, rounded, from P and dP.
   STROBE_DEVICE void gradients(u32 (&slopes)[kScores / 2], const float (&s)[kScores], float (&dp)[kScores],
-                               const float (&slope)[kScores], const Rows& r, int n) const {
+                               const float (&slope)[kScores], const Rows& r, int consumer, int n) const {
     const int column = n * kBlockN + 2 * int(thread_idx() % 4);
     const auto at = where<Score, Config>(tile, tile.positions, tile.head, r.row, column);
     Dropout<Config::kDropout>(p, r.dropout, r.row).drop(dp, column);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       dp[i] = s[i] * centred<Config::kDropout>(dp[i], p.dropout_scale, r.delta[fragment_row(i)]);
-      put_bias_gradient<Config>(p, at, i, dp[i]);
+      if (part_of(consumer) == 0) put_bias_gradient<Config>(p, at, i, dp[i]);
       if (!Score::kIdentity) dp[i] *= slope[i];
     }
     pack_fragment<T>(slopes, dp);
   }
 
-  STROBE_DEVICE void attend(Accumulators<T, kDim>& dq, const Rows& r, int consumer, int n, bool masked) {
+  STROBE_DEVICE void attend(Accumulators<T, kColumns>& dq, const Rows& r, int consumer, int n, bool masked) {
     float s[kScores], dp[kScores], slope[kScores];
     u32 slopes[kScores / 2];
     k.wait_full();
     wgmma_fence();
-    gemm_qk<T, kBlockN, kDim, kBlockN>(s, k_major(smem + consumer * Bytes::q),
+    gemm_qk<T, kBlockN, kDim, kBlockN>(s, k_major(smem + group_of(consumer) * Bytes::q),
                                        k_major(smem + Offset::k + k.stage * Bytes::k));
     wgmma_commit();
     v.wait_full();
     wgmma_fence();
-    gemm_qk<T, kBlockN, kDimV, kBlockN>(dp, k_major(smem + Offset::d_o + consumer * Bytes::d_o),
+    gemm_qk<T, kBlockN, kDimV, kBlockN>(dp, k_major(smem + Offset::d_o + group_of(consumer) * Bytes::d_o),
                                         k_major(smem + Offset::v + v.stage * Bytes::v));
     wgmma_commit();
     wgmma_wait<1>();
@@ -143,9 +150,10 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
     wgmma_wait<0>();
     pin(dp);
     v.release_and_advance();
-    gradients(slopes, s, dp, slope, r, n);
+    gradients(slopes, s, dp, slope, r, consumer, n);
     wgmma_fence();
-    gemm_pv<T, kBlockN, kDim>(dq, slopes, mn_major(smem + Offset::k + k.stage * Bytes::k, kBlockN));
+    const u32 columns = part_of(consumer) * tile_bytes(kBlockN, kColumns);
+    gemm_pv<T, kBlockN, kColumns>(dq, slopes, mn_major(smem + Offset::k + k.stage * Bytes::k + columns, kBlockN));
     wgmma_commit();
     wgmma_wait<0>();
     pin(slopes);
@@ -153,10 +161,11 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   }
 
   STROBE_DEVICE void consume(int consumer) {
-    Accumulators<T, kDim>::declare();
-    Accumulators<T, kDim> dq;
+    Accumulators<T, kColumns>::declare();
+    Accumulators<T, kColumns> dq;
     dq.zero();
-    const KeyBlocks all = key_blocks(tile.row0, kBlockM), mine = key_blocks(tile.row0 + 64 * consumer, 64);
+    const int first = tile.row0 + 64 * group_of(consumer), part = part_of(consumer);
+    const KeyBlocks all = key_blocks(tile.row0, kBlockM), mine = key_blocks(first, 64);
     if (all.any()) {
       wait_for_previous_grid();  // the statistics are delta.cuh's
       const Rows r = load_rows(consumer);
@@ -172,13 +181,15 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
       }
     }
     const float scale[2] = {p.scale_grad, p.scale_grad};
-    const int first = tile.row0 + 64 * consumer;
     if constexpr (Config::kPartialOut) {
       dq.scale(scale);
       float* rows = tile.q.rows(p.dq, p.dq_batch, p.dq_head, p.dq_row, tile.head, tile.row0);
-      return Fp32Rows{rows, p.dq_row, tile.q.length - tile.row0, p.dim}.store(dq, 64 * consumer);
+      const Fp32Rows to{rows + part * kColumns, p.dq_row, tile.q.length - tile.row0, p.dim - part * kColumns};
+      return to.store(dq, 64 * group_of(consumer));
     }
-    const Staging<kOneBox, kDim, panels(kDim), false> staging{smem + consumer * Bytes::q, consumer};
+    if (kParts > 1) bar_sync(kBarrierConsumers, 256);  // nobody reads Q any more
+    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{smem + consumer * tile_bytes(64, kColumns),
+                                                                      consumer, part * panels(kColumns)};
     staging.store(dq, scale, &p.map_dq, query_box(first), first < tile.q.length);
     if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copies
   }

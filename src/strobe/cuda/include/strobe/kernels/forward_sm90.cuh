@@ -26,10 +26,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   static constexpr int kScores = kBlockN / 2;  // of one thread
   static_assert(kBlockM == Config::kBlockM && kDimV <= kDim, "O fits over Q");
   // O is staged in shared memory on its way out: over the Q of its own tile or, where there is only one Q slot, in a
-  // buffer of its own, some panels at a time, so that the next Q can be on its way already.
+  // buffer of its own, some panels at a time. Without room for that (kWaitsForO) the next Q waits until O has left.
   static constexpr bool kPrivateO = Config::kStorePanels > 0, kOneBox = Config::kOneBoxPerTile;
   static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
-  static_assert(kPrivateO || Config::kQSlots > 1, "a Q slot that stages O is given back when the next tile has begun");
+  static constexpr bool kWaitsForO = !kPrivateO && Config::kQSlots == 1;
   using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO, Config::kPartialOut && !Config::kSplit>;
   using Blocks = KeyBlocksOf<Config>;
   using RingQ = Ring<Config::kQSlots>;
@@ -331,8 +331,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 #pragma unroll 2  // with 1 ptxas takes the rings for divergent at head dim 192: look for R2UR in the main loop
       for (n = all.from(n); kSkipsAfter && all.has(n); n = all.next(n)) skip_block(n < last);
       store(f, tile, row);
-      stored.pending = true;
-      q.next();
+      q.next(), stored.pending = true;
+      if (kWaitsForO) stored.release();  // else when the next tile has begun
     }
     stored.release();
     if (kPrivateO && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copies

@@ -44,6 +44,7 @@ struct Fp32Rows {
 template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = false> struct Staging {
   u32 buffer;
   int consumer;
+  int first_panel = 0;  // of the tensor: where these columns begin
   static constexpr int kPanelsAtOnce = kPanels, kPanelColumns = kFp32 ? kPanelFp32 : kPanel,
                        kPanelsInAll = (kColumns + kPanelColumns - 1) / kPanelColumns;
 
@@ -56,7 +57,7 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
     fence_proxy_async();
     sync_warpgroup(consumer);
     if (thread_idx() % 128 == 0 && any_rows) {
-      tma_store_panels<kOneBox && !kFp32, 64, kPanelColumns>(map, buffer, box, panel,
+      tma_store_panels<kOneBox && !kFp32, 64, kPanelColumns>(map, buffer, box, first_panel + panel,
                                                              min(kPanels, kPanelsInAll - panel));
       tma_store_commit();
     }
