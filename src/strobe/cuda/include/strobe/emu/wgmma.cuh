@@ -343,7 +343,8 @@ template <class T, int N> struct Accumulators {
     }
   }
   void store_row(int r, float* to, int columns, Site site = Site::here()) const {
-    for (int i = 0; i < min(columns, N) / 8; ++i) st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
+    for (int i = 0; i < min(columns, N) / 8; ++i)
+      st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);
   }
 };
 
