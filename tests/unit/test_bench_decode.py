@@ -85,6 +85,20 @@ def test_a_wrong_result_is_not_timed(page: int, monkeypatch: pytest.MonkeyPatch)
     assert rows["contiguous"].us is not None
 
 
+def test_a_slow_way_and_one_that_raises_are_rows_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch("x", (1,), (40,), (1, 16))
+
+    def broken(c: Cache, page: int, **_: object) -> object:
+        raise RuntimeError(f"no pages of {page}\nmore")
+
+    monkeypatch.setattr(decode_cases, "_paged", broken)
+    monkeypatch.setattr(decode, "CALL_LIMIT_S", 0.0)
+    rows = {r.way: r for r in decode.measure(batch, TINY, CPU, turns=1)}
+    assert rows["page 16"].note == "RuntimeError: no pages of 16"
+    assert (rows["contiguous"].note or "").startswith("not timed: a call takes")
+    assert rows[decode.READ].us is not None
+
+
 def test_caches_are_rotated() -> None:
     batch = Batch("x", (1,), (64,))
     one = batch.rows * TINY.row_bytes

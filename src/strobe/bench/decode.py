@@ -30,6 +30,7 @@ SIZES = {
     "cuda": Size(32, 8, 128, torch.bfloat16, rotated=512 << 20),
 }
 TURNS = {"cpu": 5, "cuda": 50}
+CALL_LIMIT_S = 3.0  # whoever takes longer for one call is not timed
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,15 @@ class _Calls:
         return 1e3 * before.elapsed_time(after) / len(self.calls)
 
 
+def _one_call(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds, host included, of a call that has been made before."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
 def _in_turns(ready: dict[str, _Calls], turns: int) -> dict[str, float]:
     """Medians, after two turns that nobody counts. The order alternates."""
     found: dict[str, list[float]] = {name: [] for name in ready}
@@ -131,14 +141,15 @@ def measure(batch: Batch, size: Size, device: torch.device, seed: int = 0, turns
         try:
             calls = [way.call(c) for c in caches]
             verdicts[way.name] = verdict = checked(calls[0](), caches[0], batch, way.page)
-            if verdict.passed:
-                ready[way.name] = _Calls(calls, device)
-            else:
-                notes[way.name] = f"wrong: {verdict}"
+            if not verdict.passed:
+                raise Refusal("wrong", f"wrong: {verdict}")
+            if (seconds := _one_call(calls[0], device)) > CALL_LIMIT_S:
+                raise Refusal("slow", f"not timed: a call takes {seconds:.1f} s, more than {CALL_LIMIT_S:.0f} s")
+            ready[way.name] = _Calls(calls, device)
         except Refusal as refused:
             notes[way.name] = refused.reason
         except Exception as error:  # a peer's, or out of memory: a result to record
-            notes[way.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            notes[way.name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     times = _in_turns(ready, turns)
     reading = whole / times[READ]
     return [Row(batch.name, READ, times[READ], reading / 1e6, 1.0)] + [

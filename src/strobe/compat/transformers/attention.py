@@ -77,12 +77,13 @@ def attention(
             query, key, value, mask=mask, scale=scaling, softcap=softcap, dropout=dropout, sinks=s_aux,
             deterministic=deterministic,
         )  # fmt: skip
+        index: Any = getattr(module, "layer_idx", None)
         out = None
         if cache is not None:
-            out = in_place.attend(paged.packed(a, sliding_window, kwargs), cache, module.layer_idx, kwargs)
+            out = in_place.attend(paged.packed(a, sliding_window, kwargs), cache, index, kwargs)
         if out is None:
             if cache is not None:
-                a = paged.updated(a, cache, module.layer_idx, kwargs)
+                a = paged.updated(a, cache, index, kwargs)
             out = attend(paged.packed(a, sliding_window, kwargs))
         return out.unflatten(0, (query.shape[0], -1)).contiguous(), None
 

@@ -122,8 +122,9 @@ def _table(layer: Layer, max_k: int) -> torch.Tensor:
 
 def _table_of_ring(layer: Layer, past: torch.Tensor, max_k: int) -> torch.Tensor:
     """The list begins with the oldest key: where the ring is full, with the row behind the new one."""
+    assert layer.window is not None
     rows = layer.read.masked_scatter(layer.read == layer.sentinel, layer.write)
-    slot = torch.arange(0, min(max_k, layer.window or max_k), layer.page, device=rows.device)
+    slot = torch.arange(0, min(max_k, layer.window), layer.page, device=rows.device)
     past = past[:, None]
     return _pages(layer, rows, torch.where(past < layer.window, slot, (slot - past - 1) % layer.window))
 
