@@ -232,6 +232,11 @@ def window(left: int | None, right: int | None) -> Mask:
     )
 
 
+def cached_window(left: int) -> Mask:
+    """Of keys that all stand before the first query, those from `left` before each query on."""
+    return Mask(_q + _len_k - _number(left), None, "cached_window(?)", (left,))
+
+
 def prefix(n: int) -> Mask:
     """Causal, but the first `n` keys are visible to every query."""
     first = _number(_size(n, "prefix(n): n", 0))

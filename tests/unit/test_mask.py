@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+from strobe.mask import Mask, cached_window, causal, causal_top_left, chunked, full, prefix, window
 
 DRAWN = {  # 5 queries, 8 keys: the last query stands opposite the last key
     full: """
@@ -222,3 +222,11 @@ def test_repr_can_be_typed_back(mask: Mask, text: str) -> None:
 def test_errors_name_the_argument(make, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("left", (0, 3, 9))
+@pytest.mark.parametrize("cached", (0, 5))
+def test_a_window_over_cached_keys_is_the_part_before_the_queries(left: int, cached: int) -> None:
+    """The keys of a sequence in two states: those before all queries, and the queries' own."""
+    whole = window(left, 0).dense(4, cached + 4)
+    assert torch.equal(cached_window(left).dense(4, cached), whole[:, :cached])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strobe import options
-from strobe.bench.names import CONTEXT_PARALLEL, L2, PASSES, SUITES
+from strobe.bench.names import BY_THEMSELVES, CONTEXT_PARALLEL, DECODE, L2, PASSES, SUITES
 from strobe.measure.method import METHODS, SUMMARIES, TURNS
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def one_of(allowed: Sequence[str]) -> Callable[[Any], Any]:
 
 _METHODS = "; ".join(f"{name}: {what}" for name, what in SUMMARIES.items())
 _SUITE = typer.Option(
-    callback=one_of((*SUITES, CONTEXT_PARALLEL)),
+    callback=one_of((*SUITES, *BY_THEMSELVES)),
     help=f"One of {', '.join(SUITES)}. May be repeated. Default: quick. models: attention of known models and the suite "
-    f"llama, a whole model in tokens/s. Or {CONTEXT_PARALLEL}, by itself, on the ranks of "
-    "torchrun.",
+    f"llama, a whole model in tokens/s. Or one by itself: {DECODE}, caches in pages and in one piece; {CONTEXT_PARALLEL}, on "
+    "the ranks of torchrun.",
 )
 
 
@@ -105,8 +105,8 @@ def bench(
     ] = False,
 ) -> None:
     """Measure attention: every provider is checked against float64, then timed."""
-    if CONTEXT_PARALLEL in (suite or ()):
-        _context_parallel(suite or [], device, out, seed)
+    if set(BY_THEMSELVES) & set(suite or ()):
+        _by_itself(suite or [], device, out, seed)
         return
     if list_only:
         _list(suite, direction)
@@ -157,13 +157,15 @@ def bench(
         _compare(old, found, tolerance, console, str(compare))
 
 
-def _context_parallel(suite: list[str], device: str | None, out: Path | None, seed: int) -> None:
-    if suite != [CONTEXT_PARALLEL]:
-        raise typer.BadParameter(f"--suite {CONTEXT_PARALLEL} runs by itself, got {', '.join(suite)}")
-    from strobe.bench import context_parallel
+def _by_itself(suite: list[str], device: str | None, out: Path | None, seed: int) -> None:
+    if len(suite) != 1:
+        alone = next(name for name in suite if name in BY_THEMSELVES)
+        raise typer.BadParameter(f"--suite {alone} runs by itself, got {', '.join(suite)}")
+    from strobe.bench import context_parallel, decode
 
+    run = {CONTEXT_PARALLEL: context_parallel.run, DECODE: decode.run}[suite[0]]
     try:
-        found = context_parallel.run(_device(device), out, seed)
+        found = run(_device(device), out, seed)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(found, nl=False)

@@ -16,8 +16,8 @@ SUITES = {
     "cpu": ("lengths and dtypes for a CPU", False),
     "quick": ("a look at everything, on a GPU or a CPU", False),
 }
-# It has rows of its own, and runs by itself: strobe.bench.context_parallel.
-CONTEXT_PARALLEL = "context-parallel"
+# They have rows of their own, and run by themselves: strobe.bench.context_parallel and strobe.bench.decode.
+CONTEXT_PARALLEL, DECODE = BY_THEMSELVES = ("context-parallel", "decode")
 PASSES = ("forward", "backward", "both")
 PASS_TITLES = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
 L2 = ("flushed", "warm")

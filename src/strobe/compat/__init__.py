@@ -2,7 +2,7 @@
 
 `install()` makes `import flash_attn` find strobe, `sdpa.activate()` makes it PyTorch's flash backend, `flex.patched()`
 sends FlexAttention's calls to it, `transformers.register()` makes it an attention implementation of transformers,
-`xformers.install()` puts it into xformers. Each has an inverse.
+`xformers.install()` puts it into xformers. Each has an inverse. vLLM finds `vllm.register()` by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if "attention" not in getattr(
 from strobe.compat.installation import install, installed, uninstall
 
 if TYPE_CHECKING:
-    from strobe.compat import flash_attn, flash_attn_interface, flex, sdpa, transformers, xformers
+    from strobe.compat import flash_attn, flash_attn_interface, flex, sdpa, transformers, vllm, xformers
 
 __all__ = [
     "flash_attn",
@@ -35,9 +35,10 @@ __all__ = [
     "status",
     "transformers",
     "uninstall",
+    "vllm",
     "xformers",
 ]
-_MODULES = ("flash_attn", "flash_attn_interface", "flex", "sdpa", "transformers", "xformers")
+_MODULES = ("flash_attn", "flash_attn_interface", "flex", "sdpa", "transformers", "vllm", "xformers")
 
 
 def __getattr__(name: str) -> Any:
@@ -56,6 +57,7 @@ def status() -> dict[str, str]:
         ("sdpa", "torch"),
         ("flex", "torch.nn.attention.flex_attention"),
         ("transformers", "transformers"),
+        ("vllm", "vllm"),
         ("xformers", "xformers"),
     ):
         module = sys.modules.get(f"strobe.compat.{name}")  # one that was never loaded is not active

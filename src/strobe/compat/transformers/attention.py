@@ -8,7 +8,7 @@ import torch
 
 from strobe.api import attend
 from strobe.arguments import Arguments
-from strobe.compat.transformers import paged
+from strobe.compat.transformers import in_place, paged
 from strobe.compat.transformers.layer_mask import LayerMask
 from strobe.mask import Mask, causal, causal_top_left, full, window
 from strobe.problem import Unsupported
@@ -65,9 +65,6 @@ def attention(
         attention_mask = LayerMask.of(attention_mask.booleans & paged.together(query, key, kwargs))
         described = False
     if described:
-        q, k, v, cu_q, cu_k, max_q, max_k = paged.packed(
-            module, query, key, value, sliding_window, cache, kwargs
-        )  # (total, heads, dim) each
         if position_bias is not None or (cache is None and _says_more(attention_mask)):
             raise Unsupported(
                 "padding, mask tensors and position_bias cannot be combined with packed sequences (cu_seq_lens_q)"
@@ -76,12 +73,18 @@ def attention(
             mask = attention_mask.mask
         else:
             mask = _mask_of(module, is_causal or cache is not None or None, sliding_window)
-        out = attend(
-            Arguments(
-                q, k, v, cu_q, cu_k, max_q, max_k, mask, scaling, softcap, None, None, dropout, None, s_aux, "bshd",
-                None, False, deterministic,
-            )
+        a = Arguments(
+            query, key, value, mask=mask, scale=scaling, softcap=softcap, dropout=dropout, sinks=s_aux,
+            deterministic=deterministic,
         )  # fmt: skip
+        index: Any = getattr(module, "layer_idx", None)
+        out = None
+        if cache is not None:
+            out = in_place.attend(paged.packed(a, sliding_window, kwargs), cache, index, kwargs)
+        if out is None:
+            if cache is not None:
+                a = paged.updated(a, cache, index, kwargs)
+            out = attend(paged.packed(a, sliding_window, kwargs))
         return out.unflatten(0, (query.shape[0], -1)).contiguous(), None
 
     if query.shape[0] != key.shape[0]:  # one sequence for all, as PyTorch's matrix products have it

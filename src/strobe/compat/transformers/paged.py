@@ -1,7 +1,7 @@
 """Packed sequences that a caller describes, and transformers' continuous batching.
 
-In continuous batching all requests of a step are one row of tokens. The paged cache takes the new keys and gives back
-those of all requests, one after the other: a gather, which our kernels shall one day not need.
+In continuous batching all requests of a step are one row of tokens. `in_place` reads the paged cache where it lies. Where
+it cannot, the cache takes the new keys and gives back those of all requests, one after the other: a copy.
 """
 
 from __future__ import annotations
@@ -13,43 +13,39 @@ import torch
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from strobe.arguments import Arguments
+
 # Before 5.18 or so the cache took the indices one by one, and names had to begin with "paged|".
 _TAKES_KEYWORDS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
 def is_paged(cache: Any) -> bool:
     return isinstance(cache, PagedAttentionCache)
 
 
-def packed(
-    module: Any,
-    query: torch.Tensor,  # (1, heads, total_q, dim)
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sliding_window: int | None,
-    cache: Any,
-    kwargs: dict[str, Any],
-) -> Packed:
-    """q, k and v as (total, heads, dim), where their sequences begin, and how long the longest are."""
-    if cache is None:
-        k, v = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
-    elif _TAKES_KEYWORDS:
-        found = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-        k, v = (t.squeeze(0).transpose(0, 1) for t in found)
-    else:
-        k, v = cache.update(
-            key_states=key,
-            value_states=value,
-            layer_idx=module.layer_idx,
-            read_index=kwargs["read_index"],
-            write_index=kwargs["write_index"],
-        )
-    lengths = [_of_layer(kwargs[name], sliding_window) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    cu_q, cu_k = (cu.to(torch.int32) for cu in lengths)
-    max_q, max_k = (_of_layer(_longest(kwargs, axis), sliding_window) for axis in "qk")
-    q = query.transpose(1, 2).flatten(0, 1)
-    return q, k, v, cu_q, cu_k, _as_int(max_q), _as_int(max_k)
+def packed(a: Arguments, sliding_window: int | None, kwargs: dict[str, Any]) -> Arguments:
+    """q, k and v (batch, heads, length, dim) as (total, heads, dim), with where their sequences begin, and how long the
+    longest are."""
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in a[:3])
+    cu_q, cu_k = (of_layer(kwargs[f"cu_seq_lens_{axis}"], sliding_window).to(torch.int32) for axis in "qk")
+    max_q, max_k = (_as_int(of_layer(_longest(kwargs, axis), sliding_window)) for axis in "qk")
+    return a._replace(q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
+
+
+def updated(a: Arguments, cache: Any, index: int, kwargs: dict[str, Any]) -> Arguments:
+    """The keys and values of all requests, copied from the cache of a layer after the new ones were written to it."""
+    _, key, value = a[:3]
+    if _TAKES_KEYWORDS:
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
+        return a._replace(k=k, v=v)
+    k, v = cache.update(
+        key_states=key,
+        value_states=value,
+        layer_idx=index,
+        read_index=kwargs["read_index"],
+        write_index=kwargs["write_index"],
+    )
+    return a._replace(k=k.transpose(0, 1)[None], v=v.transpose(0, 1)[None])
 
 
 def together(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -73,7 +69,7 @@ def _as_int(n: Any) -> Any:
     return int(n) if isinstance(n, torch.Tensor) and n.is_cpu else n
 
 
-def _of_layer(x: Any, sliding_window: int | None) -> Any:
+def of_layer(x: Any, sliding_window: int | None) -> Any:
     """Models that mix kinds of layers have one number for each kind."""
     if not isinstance(x, dict):
         return x
