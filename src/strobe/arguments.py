@@ -75,6 +75,9 @@ class Arguments(NamedTuple):
     lengths: _Paged = None  # (sequences,) int32: the call is a paged one if it is given
     starts: _Paged = None  # (sequences,) int32
     tail: Annotated[Any, Row("Tensor?", tensor=True, forward=True)] = None  # int64, one for each query
+    blocks: Annotated[Any, Row()] = (
+        None  # internal: the `BlockMask` that the mask came from, which keeps maps for kernels
+    )
 
     @property
     def mask_tensor(self) -> torch.Tensor | None:
@@ -132,7 +135,7 @@ def with_tensors(a: Arguments, seed: int | None, tensors: Sequence[Any]) -> Argu
         found["mask"] = a.mask
     of_score = tensors[len(TENSORS) :]
     score = a.score.with_tensors(of_score) if of_score else a.score
-    return a._replace(**found, score=score, seed=seed, return_lse=True)
+    return a._replace(**found, score=score, seed=seed, return_lse=True, blocks=None)
 
 
 def without_tensors(a: Arguments) -> Arguments:
