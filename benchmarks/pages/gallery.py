@@ -16,6 +16,7 @@ import torch
 from benchmarks.committed import ROOT
 
 N = 24  # tokens
+BLOCK = 4
 _PIXELS = 8  # for each weight
 FOLDER = Path("docs", "figures", "gallery")
 
@@ -35,6 +36,7 @@ class Example:
     title: str
     about: str
     code: str
+    blocks: bool = False  # a mask that kernels know, so that they skip blocks
 
     def weights(self) -> torch.Tensor:
         """What the code leaves in `weights`, (n, n)."""
@@ -46,6 +48,13 @@ class Example:
         )
         return found.detach().float()
 
+    def cost(self) -> str:
+        """In blocks."""
+        seen = (self.weights() > 0).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        visited, full = (int(found.sum()) for found in (seen.any(3).any(1), seen.all(3).all(1)))
+        asked = "none of them" if visited == full else "each of them" if not full else f"{visited - full} of them"
+        return f"{visited} of {(N // BLOCK) ** 2} blocks are visited, and the mask is asked in {asked}."
+
 
 EXAMPLES = (
     Example(
@@ -53,36 +62,89 @@ EXAMPLES = (
         "No mask",
         "Every token sees every token.",
         "weights = strobe.attention(q, k, v)",
+        blocks=True,
     ),
     Example(
         "causal",
         "Causal",
         "A token sees itself and the tokens before it. Tiles above the diagonal are skipped.",
         "weights = strobe.attention(q, k, v, mask=strobe.causal)",
+        blocks=True,
     ),
     Example(
         "window",
         "Sliding window",
         "Both numbers count tokens besides the token itself: here four before it, and one after it.",
         "weights = strobe.attention(q, k, v, mask=strobe.window(4, 1))",
+        blocks=True,
     ),
     Example(
         "causal-window",
         "Two masks at once",
         "Masks combine with `&`. This is what models with local attention use.",
         "weights = strobe.attention(q, k, v, mask=strobe.causal & strobe.window(6, 0))",
+        blocks=True,
     ),
     Example(
         "prefix",
         "Prefix",
         "Causal, but the first tokens (a prompt, or the patches of an image) are visible to all.",
         "weights = strobe.attention(q, k, v, mask=strobe.prefix(8))",
+        blocks=True,
     ),
     Example(
         "chunked",
         "Chunks",
         "A token sees its own chunk. With `& strobe.causal` this is chunked local attention.",
         "weights = strobe.attention(q, k, v, mask=strobe.chunked(8) & strobe.causal)",
+        blocks=True,
+    ),
+    Example(
+        "documents-ids",
+        "Documents of one sequence",
+        "A token sees its own document. Masks that are functions combine with the others, too.",
+        """
+ids = torch.tensor([0] * 5 + [1] * 9 + [2] * 10)
+weights = strobe.attention(q, k, v, mask=strobe.causal & strobe.documents(ids))
+""",
+        blocks=True,
+    ),
+    Example(
+        "neighbourhood",
+        "Neighbourhood",
+        "Tokens are pixels, here 6 rows of 4. A pixel sees those around it; at a border the square is moved inside.",
+        "weights = strobe.attention(q, k, v, mask=strobe.neighbourhood(6, 4, 1))",
+        blocks=True,
+    ),
+    Example(
+        "tree",
+        "Tree",
+        "Tokens that were guessed ahead, in several ways: each sees those that lead to it, and all that came before the tree.",
+        """
+parents = [-1, 0, 0, 1, 1, 2, 2, 3]
+weights = strobe.attention(q, k, v, mask=strobe.causal & strobe.tree(parents, first=n - 8))
+""",
+        blocks=True,
+    ),
+    Example(
+        "dilated",
+        "Any mask, as a function",
+        "Here every third token before one's own, and the four before it. A function says which pairs are seen.",
+        """
+def dilated(b, h, q, k):
+    return (q >= k) & (((q - k) % 3 == 0) | (q - k <= 4))
+
+
+weights = strobe.attention(q, k, v, mask=dilated)
+""",
+        blocks=True,
+    ),
+    Example(
+        "global-local",
+        "Global and local",
+        "The first two tokens see all and are seen by all, the others see three on each side.",
+        "weights = strobe.attention(q, k, v, mask=lambda b, h, q, k: ((q - k).abs() <= 3) | (k < 2) | (q < 2))",
+        blocks=True,
     ),
     Example(
         "tensor",
@@ -178,6 +240,9 @@ White: the query does not see the key. The darker, the larger the weight.
 
 A trick makes the weights visible: if the values are the identity matrix, the output of attention *is* the matrix of its
 weights. So each picture is what the call above it returned.
+
+Kernels go through the matrix in blocks. They skip a block that a mask hides altogether, and ask the mask only where it
+hides a part. Their blocks are about 128 × 128; the numbers under the pictures count blocks of 4 × 4.
 """
 
 
@@ -188,6 +253,8 @@ def document() -> str:
         parts.append(f"## {example.title}\n\n{textwrap.fill(example.about, 120)}\n")
         parts.append(f"```python\n{example.code.strip()}\n```\n")
         parts.append(f"![{alt}](figures/gallery/{example.name}.png)\n")
+        if example.blocks:
+            parts.append(f"{example.cost()}\n")
     return "\n".join(parts)
 
 

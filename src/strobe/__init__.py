@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING or not _is_command():
     from strobe.api import attention, attention_varlen, backends, flash_attention
+    from strobe.block_mask import block_mask
     from strobe.explain import explain
     from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
     from strobe.mask_function import mask_function, score_function
@@ -44,6 +45,7 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "backends",
+    "block_mask",
     "causal",
     "causal_top_left",
     "chunked",
@@ -66,8 +68,9 @@ __all__ = [
 
 
 _HOMES = (
-    "api scaled_dot_product explain mask mask_function merging probabilities problem ready_made score serving".split()
-)  # of the public names
+    "api block_mask scaled_dot_product explain mask mask_function merging probabilities problem ready_made score "
+    "serving"
+).split()  # of the public names
 
 
 def __getattr__(name: str) -> object:

@@ -11,6 +11,7 @@ import torch
 from strobe import autograd, sharded, traced
 from strobe.arguments import DEFAULT_LAYOUT, Arguments
 from strobe.backends import dispatch
+from strobe.block_mask import BlockMask
 from strobe.bound_call import PLAIN
 from strobe.call import cast_for_autocast, run
 from strobe.function_arguments import resolved
@@ -26,7 +27,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask | MaskFunction | Callable[..., Any] | torch.Tensor | None = None,
+    mask: Mask | MaskFunction | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     score: Score | Callable[..., Any] | None = None,
@@ -47,8 +48,8 @@ def attention(
     order. Leading axes may be missing: (len, dim) works. Fewer key heads than query heads are grouped.
 
     mask           strobe.causal, strobe.window(left, right), …; a function (b, h, q, k) of positions that returns a bool,
-                   combined with them by `&`, `|` and `~` (`strobe.mask_function`); or booleans broadcastable to
-                   (batch, heads, len_q, len_k), True where attention is allowed
+                   combined with them by `&`, `|` and `~` (`strobe.mask_function`), for many calls `strobe.block_mask`; or
+                   booleans broadcastable to (batch, heads, len_q, len_k), True where attention is allowed
     scale          1/sqrt(dim) by default
     softcap        scores become softcap * tanh(score / softcap)
     score          what else happens to a score: strobe.alibi(slopes), or a function (score, b, h, q, k) that returns
@@ -74,7 +75,7 @@ def attention(
             Arguments,
             (
                 q, k, v, None, None, None, None, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out,
-                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, None,
+                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, None, None,
             ),
         )
     )  # fmt: skip
@@ -90,7 +91,7 @@ def attention_varlen(
     *,
     max_q: int | None = None,
     max_k: int | None = None,
-    mask: Mask | MaskFunction | Callable[..., Any] | torch.Tensor | None = None,
+    mask: Mask | MaskFunction | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     score: Score | Callable[..., Any] | None = None,
@@ -118,7 +119,7 @@ def attention_varlen(
             Arguments,
             (
                 q, k, v, cu_q, cu_k, max_q, max_k, mask, scale, softcap, score, bias, dropout, seed, sinks, "bshd", out,
-                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, None,
+                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, None, None,
             ),
         )
     )  # fmt: skip

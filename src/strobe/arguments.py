@@ -76,6 +76,9 @@ class Arguments(NamedTuple):
     starts: _Paged = None  # (sequences,) int32
     tail: Annotated[Any, Row("Tensor?", tensor=True, forward=True)] = None  # int64, one for each query
     plan: Annotated[Any, Row()] = None  # a `strobe.paged.Plan`
+    blocks: Annotated[Any, Row()] = (
+        None  # internal: the `BlockMask` that the mask came from, which keeps maps for kernels
+    )
 
     @property
     def mask_tensor(self) -> torch.Tensor | None:
@@ -133,7 +136,7 @@ def with_tensors(a: Arguments, seed: int | None, tensors: Sequence[Any]) -> Argu
         found["mask"] = a.mask
     of_score = tensors[len(TENSORS) :]
     score = a.score.with_tensors(of_score) if of_score else a.score
-    return a._replace(**found, score=score, seed=seed, return_lse=True)
+    return a._replace(**found, score=score, seed=seed, return_lse=True, blocks=None)
 
 
 def without_tensors(a: Arguments) -> Arguments:

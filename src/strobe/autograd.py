@@ -52,7 +52,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:
         out, lse = bound.forward.run(a)
-        _keep(ctx, bound, a.seed, tensors, (out, lse))
+        _keep(ctx, bound, a, tensors, (out, lse))
         return (out, lse) if a.return_lse else out  # PyTorch takes time for each result, be it None
 
     @staticmethod
@@ -61,16 +61,18 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(needs)
         out, lse, *tensors = ctx.saved_tensors
-        bound, seed = ctx.call
+        bound, seed, blocks = ctx.call
         wanted = needs[2:]
         if torch.is_grad_enabled() or _transforming():  # perhaps somebody asks for second derivatives
             found = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
             found = behind_tensors(found[:_GRADIENTS], found[_GRADIENTS:])
         elif _autocasting():
             with without_autocast(out.device):
-                found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse).of_tensors()
+                found = bound.backward(
+                    wanted, bound.arguments(seed, tensors, blocks), out, lse, dout, dlse
+                ).of_tensors()
         else:
-            found = bound.backward(wanted, bound.arguments(seed, tensors), out, lse, dout, dlse).of_tensors()
+            found = bound.backward(wanted, bound.arguments(seed, tensors, blocks), out, lse, dout, dlse).of_tensors()
         return _fitted((None, None, *found), len(needs))
 
     @staticmethod
@@ -89,7 +91,7 @@ class _InTransforms(_Attention):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         bound, a, *tensors = inputs
-        _keep(ctx, bound, a.seed, tensors, output)
+        _keep(ctx, bound, a, tensors, output)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:
@@ -101,9 +103,9 @@ class _InTransforms(_Attention):
         return _one_by_one(lambda *one: _attend(a, one), info, dims, tensors)
 
 
-def _keep(ctx: Any, bound: BoundCall, seed: int | None, tensors: Sequence[_Maybe], output: tuple[Any, Any]) -> None:
+def _keep(ctx: Any, bound: BoundCall, a: Arguments, tensors: Sequence[_Maybe], output: tuple[Any, Any]) -> None:
     ctx.save_for_backward(*output, *tensors)  # so that PyTorch notices what is changed in place
-    ctx.call = bound, seed
+    ctx.call = bound, a.seed, a.blocks
     ctx.set_materialize_grads(False)
 
 

@@ -57,11 +57,11 @@ class BoundCall:
     def rounds_states(self) -> bool:
         return self.merges and self.backend.rounds_states(self.problem)
 
-    def arguments(self, seed: int | None, tensors: Sequence[Any]) -> Arguments:
+    def arguments(self, seed: int | None, tensors: Sequence[Any], blocks: Any = None) -> Arguments:
         """Of the call, with these tensors (`tensors_of`), as a backward pass has them; with the LSE."""
-        if seed is None and len(tensors) == 3:
+        if seed is None and len(tensors) == 3 and blocks is None:
             return Arguments._make((*tensors, *self._behind_qkv))
-        return with_tensors(self._template, seed, tensors)
+        return with_tensors(self._template, seed, tensors)._replace(blocks=blocks)
 
     def backward(
         self,
@@ -81,7 +81,7 @@ class BoundCall:
         return found.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
 
 
-_SPECIAL = ("q", "k", "v", "mask", "score", "seed")
+_SPECIAL = ("q", "k", "v", "mask", "score", "seed", "blocks")
 _tensors = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and n not in _SPECIAL))
 _values = operator.attrgetter(*(n for n, row in ROWS.items() if not row.tensor and n not in _SPECIAL))
 _read = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and not row.written), "state_out")

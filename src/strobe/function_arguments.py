@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from strobe.arguments import Arguments
+from strobe.arguments import Arguments, layout_of
+from strobe.block_mask import BlockMask
 from strobe.mask import Mask, full
 from strobe.mask_function import MaskFunction, mask_function, of_block_mask, score_function
 from strobe.score import Score, softcap
@@ -15,6 +16,9 @@ def resolved(a: Arguments) -> Arguments:
     mask, score = a.mask, a.score
     if score is not None and not isinstance(score, Score) and callable(score):
         a = a._replace(score=score_function(score))
+    if isinstance(mask, BlockMask):
+        _check_sizes(mask, a)
+        a, mask = a._replace(blocks=mask), mask.function
     if not isinstance(mask, MaskFunction):
         known = mask is None or isinstance(mask, (Mask, torch.Tensor))
         if known or not (callable(mask) or hasattr(mask, "kv_indices")):
@@ -29,3 +33,14 @@ def resolved(a: Arguments) -> Arguments:
         return a  # refused by the checks
     base = a.score if a.score is not None else softcap(a.softcap)
     return a._replace(mask=interval, softcap=None, score=base.hiding(mask.rest, mask.tensors, mask.title))
+
+
+def _check_sizes(mask: BlockMask, a: Arguments) -> None:
+    if a.cu_q is not None or a.paged:
+        raise ValueError("mask is a block mask, and this call has sequences of different lengths; pass its function")
+    try:
+        layout = layout_of(a)
+    except (AttributeError, KeyError):
+        return  # the checks say what is wrong
+    q, k = layout.inside(a.q).shape, layout.inside(a.k).shape
+    mask.check(q[0], q[1], q[2], k[2])

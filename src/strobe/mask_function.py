@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,8 @@ class MaskFunction:
 
     def __init__(self, interval: Mask, rest: Expr | None, tensors: tuple[torch.Tensor, ...], title: str) -> None:
         self.interval, self.rest, self.tensors, self.title = interval, rest, tensors, title
+        # The score that hides what the condition does not let through; None: the interval says all.
+        self.over_identity: Score | None = None if rest is None else identity.hiding(rest, tensors, title)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MaskFunction, (self.interval, self.rest, self.tensors, self.title)
@@ -50,11 +51,6 @@ class MaskFunction:
         condition = _all_of(self).rest
         assert condition is not None
         return _split(interval_part.negated(condition), self.tensors, f"not {self.title}")
-
-    @functools.cached_property
-    def over_identity(self) -> Score | None:
-        """The score that hides what the condition does not let through; None: the interval says all."""
-        return None if self.rest is None else identity.hiding(self.rest, self.tensors, self.title)
 
     def dense(self, len_q: int, len_k: int, batch: int = 1, heads: int = 1) -> torch.Tensor:
         """The mask as booleans, (batch, heads, len_q, len_k). For small pictures."""

@@ -107,13 +107,12 @@ def _methods(inner: Expr, condition: Expr | None) -> list[_Method]:
             _Method("float", "near", "float x, ", inner.mapped(_near)),
             _Method("float", "reach", "float x, ", farthest),
         ]
-    if condition is not None:  # for blocks in which it hides nothing, and to find those
+    if condition is not None:  # for blocks in which it hides nothing
         inside = inner.args[0]
         slope = inside.derivative("s").replaced(inside, _Y)
-        found += [_Method("float", "inside", "float x, ", inside)]
         found += [
+            _Method("float", "inside", "float x, ", inside),
             _Method("float", "inside_slope", "float x, float y, ", slope),
-            _Method("bool", "visible", "", condition),
         ]
     return found
 

@@ -89,7 +89,7 @@ def attention_paged(
         Arguments,
         (
             q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out,
-            return_lse, False, backend, None, False, 0, None, None, entries, indptr, lengths, starts, tail, plan,
+            return_lse, False, backend, None, False, 0, None, None, entries, indptr, lengths, starts, tail, plan, None,
         ),
     )  # fmt: skip
     return attend(a) if not shared else _with_levels(a, shared)

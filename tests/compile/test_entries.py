@@ -21,13 +21,23 @@ from strobe.problem import supposed
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
+IDS = torch.empty(2, 1024, dtype=torch.int32, device="meta")
+DOCUMENTS = strobe.mask_function(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & ((q - k) // 5 % 3 != 1)).over_identity
 CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": (2, 8, 1024, 1024)},
     "bias_of_keys": {"bias": (2, 1, 1, 1024), "mask": strobe.causal},
     "mask": {"mask": (2, 1, 1024, 1024)},
+    "documents": {"score": DOCUMENTS},  # with a map of blocks
     "alibi": {"score": strobe.alibi(torch.empty(8, device="meta")), "mask": strobe.causal},
 }
-EVERYDAY = ["sm90 64 bias", "sm90 128 alibi", "sm90 256 bias_of_keys", "sm80 128 bias", "sm80 64 mask"]
+EVERYDAY = [
+    "sm90 64 bias",
+    "sm90 128 alibi",
+    "sm90 128 documents",
+    "sm90 256 bias_of_keys",
+    "sm80 128 bias",
+    "sm80 64 mask",
+]
 
 
 def spills(arch: str, kernel: KernelSpec) -> bool:

@@ -75,6 +75,17 @@ def test_hidden_blocks_are_not_computed() -> None:
         assert torch.equal(f, e)
 
 
+def test_a_block_mask_keeps_its_maps() -> None:
+    x = tensors()
+    mask = strobe.block_mask(CASES["documents"]["mask"], 2, None, 200, 400)
+    for f, e in zip(results(x, "emulator", {"mask": mask}), results(x, "emulator", CASES["documents"]), strict=True):
+        assert torch.equal(f, e)
+    assert len(mask.maps) == 2  # of each direction
+    for bits in mask.maps.values():
+        bits.zero_()
+    assert not any(t.any() for t in results(x, "emulator", {"mask": mask})), "the maps are not those that are kept"
+
+
 def test_it_is_planned_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     from fake_gpu import H200
 

@@ -20,7 +20,17 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 LAYERS = [
     ["expression", "dropout", "overlap", "invalid", "merging", "work_list"],
     ["expression_text", "expression_cpp"],
-    ["mask", "score", "score_cpp", "user_function", "interval_part", "mask_function", "ready_made"],
+    [
+        "mask",
+        "score",
+        "score_cpp",
+        "condition_cpp",
+        "user_function",
+        "interval_part",
+        "mask_function",
+        "block_mask",
+        "ready_made",
+    ],
     ["arguments"],
     ["checks", "hints", "function_arguments"],
     ["page_checks"],

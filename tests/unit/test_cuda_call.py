@@ -7,6 +7,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import fake_driver
@@ -34,6 +35,7 @@ from strobe.cuda.launch import Launcher
 from strobe.cuda.params import COUNTERS
 from strobe.cuda.plan import Plan
 from strobe.cuda.scores import Scores
+from strobe.function_arguments import resolved
 from strobe.problem import Problem, supposed
 
 
@@ -137,6 +139,30 @@ def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pyt
     assert ends[-1] <= workspace.data_ptr() + workspace.numel()
 
 
+def test_a_map_of_blocks_is_kept(no_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a block mask, and its launch is left out; not while a graph is captured, when nothing runs."""
+    guards, capturing = torch._C._dynamo.guards, True
+    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    q = torch.empty(2, 2048, 4, 64, dtype=torch.bfloat16)
+    mask = strobe.block_mask(lambda b, h, q, k: (q + k) % 7 < 3, None, None, 2048, 2048)
+    problem, _ = Problem.of(resolved(Arguments(q, q, q, mask=mask)))
+    plan = forward_sm90.plan(problem, (2048 * 4 * 64, 64, 4 * 64), H200)
+    call = Launcher(plan, 0)
+    (of_map, main), addresses = Recorder.made, range(256, 256 * (len(plan.tensors) + 1), 256)
+    for capturing, kept, counts in ((True, 0, (1, 1)), (False, 1, (2, 2)), (False, 1, (2, 3)), (True, 1, (2, 4))):  # noqa: B007
+        call(*addresses, blocks=mask)
+        assert (len(of_map.sent), len(main.sent)) == counts and len(mask.maps) == kept
+    call(*addresses)
+    assert (len(of_map.sent), len(main.sent)) == (3, 5)
+    (found,) = mask.maps.values()
+    for launch, planned, calls in zip((of_map, main), plan.launches, ((1,), (1, 2, 3)), strict=True):
+        offset = planned.kernel.params.offsets["block_map"]
+        sent = {struct.unpack_from("<Q", launch.sent[i][1], offset)[0] for i in calls}
+        assert sent == {found.bits.data_ptr()}
+
+
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 def test_the_rest_of_the_arguments_stays(kernel: str, no_driver: None) -> None:
     call, plan = call_of(kernel)
@@ -188,7 +214,7 @@ class Addresses:
     def __init__(self, plan: Plan, device: int, names: Sequence[str]) -> None:
         self.names, self.missing = names, dict.fromkeys(plan.tensors, 0)
 
-    def __call__(self, *addresses: int) -> None:
+    def __call__(self, *addresses: int, blocks: None = None) -> None:
         Addresses.calls.append(self.missing | dict(zip(self.names, addresses, strict=True)))
 
 
@@ -404,7 +430,7 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, mon
     numbers = torch.arange(4.0 * parts).view(-1, *(1,) * (3 - heads)).expand(shapes[2])
 
     class Writes(Addresses):
-        def __call__(self, *addresses: int) -> None:
+        def __call__(self, *addresses: int, blocks: None = None) -> None:
             for name, address in zip(self.names, addresses, strict=True):
                 if name in ("dk", "dv"):
                     memory = (ctypes.c_float * numbers.numel()).from_address(address)

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
+from strobe.arguments import Arguments
+from strobe.bench import variants
 from strobe.bench.names import PASS_TITLES
+from strobe.function_arguments import resolved
 from strobe.mask import causal, full
+from strobe.mask_function import mask_function
 from strobe.measure import units
 from strobe.measure.cases import Case, mask_of, problem_of
-from strobe.problem import Problem
+from strobe.problem import Problem, supposed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MEASURES = ("time", "call", "graph", "compile", "model")
@@ -28,6 +32,7 @@ class BenchCase(Case):
     measure: str = "time"
     tile: tuple[int, int] | None = None  # (queries, keys) in a tile, for the study of tile sizes
     model: str | None = None  # whose shape it is
+    variant: str | None = None  # one of variants.NAMES
 
     @property
     def label(self) -> str:
@@ -43,7 +48,7 @@ class BenchCase(Case):
     def title(self) -> str:
         """For readers: "head dim 128, causal, 4K tokens, backward"."""
         shape = self.model or f"head dim {self.dim}{f'/{self.value_dim}' if self.value_dim != self.dim else ''}"
-        parts = [shape, "" if self.model else "no mask" if self.mask == full else self.mask.name]
+        parts = [shape, "" if self.model else self.variant or ("no mask" if self.mask == full else self.mask.name)]
         queries = (
             ""
             if self.len_q == self.len_k
@@ -56,6 +61,11 @@ class BenchCase(Case):
         parts.append("" if self.tile is None else f"tile {self.tile[0]} x {self.tile[1]}")
         parts.append("" if self.direction == "forward" else PASS_TITLES[self.direction])
         return ", ".join(part for part in parts if part)
+
+    @property
+    def learns_bias(self) -> bool:
+        """Whether the gradient of the bias is wanted, too."""
+        return self.variant == variants.LEARNT_BIAS and self.direction != "forward"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -85,10 +95,15 @@ class BenchCase(Case):
     def problem(self, device: torch.device) -> Problem:
         return _problem(self, device)
 
+    def pairs(self, device: torch.device) -> int:
+        """Visible ones of all heads."""
+        share = variants.visible_share(self)
+        return self.problem(device).pairs() if share is None else round(share * self.score_elements())
+
     def flops(self, device: torch.device) -> int:
         """Of the matrix products. Forward has two (q k^T, p v); backward five (s again, dp, dq, dk, dv)."""
-        problem = self.problem(device)
-        forward, backward = problem.flops(), 2 * (3 * self.dim + 2 * self.value_dim) * problem.pairs()
+        pairs = self.pairs(device)
+        forward, backward = 2 * (self.dim + self.value_dim) * pairs, 2 * (3 * self.dim + 2 * self.value_dim) * pairs
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.direction]
 
     def ideal_bytes(self, device: torch.device) -> int:
@@ -128,6 +143,7 @@ class BenchCase(Case):
             "bias": self.bias is not None,
             "tile": None if self.tile is None else list(self.tile),
             "model": self.model,
+            "variant": self.variant,
             "key": self.key,
             "model_dim": self.model_dim,
         }
@@ -135,7 +151,13 @@ class BenchCase(Case):
 
 @functools.lru_cache(maxsize=512)
 def _problem(case: BenchCase, device: torch.device) -> Problem:
-    return problem_of(case, case.torch_dtype, device)
+    functions = variants.functions(case, torch.device("meta"))
+    if functions.score is None and (functions.mask is None or functions.tensor is not None):
+        return problem_of(case, case.torch_dtype, device)
+    mask = case.mask if functions.mask is None else case.mask & mask_function(functions.mask)
+    a = resolved(Arguments(None, None, None, mask=mask, score=functions.score))
+    q, k, v = case.shapes()
+    return supposed(device, case.torch_dtype, q, k, v, mask=a.mask, score=a.score)
 
 
 def _plural(n: int, one: str, many: str) -> str:
@@ -154,5 +176,11 @@ def case(
     values = {"heads_k": heads, "len_q": length, "len_k": length, "dim_v": dim} | more
     if isinstance(values.get("mask"), str):
         values["mask"] = mask_of(values["mask"])
-    shape = (1, heads, values["len_q"], values["len_k"]) if bias else None
-    return BenchCase(name=label, suite=suite, batch=batch, heads=heads, dim=dim, bias=shape, **values)
+    variant, pairs = values.get("variant"), (values["len_q"], values["len_k"])
+    if variant is not None and variant not in variants.NAMES:
+        raise ValueError(f"variant must be one of {', '.join(variants.NAMES)}, got {variant!r}")
+    shape = (batch if variant == variants.LEARNT_BIAS else 1, heads, *pairs) if bias else None
+    booleans = (batch, 1, *pairs) if variant == variants.BOOLEANS else None
+    return BenchCase(
+        name=label, suite=suite, batch=batch, heads=heads, dim=dim, bias=shape, mask_tensor=booleans, **values
+    )

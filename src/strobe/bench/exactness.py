@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from strobe.arguments import Inputs
+from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.measure.tolerance import FORWARD, GRADIENTS, Verdict, compare, gradient_floor, summation_floor
@@ -27,7 +28,7 @@ class Unit:
     head_k: int
 
 
-Parts = dict[str, list[torch.Tensor]]  # "out", "lse", "dq", "dk", "dv" -> one tensor per unit
+Parts = dict[str, list[torch.Tensor]]  # "out", "lse", "dq", "dk", "dv", "dbias" -> one tensor per unit
 
 
 def units_of(case: BenchCase, device: torch.device) -> list[Unit]:
@@ -57,7 +58,8 @@ def _one(case: BenchCase, x: Tensors, unit: Unit, dtype: torch.dtype) -> dict[st
     q = x.q[unit.batch, unit.heads].to(dtype)  # (group, len_q, dim)
     k, v = (t[unit.batch, unit.head_k].to(dtype) for t in (x.k, x.v))  # (len_k, dim)
     keys = torch.arange(case.len_k, device=q.device)
-    outs, lses, dqs = [], [], []
+    outs, lses, dqs, dbias = [], [], [], []
+    heads = torch.arange(case.heads, device=q.device)[unit.heads]
     # Blocks of rows are added up in fp32 at least, as one matrix product would.
     dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(dtype, torch.float32)) for t in (k, v))
     step = max(1, _BLOCK_ELEMENTS // (case.len_k * q.shape[0]))
@@ -67,10 +69,13 @@ def _one(case: BenchCase, x: Tensors, unit: Unit, dtype: torch.dtype) -> dict[st
         s = qi @ k.mT * case.softmax_scale
         if case.softcap is not None:
             s = softcap(case.softcap).expr.evaluate({"s": s})
-        capped = s
+        capped, scored = s, variants.with_slope(case, s, unit.batch, heads, rows)
+        s = s if scored is None else scored[0]
         if x.bias is not None:
-            s = s + x.bias[0, unit.heads, rows].to(dtype)
+            s = s + x.bias.detach()[unit.batch % len(x.bias), unit.heads, rows].to(dtype)
         s = s.masked_fill(~case.mask.block(rows, keys, case.len_q, case.len_k), -torch.inf)
+        if (seen := variants.visible(case, q.device, unit.batch, heads[:, None, None], rows)) is not None:
+            s = s.masked_fill(~seen, -torch.inf)
         if x.sinks is not None:
             s = torch.cat([s, x.sinks[unit.heads].to(dtype)[:, None, None].expand(-1, len(rows), 1)], -1)
         p = torch.softmax(s, -1)[..., : case.len_k]
@@ -81,15 +86,22 @@ def _one(case: BenchCase, x: Tensors, unit: Unit, dtype: torch.dtype) -> dict[st
             continue
         assert x.do is not None
         do = x.do[unit.batch, unit.heads, rows].to(dtype)
-        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * case.softmax_scale
+        dlogits = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+        if case.learns_bias:
+            dbias.append(dlogits)
+        ds = dlogits * case.softmax_scale
         if case.softcap is not None:
             ds = ds * (1 - (capped / case.softcap) ** 2)
+        if scored is not None:
+            ds = ds * scored[1]
         dqs.append(ds @ k)
         dk += (ds.mT @ qi).sum(0)
         dv += (p.mT @ do).sum(0)
     found = {"out": torch.cat(outs, 1)}
     if case.direction == "forward":
         return found
+    if case.learns_bias:
+        found["dbias"] = torch.cat(dbias, 1)
     return found | {"lse": torch.cat(lses, 1), "dq": torch.cat(dqs, 1), "dk": dk.to(dtype), "dv": dv.to(dtype)}
 
 
@@ -150,3 +162,5 @@ class Judge:
             yield "dq", [gradients[0][u.batch, u.heads] for u in self.units]
             for name, gradient in (("dk", gradients[1]), ("dv", gradients[2])):
                 yield name, [gradient[u.batch, u.head_k] for u in self.units]
+            if self.case.learns_bias:
+                yield "dbias", [gradients[3][u.batch, u.heads] for u in self.units]

@@ -34,6 +34,6 @@ def make_tensors(case: BenchCase, device: torch.device, seed: int) -> Tensors:
         k=normal(case.batch, case.heads_k, case.len_k, case.dim),
         v=normal(case.batch, case.heads_k, case.len_k, case.value_dim),
         do=normal(case.batch, case.heads, case.len_q, case.value_dim) if case.direction != "forward" else None,
-        bias=None if case.bias is None else normal(*case.bias),
+        bias=None if case.bias is None else normal(*case.bias).requires_grad_(case.learns_bias),
         sinks=normal(case.heads).float() if case.sinks else None,
     )

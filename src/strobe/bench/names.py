@@ -9,6 +9,7 @@ SUITES = {
     "gqa": ("grouped heads; decode, speculative decode and chunked prefill", True),
     "models": ("attention of models people run, shape by shape; then the suite llama", True),
     "llama": ("steps of a Llama-shaped stack, prefill and training, in tokens/s; needs transformers", False),
+    "variants": ("functions of scores and masks, softcap, a bias that learns, a mask of booleans", False),
     "overhead": ("short calls: CPU time, and replays of a CUDA graph", False),
     "tiles": ("tile sizes of our backends", True),
     "ladder": ("the shapes that every rung of the ladder takes", True),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.installed import imported
@@ -22,8 +23,11 @@ def _flex(case: BenchCase, x: Tensors) -> Prepared:
     refuse(case, sinks="no sinks")
     needs_gpu(x)
     flex = importlib.import_module("torch.nn.attention.flex_attention")
-    mask, block_mask = case.mask, None
-    if case.mask != full:
+    mask, block_mask, functions = case.mask, None, variants.functions(case, x.q.device)
+    if functions.mask is not None:
+        batch = case.batch if case.variant in variants.BY_SEQUENCE else None
+        block_mask = flex.create_block_mask(functions.mask, batch, None, case.len_q, case.len_k, device=x.q.device)
+    elif case.mask != full:
 
         def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
             lo, hi = mask.bounds(q, case.len_q, case.len_k)
@@ -34,14 +38,14 @@ def _flex(case: BenchCase, x: Tensors) -> Prepared:
 
         rule = causal if case.causal else visible
         block_mask = flex.create_block_mask(rule, None, None, case.len_q, case.len_k, device=x.q.device)
-    score_mod = None
+    score_mod = functions.score
     if case.softcap is not None or x.bias is not None:
         softcap, bias = case.softcap, x.bias
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
             if softcap is not None:
                 score = softcap * torch.tanh(score / softcap)
-            return score if bias is None else score + bias[0, h, q, k]
+            return score if bias is None else score + bias[b if len(bias) > 1 else 0, h, q, k]
 
     torch._dynamo.reset()
     keep_buffers()
@@ -175,6 +179,7 @@ def providers() -> list[Provider]:
             skipped=costs_a_compilation,
             compiles=True,
             device="cuda",
+            functions=True,
         ),
         Provider(
             "flash-attn-2",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.mask import full
@@ -58,6 +59,7 @@ class Provider:
     roundings: Callable[[BenchCase], float] = lambda case: 0.0  # see tolerance.summation_floor
     compiles: bool = False  # each new shape costs seconds
     tiles: bool = False  # can take a tile size
+    functions: bool = False  # can take the variants of bench/variants.py
     models: bool = False  # runs steps of whole models, and nothing else
     device: str | None = None  # the only kind it runs on
     install: str | None = None  # how to get it, if PyTorch does not bring it along
@@ -83,14 +85,17 @@ def from_layout(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 def dense_mask(case: BenchCase, device: torch.device) -> torch.Tensor | None:
     """For those who can only be told a mask in full; None if nothing is hidden."""
-    return None if case.mask == full else case.mask.dense(case.len_q, case.len_k, device)
+    interval = None if case.mask == full else case.mask.dense(case.len_q, case.len_k, device)
+    condition = variants.dense_mask(case, device)
+    return condition if interval is None else interval if condition is None else interval & condition
 
 
 def lacking(case: BenchCase, **features: str) -> str | None:
-    """The reason given for the first of these features that a case has: softcap, sinks, bias, window, unequal, …"""
+    """The reason given for the first of these features that a case has: softcap, sinks, score, bias, window, unequal, …"""
     has = {
         "softcap": case.softcap is not None,
         "sinks": case.sinks,
+        "score": variants.functions(case, torch.device("meta")).score is not None,
         "bias": case.bias is not None,
         "window": case.window is not None,
         "unequal": case.dim != case.value_dim,

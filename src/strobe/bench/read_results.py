@@ -86,6 +86,7 @@ class _Case(TypedDict, total=False):
     bias: bool
     tile: list[int] | None
     model: str | None
+    variant: str | None
 
 
 class _File(TypedDict):

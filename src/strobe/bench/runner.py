@@ -45,6 +45,7 @@ class Entry:
     row: Row
     prepared: Prepared | None = None
     inputs: tuple[torch.Tensor, ...] = ()
+    leaves: tuple[torch.Tensor, ...] = ()  # those, and a bias that learns
     do: torch.Tensor | None = None
     call: Call | None = None  # what is timed
 
@@ -59,7 +60,7 @@ class Entry:
     def step(self, direction: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         assert self.prepared is not None
         out = self.prepared.forward(*self.inputs)
-        return out, (torch.autograd.grad(out, self.inputs, self.do) if direction == "both" else None)
+        return out, (torch.autograd.grad(out, self.leaves, self.do) if direction == "both" else None)
 
     def scope(self) -> Scope:
         prepared, gradients = self.prepared, self.row.case.direction != "forward"
@@ -232,6 +233,8 @@ class Runner:
                 entry.refuse("unsupported", f"runs on {p.device} only")
             elif case.measure == "graph" and self.device.type != "cuda":
                 entry.refuse("unsupported", "CUDA graphs need an NVIDIA GPU")
+            elif case.variant is not None and not p.functions:
+                entry.refuse("unsupported", "not measured with functions of scores and masks")
             elif case.direction != "forward" and not p.differentiable:
                 entry.refuse("unsupported", "no gradients")
             elif not named and (reason := p.skipped(case, self.device)) is not None:
@@ -255,7 +258,9 @@ class Runner:
             if prepared.layout not in layouts:
                 made = [to_layout(t, prepared.layout) for t in (tensors.q, tensors.k, tensors.v)]
                 layouts[prepared.layout] = tuple(t.requires_grad_(case.direction != "forward") for t in made)
-            entry.inputs = layouts[prepared.layout]
+            entry.inputs = entry.leaves = layouts[prepared.layout]
+            if case.learns_bias and tensors.bias is not None:
+                entry.leaves = (*entry.inputs, tensors.bias)
             entry.do = None if tensors.do is None else to_layout(tensors.do, prepared.layout)
             if entry.provider.compiles:
                 with entry.scope()():
@@ -279,7 +284,9 @@ class Runner:
             seconds = time.perf_counter() - begun
             if out.shape != shape:
                 raise RuntimeError(f"two calls gave shapes {tuple(shape)} and {tuple(out.shape)}")
-            back = None if gradients is None else tuple(from_layout(g, prepared.layout) for g in gradients)
+            back = None
+            if gradients is not None:
+                back = (*(from_layout(g, prepared.layout) for g in gradients[:3]), *gradients[3:])
             roundings = entry.provider.roundings(case)
             entry.row.error = verdict = judge.judge(from_layout(out.detach(), prepared.layout), back, roundings)
             del back, gradients, out
@@ -298,16 +305,16 @@ class Runner:
         entry.call = self._call(entry, case, scope)
 
     def _call(self, entry: Entry, case: BenchCase, scope: Scope) -> Call:
-        """What is timed. A backward pass is: the same for everybody, gradients of q, k and v from one graph that is
-        kept."""
+        """What is timed. A backward pass is: the same for everybody, gradients of q, k, v and perhaps a bias from one graph
+        that is kept."""
         assert entry.prepared is not None
-        forward, inputs, do = entry.prepared.forward, entry.inputs, entry.do
+        forward, inputs, leaves, do = entry.prepared.forward, entry.inputs, entry.leaves, entry.do
         if case.direction == "backward":
             with scope():
                 out = forward(*inputs)
-            return lambda: torch.autograd.grad(out, inputs, do, retain_graph=True)
+            return lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)
         if case.direction == "both":
-            return lambda: torch.autograd.grad(forward(*inputs), inputs, do)
+            return lambda: torch.autograd.grad(forward(*inputs), leaves, do)
         return lambda: forward(*inputs)
 
     def _name_kernels(self, entries: list[Entry]) -> None:

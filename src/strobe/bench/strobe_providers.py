@@ -8,6 +8,7 @@ import torch
 
 import strobe
 from strobe.backends import dispatch
+from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.provider import Prepare, Prepared, Provider, Reason, Refusal
@@ -24,10 +25,12 @@ def _prepare(backend: str) -> Prepare:
             raise Refusal("unsupported", reason)
         note = None
         if case.direction != "forward":
-            backward = dispatch.choose_backward(case.problem(device).backward(("q", "k", "v")), found)
+            wanted = ("q", "k", "v", "bias") if case.learns_bias else ("q", "k", "v")
+            backward = dispatch.choose_backward(case.problem(device).backward(wanted), found)
             note = None if backward is found else f"the gradients are computed by the backend {backward.name}"
         options: dict[str, Any] = {
-            "mask": case.mask,
+            "mask": _mask(case, device),
+            "score": variants.functions(case, device).score,
             "softcap": case.softcap,
             "bias": x.bias,
             "sinks": x.sinks,
@@ -39,6 +42,17 @@ def _prepare(backend: str) -> Prepare:
         return Prepared(lambda q, k, v: strobe.attention(q, k, v, **options), "bshd", note=note)
 
     return prepare
+
+
+def _mask(case: BenchCase, device: torch.device) -> Any:
+    """Blocks of a function are found once, before anything is timed, as FlexAttention's are."""
+    functions = variants.functions(case, device)
+    if functions.mask is None:
+        return case.mask
+    if functions.tensor is not None:
+        return functions.tensor
+    mask = case.mask & strobe.mask_function(functions.mask)
+    return strobe.block_mask(mask, case.batch, case.heads, case.len_q, case.len_k)
 
 
 def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dict[str, Any]) -> Prepared:
@@ -104,6 +118,7 @@ def providers() -> list[Provider]:
             matrices=(lambda case: 16 * case.score_elements()) if name == "reference" else (lambda case: 0),
             kernels="kernel" if _NEEDS.get(name) == "cuda" else None,
             tiles=name in ("tiled", "sm80", "sm90"),
+            functions=True,
             device=_NEEDS.get(name),
         )
         for name in dispatch.NAMES

@@ -8,6 +8,7 @@ from typing import Any
 from strobe.bench import llama
 from strobe.bench.case import BenchCase, case
 from strobe.bench.names import PASSES
+from strobe.bench.variants import BOOLEANS, LEARNT_BIAS
 from strobe.measure.units import length as short_length
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -115,6 +116,34 @@ def models(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
     return attention + llama.cases(direction, on_gpu)
 
 
+# Score functions and conditions of docs/variants.md -> the interval that goes with them.
+_VARIANTS = {"alibi": "causal", "tanh": "full", "relative table": "full", "documents": "full", "prefix": "full"}
+_VARIANTS |= {"window": "full", "neighbourhood": "full", "decay": "causal"}
+
+
+def variants(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
+    """What users write as functions, at one long shape; softcap; a bias that learns and a mask of booleans, which are
+    tensors."""
+    plain: dict[str, Any] = {"direction": direction, "dtype": "bfloat16" if on_gpu else "float32"}
+    long: dict[str, Any] = {"heads": 2, "length": 256, "dim": 32}
+    if on_gpu:
+        long = {"batch": 2, "heads": 16, "length": 8192, "dim": 128}
+    end = f"d{long['dim']}-{_short(long['length'])}"
+    made = [
+        case("variants", f"{name.replace(' ', '-')}-{end}", variant=name, mask=mask, **long, **plain)
+        for name, mask in _VARIANTS.items()
+    ]
+    made.append(case("variants", f"softcap-{end}", softcap=30.0, mask="causal", **long, **plain))
+    plain |= {"batch": 4, "heads": 16} if on_gpu else {"heads": 2}
+    made += [
+        case("variants", f"learnt-bias-d{dim}-{_short(n)}", variant=LEARNT_BIAS, bias=True, length=n, dim=dim, **plain)
+        for dim, n in ([(64, 2048), (128, 2048)] if on_gpu else [(32, 128)])
+    ]
+    dim, n = (128, 4096) if on_gpu else (32, 128)
+    label = f"boolean-mask-d{dim}-{_short(n)}"
+    return [*made, case("variants", label, variant=BOOLEANS, length=n, dim=dim, **plain)]
+
+
 def overhead(direction: str = "forward") -> list[BenchCase]:
     """Short lengths: what one call costs the CPU, and what the device needs when a graph replays it."""
     return [
@@ -220,6 +249,7 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
     "gqa": gqa,
     "models": models,
     "llama": llama.cases,
+    "variants": variants,
     "overhead": overhead,
     "tiles": tiles,
     "ladder": ladder,
@@ -229,7 +259,7 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
 }
 
 
-_BY_DEVICE = ("models", "llama", "quick")  # smaller on a CPU
+_BY_DEVICE = ("models", "llama", "variants", "quick")  # smaller on a CPU
 
 
 def cases(suite: str, direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.provider import (
@@ -50,7 +51,7 @@ def _sdpa_scope(backend: str, half: bool) -> Iterator[None]:
 
 def _sdpa(backend: str, half: bool = False) -> Prepare:
     def prepare(case: BenchCase, x: Tensors) -> Prepared:
-        refuse(case, softcap="no softcap", sinks="no sinks")
+        refuse(case, softcap="no softcap", sinks="no sinks", score="no score functions")
         device = x.q.device
         if device.type != "cuda" and backend in ("EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
             raise Refusal("unsupported", f"needs an NVIDIA GPU, the tensors are on {device.type}")
@@ -92,8 +93,13 @@ def why_no_kernel(provider: str, x: Tensors, prepared: Prepared) -> str:
 
 
 def _textbook(case: BenchCase, x: Tensors) -> Forward:
-    visible = dense_mask(case, x.q.device)
+    visible, score = dense_mask(case, x.q.device), variants.functions(case, x.q.device).score
     hidden = None if visible is None else ~visible
+    batch, heads, rows = (
+        torch.arange(n, device=x.q.device).view(-1, *(1,) * axes)
+        for n, axes in ((case.batch, 3), (case.heads, 2), (case.len_q, 1))
+    )
+    keys = torch.arange(case.len_k, device=x.q.device)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if case.group > 1:
@@ -101,6 +107,8 @@ def _textbook(case: BenchCase, x: Tensors) -> Forward:
         s = (q * case.softmax_scale) @ k.mT
         if case.softcap is not None:
             s = case.softcap * torch.tanh(s / case.softcap)
+        if score is not None:
+            s = score(s, batch, heads, rows, keys).to(s.dtype)
         if x.bias is not None:
             s = s + x.bias
         if hidden is not None:
@@ -139,6 +147,7 @@ def providers() -> list[Provider]:
             "PyTorch's memory-efficient backend (CUTLASS)",
             _sdpa("EFFICIENT_ATTENTION"),
             kernels="fmha|efficient|attention_kernel",
+            functions=True,
         ),
         Provider(
             "torch-math",
@@ -146,6 +155,7 @@ def providers() -> list[Provider]:
             f"{math}, which computes 16-bit inputs in fp32",
             _sdpa("MATH"),
             matrices=lambda case: 8 * case.score_elements(),
+            functions=True,
         ),
         Provider(
             "torch-math-half",
@@ -154,7 +164,7 @@ def providers() -> list[Provider]:
             _sdpa("MATH", half=True),
             matrices=two_matrices,
         ),
-        Provider("eager", "standard", "softmax(q kᵀ) v in PyTorch", _eager, matrices=two_matrices),
+        Provider("eager", "standard", "softmax(q kᵀ) v in PyTorch", _eager, matrices=two_matrices, functions=True),
         Provider(
             "eager-compiled",
             "standard",

@@ -272,7 +272,7 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
             given = {**_given(a), "o": x["o"] if a.out is None else a.out, "state": a.state_out}
             if _nothing_copied(given, x):
                 bound.run = _repeated(launcher, planned, device, a, x)
-        launcher(*map(address, x.values()), *(planned.addresses(a) if planned else ()))
+        launcher(*map(address, x.values()), *(planned.addresses(a) if planned else ()), blocks=a.blocks)
         if a.out is None:
             return x["o"], x.get("lse")
         return a.out if x["o"] is a.out else a.out.copy_(x["o"]), x.get("lse")
@@ -305,7 +305,7 @@ def _repeated(launcher: Launcher, planned: Planned | None, device: int, a: Argum
             found.append(a.state_out.data_ptr())
         if planned is not None:
             found += planned.addresses(a)
-        launcher(*found)
+        launcher(*found, blocks=a.blocks)
         return out, lse
 
     return run
@@ -335,7 +335,7 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
         if launcher is None:
             plan = module.plan(actual, strides, machine)
             launcher = launchers[key] = Launcher(plan, device, tuple(x))
-        launcher(*map(address, x.values()))
+        launcher(*map(address, x.values()), blocks=a.blocks)
         if "dbias" not in x and _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
             repeated[seen] = _repeated_backward(launcher, actual, layout, a, x)
         return gradients_of(problem, layout, x, a)
@@ -360,7 +360,7 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
         found = [t.data_ptr() for t in tensors if t is not None]
         if arguments:
             found += _addresses(arguments, a)
-        launcher(*found)
+        launcher(*found, blocks=a.blocks)
         sinks = None if dsink is None else _sum_of_rows(dsink, layout, a)
         if parts > 1:
             dk, dv = _sum_of_parts(dk, layout, problem), _sum_of_parts(dv, layout, problem)

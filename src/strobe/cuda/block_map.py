@@ -7,22 +7,25 @@ visible pair are neither loaded nor computed, in those without a hidden one the 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
+from strobe import condition_cpp
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct, params
-from strobe.cuda.plan import Launch
+from strobe.cuda.params import Field, params
+from strobe.cuda.plan import MAP, Launch
 from strobe.cuda.rows import Rows
-from strobe.cuda.scores import MAP_FIELDS, Scores
+from strobe.cuda.scores import MAP_FIELDS, entry_fields, mask_values, number_fields, number_values
 from strobe.cuda.shared_memory import Region, SharedMemory
+from strobe.expression import Expr
+from strobe.mask import MAX_CONSTANTS
 from strobe.problem import Problem
 
 LEAST_KEYS = 1024  # an estimate: below, there are few blocks to leave out, and one more launch costs as much
 _OWN = [
-    Field("block_map", "u32*"),
+    Field(MAP, "u32*"),
     *MAP_FIELDS[1:],
+    Field("mask", "int", MAX_CONSTANTS),
     *(Field(n, "int") for n in ("map_heads", "map_tiles", "heads_in_one")),
 ]
 
@@ -64,20 +67,30 @@ def block_map(
         "map_tiles": tiles,
         "heads_in_one": problem.heads // problem.heads_k if transposed and by_head else 1,
     }
-    values = {**features.rows.values(problem, tma=False), **Scores.values(problem), **strides, **own}
+    values = {
+        **features.rows.values(problem, tma=False),
+        **number_values(condition_cpp.numbers(condition)),
+        **{f"{load.name}_strides": load.strides for i, load in enumerate(problem.loads) if i in _read_by(condition)},
+        "mask": mask_values(problem.mask),
+        **strides,
+        **own,
+    }
     spec = kernel(features, arch, block_m, block_n, transposed=transposed)
     count = slices[0] * slices[1] * tiles
     launch = Launch(spec, count * words, values)
-    return BlockMap(launch, {"block_map": 4 * count * 2 * words}, strides)
+    return BlockMap(launch, {MAP: 4 * count * 2 * words}, strides)
 
 
 def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool) -> TemplateKernel:
-    features = replace(features, scores=replace(features.scores, sparse=True))
-    config = {**features.config(), "kBlockM": block_m, "kBlockN": block_n, "kTransposed": transposed}
+    condition = features.scores.score.condition
+    assert condition is not None
+    entries = {i: e for i, e in enumerate(features.scores.entries) if i in _read_by(condition)}
+    config = {**features.rows.config(), "kBlockM": block_m, "kBlockN": block_n, "kTransposed": transposed}
+    numbers = condition_cpp.numbers(condition)
     return TemplateKernel(
         name=f"block_map[{features.scores.name} {block_m}x{block_n}{' transposed' if transposed else ''}]",
         arch=arch,
-        params=_params(features),
+        params=params(Rows.fields(tma=False), number_fields(numbers), entry_fields(entries.values()), _OWN),
         threads=1024,
         smem=128,
         header="block_map",
@@ -85,10 +98,13 @@ def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transpo
         element=features.element,
         config=tuple(config.items()),
         memory=SharedMemory([Region("seen", 128)]),
-        types=features.types(),
+        types=(
+            ("Mask", features.scores.mask.cpp(features.rows.positions)),
+            ("Condition", condition_cpp.struct(condition, entries)),
+        ),
     )
 
 
-def _params(features: Features) -> Struct:
-    own = {field.name for field in MAP_FIELDS}
-    return params(Rows.fields(tma=False), [f for f in features.scores.fields() if f.name not in own], _OWN)
+def _read_by(condition: Expr) -> set[int]:
+    """The numbers of the tensors that it reads."""
+    return {load.args[0] for load in condition.loads()}

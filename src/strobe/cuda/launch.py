@@ -6,14 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from strobe.block_mask import BlockMask
 from strobe.cuda import driver, jit
 from strobe.cuda.kernel import KernelSpec
 from strobe.cuda.params import COUNTER, COUNTERS
-from strobe.cuda.plan import Launch, Plan, padded
+from strobe.cuda.plan import MAP, Launch, Plan, padded
 
 _SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each call moves them to its own
 
@@ -71,6 +72,10 @@ class Launcher:
             self._workspace.append(at)
             at += padded(size)
         self._new_workspace = allocator((at,), torch.uint8) if at else None
+        self._map_key = None if plan.map_key is None else (device, plan.map_key)
+        if self._map_key is not None:
+            self._map_part = tuple(plan.workspace).index(MAP)
+            self._new_map = allocator((plan.workspace[MAP],), torch.uint8)
         used = {f.name for launch in plan.launches for f in launch.kernel.params.fields}
         self._counts = COUNTER in used
         given = plan.tensors if names is None else names
@@ -83,10 +88,11 @@ class Launcher:
             driver.have_context(device)
             self._launches = [_prepared(launch, order, device) for launch in plan.launches]
 
-    def __call__(self, *addresses: int) -> None:
+    def __call__(self, *addresses: int, blocks: BlockMask | None = None) -> None:
+        """`blocks`: keeps the map of blocks, so that its launch is left out the next time."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                return self(*addresses)
+                return self(*addresses, blocks=blocks)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._counts:
             counter, _alive = zeros(self._device, stream)
@@ -94,10 +100,31 @@ class Launcher:
         if self._new_workspace is not None:
             workspace = self._new_workspace()
             start = workspace.data_ptr()
-            addresses = (*addresses, *[start + offset for offset in self._workspace])
+            parts = [start + offset for offset in self._workspace]
+            if blocks is not None and self._map_key is not None:
+                return self._with_map(blocks, stream, addresses, parts)
+            addresses = (*addresses, *parts)
+        self._run(self._launches, stream, addresses)
+
+    def _with_map(self, blocks: BlockMask, stream: int, addresses: tuple[int, ...], parts: list[int]) -> None:
+        """A map that is made while a graph is captured exists when the graph has run: it is not kept."""
+        known, capturing = blocks.maps.get(self._map_key), torch._C._cuda_isCurrentStreamCapturing()
+        if known is None and capturing:
+            return self._run(self._launches, stream, (*addresses, *parts))
+        found = _Map(self._new_map(), stream, torch.cuda.Event()) if known is None else known
+        if found.stream != stream and not capturing:
+            found.ready.wait()
+            found.bits.record_stream(torch.cuda.current_stream(self._device))
+        parts[self._map_part] = found.bits.data_ptr()
+        self._run(self._launches if known is None else self._launches[1:], stream, (*addresses, *parts))
+        if known is None:
+            found.ready.record()
+            blocks.maps[self._map_key] = found
+
+    def _run(self, launches: Sequence[_Prepared], stream: int, addresses: tuple[int, ...]) -> None:
         if self._moved:
             addresses = (*addresses, *[addresses[index] + offset for index, offset in self._moved])
-        for launch, words, places, slots in self._launches:
+        for launch, words, places, slots in launches:
             for word, index in places:
                 words[word] = addresses[index]
             for slot, index in slots:
@@ -106,6 +133,14 @@ class Launcher:
                 launch.move_to(stream)
             if error := launch.enqueue():
                 launch.failed(error)
+
+
+class _Map(NamedTuple):
+    """A map of blocks that a `BlockMask` keeps."""
+
+    bits: torch.Tensor
+    stream: int  # where it was made
+    ready: torch.cuda.Event
 
 
 class Planned:

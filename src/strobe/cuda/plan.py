@@ -24,6 +24,8 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_DIM = 256
 MAX_DIM_SM90 = 512  # of Hopper's own kernels
 ALIGN = 16  # bytes: what one asynchronous copy moves
+MAP = "block_map"  # in a workspace: the bits of blocks, which the first launch makes
+_map_keys: dict[Any, int] = {}
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ class Plan:
         found = [f.name for launch in self.launches for f in launch.kernel.params.fields if f.is_address]
         found += [name for launch in self.launches for name in launch.maps]
         return tuple(name for name in dict.fromkeys(found) if name not in own)
+
+    @functools.cached_property
+    def map_key(self) -> int | None:
+        """A number for the map of blocks that the first launch makes: with the same tensors, the same number is the same
+        map. None: there is no map."""
+        if MAP not in self.workspace:
+            return None
+        first = self.launches[0]
+        return _map_keys.setdefault((first.kernel.source, tuple(first.values.items())), len(_map_keys))
 
     @property
     def workspace_bytes(self) -> int:

@@ -7,6 +7,7 @@ numbers are arguments, so another window or softcap never compiles anything.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from strobe import dropout
 from strobe.cuda.params import Field
+from strobe.expression_cpp import Numbers
 from strobe.expression_text import MOST_TENSORS
 from strobe.mask import MAX_CONSTANTS, Mask, full
 from strobe.problem import Load, Problem
@@ -38,6 +40,31 @@ def _entries(load: Load) -> Entries:
 
 # Where the bits of a tile's blocks lie (pipeline/block_bits.cuh).
 MAP_FIELDS = (Field("block_map", "const int*"), *(Field(n, "int") for n in ("map_batch", "map_head", "map_words")))
+
+
+def number_fields(numbers: Numbers) -> list[Field]:
+    """Of what is printed with these numbers."""
+    floats = Field("score", "float", ROOM if len(numbers.floats) <= ROOM else MORE_ROOM)
+    return [floats, Field("score_integers", "int", MORE_ROOM)] if numbers.integers else [floats]
+
+
+def number_values(numbers: Numbers) -> dict[str, Any]:
+    room = ROOM if len(numbers.floats) <= ROOM else MORE_ROOM
+    floats = (*map(_as_float, numbers.floats), *(0.0,) * (room - len(numbers.floats)))
+    integers = (*numbers.integers, *(0,) * (MORE_ROOM - len(numbers.integers)))
+    return {"score": floats, "score_integers": integers} if numbers.integers else {"score": floats}
+
+
+def mask_values(mask: Mask) -> tuple[int, ...]:
+    return mask.constants + (0,) * (MAX_CONSTANTS - len(mask.constants))
+
+
+def entry_fields(entries: Iterable[Entries]) -> list[Field]:
+    return [
+        field
+        for e in entries
+        for field in (Field(e.name, "const void*"), Field(f"{e.name}_strides", "i64", 4 if e.pairs else 8))
+    ]
 
 
 def _as_float(x: float) -> float:
@@ -104,18 +131,10 @@ class Scores:
         return ("Mask", self.mask.cpp(positions)), ("Score", self.score.cpp(self.entries))
 
     def fields(self) -> tuple[Field, ...]:
-        tensors = [
-            f
-            for e in self.entries
-            for f in (Field(e.name, "const void*"), Field(f"{e.name}_strides", "i64", 4 if e.pairs else 8))
-        ]
         gradient = [Field("dbias", "void*"), Field("dbias_strides", "i64", 4)] if self.bias_gradient else []
-        numbers = self.score.numbers(1.0)  # of the printed Score
-        room = [Field("score", "float", ROOM if len(numbers.floats) <= ROOM else MORE_ROOM)]
-        if numbers.integers:
-            room.append(Field("score_integers", "int", MORE_ROOM))
+        room = number_fields(self.score.numbers(1.0))  # of the printed Score
         sparse = MAP_FIELDS if self.sparse else ()
-        return *room, *self.FIELDS, *tensors, *gradient, *sparse
+        return *room, *self.FIELDS, *entry_fields(self.entries), *gradient, *sparse
 
     FIELDS = (
         Field("scale_log2", "float"),  # of its result, in units of log 2
@@ -126,18 +145,14 @@ class Scores:
 
     @staticmethod
     def values(problem: Problem) -> dict[str, Any]:
-        constants, numbers = problem.mask.constants, problem.logit.numbers(problem.scale)
-        room = ROOM if len(numbers.floats) <= ROOM else MORE_ROOM
         found: dict[str, Any] = {
-            "score": (*map(_as_float, numbers.floats), *(0.0,) * (room - len(numbers.floats))),
+            **number_values(problem.logit.numbers(problem.scale)),
             "scale_log2": problem.logit.kernel_form(problem.scale).after * LOG2E,
             "dropout_scale": 1 / dropout.kept_share(problem.dropout),
             "dropout_threshold": 0x10001
             * dropout.threshold_bits(problem.dropout),  # the same in both halves of 32 bits
-            "mask": constants + (0,) * (MAX_CONSTANTS - len(constants)),
+            "mask": mask_values(problem.mask),
         }
-        if numbers.integers:
-            found["score_integers"] = (*numbers.integers, *(0,) * (MORE_ROOM - len(numbers.integers)))
         return found | {f"{load.name}_strides": load.strides for load in problem.loads}
 
     @staticmethod

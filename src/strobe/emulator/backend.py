@@ -14,10 +14,11 @@ import torch
 
 from strobe.arguments import Arguments, Layout
 from strobe.backends.backend import Backend, Gradients, Pass
+from strobe.block_mask import BlockMask
 from strobe.cuda import backend as cuda_backend
 from strobe.cuda.families import FAMILIES
 from strobe.cuda.params import COUNTER, COUNTERS
-from strobe.cuda.plan import Machine, Plan
+from strobe.cuda.plan import MAP, Machine, Plan
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
 from strobe.emulator.tensor_map import encode_tensor_map
@@ -38,14 +39,24 @@ def _chosen() -> str:
 
 
 def launch(
-    plan: Plan, tensors: dict[str, Any], *, mode: Mode = "sync", seed: int = 0, workers: int | None = None
+    plan: Plan,
+    tensors: dict[str, Any],
+    *,
+    mode: Mode = "sync",
+    seed: int = 0,
+    workers: int | None = None,
+    blocks: BlockMask | None = None,
 ) -> Counters:
     """Run a plan on CPU tensors, given by name. What its launches did is counted together. Which block takes which tile
     depends on the host's scheduler, unless there is one worker."""
     tensors = {**tensors, COUNTER: torch.zeros(COUNTERS, dtype=torch.int32)}
     for name, size in plan.workspace.items():
         tensors[name] = torch.full((-(-size // 4),), torch.nan)
-    counted = [_launch_one(part, tensors, mode, seed, workers) for part in plan.launches]
+    launches = plan.launches
+    if blocks is not None and plan.map_key is not None:
+        launches = launches[1:] if plan.map_key in blocks.maps else launches
+        tensors[MAP] = blocks.maps.setdefault(plan.map_key, tensors[MAP])
+    counted = [_launch_one(part, tensors, mode, seed, workers) for part in launches]
     return Counters(**{f.name: sum(getattr(c, f.name) for c in counted) for f in dataclasses.fields(Counters)})
 
 
@@ -87,7 +98,7 @@ def _bind_backward(problem: Problem, layout: Layout) -> Any:
         tensors, actual, strides = cuda_backend.prepare_backward(problem, layout, a, *results, machine.sms)
         mode, seed = mode_and_seed()
         plan = FAMILIES[_chosen()].module(problem).plan(actual, strides, machine)
-        launch(plan, tensors, mode=mode, seed=seed)
+        launch(plan, tensors, mode=mode, seed=seed, blocks=a.blocks)
         return cuda_backend.gradients_of(problem, layout, tensors, a)
 
     return run
@@ -101,7 +112,7 @@ def _bind_forward(problem: Problem, layout: Layout) -> Any:
         planner = FAMILIES[chosen].module(problem).plan
         plan = planner(actual, cuda_backend.inside_strides(x["o"], layout), MACHINES[chosen])
         mode, seed = mode_and_seed()
-        launch(plan, x, mode=mode, seed=seed)
+        launch(plan, x, mode=mode, seed=seed, blocks=a.blocks)
         if a.out is None:
             return x["o"], x.get("lse")
         return a.out if x["o"] is a.out else a.out.copy_(x["o"]), x.get("lse")

@@ -1,34 +1,61 @@
 // Which blocks a condition of a score lets through: for a tile of queries those of keys, or, transposed, for a tile of
 // keys those of queries (pipeline/block_bits.cuh). Two bits for each: some pairs are visible; some are hidden.
 //
-// A thread block makes one word of one tile: each of its 32 warps looks at one block, until it has seen both kinds of
-// pairs.
+// A thread block makes one word of one tile, each of its 32 warps one bit. Interval arithmetic decides most blocks from
+// the values that the condition has for their rows and for their keys; pairs are looked at in the others alone.
 #pragma once
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/ptx/warp.cuh>
+#include <strobe/tile/ranges.cuh>
 
 namespace strobe {
 
-template <class Config, class Mask, class Score, class Params> struct BlockMap {
+// Queries and keys of one head, of which there is at least one each.
+template <class Config, class Condition> struct BlockOfPairs {
+  using At = Where<false, Config::kPackGqa>;
+  const Sequence& s;
+  int head, row0, key0, rows, keys;
+
+  STROBE_DEVICE At at(int row, int key) const {
+    return where<Condition, Config>(s, s.positions, head, row0 + row, key0 + key);
+  }
+  // The range of f(at, i), which depends on the query alone, on the key alone, or on neither.
+  template <class F> STROBE_DEVICE auto over_queries(F f) const {
+    return ranges::over(rows, [&](int i) { return f(at(i, 0), 0); });
+  }
+  template <class F> STROBE_DEVICE auto over_keys(F f) const {
+    return ranges::over(keys, [&](int i) { return f(at(0, i), 0); });
+  }
+  template <class F> STROBE_DEVICE auto of_all(F f) const { return ranges::point(f(at(0, 0), 0)); }
+};
+
+template <class Config, class Mask, class Condition, class Params> struct BlockMap {
+  using Block = BlockOfPairs<Config, Condition>;
   const Params& p;
 
-  // Visible and hidden pairs of a head: bits 0 and 1. A lane has the same keys in every row, so that what a condition
+  // Visible and hidden pairs of a block: bits 0 and 1. A lane has the same keys in every row, so that what a condition
   // reads for keys is read once, and what it reads for a row is shared by them.
-  STROBE_DEVICE u32 look(const Sequence& s, int head, int row0, int key0, u32 seen) const {
-    const Score score = Score::of(p);
-    const int rows = min(Config::kBlockM, s.q.length - row0), keys = min(Config::kBlockN, s.k.length - key0);
+  STROBE_DEVICE u32 look(const Condition& condition, const Block& block) const {
+    u32 seen = 0;
 #pragma unroll 1
-    for (int r = 0; r < rows && seen != 3; ++r) {
+    for (int r = 0; r < block.rows && seen != 3; ++r) {
       bool visible = false, hidden = false;
 #pragma unroll
       for (int i = 0; i < Config::kBlockN; i += 32) {
         const int k = i + int(thread_idx() % 32);
-        const bool found = score.visible(where<Score, Config>(s, s.positions, head, row0 + r, key0 + k), 0);
-        visible |= k < keys && found, hidden |= k < keys && !found;
+        const bool found = condition.of_pair(block.at(r, k), 0);
+        visible |= k < block.keys && found, hidden |= k < block.keys && !found;
       }
       seen |= (any(visible) ? 1 : 0) | (any(hidden) ? 2 : 0);
     }
     return seen;
+  }
+  STROBE_DEVICE u32 pairs_of(const Sequence& s, int head, int row0, int key0) const {
+    const Condition condition = Condition::of(p);
+    const int rows = min(Config::kBlockM, s.q.length - row0), keys = min(Config::kBlockN, s.k.length - key0);
+    const Block block{s, head, row0, key0, rows, keys};
+    const Range<bool> holds = condition.of_block(block);
+    return holds.lo ? 1 : !holds.hi ? 2 : look(condition, block);
   }
   // Whether the interval of the mask lets any pair of a block through.
   STROBE_DEVICE bool in_interval(const Sequence& s, int row0, int key0) const {
@@ -49,7 +76,7 @@ template <class Config, class Mask, class Score, class Params> struct BlockMap {
               key0 = (Config::kTransposed ? tile : block) * Config::kBlockN;
     u32 seen = 0;
     if (in_interval(s, row0, key0))
-      for (int i = 0; i < p.heads_in_one; ++i) seen = look(s, head * p.heads_in_one + i, row0, key0, seen);
+      for (int i = 0; i < p.heads_in_one && seen != 3; ++i) seen |= pairs_of(s, head * p.heads_in_one + i, row0, key0);
     if (thread_idx() % 32 == 0) st_shared(smem_base() + 4 * warp, seen);
     sync_block();
     if (thread_idx() < 2) {
@@ -61,8 +88,8 @@ template <class Config, class Mask, class Score, class Params> struct BlockMap {
   }
 };
 
-template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void block_map(const Params& p) {
-  BlockMap<Config, Mask, Score, Params>{p}.run();
+template <class Config, class Mask, class Condition, class Params> STROBE_DEVICE void block_map(const Params& p) {
+  BlockMap<Config, Mask, Condition, Params>{p}.run();
 }
 
 }  // namespace strobe
