@@ -110,6 +110,8 @@ def _kernel(element: str, index: torch.dtype, rotary: Any, arch: str) -> Templat
         table = "float" if rotary.cos.dtype == torch.float32 else "u16"
     turned = "" if rotary is None else " interleaved" if rotary.interleaved else " rotary"
     config: dict[str, int | bool | str] = {
+        "Slot": slot,
+        "Position": position,
         "Table": table,
         "kThreads": THREADS,
         "kRotary": rotary is not None,

@@ -3,14 +3,12 @@
 // A thread moves 16 bytes: 8 numbers of a head of a row, first those of all key heads, then those of all value heads.
 // Pairs that are turned together lie in one chunk (interleaved) or in two, of which each is turned by its own thread.
 #pragma once
-#include <strobe/ptx/math.cuh>
-#include <strobe/ptx/memory.cuh>
+#include <strobe/tile/chunk.cuh>
 
 namespace strobe {
 
 template <class Config, class Params> struct Append {
   using T = typename Config::Element;
-  using Table = typename Config::Table;
   static constexpr int kCosines = Config::kInterleaved ? 4 : 8;  // in a chunk
   const Params& p;
   int outer, inner;  // the new row
@@ -19,23 +17,10 @@ template <class Config, class Params> struct Append {
 
   // ---- rotary position embedding
   // -------------------------------------------------------------------------------------
-  STROBE_DEVICE static void unpack(float (&to)[8], u32x4 x) {
-    const u32 words[4] = {x.x, x.y, x.z, x.w};
+  template <class From> STROBE_DEVICE static void load(float (&to)[8], const From* from) { load_chunk<T>(to, from); }
+  template <class From> STROBE_DEVICE static void load(float (&to)[4], const From* from) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) to[i] = to_float<T>(u16(words[i / 2] >> 16 * (i % 2)));
-  }
-  STROBE_DEVICE static void load(float (&to)[kCosines], const float* from) {
-#pragma unroll
-    for (int i = 0; i < kCosines; i += 4) {
-      const u32x4 x = ld_global_x4(from + i);
-      to[i] = as_float(x.x), to[i + 1] = as_float(x.y), to[i + 2] = as_float(x.z), to[i + 3] = as_float(x.w);
-    }
-  }
-  STROBE_DEVICE static void load(float (&to)[kCosines], const u16* from) {
-    if constexpr (kCosines == 8) unpack(to, ld_global_x4(from));
-    else
-#pragma unroll
-      for (int i = 0; i < kCosines; ++i) to[i] = to_float<T>(ld_global(from + i));
+    for (int i = 0; i < 4; ++i) to[i] = load_number<T>(from + i);
   }
   // x cos - y sin for the first of a pair, x cos + y sin for the second, rounded as PyTorch does it: after each step.
   STROBE_DEVICE static float turned(float x, float y, float cos, float sin, bool first) {
@@ -47,17 +32,17 @@ template <class Config, class Params> struct Append {
     const bool first = column < p.rotary_half;
     const int angle = Config::kInterleaved ? column / 2 : first ? column : column - p.rotary_half;
     float own[8], other[8], cos[kCosines], sin[kCosines], y[8];
-    unpack(own, x);
+    unpack<T>(own, x);
     load(cos, p.cos + position * p.cos_row + angle);
     load(sin, p.sin + position * p.sin_row + angle);
-    if (!Config::kInterleaved) unpack(other, ld_global_x4(head + (first ? column + p.rotary_half : angle)));
+    if (!Config::kInterleaved) load_chunk<T>(other, head + (first ? column + p.rotary_half : angle));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (Config::kInterleaved)
         y[i] = turned(own[i], own[i ^ 1], cos[i / 2 % kCosines], sin[i / 2 % kCosines], i % 2 == 0);
       else y[i] = turned(own[i], other[i], cos[i % kCosines], sin[i % kCosines], first);
     }
-    return {pack2<T>(y[0], y[1]), pack2<T>(y[2], y[3]), pack2<T>(y[4], y[5]), pack2<T>(y[6], y[7])};
+    return pack<T>(y);
   }
 
   // `chunk` counts those of all heads; heads have `width` each.
