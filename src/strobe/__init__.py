@@ -28,7 +28,7 @@ if TYPE_CHECKING or not _is_command():
     from strobe.explain import explain
     from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
     from strobe.mask_function import mask_function, score_function
-    from strobe.merging import merge
+    from strobe.merge_states import merge
     from strobe.probabilities import probabilities
     from strobe.problem import Unsupported
     from strobe.ready_made import documents, neighbourhood, relative_bias, t5_bias, tree
@@ -67,10 +67,10 @@ __all__ = [
 ]
 
 
-_HOMES = (
-    "api block_mask scaled_dot_product explain mask mask_function merging probabilities problem ready_made score "
+_HOMES = (  # of the public names
+    "api block_mask scaled_dot_product explain mask mask_function merge_states probabilities problem ready_made score "
     "serving"
-).split()  # of the public names
+).split()
 
 
 def __getattr__(name: str) -> object:

@@ -11,36 +11,10 @@ import torch
 
 
 @torch.no_grad()
-def merge(
-    outs: Sequence[torch.Tensor] | torch.Tensor,
-    lses: Sequence[torch.Tensor] | torch.Tensor,
-    *,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+def merged(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all keys from states, that is results over parts of them: (out, lse).
-
-    outs   one output per part, each (…, rows, heads, dim) as `strobe.attention` returns them; or one tensor with a first
-           axis for the parts
-    lses   their LSEs, each (…, heads, rows), natural log; -inf for a row that sees no key of a part
-    sinks  (heads,): enter once, here. Parts that go into a merge must not have had them
-    out    write the merged output here, rounded to its dtype
-
-    Both results are in fp32, or fp64, unless `out` is given. Parts are merged in the order in which they are given, so the
-    same parts give the same bits. Not differentiable.
-    """
-    if not len(outs) or len(outs) != len(lses):
-        raise ValueError(f"outs and lses must be as many, and at least one; got {len(outs)} and {len(lses)}")
-    for i, (part, lse) in enumerate(zip(outs, lses, strict=True)):
-        if part.shape != outs[0].shape:
-            raise ValueError(f"outs[{i}] has shape {tuple(part.shape)}, outs[0] has {tuple(outs[0].shape)}")
-        if part.dim() < 3 or tuple(lse.shape) != (*part.shape[:-3], part.shape[-2], part.shape[-3]):
-            wanted = f"(…, heads, rows) for outs[{i}] of shape (…, rows, heads, dim)"
-            raise ValueError(f"lses[{i}] must be {wanted}; got {tuple(lse.shape)} and {tuple(part.shape)}")
-    if sinks is not None and tuple(sinks.shape) != (outs[0].shape[-2],):
-        raise ValueError(f"sinks must have shape (heads,) = ({outs[0].shape[-2]},), got {tuple(sinks.shape)}")
-    if out is not None and out.shape != outs[0].shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(outs[0].shape)}")
+    """`strobe.merge` by PyTorch's operations; its arguments are checked."""
     wide = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
     total, total_lse = outs[0].to(wide, copy=True), lses[0].to(wide, copy=True)
     for part, lse in zip(outs[1:], lses[1:], strict=True):

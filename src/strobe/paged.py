@@ -61,7 +61,6 @@ def slots(
     return torch.where(there & (found >= 0), found * page + positions.long() % page, -1)
 
 
-@torch.no_grad()
 def append(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
@@ -82,10 +81,17 @@ def append(
                   are written must differ
     rotary        (cos, sin, positions, interleaved): turn the new keys first, `strobe.paged.Rotary`
     k_scale       and v_scale: of 8-bit pools, which are not built yet
+
+    On a GPU it is one launch for bfloat16 and float16 pools whose rows are aligned to 16 bytes; nothing is read back, so it
+    may be captured in a CUDA graph. Slots that the pool does not have are skipped there, and positions that the rotary
+    tables do not have are clamped to them; on a CPU both are errors.
     """
     if k_scale is not None or v_scale is not None:
         raise Unsupported("k_scale and v_scale were given, but there are no 8-bit keys and values yet")
     k, v = in_order(k, v, layout)
+    turn = None if rotary is None else Rotary(*rotary)
+    if _written_by_kernel(k_new, v_new, k, v, slots, turn):
+        return
     for name, new, pool in (("k", k_new, k), ("v", v_new, v)):
         if new.shape != (*slots.shape, *pool.shape[2:]) or new.dtype != pool.dtype or new.device != pool.device:
             found = f"{new.dtype} of shape {tuple(new.shape)} on {new.device}"
@@ -95,12 +101,31 @@ def append(
         raise ValueError(f"k and v must have the same pages, got {tuple(k.shape[:2])} and {tuple(v.shape[:2])}")
     if slots.is_floating_point() or slots.dtype == torch.bool:
         raise TypeError(f"slots must be int64 or int32, got {slots.dtype}")
+    with torch.no_grad():
+        _append(k_new, v_new, k, v, slots, turn)
+
+
+def _written_by_kernel(
+    k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, turn: Rotary | None
+) -> bool:
+    if not k.is_cuda or torch.compiler.is_compiling():
+        return False
+    from strobe.cuda.append import append
+
+    return append(k_new, v_new, k, v, slots, turn)
+
+
+def _append(
+    k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, turn: Rotary | None
+) -> None:
     at, rows = slots.flatten().long(), k.shape[0] * k.shape[1]
     if at.is_cpu and at.numel() and not torch.compiler.is_compiling() and int(at.max()) >= rows:
         i = int(at.argmax())
         raise ValueError(f"slot {i} is {int(at[i])}; the pool has {rows} rows, {k.shape[0]} pages of {k.shape[1]}")
-    if rotary is not None:
-        k_new = _turned(k_new, Rotary(*rotary))
+    if turn is not None:
+        k_new = _turned(k_new, turn)
+        if _written_by_kernel(k_new, v_new, k, v, slots, None):  # it does not take all tables
+            return
     if not at.numel() or not rows:
         return
     for new, pool in ((k_new, k), (v_new, v)):

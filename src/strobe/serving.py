@@ -11,7 +11,7 @@ from strobe.api import attend
 from strobe.arguments import LAYOUTS, Arguments
 from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask, causal, full
-from strobe.merging import merge
+from strobe.merge_states import merge
 from strobe.paged import Level, Plan, Table, in_order
 from strobe.problem import Unsupported
 from strobe.score import Score

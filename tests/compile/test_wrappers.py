@@ -26,7 +26,7 @@ template <class T> STROBE_DEVICE float entry(const void* p, bool valid) {
 }
 STROBE_DEVICE float functions(const void* p, float x, bool v) {  // what users' functions are made of
   x += entry<int>(p, v) + entry<i64>(p, v) + entry<double>(p, v) + entry<short>(p, v) + entry<signed char>(p, v);
-  x += entry<u8>(p, v) + sqrt_approx(x) + error_function(x);
+  x += entry<u8>(p, v) + sqrt_approx(x) + error_function(x) + add_rn(x, mul_rn(x, x));
   x += round_down(x) + round_up(3.f * x) + round_to_zero(5.f * x) + round_to_even(7.f * x);
   const u32 bits = as_bits(x) | 1u;
   return x + float(highest_bit(bits) + lowest_bit(bits) + bits_set(bits));

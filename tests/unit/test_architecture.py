@@ -45,7 +45,7 @@ LAYERS = [
     ["api", "explain", "probabilities", "tiled", "tile_trace"],
     ["scaled_dot_product"],
     ["nn"],
-    ["paged"],
+    ["paged", "merge_states"],
     ["serving"],
     ["distributed"],
     ["compat"],

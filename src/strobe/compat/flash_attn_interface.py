@@ -18,7 +18,7 @@ from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms, kvcache
 from strobe.invalid import InvalidArgument, raises_as_hosts
-from strobe.merging import merge
+from strobe.merge_states import merge
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]

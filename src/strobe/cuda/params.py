@@ -13,6 +13,7 @@ from strobe.cuda.driver import TENSOR_MAP_BYTES
 from strobe.expression_text import MOST_TENSORS
 
 COUNTER = "counter"  # a tensor that no caller provides: COUNTERS zeros, zero again when the launch has ended
+MOST_PARTS = 8  # that one launch merges
 COUNTERS = 1024  # the first hands out tiles; a consumer of a tile whose keys are split has one of the others
 
 _SCORED = tuple(f"score{i}" for i in range(MOST_TENSORS))  # captured tensors
@@ -25,9 +26,13 @@ ORDER = (
     *(*_SCORED, "mask_tensor", "dbias"),
     *(name for name, row in ROWS.items() if row.read is not None and name not in _FIRST),
     *("block_map", "work"),
+    *("k_new", "v_new", "slots", "cos", "sin"),
+    *(f"{t}{i}" for t in ("part", "part_lse") for i in range(MOST_PARTS)),
     *("d_o", "dlse", "dq", "dk", "dv", "dsink", "dq_sum", "turns", "lse2", "delta", "dropout_rows"),
     *_STRIDES,
     *(f"{t}_strides" for t in (*_SCORED, "bias", "mask_tensor", "dbias")),
+    *(f"{t}_strides" for t in ("k_new", "v_new", "slots", "positions", "part", "part_lse", "out", "lse")),
+    *("cos_row", "sin_row", "rotary_rows", "rotary_half", "inner_rows", "new_rows", "key_chunks", "value_chunks"),
     *("lse_batch", "lse_head", "stat_rows"),
     *("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows"),
     *("page_size", "pages", "table_width", "pieces"),

@@ -30,6 +30,8 @@ class SharedMemory:
 
     def cpp(self) -> str:
         """Members of Config."""
+        if not self.regions:
+            return ""
         offsets = ", ".join(f"{name} = {at}" for name, at in self.offsets.items())
         sizes = ", ".join(f"{region.name} = {region.bytes}" for region in self.regions)
         return (

@@ -39,6 +39,8 @@ STROBE_DEVICE float exp2_approx(float x) {
 STROBE_DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
 STROBE_DEVICE float rcp_approx(float x) { return emu::flush(1.f / emu::flush(x)); }
 STROBE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+STROBE_DEVICE float mul_rn(float a, float b) { return a * b; }
+STROBE_DEVICE float add_rn(float a, float b) { return a + b; }
 STROBE_DEVICE int highest_bit(u32 x) { return 31 - __builtin_clz(x); }
 STROBE_DEVICE int lowest_bit(u32 x) { return __builtin_ctz(x); }
 STROBE_DEVICE int bits_set(u32 x) { return __builtin_popcount(x); }

@@ -25,6 +25,17 @@ STROBE_DEVICE float sqrt_approx(float x) {
   return y;
 }
 STROBE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// Rounded by itself: the compiler makes no FMA of it. Keeps subnormal numbers.
+STROBE_DEVICE float mul_rn(float a, float b) {
+  float y;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+STROBE_DEVICE float add_rn(float a, float b) {
+  float y;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
 STROBE_DEVICE float fabs(float x) {  // keeps subnormal numbers, so that it costs nothing: a modifier of its user
   float y;
   asm("abs.f32 %0, %1;" : "=f"(y) : "f"(x));

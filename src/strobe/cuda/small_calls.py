@@ -1,0 +1,89 @@
+"""Small kernels that serving calls between the attention of two layers: each call is one launch and costs the host a few
+microseconds, since everything but addresses is looked at once for tensors of the same kind."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from strobe.cuda.backend import machine_of, missing
+from strobe.cuda.launch import Launcher
+from strobe.cuda.plan import ALIGN, Plan
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory
+_MOST = 512  # launchers that a thread remembers
+_UNKNOWN = object()
+
+
+def facts(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """All that a launch depends on but addresses and contents."""
+    return tuple(
+        [
+            None if t is None
+            else (t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), t.is_neg())
+            for t in tensors
+        ]
+    )  # fmt: skip
+
+
+def can_run(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel can read and write them: plain tensors on one GPU that has kernels."""
+    device = tensors[0].device
+    plain = all(t.__class__ in PLAIN and t.device == device and not t.is_neg() and t.numel() for t in tensors)
+    return plain and missing(device, hopper=False) is None
+
+
+class Launchers(threading.local):
+    """By the facts of a call; each thread has its own, since a launcher writes into its buffer."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Launcher | None] = {}
+
+    def get(
+        self, key: Any, tensors: Sequence[Any], names: Sequence[str], plan: Callable[[str], Plan | None]
+    ) -> Launcher | None:
+        """None where no kernel can do it. `names`: of those of the tensors that are there."""
+        found: Any = self._made.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            there = [t for t in tensors if t is not None]
+            device = there[0].device
+            made = plan(machine_of(device).arch) if can_run(there) else None
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            found = self._made[key] = None if made is None else Launcher(made, device.index or 0, names)
+        return found
+
+
+def in_chunks(t: torch.Tensor) -> bool:
+    """Whether the last axis can be read 16 bytes at a time; addresses differ from call to call."""
+    step = ALIGN // t.element_size()
+    steps = [t.shape[-1], *(s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)]
+    return t.stride(-1) == 1 and all(s % step == 0 for s in steps)
+
+
+def two_axes(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, list[tuple[int, int]]] | None:
+    """Axes that several tensors have in common as an outer and an inner one: the length of the inner one, and both strides
+    of each tensor. None where that takes more than two."""
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for n, steps in zip(shape, zip(*strides, strict=True), strict=True):
+        if n == 1:
+            continue
+        if axes and all(before == n * step for before, step in zip(axes[-1][1], steps, strict=True)):
+            axes[-1] = axes[-1][0] * n, steps
+        else:
+            axes.append((n, steps))
+    if len(axes) > 2:
+        return None
+    nothing = (1, (0,) * len(strides))
+    (_, outer), (length, inner) = [*[nothing] * (2 - len(axes)), *axes]
+    return length, list(zip(outer, inner, strict=True))
+
+
+def blocks(threads: int, *shape: int) -> int | None:
+    """Of a grid with a thread for each; None where that are too many to be counted."""
+    wanted = math.prod(shape)
+    return -(-wanted // threads) if wanted + threads < 2**31 else None
