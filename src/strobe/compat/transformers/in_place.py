@@ -21,7 +21,7 @@ from strobe.arguments import Arguments
 from strobe.bound_call import lookup
 from strobe.compat.transformers.paged import of_layer
 from strobe.mask import cached_window, causal, full, window
-from strobe.merging import merge
+from strobe.merge_states import merge
 from strobe.problem import Unsupported
 
 
