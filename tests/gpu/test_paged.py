@@ -27,7 +27,7 @@ def close(found: Any, expected: Any, dtype: torch.dtype = torch.bfloat16) -> Non
 
 
 @pytest.mark.parametrize("dense_queries", [False, True])
-@pytest.mark.parametrize("page", [8, 16, 48, 64, 256])
+@pytest.mark.parametrize("page", [1, 8, 12, 16, 48, 64, 256])
 @pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
 @pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
 def test_the_kernel_reads_pages(mask: strobe.Mask | None, page: int, dense_queries: bool) -> None:
