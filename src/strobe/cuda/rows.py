@@ -92,7 +92,8 @@ class Rows:
         if problem.tail:
             return "a tail of a tree"
         if pages.size % _SMALLEST_BOX:
-            return None
+            far = max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1
+            return "a pool of 64 GB or more, in pages that are no multiples of 8 rows" if far else None
         for page, _, row in problem.k.strides:
             if row <= 0 or page % row or pages.count * (page // row) >= 1 << 30:
                 return "pages that whole rows do not lead to, or too far"

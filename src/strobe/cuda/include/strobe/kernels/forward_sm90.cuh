@@ -98,7 +98,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       const Tile tile = Work::template tile<Config>(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
     }
-    loader.finish();
+    loader.template announce<0>();
     if (leads<Config>()) announce(Tile{Sequence{}, -1, 0, 0, Part{}}, false);  // no more
   }
   STROBE_DEVICE void announce(const Tile& tile, bool any_keys) {
@@ -112,8 +112,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     const int head_k = quotient(tile.head, p.group);
     const bool any_keys = blocks.any();
     int n = blocks.begin();
-    if (any_keys) load_keys(tile, head_k, n);
-    else loader.finish();  // or the tile before would wait for its last values, and this one for the tile before
+    if (any_keys) load_keys(tile, head_k, n), loader.template announce<1>();
+    else loader.template announce<0>();
     if (leads<Config>()) announce(tile, any_keys);
     q.next();
     if (parts.merge) parts.load(p, tile, v, q);

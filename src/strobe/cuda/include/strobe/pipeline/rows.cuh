@@ -152,7 +152,7 @@ template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
 // counts as the first or the last one. Nothing behind the last key in use is read.
 template <class Config> struct KeyLoader {
   using Keys = typename Config::Keys;
-  u32 unannounced = 0;  // gathered: the barrier of the last tile, whose copies may be under way
+  u32 unannounced[2] = {0, 0};  // gathered: the barriers of the last two tiles, whose copies may be under way; 0: none
 
   template <int kRows, int kColumns, class Ring, class Params>
   STROBE_DEVICE void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t, const Sequence& s,
@@ -166,10 +166,18 @@ template <class Config> struct KeyLoader {
     else load_pages<kRows, kColumns>(p, ring, buffers + ring.stage * bytes, bytes, t, s, head, row);
     ring.next();
   }
-  // All tiles so far are announced.
-  STROBE_DEVICE void finish() {
-    if (unannounced) announce<0>();
-    unannounced = 0;
+  // Announces what has been loaded but for the last kUnderWay tiles. Before the producer waits for queries that may be
+  // one tile, or consumers would wait for values and it for them.
+  template <int kUnderWay> STROBE_DEVICE void announce() {
+    if constexpr (Keys::kGathered) {
+      cp_async_wait<kUnderWay>();
+      fence_proxy_async();
+#pragma unroll
+      for (int i = 0; i < 2 - kUnderWay; ++i) {
+        if (unannounced[i]) mbar_arrive(unannounced[i]);
+        unannounced[i] = 0;
+      }
+    }
   }
 
  private:
@@ -204,8 +212,8 @@ template <class Config> struct KeyLoader {
     }
   }
 
-  // Row by row, 16 bytes a thread at a time; a warp has neighbouring rows, and a lane knows where one of them lies. A
-  // tile is announced when the next one is under way: then its copies have landed, and the fence towards wgmma's proxy
+  // Row by row, 16 bytes a thread at a time; a warp has neighbouring rows, and a lane knows where one of them begins. A
+  // tile is announced when two others are under way: then its copies have landed, and the fence towards wgmma's proxy
   // is the producer's business.
   template <int kRows, int kColumns, class Ring, class Params>
   STROBE_DEVICE void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, const Sequence& s,
@@ -215,26 +223,29 @@ template <class Config> struct KeyLoader {
     const int lane = thread_idx() % 32, first = thread_idx() / 32 * kMine;
     const int mine = row + first + lane, index = quotient(mine, p.page_size);
     const bool there = lane < kMine && mine < s.k.used;
-    const int page = page_of(p, s, index, there), inside = mine - index * p.page_size;
-    const u16* const rows = t.rows + head * t.head_stride;
+    const int page = page_of(p, s, index, there);
+    // In units of 16 bytes, so that 32 bits suffice.
+    const i64 at = page * t.page_stride + head * t.head_stride + (mine - index * p.page_size) * t.row_stride;
+    const u32 begins = there ? u32(at / 8) : kNowhere;
     ring.wait_empty();
-#pragma unroll 2
-    for (int i = lane; i < kMine * kChunks; i += 32) {
-      const int r = i / kChunks, chunk = i % kChunks;
-      const int from = int(shfl(u32(page), r)), at = int(shfl(u32(inside), r));
-      const bool valid = row + first + r < s.k.used && 8 * chunk < t.dim;
-      const u16* const src = rows + from * t.page_stride + at * t.row_stride + (valid ? 8 * chunk : 0);
-      cp_async_16(buffer + chunk_offset(kRows, first + r, chunk), src, valid);
+#pragma unroll 4
+    for (int pass = 0; pass < kMine * kChunks / 32; ++pass) {
+      const int i = pass * 32 + lane, r = i / kChunks, chunk = i % kChunks;
+      const u32 from = shfl(begins, r);
+      const bool valid = from != kNowhere && 8 * chunk < t.dim;
+      cp_async_16(buffer + chunk_offset(kRows, first + r, chunk), t.rows + 8 * u64(valid ? from + chunk : 0), valid);
     }
     cp_async_commit();
-    if (unannounced) announce<1>();
-    unannounced = ring.full_barrier();
+    announce_oldest();
+    unannounced[0] = unannounced[1], unannounced[1] = ring.full_barrier();
   }
-  template <int kUnderWay> STROBE_DEVICE void announce() {
-    cp_async_wait<kUnderWay>();
+  STROBE_DEVICE void announce_oldest() {
+    if (!unannounced[0]) return;
+    cp_async_wait<2>();
     fence_proxy_async();
-    mbar_arrive(unannounced);
+    mbar_arrive(unannounced[0]);
   }
+  static constexpr u32 kNowhere = ~0u;
 };
 
 // The mask of a sequence of which `rows` rows and `keys` keys are in memory. It takes queries: row / kPackGqa.
