@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def _new(t: torch.Tensor) -> torch.Tensor:
     return t.new_empty(t.shape, dtype=torch.float32)
 
 
+@functools.cache
 def names(parts: int, has_sinks: bool) -> tuple[str, ...]:
     """Of the tensors of a plan, in the order of a call."""
     of_parts = (f"{name}{i}" for name in ("part", "part_lse") for i in range(parts))
@@ -98,11 +100,13 @@ def plan(
         "heads": heads,
         "dim": dim,
     }
-    return Plan((Launch(_kernel(len(outs), outs[0].dtype, out.dtype, sinks, arch), grid, values),))
+    of_sinks = None if sinks is None else sinks.dtype
+    return Plan((Launch(_kernel(len(outs), outs[0].dtype, out.dtype, of_sinks, arch), grid, values),))
 
 
-def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.Tensor | None, arch: str) -> TemplateKernel:
-    of_sinks = torch.float32 if sinks is None else sinks.dtype
+@functools.cache
+def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.dtype | None, arch: str) -> TemplateKernel:
+    of_sinks = sinks or torch.float32
     config: dict[str, Any] = {
         "Part": _TYPES[part],
         "Out": _TYPES[out],
