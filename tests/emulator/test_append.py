@@ -80,14 +80,8 @@ def test_keys_are_turned_to_the_last_bit(dtype: torch.dtype, interleaved: bool, 
 def test_products_are_rounded_before_they_are_added(interleaved: bool) -> None:
     """Of equal products nothing is left over. An FMA leaves the rounding error of one."""
     k, v = pools(torch.bfloat16, 2, 48, 32, "apart")
-    table, positions = torch.full((30, 16), 0.1), torch.arange(8)
-    compare(
-        *(torch.full((8, 2, d), 3.0).bfloat16() for d in (48, 32)),
-        k,
-        v,
-        SLOTS,
-        Rotary(table, table, positions, interleaved),
-    )
+    table, new = torch.full((30, 16), 0.1), torch.full((8, 2, 80), 3.0).bfloat16()
+    compare(new[..., :48], new[..., 48:], k, v, SLOTS, Rotary(table, table, torch.arange(8), interleaved))
     assert (k.flatten(0, 1)[3, :, 0] == 0).all()
 
 

@@ -12,7 +12,7 @@ from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, params
 from strobe.cuda.plan import ALIGN, ELEMENTS, Launch, Plan
 from strobe.cuda.shared_memory import SharedMemory
-from strobe.cuda.small_calls import Launchers, blocks, facts, in_chunks, two_axes
+from strobe.cuda.small_calls import Launchers, blocks, in_chunks, two_axes
 
 THREADS = 128
 NAMES = ("k_new", "v_new", "k", "v", "slots", "cos", "sin", "positions")
@@ -26,9 +26,9 @@ def append(
     """Whether a kernel has done it. Pools are views (pages, page, heads, dim); `rotary` is a `strobe.paged.Rotary` or
     None."""
     tensors = (k_new, v_new, k, v, slots) if rotary is None else (k_new, v_new, k, v, slots, *rotary[:3])
-    key = (facts(tensors), rotary is not None and bool(rotary[3]))
+    interleaved = rotary is not None and bool(rotary[3])
     launcher = _launchers.get(
-        key, tensors, NAMES[: len(tensors)], lambda arch: plan(k_new, v_new, k, v, slots, rotary, arch)
+        tensors, interleaved, NAMES[: len(tensors)], lambda arch: plan(k_new, v_new, k, v, slots, rotary, arch)
     )
     if launcher is None:
         return False

@@ -12,7 +12,7 @@ from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import MOST_PARTS, Field, params
 from strobe.cuda.plan import ALIGN, ELEMENTS, Launch, Plan
 from strobe.cuda.shared_memory import SharedMemory
-from strobe.cuda.small_calls import Launchers, blocks, facts, in_chunks, two_axes
+from strobe.cuda.small_calls import Launchers, blocks, in_chunks, two_axes
 
 THREADS = 128
 _TYPES = {torch.float32: "float", **dict.fromkeys(ELEMENTS, "u16")}  # how numbers travel
@@ -27,8 +27,8 @@ def merge(
     result: torch.Tensor = outs[0] if out is None else out  # or one like it
     lse = lses[0]
     launcher = _launchers.get(
-        (len(outs), facts(tensors)),
         tensors,
+        len(outs),
         names(len(outs), sinks is not None),
         lambda arch: plan(outs, lses, sinks, _new(outs[0]) if out is None else out, _new(lse), arch),
     )
