@@ -76,6 +76,15 @@ def test_keys_are_turned_to_the_last_bit(dtype: torch.dtype, interleaved: bool, 
     compare(new[..., :48], new[..., 48:], k, v, SLOTS, Rotary(cos, sin, positions, interleaved))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_products_are_rounded_before_they_are_added(interleaved: bool) -> None:
+    """Of equal products nothing is left over. An FMA leaves the rounding error of one."""
+    k, v = pools(torch.bfloat16, 2, 48, 32, "apart")
+    table, new = torch.full((30, 16), 0.1), torch.full((8, 2, 80), 3.0).bfloat16()
+    compare(new[..., :48], new[..., 48:], k, v, SLOTS, Rotary(table, table, torch.arange(8), interleaved))
+    assert (k.flatten(0, 1)[3, :, 0] == 0).all()
+
+
 def test_rows_of_two_axes_and_positions_in_common() -> None:
     """A piece of each of two longer tensors: no single stride leads from row to row."""
     k, v = pools(torch.bfloat16, 2, 16, 16, "apart")

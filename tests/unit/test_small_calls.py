@@ -95,6 +95,16 @@ def test_pools_and_outputs_in_one_place_are_refused() -> None:
     assert merge.merge(outs, lses, None, outs[1]) is None
 
 
+def test_tensors_of_other_kinds_are_refused() -> None:
+    class Other(torch.Tensor):
+        pass
+
+    x = new_keys()
+    assert not append.append(x[0].as_subclass(Other), *x[1:], None)
+    outs, lses = states()
+    assert merge.merge([outs[0].as_subclass(Other), outs[1]], lses, None, None) is None
+
+
 def test_kernels_that_differ_are_not_taken_for_one_another() -> None:
     """Fields of the arguments do not count when kernels are compared."""
     x, kernels = new_keys(), []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import Field, params
 from strobe.cuda.plan import ALIGN, ELEMENTS, Launch, Plan
 from strobe.cuda.shared_memory import SharedMemory
-from strobe.cuda.small_calls import Launchers, blocks, facts, in_chunks, two_axes
+from strobe.cuda.small_calls import Launchers, blocks, in_chunks, two_axes
 
 THREADS = 128
 NAMES = ("k_new", "v_new", "k", "v", "slots", "cos", "sin", "positions")
@@ -25,9 +26,9 @@ def append(
     """Whether a kernel has done it. Pools are views (pages, page, heads, dim); `rotary` is a `strobe.paged.Rotary` or
     None."""
     tensors = (k_new, v_new, k, v, slots) if rotary is None else (k_new, v_new, k, v, slots, *rotary[:3])
-    key = (facts(tensors), rotary is not None and bool(rotary[3]))
+    interleaved = rotary is not None and bool(rotary[3])
     launcher = _launchers.get(
-        key, tensors, NAMES[: len(tensors)], lambda arch: plan(k_new, v_new, k, v, slots, rotary, arch)
+        tensors, interleaved, NAMES[: len(tensors)], lambda arch: plan(k_new, v_new, k, v, slots, rotary, arch)
     )
     if launcher is None:
         return False
@@ -87,7 +88,11 @@ def plan(
         values |= {f"{name}_{axis}": pool.stride(i) for i, axis in enumerate(("batch", "row", "head"))}
     values |= {"slots_strides": strides[2], "new_rows": slots.numel(), "pages": k.shape[0], "page_size": k.shape[1]}
     values |= {"dim": k.shape[-1], "dim_v": v.shape[-1], "key_chunks": chunks[0], "value_chunks": chunks[1]}
-    return Plan((Launch(_kernel(ELEMENTS[k.dtype], slots.dtype, rotary, arch), grid, values),))
+    element = "bf16"  # without rotary bits are copied, whatever they mean
+    turned: tuple[Any, ...] = (None,) * 3
+    if rotary is not None:
+        element, turned = ELEMENTS[k.dtype], (rotary.positions.dtype, rotary.cos.dtype, bool(rotary.interleaved))
+    return Plan((Launch(_kernel(element, slots.dtype, *turned, arch), grid, values),))
 
 
 def _can_turn(k_new: torch.Tensor, rotary: Any) -> bool:
@@ -100,22 +105,25 @@ def _can_turn(k_new: torch.Tensor, rotary: Any) -> bool:
     return cos.shape[1] % (4 if interleaved else 8) == 0 and in_chunks(cos) and in_chunks(sin)
 
 
-def _kernel(element: str, index: torch.dtype, rotary: Any, arch: str) -> TemplateKernel:
-    slot = _INDICES[index]
-    position, table = "int", "float"
-    if rotary is None:
-        element = "bf16"  # bits are copied, whatever they mean
-    else:
-        position = _INDICES[rotary.positions.dtype]
-        table = "float" if rotary.cos.dtype == torch.float32 else "u16"
-    turned = "" if rotary is None else " interleaved" if rotary.interleaved else " rotary"
+@functools.cache
+def _kernel(
+    element: str,
+    slots: torch.dtype,
+    positions: torch.dtype | None,
+    tables: torch.dtype | None,
+    interleaved: bool | None,
+    arch: str,
+) -> TemplateKernel:
+    slot, position = _INDICES[slots], _INDICES[positions or torch.int32]
+    table = "float" if tables in (None, torch.float32) else "u16"
+    turned = {None: "", False: " rotary", True: " interleaved"}[interleaved]
     config: dict[str, int | bool | str] = {
         "Slot": slot,
         "Position": position,
         "Table": table,
         "kThreads": THREADS,
-        "kRotary": rotary is not None,
-        "kInterleaved": rotary is not None and bool(rotary.interleaved),
+        "kRotary": interleaved is not None,
+        "kInterleaved": bool(interleaved),
     }
     fields = [
         *(Field(name, "const u16*") for name in ("k_new", "v_new")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import MOST_PARTS, Field, params
 from strobe.cuda.plan import ALIGN, ELEMENTS, Launch, Plan
 from strobe.cuda.shared_memory import SharedMemory
-from strobe.cuda.small_calls import Launchers, blocks, facts, in_chunks, two_axes
+from strobe.cuda.small_calls import Launchers, blocks, in_chunks, two_axes
 
 THREADS = 128
 _TYPES = {torch.float32: "float", **dict.fromkeys(ELEMENTS, "u16")}  # how numbers travel
@@ -26,8 +27,8 @@ def merge(
     result: torch.Tensor = outs[0] if out is None else out  # or one like it
     lse = lses[0]
     launcher = _launchers.get(
-        (len(outs), facts(tensors)),
         tensors,
+        len(outs),
         names(len(outs), sinks is not None),
         lambda arch: plan(outs, lses, sinks, _new(outs[0]) if out is None else out, _new(lse), arch),
     )
@@ -51,6 +52,7 @@ def _new(t: torch.Tensor) -> torch.Tensor:
     return t.new_empty(t.shape, dtype=torch.float32)
 
 
+@functools.cache
 def names(parts: int, has_sinks: bool) -> tuple[str, ...]:
     """Of the tensors of a plan, in the order of a call."""
     of_parts = (f"{name}{i}" for name in ("part", "part_lse") for i in range(parts))
@@ -98,11 +100,13 @@ def plan(
         "heads": heads,
         "dim": dim,
     }
-    return Plan((Launch(_kernel(len(outs), outs[0].dtype, out.dtype, sinks, arch), grid, values),))
+    of_sinks = None if sinks is None else sinks.dtype
+    return Plan((Launch(_kernel(len(outs), outs[0].dtype, out.dtype, of_sinks, arch), grid, values),))
 
 
-def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.Tensor | None, arch: str) -> TemplateKernel:
-    of_sinks = torch.float32 if sinks is None else sinks.dtype
+@functools.cache
+def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.dtype | None, arch: str) -> TemplateKernel:
+    of_sinks = sinks or torch.float32
     config: dict[str, Any] = {
         "Part": _TYPES[part],
         "Out": _TYPES[out],

@@ -19,22 +19,24 @@ _MOST = 512  # launchers that a thread remembers
 _UNKNOWN = object()
 
 
-def facts(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """All that a launch depends on but addresses and contents."""
-    return tuple(
-        [
-            None if t is None
-            else (t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), t.is_neg())
-            for t in tensors
-        ]
-    )  # fmt: skip
+def facts(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
+    """All that a launch depends on but addresses and contents. None where a tensor is of a kind that may have no memory."""
+    found: list[Any] = []
+    for t in tensors:
+        if t is None:
+            found.append(None)
+        elif t.__class__ not in PLAIN:
+            return None
+        else:
+            found.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), t.is_neg()))
+    return tuple(found)
 
 
 def can_run(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel can read and write them: plain tensors on one GPU that has kernels."""
+    """Whether a kernel can read and write them: tensors on one GPU that has kernels."""
     device = tensors[0].device
-    plain = all(t.__class__ in PLAIN and t.device == device and not t.is_neg() and t.numel() for t in tensors)
-    return plain and missing(device, hopper=False) is None
+    there = all(t.device == device and not t.is_neg() and t.numel() for t in tensors)
+    return there and missing(device, hopper=False) is None
 
 
 class Launchers(threading.local):
@@ -44,9 +46,13 @@ class Launchers(threading.local):
         self._made: dict[Any, Launcher | None] = {}
 
     def get(
-        self, key: Any, tensors: Sequence[Any], names: Sequence[str], plan: Callable[[str], Plan | None]
+        self, tensors: Sequence[Any], also: Any, names: Sequence[str], plan: Callable[[str], Plan | None]
     ) -> Launcher | None:
-        """None where no kernel can do it. `names`: of those of the tensors that are there."""
+        """None where no kernel can do it. `also`: what it depends on besides. `names`: of the tensors in a launch."""
+        of_tensors = facts(tensors)
+        if of_tensors is None:
+            return None
+        key = (of_tensors, also)
         found: Any = self._made.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             there = [t for t in tensors if t is not None]
