@@ -8,27 +8,28 @@ somebody asks for it.
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 from strobe.problem import Unsupported
 
 NAME = "STROBE"
 CLASS = "strobe.compat.vllm.backend.Backend"
-_registered = False
+_REGISTRY = "vllm.v1.attention.backends.registry"
 
 
 def register() -> None:
     """Makes "STROBE" an attention backend of vLLM in this process. Twice is like once. vLLM has no way to take it back."""
-    global _registered
-    from vllm.v1.attention.backends import registry
-
+    registry = importlib.import_module(_REGISTRY)
     names = registry.AttentionBackendEnum
     if NAME in names.__members__:
-        _registered = True
         return
     if not hasattr(names, "register"):
         raise Unsupported("this vLLM is too old: version 0.32 is needed, which takes attention backends by name")
     registry.register_backend(NAME, CLASS)
-    _registered = True
 
 
 def status() -> str | None:
-    return f"attention backend {NAME} is registered" if _registered else None
+    registry = sys.modules.get(_REGISTRY)
+    known = registry is not None and NAME in registry.AttentionBackendEnum.__members__
+    return f"attention backend {NAME} is registered" if known else None
