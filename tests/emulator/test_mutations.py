@@ -168,8 +168,8 @@ MUTATIONS = [
             ("too_many_bytes_expected", "ring.begin_load(bytes);", "ring.begin_load(2 * bytes);", CAUSAL),
             (
                 "too_few_arrivals",
-                "Offset::ring_k, 4 * kConsumers, kToFull);",
-                "Offset::ring_k, 4 * kConsumers - 1, kToFull);",
+                "Offset::ring_k, 4 * kConsumers, KeyLoader",
+                "Offset::ring_k, 4 * kConsumers - 1, KeyLoader",
                 CAUSAL,
             ),
             ("barriers_not_fenced", "    mbar_init_fence();\n  }", "  }", CAUSAL),

@@ -70,3 +70,17 @@ def test_keys_are_split() -> None:
     want, want_lse = dense(q, cu, p, mask=strobe.causal)
     torch.testing.assert_close(out.flatten(0, 1).double(), want.double(), atol=0.01, rtol=0.01)
     torch.testing.assert_close(lse.transpose(0, 1).flatten(1), want_lse.float(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_warps_of_the_producer_meet_in_any_order(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies land late and in any order, and some sequences have no keys."""
+    monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
+    p = pool([37, 0, 300, 0, 0, 200, 1], page, dim=64, dim_v=64, dtype=torch.bfloat16)
+    q, _ = queries([2] * 7, dim=64, dtype=torch.bfloat16)
+    given = (q.view(7, 2, 4, 64), p.k, p.v, p.table, p.lengths)
+    want = strobe.attention_paged(*given, backend="reference")
+    for seed in ("1", "2"):
+        monkeypatch.setenv("STROBE_EMULATOR_SEED", seed)
+        out = strobe.attention_paged(*given, backend="emulator")
+        torch.testing.assert_close(out.double(), want.double(), atol=0.03, rtol=0.01)

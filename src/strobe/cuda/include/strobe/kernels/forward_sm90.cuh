@@ -56,9 +56,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   STROBE_DEVICE static void init_barriers() {
     // A Q slot is empty once every warp is done with Q, or every warpgroup's O has left from there.
     RingQ::init(smem_base() + Offset::ring_q, kPrivateO ? 4 * kConsumers : kConsumers);
-    constexpr int kToFull = Config::Keys::kGathered ? 128 : 1;
-    RingKV::init(smem_base() + Offset::ring_k, 4 * kConsumers, kToFull);  // one arrival a warp
-    RingKV::init(smem_base() + Offset::ring_v, 4 * kConsumers, kToFull);
+    RingKV::init(smem_base() + Offset::ring_k, 4 * kConsumers, KeyLoader<Config>::kArrivals);  // one arrival a warp
+    RingKV::init(smem_base() + Offset::ring_v, 4 * kConsumers, KeyLoader<Config>::kArrivals);
     Parts::init(smem_base() + Offset::state_barriers);
     mbar_init_fence();
   }
@@ -98,7 +97,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
       const Tile tile = Work::template tile<Config>(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
     }
-    loader.template announce<0>();
     if (leads<Config>()) announce(Tile{Sequence{}, -1, 0, 0, Part{}}, false);  // no more
   }
   STROBE_DEVICE void announce(const Tile& tile, bool any_keys) {
@@ -112,8 +110,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     const int head_k = quotient(tile.head, p.group);
     const bool any_keys = blocks.any();
     int n = blocks.begin();
-    if (any_keys) load_keys(tile, head_k, n), loader.template announce<1>();
-    else loader.template announce<0>();
+    if (any_keys) load_keys(tile, head_k, n);
     if (leads<Config>()) announce(tile, any_keys);
     q.next();
     if (parts.merge) parts.load(p, tile, v, q);

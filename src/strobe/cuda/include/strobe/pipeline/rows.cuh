@@ -152,7 +152,8 @@ template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
 // counts as the first or the last one. Nothing behind the last key in use is read.
 template <class Config> struct KeyLoader {
   using Keys = typename Config::Keys;
-  u32 unannounced[2] = {0, 0};  // gathered: the barriers of the last two tiles, whose copies may be under way; 0: none
+  static constexpr int kArrivals = Keys::kGathered ? 32 : 1;  // that announce a tile
+  u32 tiles = 0;                                              // gathered: so many until now
 
   template <int kRows, int kColumns, class Ring, class Params>
   STROBE_DEVICE void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t, const Sequence& s,
@@ -165,19 +166,6 @@ template <class Config> struct KeyLoader {
       gather<kRows, kColumns>(p, ring, buffers + ring.stage * bytes, t, s, head, row);
     else load_pages<kRows, kColumns>(p, ring, buffers + ring.stage * bytes, bytes, t, s, head, row);
     ring.next();
-  }
-  // Announces what has been loaded but for the last kUnderWay tiles. Before the producer waits for queries that may be
-  // one tile, or consumers would wait for values and it for them.
-  template <int kUnderWay> STROBE_DEVICE void announce() {
-    if constexpr (Keys::kGathered) {
-      cp_async_wait<kUnderWay>();
-      fence_proxy_async();
-#pragma unroll
-      for (int i = 0; i < 2 - kUnderWay; ++i) {
-        if (unannounced[i]) mbar_arrive(unannounced[i]);
-        unannounced[i] = 0;
-      }
-    }
   }
 
  private:
@@ -212,38 +200,41 @@ template <class Config> struct KeyLoader {
     }
   }
 
-  // Row by row, 16 bytes a thread at a time; a warp has neighbouring rows, and a lane knows where one of them begins. A
-  // tile is announced when two others are under way: then its copies have landed, and the fence towards wgmma's proxy
-  // is the producer's business.
+  // Row by row, 16 bytes a lane at a time. Each warp has every fourth tile to itself: it waits until its copies have
+  // landed, sees to the fence towards wgmma's proxy and announces the tile, while those of the other warps are under
+  // way. A lane knows where one of kGroup rows begins.
   template <int kRows, int kColumns, class Ring, class Params>
   STROBE_DEVICE void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, const Sequence& s,
                             int head, int row) {
-    constexpr int kMine = kRows / 4, kChunks = kColumns / 8;
-    static_assert(kMine <= 32 && kMine * kChunks % 32 == 0, "a warp's rows, and whole passes over them");
-    const int lane = thread_idx() % 32, first = thread_idx() / 32 * kMine;
-    const int mine = row + first + lane, index = quotient(mine, p.page_size);
-    const bool there = lane < kMine && mine < s.k.used;
-    const int page = page_of(p, s, index, there);
-    // In units of 16 bytes, so that 32 bits suffice.
-    const i64 at = page * t.page_stride + head * t.head_stride + (mine - index * p.page_size) * t.row_stride;
-    const u32 begins = there ? u32(at / 8) : kNowhere;
-    ring.wait_empty();
-#pragma unroll 4
-    for (int pass = 0; pass < kMine * kChunks / 32; ++pass) {
-      const int i = pass * 32 + lane, r = i / kChunks, chunk = i % kChunks;
-      const u32 from = shfl(begins, r);
-      const bool valid = from != kNowhere && 8 * chunk < t.dim;
-      cp_async_16(buffer + chunk_offset(kRows, first + r, chunk), t.rows + 8 * u64(valid ? from + chunk : 0), valid);
+    constexpr int kGroup = kRows % 32 == 0 ? 32 : 16, kGroups = kRows / kGroup, kChunks = kColumns / 8;
+    static_assert(kRows % kGroup == 0 && kGroup * kChunks % 32 == 0, "whole passes over the rows of a group");
+    const bool is_mine = tiles++ % 4 == thread_idx() / 32;
+    const int lane = thread_idx() % 32;
+    u32 begins[kGroups];  // in units of 16 bytes, so that 32 bits suffice
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int mine = row + g * kGroup + lane % kGroup, index = quotient(mine, p.page_size);
+      const bool there = is_mine && mine < s.k.used;
+      const int page = page_of(p, s, index, there);
+      const i64 at = page * t.page_stride + head * t.head_stride + (mine - index * p.page_size) * t.row_stride;
+      begins[g] = there ? u32(at / 8) : kNowhere;
     }
+    ring.wait_empty();  // in every warp: one that missed a phase would take the next for the one after it
+    if (!is_mine) return;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll 4
+      for (int i = lane; i < kGroup * kChunks; i += 32) {
+        const int r = i / kChunks, chunk = i % kChunks;
+        const u32 from = shfl(begins[g], r);
+        const bool valid = from != kNowhere && 8 * chunk < t.dim;
+        cp_async_16(buffer + chunk_offset(kRows, g * kGroup + r, chunk), t.rows + 8 * u64(valid ? from + chunk : 0),
+                    valid);
+      }
     cp_async_commit();
-    announce_oldest();
-    unannounced[0] = unannounced[1], unannounced[1] = ring.full_barrier();
-  }
-  STROBE_DEVICE void announce_oldest() {
-    if (!unannounced[0]) return;
-    cp_async_wait<2>();
+    cp_async_wait<0>();
     fence_proxy_async();
-    mbar_arrive(unannounced[0]);
+    mbar_arrive(ring.full_barrier());
   }
   static constexpr u32 kNowhere = ~0u;
 };
