@@ -1,5 +1,5 @@
 """The numbers in the documents, made from the committed results: two blocks of README.md, the whole of docs/results.md,
-the tables of five other pages, the figures. And the table of backends in README.md, made from the code.
+the tables of seven other pages, the figures. And the table of backends in README.md, made from the code.
 
 Where there are no results for something, nothing is said about it."""
 
@@ -14,8 +14,10 @@ from benchmarks.pages import (
     forward_page,
     functions_page,
     method_page,
+    paged_page,
     readme_page,
     training_page,
+    wide_page,
 )
 from benchmarks.pages.generated import replace_between
 from benchmarks.pages.readme_page import BEGIN, END, NUMBERS_BEGIN, NUMBERS_END
@@ -51,6 +53,8 @@ def texts(root: Path) -> dict[Path, str]:
         (hopper_backward, backward_page.TURNS_BEGIN, backward_page.TURNS_END, backward_page.turns_block(root)),
         (root / "benchmarks" / "README.md", method_page.BEGIN, method_page.END, method_page.block(root)),
         (root / functions_page.PAGE, functions_page.BEGIN, functions_page.END, functions_page.block(root)),
+        (root / paged_page.PAGE, paged_page.BEGIN, paged_page.END, paged_page.block(root)),
+        (root / wide_page.PAGE, wide_page.BEGIN, wide_page.END, wide_page.block(root)),
         (root / training_page.PAGE, training_page.BEGIN, training_page.END, training_page.block(root)),
     ):
         if path.exists():

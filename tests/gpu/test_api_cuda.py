@@ -42,7 +42,7 @@ def test_explain_names_the_kernel() -> None:
     [
         ({"dtype": torch.float32}, "float32"),
         ({"dim": 20}, "head dim 20"),
-        ({"dim": 264}, "head dim 264"),
+        ({"dim": 520}, "head dim 520"),
         ({"scale": -1.0}, "scale -1.0"),
     ],
 )

@@ -158,7 +158,7 @@ def test_graphs_hold_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_repeated_call_costs_the_host_little() -> None:
-    """A bound that PyTorch's operations, some twenty launches, are far above."""
+    """A bound that PyTorch's many launches are far above."""
     k, v = torch.zeros(2, 50, 16, 8, 128, device="cuda").bfloat16()
     k_new, v_new = torch.zeros(2, 64, 8, 128, device="cuda").bfloat16()
     slots = torch.arange(64, device="cuda")
