@@ -119,12 +119,10 @@ def _q_in_registers(one_of: int) -> tuple[Edit, ...]:
 # ---- what clusters that share K and V could save at most: two blocks would load half of them each --------------------
 def _without_loads(left_out: str) -> tuple[Edit, ...]:
     """Where `left_out` holds, a buffer keeps what it has: keys and values, since power depends on the numbers."""
-    edits = [("  bool producer;\n  int consumer;\n", "  bool producer;\n  int consumer;\n  u32 loads = 0;\n")]
-    for ring, size in (("k", "Bytes::k"), ("v", "Bytes::v")):
-        begin = f"const u32 full = {ring}.begin_load({size});\n"
-        keep = f"{ring}.wait_empty(); mbar_arrive({ring}.full_barrier()); {ring}.next(); return;"
-        edits.append((begin, f"if (loads++ >= 2 * Config::kStages && {left_out}) {{ {keep} }}\n    {begin}"))
-    return tuple(edits)
+    begin, member = "const u32 full = ring.begin_load(bytes);\n", "  u32 tiles = 0;"
+    keep = "ring.wait_empty(); mbar_arrive(ring.full_barrier()); ring.next(); return;"
+    counted = f"if (so_far++ >= 2 * Config::kStages && {left_out}) {{ {keep} }}\n      {begin}"
+    return (member, f"  u32 so_far = 0;\n{member}"), (begin, counted)
 
 
 # ---- exponentials of the backward: ptxas moves most of them behind the wait for dP -----------------------------------
@@ -146,7 +144,7 @@ FORWARD = [
     Idea("Q in registers, 24 for the producer", part_of_q=1, producer=24),
     Idea("half of Q in registers", part_of_q=2),
     Idea("24 registers for the producer", producer=24),
-    Idea(f"{BOUND}half the loads of K and V", _without_loads("n % 2")),
+    Idea(f"{BOUND}half the loads of K and V", _without_loads("row / kRows % 2")),
     Idea(f"{BOUND}no loads of K and V", _without_loads("true")),
 ]
 BACKWARD = [
