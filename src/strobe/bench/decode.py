@@ -21,6 +21,7 @@ import torch
 
 from strobe.bench.decode_cases import Batch, Cache, Size, Way, batches, ways
 from strobe.bench.provider import Refusal
+from strobe.mask import causal
 from strobe.measure import provenance, units
 from strobe.measure.tolerance import Verdict, compare, summation_floor
 
@@ -50,7 +51,7 @@ class Row:
 def _textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """(queries, heads, dim), causal, by PyTorch in the dtype of the inputs; a key head at a time."""
     group = q.shape[1] // k.shape[1]
-    hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu_(len(k) - len(q) + 1)
+    hidden = ~causal.dense(len(q), len(k), q.device)
     found = []
     for head in range(k.shape[1]):
         rows = q[:, head * group : (head + 1) * group].transpose(0, 1)

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import strobe
 from strobe.bench.installed import imported
 from strobe.bench.provider import Refusal
-from strobe.paged import Level
+from strobe.paged import Level, Plan
 
 PAGES = (1, 16, 64, 256)
 PAGE = 64  # of batches that are there for something else
@@ -159,7 +159,8 @@ def ways(batch: Batch, size: Size) -> list[Way]:
     if not batch.dense:
         return [*paged, way("two calls", _two_calls, PAGE)]
     largest = max(batch.pages)
-    peers = [way("flash-attn", _flash_attn, largest), way("flash-attn 3", _flash_attn_3, largest)]
+    two, three = (functools.partial(_flash_attn, three=third) for third in (False, True))
+    peers = [way("flash-attn", two, largest), way("flash-attn 3", three, largest)]
     if set(batch.queries) == {1}:
         peers.append(way("flashinfer", _flashinfer, largest))
     one_piece = [way("contiguous", _contiguous), way("cuDNN, contiguous", _cudnn)] if batch.uniform else []
@@ -168,6 +169,13 @@ def ways(batch: Batch, size: Size) -> list[Way]:
 
 def _lengths(batch: Batch, like: torch.Tensor, more: int = 0) -> torch.Tensor:
     return torch.tensor([n + more for n in batch.lengths], dtype=torch.int32, device=like.device)
+
+
+def _planned(lengths: torch.Tensor, cu_q: torch.Tensor | None = None) -> Plan:
+    """Layers share a list of work, so it is made before the clock runs, by the first call."""
+    plan = Plan()
+    plan.update(lengths, cu_q)
+    return plan
 
 
 def _by_sequence(c: Cache, batch: Batch) -> torch.Tensor:
@@ -188,18 +196,20 @@ def _contiguous(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], t
 def _paged(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
     (k, v), (table, _), lengths = c.pool(page), c.tables[page], _lengths(batch, c.q)
     if batch.dense:
-        q = _by_sequence(c, batch)
-        return lambda: strobe.attention_paged(q, k, v, table, lengths).flatten(0, 1)
-    return lambda: strobe.attention_paged(c.q, k, v, table, lengths, c.cu_q, max_q=max(batch.queries))
+        q, plan = _by_sequence(c, batch), _planned(lengths)
+        return lambda: strobe.attention_paged(q, k, v, table, lengths, plan=plan).flatten(0, 1)
+    plan, longest = _planned(lengths, c.cu_q), max(batch.queries)
+    return lambda: strobe.attention_paged(c.q, k, v, table, lengths, c.cu_q, max_q=longest, plan=plan)
 
 
 def _two_calls(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
     """The prompt, which stands first, and the decodes."""
     (k, v), (table, _), lengths, first = c.pool(page), c.tables[page], _lengths(batch, c.q), batch.queries[0]
+    plans = _planned(lengths[:1]), _planned(lengths[1:])
 
     def call() -> torch.Tensor:
-        prompt = strobe.attention_paged(c.q[None, :first], k, v, table[:1], lengths[:1])
-        decodes = strobe.attention_paged(c.q[first:, None], k, v, table[1:], lengths[1:])
+        prompt = strobe.attention_paged(c.q[None, :first], k, v, table[:1], lengths[:1], plan=plans[0])
+        decodes = strobe.attention_paged(c.q[first:, None], k, v, table[1:], lengths[1:], plan=plans[1])
         return torch.cat((prompt[0], decodes[:, 0]))
 
     return call
@@ -209,8 +219,8 @@ def _shared(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch
     (k, v), (own, front), lengths = c.pool(page), c.tables[page], _lengths(batch, c.q)
     length = torch.tensor([batch.shared], dtype=torch.int32, device=own.device)
     level = Level(front, length, torch.tensor([0, len(c.q)], dtype=torch.int32, device=own.device))
-    q = _by_sequence(c, batch)
-    return lambda: strobe.attention_paged(q, k, v, own, lengths, shared=[level]).flatten(0, 1)
+    q, plan = _by_sequence(c, batch), _planned(lengths)
+    return lambda: strobe.attention_paged(q, k, v, own, lengths, shared=[level], plan=plan).flatten(0, 1)
 
 
 def _apart(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
@@ -218,8 +228,8 @@ def _apart(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.
     if batch.shared % page:
         raise Refusal("unsupported", f"{batch.shared} shared keys are no whole pages of {page}")
     (k, v), (own, front), lengths = c.pool(page), c.tables[page], _lengths(batch, c.q, batch.shared)
-    table, q = torch.cat((front.expand(len(own), -1), own), 1), _by_sequence(c, batch)
-    return lambda: strobe.attention_paged(q, k, v, table, lengths).flatten(0, 1)
+    table, q, plan = torch.cat((front.expand(len(own), -1), own), 1), _by_sequence(c, batch), _planned(lengths)
+    return lambda: strobe.attention_paged(q, k, v, table, lengths, plan=plan).flatten(0, 1)
 
 
 # ---- peers: those that are installed
@@ -246,20 +256,14 @@ def _cudnn(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.
     return call
 
 
-def _flash_attn(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
+def _flash_attn(c: Cache, batch: Batch, size: Size, page: int, *, three: bool) -> Callable[[], torch.Tensor]:
+    """Versions 2 and 3."""
     _needs_gpu(c)
-    function = imported("flash_attn", "flash-attn", "flash_attn_with_kvcache")
+    module, package = ("flash_attn_interface", "flash-attn 3") if three else ("flash_attn", "flash-attn")
+    function = imported(module, package, "flash_attn_with_kvcache")
     (k, v), (table, _), lengths, q = c.pool(page), c.tables[page], _lengths(batch, c.q), _by_sequence(c, batch)
-    table = table.clamp(min=0)
-    return lambda: function(q, k, v, cache_seqlens=lengths, block_table=table, causal=True).flatten(0, 1)
-
-
-def _flash_attn_3(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
-    _needs_gpu(c)
-    function = imported("flash_attn_interface", "flash-attn 3", "flash_attn_with_kvcache")
-    (k, v), (table, _), lengths, q = c.pool(page), c.tables[page], _lengths(batch, c.q), _by_sequence(c, batch)
-    table = table.clamp(min=0)
-    return lambda: function(q, k, v, cache_seqlens=lengths, page_table=table, causal=True).flatten(0, 1)
+    tables = {"page_table" if three else "block_table": table.clamp(min=0)}
+    return lambda: function(q, k, v, cache_seqlens=lengths, **tables, causal=True).flatten(0, 1)
 
 
 def _flashinfer(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
