@@ -34,6 +34,12 @@ def anchors(root: Path) -> dict[str, Anchors]:
     return {path.parent.name: others.load(path) for path in paths}
 
 
+def where(study: dict[str, Any]) -> str:
+    """The machine of a study, and the commit."""
+    p = study["provenance"]
+    return f"{p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit']}"
+
+
 def study(root: Path, name: str) -> dict[str, Any] | None:
     path = root / RESULTS / "studies" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

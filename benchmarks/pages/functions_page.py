@@ -16,10 +16,10 @@ def block(root: Path) -> str:
     study = committed.study(root, "functions")
     if study is None:
         return ""
-    p, rows = study["provenance"], study["rows"]
+    rows = study["rows"]
     ratios = {d: [row["ms"]["flex"][d] / row["ms"]["strobe"][d] for row in rows] for d in _PASSES}
     lines = [
-        f"FlexAttention's time over ours on an {p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit']}.",
+        f"FlexAttention's time over ours on an {committed.where(study)}.",
         study["note"],
         "Data: `studies/functions.json`.",
         "",

@@ -14,11 +14,10 @@ def block(root: Path) -> str:
     study = committed.study(root, "paged")
     if study is None:
         return ""
-    p, rows = study["provenance"], study["rows"]
+    rows = study["rows"]
     heads = [f"{row['batch']} × {row['keys']}" for row in rows]
     lines = [
-        f"On an {p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit']}: µs, and the speed relative to "
-        "the same keys in one piece.",
+        f"On an {committed.where(study)}: µs, and the speed relative to the same keys in one piece.",
         study["note"],
         "Data: `studies/paged.json`.",
         "",

@@ -14,10 +14,8 @@ def block(root: Path) -> str:
     study = committed.study(root, "wide")
     if study is None:
         return ""
-    p = study["provenance"]
     lines = [
-        f"Times of PyTorch's backends over ours on an {p['device']['name'].removeprefix('NVIDIA ')}, "
-        f"commit {p['git']['commit']}, forward and backward.",
+        f"Times of PyTorch's backends over ours on an {committed.where(study)}, forward and backward.",
         study["note"],
         "Data: `studies/wide.json`.",
         "",

@@ -16,6 +16,13 @@ import torch
 
 from strobe.score import Score
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory, or mean something else
+
+
+def tensor_facts(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a call that was prepared for a plain tensor depends on, but for its address and contents."""
+    return t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()
+
 
 class Row(NamedTuple):
     """What is known of an argument besides its name and default."""
@@ -76,9 +83,8 @@ class Arguments(NamedTuple):
     starts: _Paged = None  # (sequences,) int32
     tail: Annotated[Any, Row("Tensor?", tensor=True, forward=True)] = None  # int64, one for each query
     plan: Annotated[Any, Row()] = None  # a `strobe.paged.Plan`
-    blocks: Annotated[Any, Row()] = (
-        None  # internal: the `BlockMask` that the mask came from, which keeps maps for kernels
-    )
+    # ---- internal
+    blocks: Annotated[Any, Row()] = None  # the `BlockMask` that the mask came from, which keeps maps for kernels
 
     @property
     def mask_tensor(self) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import ROWS, Arguments, gradient_names, with_tensors, without_tensors
+from strobe.arguments import PLAIN, ROWS, Arguments, gradient_names, tensor_facts, with_tensors, without_tensors
 from strobe.backends import dispatch
 from strobe.backends.backend import Gradients, Pass
 from strobe.hints import warn_of_layout
@@ -26,7 +26,6 @@ from strobe.score import Score
 _MOST = 1024  # bound calls that a thread remembers
 _is_grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Remembered(threading.local):
@@ -112,22 +111,18 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
             needs_grad = needs_grad or more[0]
             break
     if mask is not None and mask.__class__ in PLAIN:
-        mask = _facts(mask)
+        mask = tensor_facts(mask)
     if score is not None:
         if not isinstance(score, Score) or not all(t.__class__ in PLAIN for t in score.tensors):
             return None
         needs_grad = needs_grad or (_is_grad_enabled() and any(t.requires_grad for t in score.tensors))
-        score = score.structure, tuple(map(_facts, score.tensors))
+        score = score.structure, tuple(map(tensor_facts, score.tensors))
     values = _values(a)
     return (
         q.shape, q.is_contiguous() or q.stride(), k.shape, k.is_contiguous() or k.stride(),
         v.shape, v.is_contiguous() or v.stride(), dtype, place, needs_grad, mask, score, values,
         tuple(map(type, values)), a.seed.__class__, more,
     )  # fmt: skip
-
-
-def _facts(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()
 
 
 def _more(a: Arguments) -> tuple[Any, ...] | None:
@@ -140,7 +135,7 @@ def _more(a: Arguments) -> tuple[Any, ...] | None:
         elif t.__class__ not in PLAIN or t.layout is not _strided:
             return None
         else:
-            facts.append((t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()))
+            facts.append(tensor_facts(t))
     out, state_out = a.out, a.state_out
     if out is not None:
         if any(t is not None and t.__class__ in PLAIN and same_storage(t, out) for t in _read(a)):

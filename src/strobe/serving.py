@@ -85,17 +85,11 @@ def attention_paged(
     entries, indptr = (table, None) if isinstance(table, torch.Tensor) else _entries(table)
     if lengths is None:
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
-    a = _arguments(
-        Arguments,
-        (
-            q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out,
-            return_lse, False, backend, None, False, 0, None, None, entries, indptr, lengths, starts, tail, plan, None,
-        ),
+    a = Arguments(
+        q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
+        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, tail=tail, plan=plan,
     )  # fmt: skip
     return attend(a) if not shared else _with_levels(a, shared)
-
-
-_arguments = tuple.__new__  # what Arguments(...) does, without a call in between
 
 
 def _entries(table: Any) -> tuple[Any, Any]:

@@ -85,13 +85,8 @@ class Plan:
 
 
 def _described(records: torch.Tensor) -> str:
-    pieces = records[: _count_of(records)]
+    pieces = records[: int(records[0, 7])]  # the first one says how many there are
     used = pieces[pieces[:, 1] > pieces[:, 0]]
     items = torch.cat([records[len(pieces) + int(a) : len(pieces) + int(b)] for a, b in used[:, :2]] or [records[:0]])
     blocks, cut = (items[:, 5] - items[:, 4]), int((items[:, 7] > 1).sum())
     return f"{len(items)} items of {int(blocks.sum())} blocks of keys in {len(used)} pieces; {cut} are parts of tiles"
-
-
-def _count_of(records: torch.Tensor) -> int:
-    """Pieces, which the last number of the first one says."""
-    return int(records[0, 7])

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, params
+from strobe.cuda.params import Field
 from strobe.cuda.plan import ALIGN, ELEMENTS, Launch, Plan
-from strobe.cuda.shared_memory import SharedMemory
-from strobe.cuda.small_calls import Launchers, blocks, in_chunks, two_axes
+from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
 
-THREADS = 128
 NAMES = ("k_new", "v_new", "k", "v", "slots", "cos", "sin", "positions")
 _INDICES = {torch.int32: "int", torch.int64: "i64"}
 _launchers = Launchers()
@@ -121,7 +119,6 @@ def _kernel(
         "Slot": slot,
         "Position": position,
         "Table": table,
-        "kThreads": THREADS,
         "kRotary": interleaved is not None,
         "kInterleaved": bool(interleaved),
     }
@@ -137,16 +134,4 @@ def _kernel(
         *(Field(name, "int") for name in ("rotary_half", "inner_rows", "new_rows", "key_chunks", "value_chunks")),
         *(Field(name, "int") for name in ("page_size", "pages", "dim", "dim_v")),
     ]
-    return TemplateKernel(
-        name=f"append[{element} {slot}{turned}]",
-        arch=arch,
-        params=params(fields),
-        threads=THREADS,
-        smem=0,
-        header="append",
-        template="append",
-        element=element,
-        config=tuple(config.items()),
-        memory=SharedMemory([]),
-        types=(),
-    )
+    return kernel("append", f"{element} {slot}{turned}", arch, element, config, fields)

@@ -14,7 +14,7 @@ from strobe.block_mask import BlockMask
 from strobe.cuda import driver, jit
 from strobe.cuda.kernel import KernelSpec
 from strobe.cuda.params import COUNTER, COUNTERS
-from strobe.cuda.plan import MAP, Launch, Plan, padded
+from strobe.cuda.plan import MAP, Launch, Plan, laid_out
 
 _SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each call moves them to its own
 
@@ -66,12 +66,8 @@ class Launcher:
 
     def __init__(self, plan: Plan, device: int, names: Sequence[str] | None = None) -> None:
         self._device = device
-        self._workspace: list[int] = []  # where each part begins
-        at = 0
-        for size in plan.workspace.values():
-            self._workspace.append(at)
-            at += padded(size)
-        self._new_workspace = allocator((at,), torch.uint8) if at else None
+        self._workspace, size = laid_out(plan.workspace.values())
+        self._new_workspace = allocator((size,), torch.uint8) if size else None
         self._map_key = None if plan.map_key is None else (device, plan.map_key)
         if self._map_key is not None:
             self._map_part = tuple(plan.workspace).index(MAP)
@@ -151,8 +147,7 @@ class Planned:
         first, *others = plan.launches
         sizes = {"work": plan.workspace["work"], **plan.workspace}
         self.names = tuple(sizes)
-        self._offsets = [sum(map(padded, list(sizes.values())[:i])) for i in range(len(sizes))]
-        self._size = sum(map(padded, sizes.values()))
+        self._offsets, self._size = laid_out(sizes.values())
         self._key = (device, first.kernel, first.grid, tuple(sorted(first.values.items())), self._size)
         self._launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "work"))
         self.rest = dataclasses.replace(plan, launches=tuple(others), workspace={})

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import MOST_PARTS, Field, params
+from strobe.cuda.params import MOST_PARTS, Field
 from strobe.cuda.plan import ALIGN, ELEMENTS, Launch, Plan
-from strobe.cuda.shared_memory import SharedMemory
-from strobe.cuda.small_calls import Launchers, blocks, in_chunks, two_axes
+from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
 
-THREADS = 128
 _TYPES = {torch.float32: "float", **dict.fromkeys(ELEMENTS, "u16")}  # how numbers travel
 _launchers = Launchers()
 
@@ -113,7 +111,6 @@ def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.dtype 
         "Sink": _TYPES[of_sinks],
         "PartElement": ELEMENTS.get(part, "bf16"),
         "SinkElement": ELEMENTS.get(of_sinks, "bf16"),
-        "kThreads": THREADS,
         "kParts": parts,
         "kSinks": sinks is not None,
     }
@@ -125,16 +122,5 @@ def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.dtype 
         *(Field(f"{name}_strides", "i64", 3) for name in ("out", "lse")),
         *(Field(name, "int") for name in ("new_rows", "inner_rows", "heads", "dim")),
     ]
-    return TemplateKernel(
-        name=f"merge[{parts} {str(part).removeprefix('torch.')}{' sinks' if sinks is not None else ''}]",
-        arch=arch,
-        params=params(fields),
-        threads=THREADS,
-        smem=0,
-        header="merge",
-        template="merge",
-        element=ELEMENTS.get(out, "bf16"),
-        config=tuple(config.items()),
-        memory=SharedMemory([]),
-        types=(),
-    )
+    kind = f"{parts} {str(part).removeprefix('torch.')}{' sinks' if sinks is not None else ''}"
+    return kernel("merge", kind, arch, ELEMENTS.get(out, "bf16"), config, fields)

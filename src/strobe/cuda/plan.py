@@ -8,7 +8,8 @@ limits, its plans and the list of its variants.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -92,11 +93,17 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        return sum(padded(size) for size in self.workspace.values())
+        return laid_out(self.workspace.values())[1]
 
 
 def padded(size: int, to: int = 256) -> int:
     return -(-size // to) * to
+
+
+def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where each part of a workspace begins, and how long it is."""
+    ends = list(itertools.accumulate(map(padded, sizes), initial=0))
+    return ends[:-1], ends[-1]
 
 
 # ---- head dims -------------------------------------------------------------------------------------------------------

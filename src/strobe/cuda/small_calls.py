@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from strobe.arguments import PLAIN, tensor_facts
 from strobe.cuda.backend import machine_of, missing
+from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.launch import Launcher
+from strobe.cuda.params import Field, params
 from strobe.cuda.plan import ALIGN, Plan
+from strobe.cuda.shared_memory import SharedMemory
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory
+THREADS = 128
 _MOST = 512  # launchers that a thread remembers
 _UNKNOWN = object()
 
@@ -28,7 +32,7 @@ def facts(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
         elif t.__class__ not in PLAIN:
             return None
         else:
-            found.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), t.is_neg()))
+            found.append(tensor_facts(t))
     return tuple(found)
 
 
@@ -62,6 +66,25 @@ class Launchers(threading.local):
                 self._made.clear()
             found = self._made[key] = None if made is None else Launcher(made, device.index or 0, names)
         return found
+
+
+def kernel(
+    template: str, kind: str, arch: str, element: str, config: Mapping[str, int | bool | str], fields: Iterable[Field]
+) -> TemplateKernel:
+    """`template` of kernels/<template>.cuh, without shared memory. `kind`: for its name."""
+    return TemplateKernel(
+        name=f"{template}[{kind}]",
+        arch=arch,
+        params=params(fields),
+        threads=THREADS,
+        smem=0,
+        header=template,
+        template=template,
+        element=element,
+        config=tuple({**config, "kThreads": THREADS}.items()),
+        memory=SharedMemory([]),
+        types=(),
+    )
 
 
 def in_chunks(t: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from strobe.bound_call import lookup
 from strobe.compat.transformers.paged import of_layer
 from strobe.mask import cached_window, causal, full, window
 from strobe.merge_states import merge
+from strobe.paged import append
 from strobe.problem import Unsupported
 
 
@@ -106,8 +107,7 @@ def _two_states(layer: Layer, a: Arguments) -> torch.Tensor | None:
 
 def _write(layer: Layer, a: Arguments) -> None:
     """Rows of padding go to a place that nobody reads."""
-    layer.k.index_copy_(0, layer.write, a.k)
-    layer.v.index_copy_(0, layer.write, a.v)
+    append(a.k, a.v, layer.k[:, None], layer.v[:, None], layer.write)
 
 
 def _in_pages(layer: Layer, a: Arguments, table: torch.Tensor) -> Arguments:

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 
 from strobe import paged
 from strobe.compat.vllm import NAME
+from strobe.cuda.plan import MAX_DIM
 from strobe.mask import Mask, causal, window
 from strobe.problem import Unsupported
 from strobe.score import Score, alibi
@@ -67,7 +68,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= 256
+        return head_size % 8 == 0 and head_size <= MAX_DIM
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -102,8 +103,8 @@ class Metadata(AttentionMetadata):
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    # Graphs of decodes, guessed tokens included. A step with pieces of prompts has a longest query of its own, on which
-    # the grid depends.
+    # Graphs of decodes, guessed tokens included. The kernel's grid depends on no length, but no engine has replayed a step
+    # with pieces of prompts yet.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table: bool = True
     supports_draft_decode_metadata_update: bool = True

@@ -1,7 +1,8 @@
 // FlashAttention forward for Hopper: TMA, mbarriers, wgmma, warp specialisation.
 //
-// A block is one producer warpgroup, of which a single thread issues every load, and kConsumers consumer warpgroups
-// that own 64 query rows each. It is persistent: it takes tile after tile from a counter in global memory. The rings of
+// A block is one producer warpgroup, of which a single thread issues every load (of pages: all threads), and kConsumers
+// consumer warpgroups that own 64 query rows each. It is persistent: it takes tile after tile from a counter in global
+// memory (of pages: from its piece of a work list). The rings of
 // K and V buffers run on across tiles, so the next tile's first keys arrive while the last one is being written. In a
 // consumer, block n of the keys goes like this:
 //     issue S_n = Q K_n^T            both in flight together; P is the register operand

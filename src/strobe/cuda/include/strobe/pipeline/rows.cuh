@@ -138,7 +138,8 @@ struct KeyTensor {
   const u16* rows;
   i64 page_stride, head_stride, row_stride;
   const TensorMap* map;
-  int batch_rows, dim;  // rows between two buffers, or pages
+  int batch_rows;  // between two buffers, or pages
+  int dim;
 };
 
 template <class Params> STROBE_DEVICE KeyTensor keys_of(const Params& p) {

@@ -27,9 +27,9 @@ template <class Config, class Params, class Staging> struct SplitKV {
   STROBE_DEVICE int my_slot() const {
     return kListed ? tile.work : tile_index() * p.splits + remainder(tile.work, p.splits);
   }
-  // The counter of its slot may belong to the next tile already.
+  // A tile that is not cut is not counted: others may count in its slot already.
   STROBE_DEVICE bool alone() const { return kListed && splits() == 1; }
-  STROBE_DEVICE int ahead(int split) const {  // how far the first part's slot lies behind its place
+  STROBE_DEVICE int ahead(int split) const {  // the first part may lie in the odd slot of its piece
     return kListed && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
   }
   STROBE_DEVICE int first_row() const { return tile.row0 + 64 * staging.consumer; }
