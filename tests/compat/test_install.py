@@ -135,13 +135,15 @@ def test_transformers_generates_and_trains_with_it() -> None:
         available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
         torch.cuda.get_device_capability = lambda *a: (9, 0)
         from transformers import LlamaConfig, LlamaForCausalLM
+        torch.manual_seed(0)
         sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, pad_token_id=0)).eval()
         model.set_attn_implementation("flash_attention_2")
         torch.cuda.is_available = available
         tokens, there = torch.randint(3, 64, (2, 9)), torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
-        found = model.generate(tokens, attention_mask=there, max_new_tokens=3, do_sample=False)
-        alone = model.generate(tokens[:1, 4:], max_new_tokens=3, do_sample=False)
+        length = dict(min_new_tokens=3, max_new_tokens=3, do_sample=False)
+        found = model.generate(tokens, attention_mask=there, **length)
+        alone = model.generate(tokens[:1, 4:], **length)
         assert found[0, 4:].tolist() == alone[0].tolist(), (found, alone)
         positions = torch.cat((torch.arange(4), torch.arange(5)))[None]
         packed = model(tokens[:1], position_ids=positions).logits

@@ -186,6 +186,7 @@ by_name = {case.name: case for case in CASES}
 CAUSAL, WINDOW, DROPOUT, VARLEN = (by_name[n] for n in ("causal_group", "window", "dropout", "varlen"))
 
 
+LANDED = "cp_async_wait<0>();\n    sync_block();  // Q"
 CHUNK = "(Config::kExactDims || chunk * 8 < dim)"
 
 
@@ -194,8 +195,8 @@ def mutation(name: str, old: str, new: str = "", case: Case = CAUSAL, tile: Tile
 
 
 MUTATIONS = [
-    mutation("copies_not_awaited", "cp_async_wait<0>();\n    sync_block();  // Q", "sync_block();  // Q"),
-    mutation("copies_not_committed", "cp_async_commit();\n    cp_async_wait<0>();", "cp_async_wait<0>();"),
+    mutation("copies_not_awaited", LANDED, "sync_block();  // Q"),
+    mutation("copies_not_committed", f"cp_async_commit();\n    {LANDED}", LANDED),
     mutation("no_barrier_at_the_top", "sync_block();  // Q and dO have landed", "//"),
     mutation("no_barrier_behind_ds", "sync_block();  // P and dS are written", "//"),
     mutation("no_barrier_before_do", "sync_block();  // dO may be overwritten", "//", tile=ONE_BUFFER),
