@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 WORKERS ?= 2
+GPU_WORKERS ?= 8
 
 VENV  := .venv
 READY := $(VENV)/.ready
@@ -50,8 +51,12 @@ test: lint ## lint, types and the tests for every day that need no GPU, in about
 test-all: lint ## lint, types and every test that needs no GPU
 	$(PYTEST)
 
+# Most of the time goes into compiling. So files run side by side if the python3 at hand has pytest-xdist.
+GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -rs --durations=15
+
 gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -rs --durations=15
+	$(GPU_PYTEST) -m "not alone" $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n $(GPU_WORKERS) --dist loadfile")
+	$(GPU_PYTEST) -m alone
 
 bench: $(READY) ## the quick suite on this machine; the report is report/index.html
 	$(VENV)/bin/strobe bench --suite quick --out report/quick.json --report report

@@ -66,6 +66,7 @@ def test_errors_are_those_of_one_call(method: str, lengths: tuple[int, ...], mas
         assert error <= factor * allowed + floor, f"{name}: error {error:.2e}, that of one call {allowed:.2e}"
 
 
+@pytest.mark.alone
 def test_steps_are_nearly_as_fast_as_one_call() -> None:
     """32k tokens in 4 shards, forward, timed as the study of training times them."""
     if torch.cuda.get_device_capability() != (9, 0):

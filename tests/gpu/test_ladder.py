@@ -44,6 +44,7 @@ def test_scores_of_a_thousand(rung: Rung) -> None:
     check(rung, LARGE_SCORES, GAIN)
 
 
+@pytest.mark.alone
 def test_the_gradient_is_timed_as_a_flight() -> None:
     """b4, the library's, is the fastest, and each row has what the documents need."""
     rows = measure.run(Shape(slices=16, len_q=2048, len_k=2048, dim=128), rungs.BACKWARD, torch.device("cuda", 0))

@@ -16,6 +16,8 @@ import strobe
 CACHED_SHARE = 0.25  # of the first call, if the kernel is on disk
 OF_SDPA = 1.2  # a call's CPU time, of PyTorch's flash backend's: 0.6 to 1.0 on the hosts seen so far
 
+pytestmark = pytest.mark.alone
+
 each_kernel = pytest.mark.parametrize(
     "kernel", [pytest.param(k, marks=() if k in kernels_here() else pytest.mark.skip("no Hopper GPU")) for k in KERNELS]
 )

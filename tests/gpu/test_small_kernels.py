@@ -157,6 +157,7 @@ def test_graphs_hold_both(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close((out, lse), merged, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.alone
 def test_a_repeated_call_costs_the_host_little() -> None:
     """A bound that PyTorch's many launches are far above."""
     k, v = torch.zeros(2, 50, 16, 8, 128, device="cuda").bfloat16()
