@@ -239,7 +239,10 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _built(hint, _is(dict, value, "an object", where), where)
     if origin is list:
-        return [_checked(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(_is(list, value, "a list", where))]
+        items = _is(list, value, "a list", where)
+        if arguments[0] is float and all(type(v) is float and abs(v) <= 1e300 for v in items):
+            return items  # samples: thousands in a row
+        return [_checked(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(items)]
     if origin is dict:
         items = _is(dict, value, "an object", where).items()
         return {key: _checked(arguments[1], v, f"{where}.{key}") for key, v in items}
