@@ -62,7 +62,7 @@ def attention_paged(
                j-th of the last keys of its sequence, as many as it has queries. The mask is for the keys before them
     shared     `strobe.paged.Level`s: keys in front that consecutive sequences have in common. With `causal` or no mask
     k_scale    and v_scale: of 8-bit keys and values, which are not built yet
-    plan       a `strobe.paged.Plan`: the work of a step, which its layers share
+    plan       a `strobe.paged.Plan`: the work of a step, which its layers share; told of `shared`, that of its levels, too
     invariant  the same bits for a row whatever is beside it: no backend promises that yet
     mask       `causal` by default; any interval mask. The last query stands opposite the last key
 
@@ -115,12 +115,12 @@ def _with_levels(a: Arguments, levels: Sequence[Level]) -> Any:
     states = [attend(own)]
     dense, q = a.cu_q is None, a.q
     rows = q.flatten(0, 1) if dense else q
-    for level in levels:
+    for i, level in enumerate(levels):
         entries, indptr = _entries(level.table)
         found, lse = attend(
             own._replace(
                 q=rows, cu_q=level.cu_q, max_q=None if rows.is_cpu else rows.shape[0], mask=full, table=entries,
-                indptr=indptr, lengths=level.lengths, starts=None, tail=None, plan=None,
+                indptr=indptr, lengths=level.lengths, starts=None, tail=None, plan=a.plan and a.plan.of_level(i),
             )
         )  # fmt: skip
         if dense:

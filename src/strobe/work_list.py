@@ -7,10 +7,14 @@ model: one for each kind of call that it meets, made once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from strobe.paged import Level
 
 # Fills a list: (lengths, cu_q, starts, memory).
 Planner = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor], None]
@@ -33,12 +37,20 @@ class Plan:
 
     def __init__(self) -> None:
         self._lists: dict[Hashable, WorkList] = {}
+        self._levels: list[Plan] = []
+        self._levels_used = 0  # in this step; the others keep their lists, which captured graphs may read
         self.step = -1  # how often it was updated, less one
 
     def update(
-        self, lengths: torch.Tensor, cu_q: torch.Tensor | None = None, *, starts: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor,
+        cu_q: torch.Tensor | None = None,
+        *,
+        starts: torch.Tensor | None = None,
+        shared: Sequence[Level] = (),
     ) -> None:
-        """A new step, with the `lengths`, `cu_q` and `starts` that its calls will have."""
+        """A new step, with the `lengths`, `cu_q`, `starts` and `shared` that its calls will have. Without `shared` each call
+        lists the work of its levels itself."""
         if lengths.dim() != 1 or lengths.dtype != torch.int32:
             raise ValueError(
                 f"lengths must be int32, (sequences,); got {lengths.dtype} of shape {tuple(lengths.shape)}"
@@ -53,6 +65,14 @@ class Plan:
             if same and known.memory.device == lengths.device:
                 known.fill(lengths, cu_q, starts, known.memory)
                 known.step = self.step
+        self._levels += [Plan() for _ in shared[len(self._levels) :]]
+        self._levels_used = len(shared)
+        for plan, level in zip(self._levels, shared, strict=False):
+            plan.update(level.lengths, level.cu_q)
+
+    def of_level(self, index: int) -> Plan | None:
+        """The work of a level of keys that sequences share, if this step was told of it."""
+        return self._levels[index] if index < self._levels_used else None
 
     def check_call(self) -> None:
         if self.step < 0:
@@ -79,9 +99,10 @@ class Plan:
 
     def describe(self) -> str:
         """The lists that there are. Waits for the device."""
-        if not self._lists:
+        lists = [known for plan in (self, *self._levels) for known in plan._lists.values()]
+        if not lists:
             return "no lists yet: no kernel has asked for one"
-        return "\n".join(_described(known.memory.view(-1, 8).cpu()) for known in self._lists.values())
+        return "\n".join(_described(known.memory.view(-1, 8).cpu()) for known in lists)
 
 
 def _described(records: torch.Tensor) -> str:

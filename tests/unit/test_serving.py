@@ -10,6 +10,7 @@ import torch
 from paged_cases import dense, pool, queries
 
 import strobe
+from strobe import serving
 from strobe.nn.rotary import angles, rotate
 
 
@@ -227,3 +228,41 @@ def test_lists_are_filled_once_a_step() -> None:
     plan.update(newer, cu)
     filled.clear()
     assert call(plan, "window", newer, cu) == other and filled == []
+
+
+def test_levels_have_lists_of_their_own() -> None:
+    """Filled from the level's lengths; those of a level that a step does not have are kept, but not used."""
+    lengths, filled = torch.ones(3).int(), []
+
+    def fill(*tensors: Any) -> None:
+        filled.append(tensors[0].data_ptr())
+
+    def level() -> strobe.paged.Level:
+        return strobe.paged.Level(torch.zeros(1, 2).int(), torch.ones(1).int(), torch.tensor([0, 3]).int())
+
+    plan, first, second = strobe.paged.Plan(), level(), level()
+    plan.update(lengths, shared=[first])
+    assert plan.of_level(1) is None
+    of_level = plan.of_level(0)
+    assert of_level is not None
+    at = of_level.list_for("full", fill, 64, first.lengths, first.cu_q, None).memory.data_ptr()
+    assert filled == [first.lengths.data_ptr()]
+    plan.update(lengths)
+    assert plan.of_level(0) is None and len(filled) == 1
+    plan.update(lengths, shared=[second])
+    assert plan.of_level(0) is of_level and filled[1:] == [second.lengths.data_ptr()]
+    assert of_level.list_for("full", fill, 64, second.lengths, second.cu_q, None).memory.data_ptr() == at
+    assert len(filled) == 2
+
+
+def test_a_call_with_levels_takes_the_plan_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, front = pool([5, 3], 8), pool([16], 8, seed=5)
+    k, v = torch.cat((own.k, front.k)), torch.cat((own.v, front.v))
+    level = strobe.paged.Level(front.table + len(own.k), front.lengths, torch.tensor([0, 2]).int())
+    q, plan, taken = queries([1, 1])[0][:, None], strobe.paged.Plan(), []
+    attend = serving.attend
+    monkeypatch.setattr(serving, "attend", lambda a: taken.append(a.plan) or attend(a))
+    for shared in ((), (level,)):
+        plan.update(own.lengths, shared=shared)
+        strobe.attention_paged(q, k, v, own.table, own.lengths, shared=[level], plan=plan)
+    assert taken == [plan, None, plan, plan.of_level(0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,10 +171,10 @@ def _lengths(batch: Batch, like: torch.Tensor, more: int = 0) -> torch.Tensor:
     return torch.tensor([n + more for n in batch.lengths], dtype=torch.int32, device=like.device)
 
 
-def _planned(lengths: torch.Tensor, cu_q: torch.Tensor | None = None) -> Plan:
+def _planned(lengths: torch.Tensor, cu_q: torch.Tensor | None = None, shared: Sequence[Level] = ()) -> Plan:
     """Layers share a list of work, so it is made before the clock runs, by the first call."""
     plan = Plan()
-    plan.update(lengths, cu_q)
+    plan.update(lengths, cu_q, shared=shared)
     return plan
 
 
@@ -219,7 +219,7 @@ def _shared(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch
     (k, v), (own, front), lengths = c.pool(page), c.tables[page], _lengths(batch, c.q)
     length = torch.tensor([batch.shared], dtype=torch.int32, device=own.device)
     level = Level(front, length, torch.tensor([0, len(c.q)], dtype=torch.int32, device=own.device))
-    q, plan = _by_sequence(c, batch), _planned(lengths)
+    q, plan = _by_sequence(c, batch), _planned(lengths, shared=[level])
     return lambda: strobe.attention_paged(q, k, v, own, lengths, shared=[level], plan=plan).flatten(0, 1)
 
 
