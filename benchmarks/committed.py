@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -23,9 +24,16 @@ def runs(root: Path) -> Machines:
     found: dict[str, dict[str, Results]] = defaultdict(dict)
     paths = (root / "benchmarks" / "results").glob("*/*.json")
     for path in sorted(paths, key=lambda path: (path.parent.name.startswith("cpu-"), path.parent.name, path.stem)):
-        if json.loads(path.read_text(encoding="utf-8")).get("kind") == "strobe bench":
-            found[path.parent.name][path.stem] = read_results.load(path)
+        run = _run(path, path.read_text(encoding="utf-8"))
+        if run is not None:
+            found[path.parent.name][path.stem] = run
     return dict(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _run(path: Path, text: str) -> Results | None:
+    """Pages ask for the same files again and again, and checking thousands of rows takes seconds. Nobody changes them."""
+    return read_results.load(path) if json.loads(text).get("kind") == "strobe bench" else None
 
 
 def anchors(root: Path) -> dict[str, Anchors]:
