@@ -6,7 +6,8 @@ GPU_WORKERS ?= 8
 
 VENV  := .venv
 READY := $(VENV)/.ready
-TIERS := $(wildcard tests/unit tests/compat tests/distributed tests/compile tests/emulator tests/docs tests/package tests/browser)
+# Those with the longest files first, so that no worker waits for another in the end.
+TIERS := $(wildcard tests/compile tests/docs tests/emulator tests/browser tests/distributed tests/compat tests/unit tests/package)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint gpu-test bench bench-gpu learn notebooks site docs package clean
@@ -42,8 +43,8 @@ lint: $(READY) ## ruff, clang-format and mypy
 	$(VENV)/bin/python -m mypy
 
 # -rfEs: what failed, and what was skipped and why, in the last lines. loadfile: the tests of a file share compiled kernels
-# and fixtures, which two workers would both make.
-PYTEST := $(VENV)/bin/python -m pytest $(TIERS) -q -rfEs -n $(WORKERS) --dist loadfile --durations=15
+# and fixtures, which two workers would both make; files begin in the order of TIERS, not those with the most tests first.
+PYTEST := $(VENV)/bin/python -m pytest $(TIERS) -q -rfEs -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 test: lint ## lint, types and the tests for every day that need no GPU, in about 20 minutes on two cores
 	$(PYTEST) -m "not thorough"

@@ -11,7 +11,9 @@ if platform.machine() in ("x86_64", "AMD64"):
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 
 import contextlib
+import gc
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,10 +43,23 @@ else:
     hypothesis.settings.load_profile("strobe")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """A full garbage collection looks at a million objects of libraries, which takes a third of a second, and the benchmark
+    asks for many. So it shall look only at what a file has made itself."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

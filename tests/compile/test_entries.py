@@ -32,11 +32,8 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 EVERYDAY = [
     "sm90 64 bias",
-    "sm90 128 alibi",
     "sm90 128 documents",
-    "sm90 256 bias_of_keys",
     "sm80 128 bias",
-    "sm80 64 mask",
 ]
 
 

@@ -9,7 +9,7 @@ from everyday import everyday
 from strobe.emulator import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-EVERYDAY = ("relative", "packed", "mask_causal_document", "mask_neighbourhood")
+EVERYDAY = ("packed", "mask_causal_document", "mask_neighbourhood")
 ON_SM80 = ("relative", "rounding", "packed", "tempered_varlen", "mask_late", "mask_both")
 
 
