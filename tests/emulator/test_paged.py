@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gqa_16_indptr": {"page": 16, "counts": [2] * 7, "indptr": True},
     "starts": {"page": 16, "counts": [2] * 7, "starts": [5, 0, 100, -3, 7, 0, 2], "mask": strobe.window(30, 0)},
     "alibi": {"page": 16, "counts": [2] * 7, "score": strobe.alibi(torch.tensor([0.1, 0.2, 0.3, 0.4]))},
+    "stripes": {"page": 16, "mask": strobe.causal & strobe.mask_function(lambda b, h, q, k: (q - k) % 3 != 1)},
 }
 
 

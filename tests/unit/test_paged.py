@@ -24,6 +24,9 @@ MASKS = [
 ]
 
 
+STRIPES = strobe.causal & strobe.mask_function(lambda b, h, q, k: (q - k) % 3 != 1)
+
+
 def same(found: Any, expected: Any) -> None:
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -46,6 +49,7 @@ def test_pages_in_any_order(mask: strobe.Mask | None, page: int, backend: str) -
         {"sinks": torch.tensor([0.5, -1.0, 2.0, -torch.inf])},
         {"score": strobe.alibi(torch.tensor([0.5, 0.25, 0.1, 0.0]))},
         {"scale": 0.3, "mask": strobe.window(11, 0), "sinks": torch.zeros(4)},
+        {"mask": STRIPES, "score": strobe.score_function(lambda s, b, h, q, k: s - 0.1 * (h + 1) * (q - k))},
     ],
     ids=lambda options: "-".join(options),
 )
