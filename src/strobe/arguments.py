@@ -81,7 +81,6 @@ class Arguments(NamedTuple):
     indptr: _Paged = None  # (sequences + 1,) int32
     lengths: _Paged = None  # (sequences,) int32: the call is a paged one if it is given
     starts: _Paged = None  # (sequences,) int32
-    tail: Annotated[Any, Row("Tensor?", tensor=True, forward=True)] = None  # int64, one for each query
     plan: Annotated[Any, Row()] = None  # a `strobe.paged.Plan`
     # ---- internal
     blocks: Annotated[Any, Row()] = None  # the `BlockMask` that the mask came from, which keeps maps for kernels

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from strobe import interval_part, user_function
-from strobe.expression import BOOL, FLOAT, WORKING_DTYPE, Expr
-from strobe.mask import Mask, full
+from strobe.expression import BOOL, FLOAT, INT, LONG, WORKING_DTYPE, Expr
+from strobe.mask import Mask, causal, full
 from strobe.score import Score, identity
 
 _GIVEN = (user_function.B, user_function.H, user_function.Q, user_function.K)
@@ -127,3 +128,40 @@ def _together(op: str, a: MaskFunction, b: MaskFunction) -> tuple[Expr | None, t
         return (a.rest, a.tensors) if b.rest is None else (b.rest, b.tensors)
     moved = Score(Expr("where", (Expr("var", ("s",)), a.rest)), "", a.tensors).hiding(b.rest, b.tensors, "")
     return Expr(op, (a.rest, moved.expr.args[1])), moved.tensors
+
+
+# ---- tails -----------------------------------------------------------------------------------------------------------
+
+
+def with_tail(mask: Mask | MaskFunction, tail: torch.Tensor, cu_q: torch.Tensor | None) -> MaskFunction:
+    """The tail of a sequence is its last keys, as many as it has queries. Bit j of a query's number in `tail`, (batch,
+    queries) or, with `cu_q`, (total,), says whether it sees key j of the tail; `mask` is for the keys before the tail."""
+    base = as_function(mask)
+    interval, condition = _before_a_tail(base.interval, base.rest, len(base.tensors), cu_q is not None)
+    return MaskFunction(interval, condition, (*base.tensors, tail, *(() if cu_q is None else (cu_q,))), "tail")
+
+
+@functools.lru_cache(maxsize=64)
+def _before_a_tail(interval: Mask, rest: Expr | None, number: int, packed: bool) -> tuple[Mask, Expr]:
+    """The interval that has the tail as well, and the condition; `number`: of the tail among the tensors."""
+    begin = Expr("max", (_len_k - _len_q, _int(0)))
+    j = Expr("min", (Expr("max", (user_function.K - begin, _int(0))), _int(63)))
+    first_row = Expr("load", (number + 1, INT, user_function.B))  # of a sequence, among packed ones
+    at = (first_row + user_function.ROW,) if packed else (user_function.B, user_function.ROW)
+    bits = Expr("load", (number, LONG, *at))
+    seen = Expr("!=", (Expr("&", (Expr(">>", (bits, j)), _int(1))), _int(0)))
+    is_before = begin > user_function.K
+    if rest is None and interval in (causal, full):  # which hide none of the keys before
+        condition = Expr("|", (is_before, seen))
+    else:
+        of_mask = _all_of(MaskFunction(interval, rest, (), "")).rest
+        condition = Expr("select", (is_before, of_mask, seen))
+    lo = interval.lo and Expr("min", (interval.lo, Expr("var", ("len_k",)) - Expr("var", ("len_q",))))
+    return Mask(lo, None, "tail"), condition
+
+
+def _int(number: int) -> Expr:
+    return Expr("literal", (number,))
+
+
+_len_q, _len_k = Expr("var", ("len_qi",)), Expr("var", ("len_ki",))

@@ -45,17 +45,23 @@ def check_paged(a: Arguments) -> tuple[int, int, int]:
         _check_ints("the indptr of table", a.indptr, a.q, (sequences + 1,))
         _check_ints("the indices of table", a.table, a.q, (None,))
         most = a.table.shape[0] * size
-    if a.tail is not None:
-        rows = tuple(a.q.shape[:-2])
-        checked_tensor("tail", a.tail)
-        if a.tail.dtype != torch.int64 or tuple(a.tail.shape) != rows or a.tail.device != a.q.device:
-            found = f"{a.tail.dtype} of shape {tuple(a.tail.shape)} on {a.tail.device}"
-            raise ValueError(
-                f"tail must be int64 of shape {rows} on {a.q.device}, a number for each query; got {found}"
-            )
-        if longest > MOST_TAIL:
-            raise ValueError(f"tail has {MOST_TAIL} bits, one for each of a sequence's new keys; there are {longest}")
     return sequences, longest, most
+
+
+def check_tail(tail: Any, q: torch.Tensor, cu_q: Any, max_q: int | None) -> None:
+    """Nothing waits for a device. What is wrong with `cu_q`, other checks say."""
+    checked_tensor("tail", tail)
+    rows = tuple(q.shape[:-2])
+    if tail.dtype != torch.int64 or tuple(tail.shape) != rows or tail.device != q.device:
+        found = f"{tail.dtype} of shape {tuple(tail.shape)} on {tail.device}"
+        raise ValueError(f"tail must be int64 of shape {rows} on {q.device}, a number for each query; got {found}")
+    longest = max_q or 0
+    if cu_q is None:
+        longest = q.shape[1]
+    elif max_q is None and isinstance(cu_q, torch.Tensor) and cu_q.is_cpu and cu_q.numel() > 1:
+        longest = int(cu_q.diff().max())
+    if longest > MOST_TAIL:
+        raise ValueError(f"tail has {MOST_TAIL} bits, one for each of a sequence's new keys; there are {longest}")
 
 
 def _check_queries(a: Arguments) -> tuple[int, int]:
@@ -99,7 +105,7 @@ def with_numbers_on(mask: Mask, device: torch.device) -> Mask:
 
 
 def visible_spans(
-    mask: Mask, len_q: torch.Tensor, length: torch.Tensor, start: torch.Tensor, tail: bool = False
+    mask: Mask, len_q: torch.Tensor, length: torch.Tensor, start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each sequence's keys, counted from the first in the table, those that some query sees: from, to. All are int64,
     one for each sequence; `mask` is that of a problem, which hides what lies outside of the sequence."""
@@ -107,8 +113,6 @@ def visible_spans(
     at = Positions(0, len_q, start, start + length)  # type: ignore[arg-type]
     first, _ = mask.bounds(torch.zeros_like(len_q), 0, _FAR, at)
     _, end = mask.bounds(len_q - 1, 0, _FAR, at)
-    if tail:
-        first, end = torch.minimum(first, (length - len_q).clamp(min=0)), length
     end = torch.where(len_q > 0, end, 0).clamp(min=0)
     return torch.minimum(first, end), end
 
@@ -163,5 +167,5 @@ def check_call(a: Arguments, mask: Mask) -> None:
     lengths = a.lengths.long()
     len_q = torch.full_like(lengths, a.q.shape[1]) if a.cu_q is None else a.cu_q.diff().long()
     start = torch.zeros_like(lengths) if a.starts is None else a.starts.long()
-    spans = visible_spans(mask, len_q, lengths, start, a.tail is not None)
+    spans = visible_spans(mask, len_q, lengths, start)
     check_contents(a.table, a.indptr, a.lengths, a.k.shape[0], a.k.shape[1], spans)

@@ -111,7 +111,6 @@ class Problem:
     deterministic: bool
     # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
     group_parts: int = 1
-    tail: bool = False  # bits say which of the new keys of its sequence a row sees, instead of the mask
 
     @property
     def has_bias(self) -> bool:
@@ -269,7 +268,6 @@ class Problem:
             partial=bool(a.partial),
             state=None if a.state_lse is None else _state(a, layout),
             deterministic=bool(a.deterministic),
-            tail=a.tail is not None,
         )
         return problem, layout
 

@@ -9,9 +9,12 @@ import torch
 
 from strobe.api import attend
 from strobe.arguments import LAYOUTS, Arguments
+from strobe.block_mask import BlockMask
 from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask, causal, full
+from strobe.mask_function import MaskFunction, mask_function, with_tail
 from strobe.merge_states import merge
+from strobe.page_checks import check_tail
 from strobe.paged import Level, Plan, Table, in_order
 from strobe.problem import Unsupported
 from strobe.score import Score
@@ -87,9 +90,20 @@ def attention_paged(
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
     a = Arguments(
         q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
-        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, tail=tail, plan=plan,
+        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, plan=plan,
     )  # fmt: skip
-    return attend(a) if not shared else _with_levels(a, shared)
+    own = a if tail is None else a._replace(mask=_with_tail(a, tail))
+    return attend(own) if not shared else _with_levels(a, own, shared)
+
+
+def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
+    """The mask, also for the new keys; one that no tail goes with as it is: the checks say what is wrong with it."""
+    if isinstance(a.q, torch.Tensor) and a.q.dim() == (4 if a.cu_q is None else 3):
+        check_tail(tail, a.q, a.cu_q, a.max_q)
+    mask = full if a.mask is None else a.mask
+    if not isinstance(mask, (Mask, MaskFunction, BlockMask, torch.Tensor)) and callable(mask):
+        mask = mask_function(mask)
+    return with_tail(mask, tail, a.cu_q) if isinstance(mask, (Mask, MaskFunction)) else mask
 
 
 def _entries(table: Any) -> tuple[Any, Any]:
@@ -101,8 +115,9 @@ def _entries(table: Any) -> tuple[Any, Any]:
     return table, None
 
 
-def _with_levels(a: Arguments, levels: Sequence[Level]) -> Any:
-    """A state over each sequence's own keys and one for each level, merged. Sinks enter once, in the merge."""
+def _with_levels(a: Arguments, own: Arguments, levels: Sequence[Level]) -> Any:
+    """A state over each sequence's own keys and one for each level, merged. Sinks enter once, in the merge. `own`: the
+    arguments, with the mask of the own keys."""
     if a.mask is not None and a.mask not in (causal, full):
         way_out = "put the shared pages into each sequence's table instead"
         raise Unsupported(f"shared keys have no {a.mask!r} mask, only causal and full: {way_out}")
@@ -111,7 +126,7 @@ def _with_levels(a: Arguments, levels: Sequence[Level]) -> Any:
         raise Unsupported(f"shared keys have no {a.score!r}, which looks at positions: {way_out}")
     if torch.is_grad_enabled() and a.sinks is not None and a.sinks.requires_grad:
         raise Unsupported("shared keys have no gradient of the sinks; call it under torch.no_grad()")
-    own = a._replace(sinks=None, out=None, partial=True, return_lse=True)
+    own = own._replace(sinks=None, out=None, partial=True, return_lse=True)
     states = [attend(own)]
     dense, q = a.cu_q is None, a.q
     rows = q.flatten(0, 1) if dense else q
@@ -120,7 +135,7 @@ def _with_levels(a: Arguments, levels: Sequence[Level]) -> Any:
         found, lse = attend(
             own._replace(
                 q=rows, cu_q=level.cu_q, max_q=None if rows.is_cpu else rows.shape[0], mask=full, table=entries,
-                indptr=indptr, lengths=level.lengths, starts=None, tail=None, plan=a.plan and a.plan.of_level(i),
+                indptr=indptr, lengths=level.lengths, starts=None, plan=a.plan and a.plan.of_level(i),
             )
         )  # fmt: skip
         if dense:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from strobe.paged import Level
 
 # Fills a list: (lengths, cu_q, starts, memory).
 Planner = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor], None]
@@ -47,10 +44,10 @@ class Plan:
         cu_q: torch.Tensor | None = None,
         *,
         starts: torch.Tensor | None = None,
-        shared: Sequence[Level] = (),
+        shared: Sequence[Any] = (),
     ) -> None:
-        """A new step, with the `lengths`, `cu_q`, `starts` and `shared` that its calls will have. Without `shared` each call
-        lists the work of its levels itself."""
+        """A new step, with the `lengths`, `cu_q`, `starts` and `shared` that its calls will have. Without `shared`, the levels
+        (`strobe.paged.Level`), each call lists the work of its levels itself."""
         if lengths.dim() != 1 or lengths.dtype != torch.int32:
             raise ValueError(
                 f"lengths must be int32, (sequences,); got {lengths.dtype} of shape {tuple(lengths.shape)}"

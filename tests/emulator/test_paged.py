@@ -62,6 +62,24 @@ def test_against_the_textbook(name: str) -> None:
     torch.testing.assert_close(lse, want_lse.to(lse.dtype), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", everyday(["packed", "packed_window", "dense", "dense_full_8_heads"], ["packed"]))
+def test_trees(name: str) -> None:
+    """Each query says which of the new keys it sees. `packed` has sequences with fewer keys than queries."""
+    dense_queries, heads = name.startswith("dense"), 8 if "heads" in name else 4
+    mask = strobe.window(20, 0) if "window" in name else None if "full" in name else strobe.causal
+    lengths, counts = ([37, 150, 3], [5, 64, 4]) if not dense_queries else ([37, 150, 9], [3, 3, 3])
+    p = pool(lengths, 16, dim=64, dim_v=64, dtype=torch.bfloat16)
+    q, cu = queries(counts, heads=heads, dim=64, dtype=torch.bfloat16)
+    tail = torch.randint(-(1 << 62), 1 << 62, (len(q),), generator=torch.Generator().manual_seed(2))
+    given: tuple[Any, ...] = (q, p.k, p.v, p.table, p.lengths, cu)
+    if dense_queries:
+        given, tail = (q.view(3, 3, heads, 64), *given[1:5]), tail.view(3, 3)
+    out, lse = strobe.attention_paged(*given, tail=tail, mask=mask, return_lse=True, backend="emulator")
+    want, want_lse = strobe.attention_paged(*given, tail=tail, mask=mask, return_lse=True, backend="reference")
+    torch.testing.assert_close(out.double(), want.double(), atol=0.03, rtol=0.01)
+    torch.testing.assert_close(lse, want_lse.to(lse.dtype), atol=1e-4, rtol=1e-5)
+
+
 def test_keys_are_split() -> None:
     p = pool([3000, 1, 2100], 64, dim=128, dim_v=128, dtype=torch.bfloat16)
     q, cu = queries([1, 1, 1], dim=128, dtype=torch.bfloat16)

@@ -42,6 +42,18 @@ def test_the_kernel_reads_pages(mask: strobe.Mask | None, page: int, dense_queri
     close((out, lse), dense(q, cu, p, mask=mask))
 
 
+@pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
+@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
+def test_trees(mask: strobe.Mask | None) -> None:
+    lengths, counts = [37, 150, 3, 900], [5, 64, 4, 1]
+    p = pool(lengths, 16, dim=128, dim_v=128, dtype=torch.bfloat16)
+    q, cu = queries(counts, dim=128, dtype=torch.bfloat16)
+    tail = torch.randint(-(1 << 62), 1 << 62, (len(q),), generator=torch.Generator().manual_seed(2))
+    given, options = (q, p.k, p.v, p.table, p.lengths, cu), {"mask": mask, "return_lse": True}
+    found = strobe.attention_paged(*on_gpu(*given), tail=tail.cuda(), backend="sm90", **options)
+    close(found, strobe.attention_paged(*given, tail=tail, backend="reference", **options))
+
+
 @pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
 def test_long_sequences_are_split() -> None:
     p = pool([30000, 1, 21000], 64, dim=128, dim_v=128, dtype=torch.bfloat16)

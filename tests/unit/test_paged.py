@@ -166,9 +166,9 @@ def test_more_queries_than_keys(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
-@pytest.mark.parametrize("mask", [strobe.causal, strobe.window(3, 0)], ids=str)
+@pytest.mark.parametrize("mask", [strobe.causal, strobe.window(3, 0), STRIPES], ids=str)
 @pytest.mark.parametrize("sizes", [(None, None), (2, 5)])
-def test_trees(sizes: Any, mask: strobe.Mask, backend: str) -> None:
+def test_trees(sizes: Any, mask: Any, backend: str) -> None:
     """A tail says which of the new keys each query sees; the mask is for those before."""
     counts, lengths = [6, 1, 64, 3], [30, 12, 80, 2]
     p, (q, cu) = pool(lengths, 8), queries(counts)
@@ -180,7 +180,7 @@ def test_trees(sizes: Any, mask: strobe.Mask, backend: str) -> None:
         )
     outs, lses = [], []
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
-        rows, visible = slice(int(cu[i]), int(cu[i + 1])), mask.dense(n, length)
+        rows, visible = slice(int(cu[i]), int(cu[i + 1])), mask.dense(n, length).view(n, length)
         for j in range(min(n, length)):
             visible[:, max(0, length - n) + j] = ((tail[rows] >> j) & 1).bool()
         out, lse = strobe.attention(q[None, rows], *p.keys(i), mask=visible, return_lse=True)

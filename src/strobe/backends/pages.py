@@ -36,7 +36,7 @@ class Sequences(NamedTuple):
         else:
             first_q, len_q = x.cu_q[:-1].long(), x.cu_q.diff().long()
         start = torch.zeros_like(length) if x.starts is None else x.starts.long()
-        first, end = visible_spans(problem.mask, len_q, length, start, problem.tail)
+        first, end = visible_spans(problem.mask, len_q, length, start)
         return Sequences(number, first_q, len_q, first, end - first, start + first, start + length)
 
     def take(self, index: torch.Tensor | slice) -> Sequences:
@@ -68,15 +68,3 @@ def gather(pool: torch.Tensor, page: torch.Tensor, row: torch.Tensor, there: tor
     hold NaN, and 0 times that would come out."""
     found = pool.transpose(1, 2)[page, row]
     return found.masked_fill_(~there[:, :, None, None], 0).transpose(1, 2)
-
-
-def tail_bits(
-    bits: torch.Tensor, len_q: torch.Tensor, keys: torch.Tensor, index: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Which keys (sequences, keys) are of the tail, (sequences, 1, keys), and which of those the rows see. `bits`:
-    (sequences, rows); `keys`: how many keys a sequence has; `index`: which keys are asked for, (keys,)."""
-    first = (keys - len_q).clamp(min=0)
-    j = index - first[:, None]
-    in_tail = (j >= 0) & (index < keys[:, None])
-    seen = (bits[:, :, None] >> j.clamp(0, 63)[:, None]) & 1
-    return in_tail[:, None], seen.bool()

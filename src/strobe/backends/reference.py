@@ -13,7 +13,7 @@ import torch
 from strobe import dropout
 from strobe.arguments import Inputs
 from strobe.backends.backend import Backend, binder
-from strobe.backends.pages import Sequences, gather, look_up, tail_bits
+from strobe.backends.pages import Sequences, gather, look_up
 from strobe.expression import WORKING_DTYPE
 from strobe.mask import Positions
 from strobe.problem import Problem
@@ -168,10 +168,6 @@ def _paged_sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, 
         batch, rows = (i, slice(None)) if inputs.cu_q is None else (0, slice(first_q, first_q + len_q))
         at = Positions(0, len_q, position, whole)
         visible = problem.mask.dense(len_q, keys, index.device, at)
-        if inputs.tail is not None:
-            bits = (inputs.tail[i] if inputs.cu_q is None else inputs.tail[rows])[None]
-            in_tail, seen = tail_bits(bits, one.len_q, one.keys, index)
-            visible = torch.where(in_tail, seen, visible)
         part = inputs._replace(
             q=inputs.q[batch : batch + 1, :, rows],
             k=gather(inputs.k, page, row, there),

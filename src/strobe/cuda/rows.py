@@ -89,8 +89,6 @@ class Rows:
         pages = problem.k.pages
         if pages is None:
             return None
-        if problem.tail:
-            return "a tail of a tree"
         if pages.size % _SMALLEST_BOX:
             far = max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1
             return "a pool of 64 GB or more, in pages that are no multiples of 8 rows" if far else None

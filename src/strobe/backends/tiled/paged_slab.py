@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from strobe.arguments import Inputs
-from strobe.backends.pages import Sequences, gather, look_up, tail_bits
+from strobe.backends.pages import Sequences, gather, look_up
 from strobe.backends.tiled.slab import Slab, choose_blocks
 from strobe.expression import AS_FLOATS, WORKING_DTYPE
 from strobe.mask import Positions
@@ -78,13 +78,7 @@ class PagedSlab(Slab):
     def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
         lo, hi = (bound[:, rows.start : rows.stop, None] for bound in self.bounds)
         index = torch.arange(keys.start, keys.stop, device=s.device)
-        visible = (lo <= index) & (index < hi)
-        if self.inputs.tail is not None:
-            q = self.sequences
-            bits = self.inputs.tail[:, rows.start : rows.stop]
-            in_tail, seen = tail_bits(bits, q.len_q, q.keys, index)
-            visible = torch.where(in_tail, seen, visible)
-        visible = visible & self._places(keys)[2][:, None]
+        visible = (lo <= index) & (index < hi) & self._places(keys)[2][:, None]
         return self._hide(s, visible[:, None, None], rows)
 
     def key_tiles(self, rows: range, block_k: int) -> Iterator[tuple[range, bool]]:
@@ -95,8 +89,6 @@ class PagedSlab(Slab):
         lo, hi = self._read_bounds
         first, end = int(lo[:, rows.start].min()), int(hi[:, rows.stop - 1].max())
         all_from, all_to = int(lo[:, rows.stop - 1].max()), int(hi[:, rows.start].min())
-        if self.inputs.tail is not None:
-            first, end, all_to = 0, int(self.read.keys.max()), 0
         # Elsewhere than on a CPU an entry may be missing, which nobody has looked for.
         certain = self.problem.device.type == "cpu"
         for start in range(first - first % block_k, end, block_k):
@@ -160,13 +152,13 @@ def make_slab(
     `read`: the same sequences on the host, or None if they must not be read."""
     blocks = choose_blocks(problem)
     if not problem.q.varlen:
-        q, tail = inputs.q[s.number], None if inputs.tail is None else inputs.tail[s.number]
+        q = inputs.q[s.number]
     else:
         rows = _rows_of(s, len_q).clamp(max=inputs.q.shape[2] - 1)
-        q, tail = inputs.q[0][:, rows].transpose(0, 1), None if inputs.tail is None else inputs.tail[rows]
+        q = inputs.q[0][:, rows].transpose(0, 1)
     dense = replace(problem, batch=len(s.number), q=replace(problem.q, length=len_q, varlen=False))
     slab = PagedSlab(
-        problem=dense, inputs=inputs._replace(q=q, tail=tail), batch=range(len(s.number)), heads=range(problem.heads_k),
+        problem=dense, inputs=inputs._replace(q=q), batch=range(len(s.number)), heads=range(problem.heads_k),
         rows=slice(0, len_q), keys=slice(0, keys), sequences=s, read=read, most_keys=keys,
         packed=problem.q.varlen,
     )  # fmt: skip
