@@ -80,9 +80,7 @@ constexpr float kLargestShift = 16384.f;
 //
 // kLazyRescale: m stays where it is until it would grow by more than 8 in log2 units, and O is rescaled only then. p
 // stays below 2^8, which fp32 sums and 16-bit weights bear, but the largest weight is no longer exactly 1.
-//
-// kSubtract: m is always subtracted from the scores first, as weights that are not rounded to 16 bits want it.
-template <bool kLazyRescale = false, bool kSubtract = false> struct Softmax {
+template <bool kLazyRescale = false> struct Softmax {
   float m[2], l[2];
   float alpha[2];  // the factor by which the last `maxima` rescaled l; O needs it, too
   float shift[2];  // -m * scale, or 0 if m has been subtracted from the scores
@@ -131,7 +129,6 @@ template <bool kLazyRescale = false, bool kSubtract = false> struct Softmax {
       shift[row] = -safe * scale;
       l[row] *= alpha[row];
     }
-    if (kSubtract) return subtract(s);
     const bool large = fmax(fabs(shift[0]), fabs(shift[1])) > kLargestShift;
     if (kLazyRescale && !kMaybeEmpty) {  // one vote for both
       grew = any(grew | large);
