@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 
 def selected(arch: str) -> list[TemplateKernel]:
     """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
-    plain kernels of the other type, dropout, results in fp32, and those that are merged with such."""
+    plain kernels of the other types, dropout, results in fp32, and those that are merged with such."""
     if EXHAUSTIVE:
         return list(families.variants(arch, exhaustive=True)) + packed_gqa(arch)
     found = []
@@ -39,7 +39,7 @@ def selected(arch: str) -> list[TemplateKernel]:
         window = facts.get("mask") == "window"
         everything = kernel.element == "bf16" and window and facts["varlen"]
         dropped = kernel.element == "bf16" and facts.get("dropout", False) and facts["dim"] in (64, 128)
-        plain = kernel.element == "fp16" and not window and not facts.get("varlen", False)
+        plain = (kernel.element == "fp16" or facts.get("fp32", False)) and not window and not facts.get("varlen", False)
         shards = kernel.element == "bf16" and has(kernel, "kPartialOut") and facts.get("dim", 64) in (64, 128)
         shards = shards or (kernel.element == "bf16" and facts.get("rounds_state", False))
         if everything or dropped or shards or (plain and facts.get("dim", 64) in (64, 128)):

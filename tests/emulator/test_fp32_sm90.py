@@ -10,44 +10,27 @@ import pytest
 import tolerance
 import torch
 from cases import Case
-from emulator.emulate import forward
+from emulator.emulate import forward, with_source
+from emulator.gradients import Mutation, check as check_found, check_case, gradients, planned
 from emulator.mutation import replaced
 from everyday import everyday
-from oracle import expected, prepare
+from kernel_cases import FP32_CASES as CASES
+from oracle import expected, expected_gradients, prepare
 
 import strobe
+from strobe.cuda import backward_plan
 from strobe.cuda.families import FAMILIES
-from strobe.emulator import compiler
-from strobe.mask import causal, prefix, window
+from strobe.cuda.plan import Plan
+from strobe.emulator import EmulatorError, backend, compiler
+from strobe.emulator.backend import MACHINES
+from strobe.mask import causal
 from strobe.problem import State
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-LENGTHS = ((70, 130), (0, 3), (65, 0), (129, 90), (1, 1))
-CASES = [
-    Case("f_128", 130, 200, batch=1, heads=2, heads_k=1, dim=128),
-    Case("f_128_causal", 150, 150, batch=1, heads=4, heads_k=2, dim=128, mask=causal),
-    Case("f_128_window", 130, 260, batch=1, dim=128, mask=window(70, 20)),
-    Case("f_128_packed", 0, 0, heads=4, heads_k=1, dim=128, lengths=LENGTHS),
-    Case("f_128_sliced", 131, 100, dim=128, memory="sliced", mask=causal),
-    Case("f_128_huge", 64, 260, batch=1, dim=128, scores="huge", mask=causal),
-    Case("f_128_rising", 64, 200, batch=1, dim=128, scores="rising"),
-    Case("f_72_causal", 130, 200, batch=1, heads=2, heads_k=1, dim=72, mask=causal),
-    Case("f_64", 300, 200, heads=3, heads_k=3, dim=64),
-    Case("f_64_causal", 150, 100, batch=1, dim=64, mask=causal),  # the first rows see nothing
-    Case("f_64_window_packed", 0, 0, dim=64, mask=window(40, 7), lengths=LENGTHS),
-    Case("f_64_prefix", 100, 150, batch=1, dim=64, mask=prefix(90)),
-    Case("f_64_falling", 100, 300, batch=1, dim=64, scores="falling"),
-    Case("f_64_sinks", 70, 140, batch=1, dim=64, sinks=True, mask=causal),
-    Case("f_64_softcap", 70, 140, batch=1, dim=64, softcap=3.0),
-    Case("f_40_pair", 1, 1, batch=1, heads=1, heads_k=1, dim=40),
-    Case("f_40_decode", 1, 150, heads=4, heads_k=2, dim=40),
-    Case("f_64_128", 70, 100, batch=1, dim=64, dim_v=128),
-]
 EVERY_DAY = ["f_128_causal", "f_72_causal", "f_64_window_packed", "f_40_decode", "f_40_pair"]
+BY_NAME = {case.name: case for case in CASES}
 SMALL = Case("small", 70, 24, batch=1, heads=1, heads_k=1, dim=64)  # few keys: weights that a wrong score shows in
-
-Edit = Callable[[str], str]
 
 
 def check(case: Case, found: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -60,6 +43,28 @@ def check(case: Case, found: tuple[torch.Tensor, torch.Tensor]) -> None:
 def test_forward(case: Case) -> None:
     for mode in ("sync", "async"):
         check(case, forward("sm90", *prepare(case, torch.float32), mode=mode))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", everyday(CASES, ["f_128_causal", "f_72_causal"]))
+def test_backward(case: Case) -> None:
+    for mode in ("sync", "async"):
+        check_case("sm90", case, dtype=torch.float32, mode=mode)
+
+
+@pytest.mark.thorough
+def test_a_group_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_plan, "LONG_LOOP", 1)
+    case = Case("parts", 70, 90, batch=1, heads=8, heads_k=1, dim=128, mask=causal)
+    machine = replace(MACHINES["sm90"], sms=8)
+    assert backward_plan.group_parts(prepare(case, torch.float32)[0], machine.sms) == 2
+    check_case("sm90", case, dtype=torch.float32, machine=machine)
+
+
+@pytest.mark.thorough
+def test_gradients_are_the_same_bits_in_any_order() -> None:
+    p, inputs = prepare(BY_NAME["f_64_causal"], torch.float32)
+    first, *others = (gradients("sm90", p, inputs, seed=seed) for seed in (0, 1, 2))
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first[:3], other[:3], strict=True))
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------
@@ -102,15 +107,78 @@ DROPPED = {
 }
 
 
+def edit_of(name: str) -> Callable[[str], str]:
+    old, new = DROPPED[name]
+    return lambda source: replaced(name, source, old, new) if old in source else source
+
+
 @pytest.mark.parametrize("name", everyday(list(DROPPED), ["third_term_in_memory", "scores_11"]))
 def test_what_is_dropped_is_seen(name: str) -> None:
-    def edit(source: str) -> str:
-        old, new = DROPPED[name]
-        return replaced(name, source, old, new) if old in source else source
-
     problem, inputs = prepare(SMALL, torch.float32)
     with pytest.raises(AssertionError):
-        check(SMALL, forward("sm90", problem, inputs, edit=edit))
+        check(SMALL, forward("sm90", problem, inputs, edit=edit_of(name)))
+
+
+def check_gradients(damage: Callable[[Plan], Plan] = lambda plan: plan) -> None:
+    """Without the floors of `gradient_floor`, which are larger than the errors."""
+    problem, inputs = prepare(SMALL, torch.float32)
+    plan, tensors, finish = planned("sm90", problem, inputs)
+    backend.launch(damage(plan), tensors)
+    for name, found, exact, same in zip("qkv", finish()[:3], *expected_gradients(SMALL, torch.float32), strict=True):
+        assert found is not None
+        tolerance.check(f"d{name}", found, exact, same, tolerance.GRADIENTS)
+
+
+def test_gradients_are_those_of_fp32() -> None:
+    check_gradients()
+
+
+@pytest.mark.parametrize("name", everyday(list(DROPPED), ["output_11"]))
+def test_what_is_dropped_is_seen_in_gradients(name: str) -> None:
+    with pytest.raises(AssertionError):
+        check_gradients(lambda plan: with_source(plan, edit_of(name)))
+
+
+# ---- mistakes in the order of things ---------------------------------------------------------------------------------
+
+FALLING = replace(BY_NAME["f_64_falling"], len_q=70)
+ORDER = [
+    ("keys_not_released", "k.release_and_advance();", "k.next();"),
+    ("values_not_released", "v.release_and_advance();", "v.next();"),
+    ("queries_not_released", "if (elected()) q.release();\n", "\n"),
+    ("queries_not_waited_for", "q.wait_full();\n      const Tile", "const Tile"),
+    ("values_not_waited_for", "v.wait_full();\n", "\n"),
+    ("output_not_rescaled", "fma(r.o[i], r.softmax.alpha[fragment_row(i)], o[i])", "r.o[i] + o[i]"),
+]
+ORDER_OF_GRADIENTS = [
+    Mutation(name, old, new, replace(FALLING, scores="normal"))
+    for name, old, new in (
+        ("q_overwritten", "bar_sync(kBarrierConsumers, 256);  // nobody reads Q any more\n      if (", "if ("),
+        ("dq_read_too_early", "bar_sync(kBarrierConsumers, 256);\n      if (consumer == 0)", "if (consumer == 0)"),
+        ("buffer_of_the_other", "ring.next();  // the other consumer's", ""),
+        ("same_keys", "all.begin() - consumer;", "all.begin();"),
+        ("queries_released_early", "Dkv::exponentials(s, keys, head, m);\n      q.release", "q.release"),
+    )
+]
+
+
+@pytest.mark.parametrize("name, old, new", [pytest.param(*m, id=m[0], marks=pytest.mark.thorough) for m in ORDER])
+def test_a_mistake_is_caught(name: str, old: str, new: str) -> None:
+    problem, inputs = prepare(FALLING, torch.float32)
+    with pytest.raises((EmulatorError, AssertionError)):
+        for seed in (1, 2, 3):
+            check(FALLING, forward("sm90", problem, inputs, mode="async", seed=seed, sms=1,
+                                   edit=lambda s: replaced(name, s, old, new) if old in s else s))  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mutation", ORDER_OF_GRADIENTS, ids=str)
+def test_a_mistake_in_gradients_is_caught(mutation: Mutation) -> None:
+    problem, inputs = prepare(mutation.case, torch.float32)
+    with pytest.raises((EmulatorError, AssertionError)):
+        for seed in (1, 2, 3):
+            check_found(problem, inputs, gradients("sm90", problem, inputs, seed=seed, mutation=mutation),
+                        *expected_gradients(mutation.case, torch.float32))  # fmt: skip
 
 
 # ---- numbers that are none -------------------------------------------------------------------------------------------
@@ -143,6 +211,7 @@ def test_the_largest_numbers_and_infinity() -> None:
     assert torch.equal(out[..., others], clean[..., others])
 
 
+@pytest.mark.thorough
 def test_a_bias_and_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the score functions, through the public call."""
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
@@ -152,6 +221,23 @@ def test_a_bias_and_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = strobe.attention(q.double(), k.double(), v[:, 1:].double(), **given, backend="reference")
     same = strobe.attention(q, k, v[:, 1:], **given, backend="reference")
     tolerance.check("out", out, exact, same)
+
+
+@pytest.mark.thorough
+def test_training_through_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gradient of a bias, which both consumers of the kernel for dQ write."""
+    monkeypatch.setenv("STROBE_EMULATE", "sm90")
+    shapes = [(1, 40, 2, 64), (1, 70, 2, 64), (1, 70, 2, 64), (1, 2, 40, 70)]
+    leaves = [torch.randn(s, generator=torch.Generator().manual_seed(i)).requires_grad_() for i, s in enumerate(shapes)]
+
+    def gradients_by(backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        inputs = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        out = strobe.attention(*inputs[:3], bias=inputs[3], mask=causal, backend=backend)
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    exact, same = gradients_by("reference", torch.float64), gradients_by("tiled", torch.float32)
+    for name, found, e, s in zip("qkvb", gradients_by("emulator", torch.float32), exact, same, strict=True):
+        tolerance.check(f"d{name}", found, e, s, tolerance.GRADIENTS, floor=2e-5)
 
 
 # ---- what it does not take -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from strobe.cuda import (
+    backward_fp32_sm90,
     backward_sm80,
     backward_sm90,
     backward_wide_sm90,
@@ -19,7 +20,7 @@ from strobe.cuda import (
     forward_wide_sm90,
 )
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.plan import MAX_DIM, MAX_DIM_SM90
+from strobe.cuda.plan import ELEMENTS, MAX_DIM, MAX_DIM_SM90
 from strobe.problem import Problem
 
 
@@ -49,6 +50,7 @@ FAMILIES = {
         (forward_sm90, forward_wide_sm90),
         (backward_sm90, backward_wide_sm90),
         (forward_fp32_sm90,),
+        (backward_fp32_sm90,),
     ),
     "sm80": Family((forward_sm80,), (backward_sm80,)),
 }
@@ -71,6 +73,13 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
     """For compiling ahead of time, for studies and for tests. `exhaustive` adds every combination of features."""
     for module in modules(arch):
         yield from module.variants(arch, exhaustive=exhaustive)
+
+
+def inputs_of(kernel: TemplateKernel) -> str:
+    """Their dtype."""
+    if kernel.facts.get("fp32", False):
+        return "float32"
+    return next(str(dtype).removeprefix("torch.") for dtype, name in ELEMENTS.items() if name == kernel.element)
 
 
 def serves(kernel: TemplateKernel, head_dim: int) -> bool:

@@ -101,6 +101,7 @@ def kernel(dim: int, arch: str, gradients: bool) -> TemplateKernel:
         memory=SharedMemory([]),
         types=(),
         blocks_per_sm=4,
+        facts={"fp32": True},
     )
 
 

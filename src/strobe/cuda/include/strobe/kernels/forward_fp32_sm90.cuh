@@ -95,7 +95,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
   // ---- consumers ----------------------------------------------------------------------------------------------------
   struct Rows {  // of a thread: `row` and row + 8
     int row;
-    Softmax<false, true> softmax;
+    Softmax<> softmax;
     float o[kOutputs];
   };
   STROBE_DEVICE void attend(Rows& r, const Tile& tile, const KeyBlocks& mine, int consumer, int n) {
