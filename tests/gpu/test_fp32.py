@@ -95,4 +95,4 @@ def test_sums_are_not_pulled_towards_zero() -> None:
     v = 1 + torch.rand(1, 8192, 2, 128, device="cuda")
     out = strobe.attention(q, k, v, backend="sm90")[:, :256].double()
     exact = strobe.attention(q[:, :256].double(), k.double(), v.double(), backend="tiled")
-    assert ((out - exact) / exact).mean().abs() < 1e-7
+    assert ((out - exact) / exact).mean().abs() < 5e-7

@@ -36,8 +36,8 @@ template <class Config, class Params> struct Delta {
   STROBE_DEVICE float chunk_sum(int row, int chunk) const {
     if (row >= at.q.length || chunk * 8 >= p.dim_v) return 0.f;
     if constexpr (sizeof(*p.o) == 4) {
-      const float *const o = at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * chunk,
-                         *const d_o = at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * chunk;
+      const float* const o = at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * chunk;
+      const float* const d_o = at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * chunk;
       return dot(ld_global_x4(o), ld_global_x4(d_o)) + dot(ld_global_x4(o + 4), ld_global_x4(d_o + 4));
     } else {
       const u32x4 x = ld_global_x4(at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * chunk),
