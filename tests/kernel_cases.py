@@ -82,6 +82,29 @@ WIDE_CASES = [
     Case("w_128_320", 70, 140, batch=1, dim=128, dim_v=320, mask=causal),
 ]  # fmt: skip
 
+_PAIRS = ((70, 130), (0, 3), (65, 0), (129, 90), (1, 1))
+# fp32 inputs, for Hopper's kernels alone.
+FP32_CASES = [
+    Case("f_128", 130, 200, batch=1, heads=2, heads_k=1, dim=128),
+    Case("f_128_causal", 150, 150, batch=1, heads=4, heads_k=2, dim=128, mask=causal),
+    Case("f_128_window", 130, 260, batch=1, dim=128, mask=window(70, 20)),
+    Case("f_128_packed", 0, 0, heads=4, heads_k=1, dim=128, lengths=_PAIRS),
+    Case("f_128_sliced", 131, 100, dim=128, memory="sliced", mask=causal),
+    Case("f_128_huge", 64, 260, batch=1, dim=128, scores="huge", mask=causal),
+    Case("f_128_rising", 64, 200, batch=1, dim=128, scores="rising"),
+    Case("f_72_causal", 130, 200, batch=1, heads=2, heads_k=1, dim=72, mask=causal),
+    Case("f_64", 300, 200, heads=3, heads_k=3, dim=64),
+    Case("f_64_causal", 150, 100, batch=1, dim=64, mask=causal),  # the first rows see nothing
+    Case("f_64_window_packed", 0, 0, dim=64, mask=window(40, 7), lengths=_PAIRS),
+    Case("f_64_prefix", 100, 150, batch=1, dim=64, mask=prefix(90)),
+    Case("f_64_falling", 100, 300, batch=1, dim=64, scores="falling"),
+    Case("f_64_sinks", 70, 140, batch=1, dim=64, sinks=True, mask=causal),
+    Case("f_64_softcap", 70, 140, batch=1, dim=64, softcap=3.0),
+    Case("f_40_pair", 1, 1, batch=1, heads=1, heads_k=1, dim=40),
+    Case("f_40_decode", 1, 150, heads=4, heads_k=2, dim=40),
+    Case("f_64_128", 70, 100, batch=1, dim=64, dim_v=128),
+]
+
 
 @functools.cache
 def limits(case: Case, dtype: torch.dtype = torch.bfloat16) -> str | None:

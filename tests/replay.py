@@ -18,6 +18,7 @@ import json
 import struct
 import sys
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,11 +33,13 @@ EVERY_DAY = 60
 SIZED, PLACE_OF_PARAMETERS = 4, 0x0A  # of .nv.info: the format with a payload, and an attribute
 
 
-def chosen(every: bool) -> dict[str, TemplateKernel]:
-    """Kernels by architecture and name; without `every`, a fixed sample of each template."""
+def chosen(every: bool, old: Collection[str] = ()) -> dict[str, TemplateKernel]:
+    """Kernels by architecture and name: those of an `old` table, else without `every` a fixed sample of each template."""
     found = {f"{arch} {kernel.name}": kernel for arch in ARCHS for kernel in variants(arch)}
     if every:
         return found
+    if old:  # another template would change the sample
+        return {name: kernel for name, kernel in found.items() if name in old}
     by_template: dict[tuple[str, str], list[str]] = {}
     for name, kernel in found.items():
         by_template.setdefault((kernel.arch, kernel.template), []).append(name)
@@ -96,7 +99,7 @@ def main() -> int:
     if options.write is None and options.against is None:
         parser.error("give --write or --against")
     old = json.loads(options.against.read_text()) if options.against else {}
-    kernels = chosen(options.all or (bool(old) and len(old) > 4 * EVERY_DAY))
+    kernels = chosen(options.all or len(old) > 4 * EVERY_DAY, old)
     new = hashes(kernels, options.workers)
     if options.write:
         options.write.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")

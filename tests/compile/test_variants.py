@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 
 def selected(arch: str) -> list[TemplateKernel]:
     """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
-    plain kernels of the other type, dropout, results in fp32, and those that are merged with such. The type hardly shows in
+    plain kernels of the other types, dropout, results in fp32, and those that are merged with such. The type hardly shows in
     registers, so what has dropout is compiled for one."""
     if EXHAUSTIVE:
         return list(families.variants(arch, exhaustive=True)) + packed_gqa(arch)
@@ -39,9 +39,9 @@ def selected(arch: str) -> list[TemplateKernel]:
         facts = kernel.facts
         window = facts.get("mask") == "window"
         everything = kernel.element == "bf16" and window and facts["varlen"]
-        has_dropout = facts.get("dropout", False)
+        has_dropout, other_type = facts.get("dropout", False), kernel.element == "fp16" or facts.get("fp32", False)
         dropped = kernel.element == "bf16" and has_dropout and facts["dim"] in (64, 128)
-        plain = kernel.element == "fp16" and not window and not facts.get("varlen", False) and not has_dropout
+        plain = other_type and not window and not facts.get("varlen", False) and not has_dropout
         shards = kernel.element == "bf16" and has(kernel, "kPartialOut") and facts.get("dim", 64) in (64, 128)
         shards = shards or (kernel.element == "bf16" and facts.get("rounds_state", False))
         if everything or dropped or shards or (plain and facts.get("dim", 64) in (64, 128)):

@@ -165,7 +165,7 @@ def test_help_is_in_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         (["--batch", "many"], "argument --batch: must be a whole number of at least 1, got 'many'"),
         (["--attention", "flash"], "attention 'flash': must be strobe, strobe:BACKEND, math, shuffled:N or sdpa"),
         (["--attention", "strobe:nobody"], "attention 'strobe:nobody': backend must be one of"),
-        (["--attention", "strobe:sm90"], "backend 'sm90' cannot run this: float32 inputs"),
+        (["--attention", "strobe:sm80"], "backend 'sm80' cannot run this: float32 inputs"),
         (["--compare", "math"], "attention 'math': is what the others are compared with"),
         (["--heads", "5"], "--width must be a multiple of 2 * heads = 10, got 32"),
         (["--text", "missing.txt"], "--text must be a file of at least 660 bytes, got missing.txt"),

@@ -123,7 +123,7 @@ _VARIANTS |= {"window": "full", "neighbourhood": "full", "decay": "causal"}
 
 def variants(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
     """What users write as functions, at one long shape; softcap; a bias that learns and a mask of booleans, which are
-    tensors."""
+    tensors; on a GPU fp32 inputs."""
     plain: dict[str, Any] = {"direction": direction, "dtype": "bfloat16" if on_gpu else "float32"}
     long: dict[str, Any] = {"heads": 2, "length": 256, "dim": 32}
     if on_gpu:
@@ -140,8 +140,11 @@ def variants(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase
         for dim, n in ([(64, 2048), (128, 2048)] if on_gpu else [(32, 128)])
     ]
     dim, n = (128, 4096) if on_gpu else (32, 128)
-    label = f"boolean-mask-d{dim}-{_short(n)}"
-    return [*made, case("variants", label, variant=BOOLEANS, length=n, dim=dim, **plain)]
+    made.append(case("variants", f"boolean-mask-d{dim}-{_short(n)}", variant=BOOLEANS, length=n, dim=dim, **plain))
+    if on_gpu:
+        plain |= {"dtype": "float32"}
+        made.append(case("variants", f"fp32-d{dim}-{_short(n)}", length=n, dim=dim, **plain))
+    return made
 
 
 def overhead(direction: str = "forward") -> list[BenchCase]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -130,22 +131,26 @@ def in_parts(problem: Problem) -> Problem:
 
 # ---- delta -----------------------------------------------------------------------------------------------------------
 
-_DELTA = params(
-    [
-        *(Field(t, "const u16*") for t in ("o", "d_o")),
-        *(Field(t, "const float*") for t in ("lse", "dlse", "sinks")),
-        Field("cu_q", "const int*"),
-        Field("dsink", "float*"),
-        Field("seed", "u64"),
-        Field("dq", "u16*"),
-        Field("lse_batch", "i64"),
-        Field("lse_head", "i64"),
-        *(Field(n, "int") for n in ("heads", "len_q", "dim_v", "dim")),
-    ],
-    SUMS_OF_DQ,
-    STATISTICS,
-    stride_fields("o", "do", "dq"),
-)
+
+@functools.cache
+def _delta_params(fp32: bool) -> Struct:
+    """`fp32`: O and dO are."""
+    return params(
+        [
+            *(Field(t, "const float*" if fp32 else "const u16*") for t in ("o", "d_o")),
+            *(Field(t, "const float*") for t in ("lse", "dlse", "sinks")),
+            Field("cu_q", "const int*"),
+            Field("dsink", "float*"),
+            Field("seed", "u64"),
+            Field("dq", "u16*"),
+            Field("lse_batch", "i64"),
+            Field("lse_head", "i64"),
+            *(Field(n, "int") for n in ("heads", "len_q", "dim_v", "dim")),
+        ],
+        SUMS_OF_DQ,
+        STATISTICS,
+        stride_fields("o", "do", "dq"),
+    )
 
 
 def side_kernel(
@@ -200,7 +205,8 @@ def delta_kernel(
         "kClearDq": clear_dq,
         "kPartialOut": clear_dq and features.output.partial,
     }
-    return side_kernel("backward_delta", "delta", features, arch, _DELTA, config)
+    struct = _delta_params(features.element == "float")
+    return side_kernel("backward_delta", "delta", features, arch, struct, config)
 
 
 def delta_launch(

@@ -29,6 +29,7 @@ ORDER = (
     *("k_new", "v_new", "slots", "cos", "sin"),
     *(f"{t}{i}" for t in ("part", "part_lse") for i in range(MOST_PARTS)),
     *("d_o", "dlse", "dq", "dk", "dv", "dsink", "dq_sum", "turns", "lse2", "delta", "dropout_rows"),
+    *(f"{t}_terms" for t in ("q", "k", "v", "d_o")),
     *_STRIDES,
     *(f"{t}_strides" for t in (*_SCORED, "bias", "mask_tensor", "dbias")),
     *(f"{t}_strides" for t in ("k_new", "v_new", "slots", "positions", "part", "part_lse", "out", "lse")),
@@ -42,6 +43,7 @@ ORDER = (
     *("map_batch", "map_head", "map_words", "map_heads", "map_tiles", "heads_in_one"),
     *("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "mask"),
     *(f"map_{t}" for t in ("q", "k", "v", "o", "state", "d_o", "dk", "dv", "dq")),
+    *(f"map_{t}_terms" for t in ("q", "k", "v", "d_o")),
 )
 
 # C type -> (format of the struct module, size, alignment). Any `X*` is a pointer; a tensor map is 128 opaque bytes.

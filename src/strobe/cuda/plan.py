@@ -122,7 +122,8 @@ def padded_dims(able: list[Dims], dim: int, dim_v: int) -> Dims:
 def shape_limits(problem: Problem, most: int = MAX_DIM) -> str | None:
     """Dtypes and head dims that no kernel takes; `most`: the largest head dim."""
     if problem.dtype not in ELEMENTS:
-        return f"{str(problem.dtype).removeprefix('torch.')} inputs; the kernels take bfloat16 and float16"
+        given = str(problem.dtype).removeprefix("torch.")
+        return f"{given} inputs; the kernels take bfloat16 and float16, those for Hopper also float32"
     for name, dim in (("head dim", problem.dim), ("value head dim", problem.dim_v)):
         if dim % 8 or not 0 < dim <= most:
             return f"{name} {dim}; the kernels take multiples of 8 up to {most}"

@@ -15,7 +15,9 @@ from strobe.options import UserError
 def compile(
     arch: Annotated[list[str], typer.Option(help="The GPU: sm_80, sm_89, sm_90a, … May be repeated.")],
     out: Annotated[Path, typer.Option(file_okay=False, help="Directory for the kernels; made if need be.")],
-    dtype: Annotated[list[str] | None, typer.Option(help="float16 or bfloat16. Default: both.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float16, bfloat16, or for sm_90a float32. Default: all.")
+    ] = None,
     head_dim: Annotated[
         list[int] | None, typer.Option(min=1, help="Only kernels for this head dim. May be repeated.")
     ] = None,
@@ -23,21 +25,22 @@ def compile(
     """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
     if wrong := [a for a in arch if not _has_kernels(a)]:
         raise UserError(f"--arch {wrong[0]} is not supported; {_ARCHS}")
-    from strobe.cuda import families, jit, plan
+    from strobe.cuda import families, jit
     from strobe.measure import units
 
-    elements = {str(d).removeprefix("torch."): element for d, element in plan.ELEMENTS.items()}
-    if wrong := [d for d in dtype or () if d not in elements]:
-        raise UserError(f"--dtype must be one of {', '.join(elements)}, got {wrong[0]!r}")
     if (problem := jit.nvrtc_status()) is not None:
         raise UserError(f"cannot compile here: {problem}")
-    wanted = {elements[d] for d in dtype or elements}
     try:
         every = [variant for a in dict.fromkeys(arch) for variant in families.variants(a)]
     except ValueError as error:
         raise UserError(str(error)) from error
+    known = sorted({families.inputs_of(v) for v in every})
+    if wrong := [d for d in dtype or () if d not in known]:
+        raise UserError(f"--dtype must be one of {', '.join(known)}, got {wrong[0]!r}")
     variants = [
-        v for v in every if v.element in wanted and (not head_dim or any(families.serves(v, d) for d in head_dim))
+        v
+        for v in every
+        if families.inputs_of(v) in (dtype or known) and (not head_dim or any(families.serves(v, d) for d in head_dim))
     ]
     if not variants:
         raise UserError(

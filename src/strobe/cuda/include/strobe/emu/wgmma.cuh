@@ -281,6 +281,11 @@ template <class T, int N> struct Wgmma {
       register_a<emu::B::k_major>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b + B::step(i), i == 0, site);
   }
   template <int kSteps, class B>
+  static void rs_t_zero(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
+    for (int i = 0; i < kSteps; ++i)
+      register_a<emu::B::mn_major>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b + B::step(i), i == 0, site);
+  }
+  template <int kSteps, class B>
   static void rs_t(float (&d)[N / 2], u32 (&a)[4 * kSteps], u64 b, Site site = Site::here()) {
     for (int i = 0; i < kSteps; ++i)
       register_a<emu::B::mn_major>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b + B::step(i), false, site);

@@ -3,7 +3,7 @@
 // the counters of turns and, where rows may see no key, in dQ itself; the gradient of the sinks, row by row; the keys
 // of the dropout's rows.
 //
-// A block of 256 threads takes kRows rows of one head, kLanes threads a row, 16 bytes each, or twice that above 256
+// A block of 256 threads takes kRows rows of one head, kLanes threads a row, 8 columns each, or twice that above 256
 // columns.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
@@ -29,11 +29,21 @@ template <class Config, class Params> struct Delta {
   STROBE_DEVICE static float dot(u32 a, u32 b) {
     return fma(to_float<T>(u16(a >> 16)), to_float<T>(u16(b >> 16)), to_float<T>(u16(a)) * to_float<T>(u16(b)));
   }
+  STROBE_DEVICE static float dot(u32x4 x, u32x4 y) {  // of fp32 numbers
+    return fma(as_float(x.x), as_float(y.x), as_float(x.y) * as_float(y.y)) +
+           fma(as_float(x.z), as_float(y.z), as_float(x.w) * as_float(y.w));
+  }
   STROBE_DEVICE float chunk_sum(int row, int chunk) const {
     if (row >= at.q.length || chunk * 8 >= p.dim_v) return 0.f;
-    const u32x4 x = ld_global_x4(at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * chunk),
-                y = ld_global_x4(at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * chunk);
-    return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
+    if constexpr (sizeof(*p.o) == 4) {
+      const float* const o = at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * chunk;
+      const float* const d_o = at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * chunk;
+      return dot(ld_global_x4(o), ld_global_x4(d_o)) + dot(ld_global_x4(o + 4), ld_global_x4(d_o + 4));
+    } else {
+      const u32x4 x = ld_global_x4(at.q.rows(p.o, p.o_batch, p.o_head, p.o_row, at.head, row) + 8 * chunk),
+                  y = ld_global_x4(at.q.rows(p.d_o, p.do_batch, p.do_head, p.do_row, at.head, row) + 8 * chunk);
+      return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w);
+    }
   }
   STROBE_DEVICE void store(int row, float delta) const {
     const i64 lse_at = at.q.slice * p.lse_batch + at.head * p.lse_head + at.q.first + row,

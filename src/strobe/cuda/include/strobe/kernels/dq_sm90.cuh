@@ -116,9 +116,9 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = exp2_approx(fma(s[i], p.scale_log2, -r.lse[fragment_row(i)]));
   }
-  // dS, rounded, from P and dP.
-  STROBE_DEVICE void gradients(u32 (&slopes)[kScores / 2], const float (&s)[kScores], float (&dp)[kScores],
-                               const float (&slope)[kScores], const Rows& r, int consumer, int n) const {
+  // dP -> dS.
+  STROBE_DEVICE void gradients(const float (&s)[kScores], float (&dp)[kScores], const float (&slope)[kScores],
+                               const Rows& r, int consumer, int n) const {
     const int column = n * kBlockN + 2 * int(thread_idx() % 4);
     const auto at = where<Score, Config>(tile, tile.positions, tile.head, r.row, column);
     Dropout<Config::kDropout>(p, r.dropout, r.row).drop(dp, column);
@@ -128,7 +128,6 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
       if (part_of(consumer) == 0) put_bias_gradient<Config>(p, at, i, dp[i]);
       if (!Score::kIdentity) dp[i] *= slope[i];
     }
-    pack_fragment<T>(slopes, dp);
   }
 
   STROBE_DEVICE void attend(Accumulators<T, kColumns>& dq, const Rows& r, int consumer, int n, bool masked) {
@@ -150,7 +149,8 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
     wgmma_wait<0>();
     pin(dp);
     v.release_and_advance();
-    gradients(slopes, s, dp, slope, r, consumer, n);
+    gradients(s, dp, slope, r, consumer, n);
+    pack_fragment<T>(slopes, dp);
     wgmma_fence();
     const u32 columns = part_of(consumer) * tile_bytes(kBlockN, kColumns);
     gemm_pv<T, kBlockN, kColumns>(dq, slopes, mn_major(smem + Offset::k + k.stage * Bytes::k + columns, kBlockN));

@@ -5,8 +5,8 @@
 //   ss_tt_zero    A and B from shared memory, both MN-major              (dQ = dS K)
 //   rs_zero, rs   A from registers, B K-major
 //   rs_t_zero, rs_t  A from registers, B MN-major                        (O += P V)
-// `_zero` ignores the old D. Chains, ss_zero<kSteps, A, B>, ss_tt_zero<kSteps, A, B> and rs_t<kSteps, B>, add up
-// several products: A::step(i) and B::step(i) say how far from the first operand in shared memory the i-th lies.
+// `_zero` ignores the old D. Chains, such as ss_zero<kSteps, A, B> and rs_t<kSteps, B>, add up several products:
+// A::step(i) and B::step(i) say how far from the first operand in shared memory the i-th lies.
 #pragma once
 #include <strobe/ptx/base.cuh>
 

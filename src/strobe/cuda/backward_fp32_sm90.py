@@ -1,0 +1,205 @@
+"""The backward kernels for Hopper on fp32 inputs: limits, tiles, plan, variants.
+
+Four launches: `split_terms` writes q, k, v and dO in three bf16 terms each into the workspace, `delta` prepares the
+statistics of rows, `dq_fp32_sm90` and `dkv_fp32_sm90` compute S and P each for themselves, as the kernels for head dims
+above 128 do: nothing is summed up in memory, and the results are always deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from strobe.cuda import terms
+from strobe.cuda.backward_plan import (
+    REGISTERS,
+    SCALE_GRAD,
+    STATISTICS,
+    Statistics,
+    Wanted,
+    bias_gradient_values,
+    delta_kernel,
+    delta_launch,
+    gradient_strides,
+    gradients_of_keys,
+    in_parts,
+    score_values,
+)
+from strobe.cuda.backward_wide_sm90 import STAT_BLOCK, DkvTile, DqTile
+from strobe.cuda.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, query_tiles
+from strobe.cuda.driver import TensorMapSpec
+from strobe.cuda.features import Features
+from strobe.cuda.forward_fp32_sm90 import DIMS, fp32_features
+from strobe.cuda.forward_sm90 import ARCH
+from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.params import Field, Struct, params
+from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims
+from strobe.cuda.rows import Rows, stride_fields
+from strobe.cuda.shared_memory import SharedMemory
+from strobe.cuda.terms import TERMS, as_terms, terms_map
+from strobe.mask import causal
+from strobe.problem import Problem, Strides
+
+__all__ = ["DIMS", "DKV_TILES", "DQ_TILES", "dkv_kernel", "dq_kernel", "limits", "plan", "variants"]
+
+_MAPS = [Field(f"map_{t}_terms", "TensorMap") for t in ("q", "k", "v", "d_o")]
+
+
+@functools.cache
+def _dq_params(scores: tuple[Field, ...]) -> Struct:
+    return params(
+        [Field("dq", "float*"), *stride_fields("dq"), Field("seed", "u64")],
+        STATISTICS,
+        Rows.fields(tma=True),
+        [SCALE_GRAD, *scores],
+        QUERY_TILE_FIELDS,
+        _MAPS,
+    )
+
+
+@functools.cache
+def _dkv_params(scores: tuple[Field, ...]) -> Struct:
+    return params(
+        gradients_of_keys("float*"),
+        STATISTICS,
+        Rows.fields(tma=True),
+        [SCALE_GRAD, *scores],
+        KEY_TILE_FIELDS,
+        _MAPS,
+    )
+
+
+# What shared memory has room for; see `dq_fp32_sm90`: a buffer for each consumer. Not swept.
+DQ_TILES: dict[Dims, DqTile] = {(64, 64): DqTile(64, 2, 2, block_m=64), (128, 128): DqTile(32, 2, 2, block_m=64)}
+DKV_TILES: dict[Dims, DkvTile] = {(64, 64): DkvTile(64), (128, 128): DkvTile(32)}
+
+
+def limits(problem: Problem) -> str | None:
+    return terms.limits(problem) if problem.gradients else "no forward kernel"
+
+
+def _kernel(
+    template: str,
+    features: Features,
+    tile: DqTile | DkvTile,
+    memory: SharedMemory,
+    struct: Struct,
+    sizes: dict[str, int | bool | str],
+    block: int,
+    flags: str = "",
+) -> TemplateKernel:
+    """`block`: the keys, or queries, that it takes at a time."""
+    one_box = not features.rows.clipped
+    config = {
+        **features.config(),
+        "kStatBlock": STAT_BLOCK,
+        "kThreads": 384,
+        "kRegsProducer": REGISTERS[0],
+        "kRegsConsumer": REGISTERS[1],
+        "kLastFirst": False,
+        "kOneBoxPerTile": one_box,
+        **sizes,
+    }
+    return TemplateKernel(
+        name=f"{template}[{features.name.replace(terms.ELEMENT, 'fp32', 1)} {tile}{flags}]",
+        arch=ARCH,
+        params=struct,
+        threads=384,
+        smem=memory.size,
+        header=template,
+        template=template,
+        element=features.element,
+        config=tuple(config.items()),
+        memory=memory,
+        types=features.types(),
+        products=terms.products(features, block),
+        facts={**features.facts(), "fp32": True, "tile": str(tile), "one_box": one_box},
+    )
+
+
+def dq_kernel(features: Features) -> TemplateKernel:
+    dim, dim_v = features.dim, features.dim_v
+    tile = DQ_TILES[dim, dim_v]
+    sizes: dict[str, int | bool | str] = {
+        "kBlockM": tile.block_m,
+        "kBlockN": tile.block_n,
+        "kStages": tile.stages,
+        "kStagesV": tile.stages_v,
+        "kColumnParts": tile.parts,
+    }
+    memory = tile.memory(TERMS * dim, TERMS * dim_v)
+    return _kernel("dq_fp32_sm90", features, tile, memory, _dq_params(features.scores.fields()), sizes, tile.block_n)
+
+
+def dkv_kernel(features: Features, parts: bool = False) -> TemplateKernel:
+    dim, dim_v = features.dim, features.dim_v
+    tile = DKV_TILES[dim, dim_v]
+    sizes: dict[str, int | bool | str] = {"kBlockM": tile.block_m, "kBlockN": 64, "kStages": tile.stages}
+    sizes |= {"kColumnParts": 1, "kGroupParts": parts}
+    memory, flags = tile.memory(TERMS * dim, TERMS * dim_v, dropout=False), " parts" if parts else ""
+    struct = _dkv_params(features.scores.fields())
+    return _kernel("dkv_fp32_sm90", features, tile, memory, struct, sizes, tile.block_m, flags)
+
+
+def _delta_kernel(features: Features, wanted: Wanted) -> TemplateKernel:
+    made = delta_kernel(replace(features, element="float"), wanted, ARCH, STAT_BLOCK, 0)
+    return replace(made, facts={"fp32": True})
+
+
+def plan(problem: Problem, strides: dict[str, Strides], machine: Machine) -> Plan:
+    """`strides`: of o, d_o and the gradients."""
+    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    read = as_terms(problem, dims[0])
+    features, wanted = Features.of(read, dims).without_sinks(), Wanted.of(problem)
+    statistics = Statistics.of(problem, STAT_BLOCK)
+    inputs = {**dict(zip("qkv", problem.strides, strict=True)), "d_o": strides["d_o"]}
+    delta = _delta_kernel(features, wanted)
+    launches = [
+        terms.launch(problem, dims[0], ARCH, inputs),
+        delta_launch(
+            problem, delta, statistics, strides
+        ),  # begins when the terms are there: its successor relies on it
+    ]
+    shared, parts = {**score_values(problem), **statistics.values()}, in_parts(problem)
+    details: dict[str, object] = {"inputs": "in three bf16 terms"}
+    queries, keys = features.rows.queries, features.rows.keys
+
+    def maps(block_m: int, block_n: int) -> dict[str, TensorMapSpec]:
+        of_q, of_k = ((kind, rows) for kind, rows in ((queries, read.q), (keys, read.k)))
+        named = {"q": (of_q, block_m), "k": (of_k, block_n), "v": (of_k, block_n), "d_o": (of_q, block_m)}
+        return {f"{name}_terms": terms_map(read, *of, dims[0], box) for name, (of, box) in named.items()}
+
+    if wanted.dkv:
+        plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dQ's kernel computes that
+        kernel, schedule = dkv_kernel(plain, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
+        grid = schedule["key_blocks"] * problem.batch * parts.heads_k
+        own = {**features.rows.values(parts, tma=True), **schedule, **gradient_strides(strides, "dk", "dv")}
+        launches.append(Launch(kernel, grid, shared | own, maps(DKV_TILES[dims].block_m, 64), overlaps=True))
+        details |= {"backward kernel for dK, dV": kernel.name}
+    if wanted.dq:
+        kernel, schedule = dq_kernel(features), query_tiles(problem, 64, machine.l2_bytes)
+        own = {**features.rows.values(problem, tma=True), **schedule, **gradient_strides(strides, "dq")}
+        own |= bias_gradient_values(problem, strides)
+        found = maps(64, DQ_TILES[dims].block_n)
+        launches.append(Launch(kernel, schedule["tiles"], shared | own, found, overlaps=not wanted.dkv))
+        details |= {"backward kernel for dQ": kernel.name}
+    workspace = statistics.workspace | terms.workspace(problem, dims[0], gradients=True)
+    return Plan(tuple(launches), workspace, details)
+
+
+def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
+    """The kernels that calls ask for."""
+    for dim, _ in DIMS:
+        yield terms.kernel(dim, arch, gradients=True)
+    seen: set[TemplateKernel] = set()
+    for features in fp32_features(exhaustive):
+        features = features.without_sinks()
+        made = [dq_kernel(features), dkv_kernel(features)]
+        if exhaustive or features.scores.mask is causal:
+            made.append(dkv_kernel(features, parts=True))
+        made += [_delta_kernel(features, Wanted(sinks=sinks)) for sinks in (False, True)]
+        for kernel in made:
+            if kernel not in seen:
+                seen.add(kernel)
+                yield kernel
