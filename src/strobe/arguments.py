@@ -83,6 +83,7 @@ class Arguments(NamedTuple):
     starts: _Paged = None  # (sequences,) int32
     tail: Annotated[Any, Row("Tensor?", tensor=True, forward=True)] = None  # int64, one for each query
     plan: Annotated[Any, Row()] = None  # a `strobe.paged.Plan`
+    invariant: Annotated[Any, Row("bool")] = False  # the same bits for a row whatever is beside it
     # ---- internal
     blocks: Annotated[Any, Row()] = None  # the `BlockMask` that the mask came from, which keeps maps for kernels
 

@@ -112,6 +112,7 @@ class Problem:
     # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
     group_parts: int = 1
     tail: bool = False  # bits say which of the new keys of its sequence a row sees, instead of the mask
+    invariant: bool = False  # the bits of a row depend on no other row, and not on how its keys lie in pages
 
     @property
     def has_bias(self) -> bool:
@@ -270,6 +271,7 @@ class Problem:
             state=None if a.state_lse is None else _state(a, layout),
             deterministic=bool(a.deterministic),
             tail=a.tail is not None,
+            invariant=bool(a.invariant),
         )
         return problem, layout
 

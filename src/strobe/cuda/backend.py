@@ -389,6 +389,7 @@ def _backend(name: str, summary: str) -> Backend:
         details=lambda problem: dict(_plan(family.module(problem).plan, problem).details),
         extra_bytes=lambda problem: _plan(family.module(problem).plan, problem).workspace_bytes,
         pages=name == "sm90",
+        invariant=name == "sm90",
         merges=True,
         rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.module(p).plan, p)) == 1,
     )

@@ -104,8 +104,9 @@ template <bool kLazyRescale = false> struct Softmax {
   }
 
   // The new maxima; what was summed before is rescaled to them. kMaybeEmpty: rows may not have seen any key yet, and
-  // exp(-inf - -inf) must not become NaN. Large maxima are subtracted from `s`.
-  template <bool kMaybeEmpty, int N> STROBE_DEVICE void maxima(float (&s)[N]) {
+  // exp(-inf - -inf) must not become NaN. Large maxima are subtracted from `s`: in all rows of a warp where one has
+  // such a maximum or, with kByRow, in that one alone, so that no row's bits depend on its neighbours.
+  template <bool kMaybeEmpty, bool kByRow = false, int N> STROBE_DEVICE void maxima(float (&s)[N]) {
     grew = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -133,15 +134,18 @@ template <bool kLazyRescale = false> struct Softmax {
     if (kLazyRescale && !kMaybeEmpty) {  // one vote for both
       grew = any(grew | large);
       if (grew && any(large)) subtract(s);
-    } else if (any(large)) subtract(s);
+    } else if (any(large)) subtract<kByRow>(s);
   }
-  template <int N> STROBE_DEVICE void subtract(float (&s)[N]) {
+  template <bool kByRow = false, int N> STROBE_DEVICE void subtract(float (&s)[N]) {
+    const auto is_meant = [&](int row) { return !kByRow || fabs(shift[row]) > kLargestShift; };
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float from = m[fragment_row(i)];
-      s[i] -= from == neg_inf() ? 0.f : from;
+      s[i] -= from == neg_inf() || !is_meant(fragment_row(i)) ? 0.f : from;
     }
-    shift[0] = shift[1] = 0.f;
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      if (is_meant(row)) shift[row] = 0.f;
   }
 
   // Scores From to To of the fragment become weights, p = exp(s - m), and are added to the sums.
@@ -205,15 +209,38 @@ template <class T, int N> struct SpeculativeSoftmax {
     }
   }
 
-  // If it is right for every row of the warp, takes over the sums and weights; else nothing has changed. NaN does not
-  // pass.
-  STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2]) const {
-    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;
+  STROBE_DEVICE float sums(const Softmax<>& past) const { return past.l[0] + sum[0] + sum[1]; }
+
+  // If it is right for every row of the warp, takes over the sums and weights; else they are computed again, and O has
+  // to be rescaled. NaN does not pass.
+  STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
+    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) {
+      past.template to_weights<T>(weights, s);
+      return false;
+    }
     past.l[0] += sum[0];
     past.l[1] += sum[1];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) weights[i] = packed[i];
     return true;
+  }
+};
+
+// The same under the maximum of all scores until now, which each row finds for itself: what a row gets does not depend
+// on its neighbours, and a block in which it sees nothing changes none of its bits. Scores become weights where they
+// are.
+template <class T, int N> struct ExactSoftmax {
+  Softmax<>& softmax;
+
+  STROBE_DEVICE explicit ExactSoftmax(Softmax<>& past) : softmax(past) {}
+  template <int From, int To> STROBE_DEVICE void weights(float (&s)[N]) {
+    if constexpr (From == 0) softmax.template maxima<true, true>(s);
+    if constexpr (From < To) softmax.template weights<From, To>(s);
+  }
+  STROBE_DEVICE float sums(const Softmax<>& past) const { return past.l[0] + past.l[1]; }
+  STROBE_DEVICE bool accept(const Softmax<>& past, u32 (&weights)[N / 2], const float (&s)[N]) const {
+    pack_fragment<T>(weights, s);
+    return !any(past.alpha[0] != 1.f || past.alpha[1] != 1.f);  // multiplying by 1 changes nothing
   }
 };
 
