@@ -196,6 +196,27 @@ def test_lengths_around_a_cut(end: int) -> None:
     assert not differing(alone, attend([Span("some", max(0, end - 20), end + 300)]))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", [1, 16])
+def test_copies_that_land_late_do_not_matter(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in which order splits are ready."""
+    spans = [*OTHERS[1:], *ALONE[2:5]]
+    expected = attend(spans, page)
+    monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
+    for seed in ("1", "2", "3"):
+        monkeypatch.setenv("STROBE_EMULATOR_SEED", seed)
+        assert not differing(attend(spans, page), expected)
+
+
+@pytest.mark.thorough
+def test_splits_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("STROBE_EMULATE", "sm90")
+    assert plan_work.FIRST_SPLITS == 4 * BLOCK
+    expected = attend([CHUNK, OTHERS[0]], check=True)
+    assert not differing(attend([*ALONE, Span("long", 4600, 4650)]), expected)
+
+
 def test_a_list_serves_several_launches() -> None:
     """As the layers of a step share one: what splits count themselves in with is zero again."""
     k, v = (t.view(-1, 16, HEADS_K, DIM) for t in (x[:640].contiguous() for x in keys_of("some")))

@@ -33,6 +33,10 @@ template <class Config, class Params, class Staging> struct SplitKV {
     if constexpr (kInvariant) return p.slot_rows * kDimV - 64 * staging.consumer * (kDimV - 2);
     else return 64 * kDimV;
   }
+  STROBE_DEVICE int room() const {  // of this consumer's rows in a slot, should a sequence have more than was said
+    if constexpr (kInvariant) return p.slot_rows - 64 * staging.consumer;
+    else return 64;
+  }
   STROBE_DEVICE int tile_index() const { return quotient(tile.work, p.splits); }
   STROBE_DEVICE int splits() const { return kListed ? tile.part.count : p.splits; }
   STROBE_DEVICE int first_slot() const {
@@ -59,7 +63,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
 
   // Stores this split's partial result and returns whether it was the last one.
   template <class O> STROBE_DEVICE bool store_partial(const O& o, const Softmax<>& softmax) const {
-    const int tid = thread_idx() % 128, lane = tid % 32, rows = tile.q.length - first_row();
+    const int there = tile.q.length - first_row(), rows = kInvariant ? min(there, room()) : there;
+    const int tid = thread_idx() % 128, lane = tid % 32;
     const int behind_o = kInvariant ? statistics_of_rows() : 64 * kDimV;
     float* mine = partial(my_slot());
 #pragma unroll
@@ -89,7 +94,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
   // them: merging is nothing but waiting for loads, so all threads take part, whosever rows they are.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
     constexpr int kMost = kPanel * Staging::kPanelsAtOnce;
-    const int rows = min(64, tile.q.length - first_row());
+    const int there = min(64, tile.q.length - first_row()), rows = kInvariant ? min(there, room()) : there;
     const float* partials = partial(first_slot());
 #pragma unroll 1
     for (int panel = 0; panel < panels(kDimV); panel += Staging::kPanelsAtOnce) {
@@ -102,7 +107,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
         float o[kFours][4] = {}, m, l;
         merge_columns(partials, row, panel * kPanel + column, stride, o, m, l);
         float lse;
-        const float inverse = normaliser<Config::kSinks>(l, m * p.scale_log2, out.sink(first_row() + row), lse);
+        const float top = kInvariant ? mul_rn(m, p.scale_log2) : m * p.scale_log2, sink = out.sink(first_row() + row);
+        const float inverse = normaliser<Config::kSinks, kInvariant>(l, top, sink, lse);
         if (p.lse && panel + column == 0) out.store_lse(first_row() + row, lse);
 #pragma unroll
         for (int c = 0; c < kFours; ++c) {

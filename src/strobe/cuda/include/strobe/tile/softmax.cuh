@@ -52,13 +52,16 @@ STROBE_DEVICE float tanh_near(float x) {
 
 // The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum,
 // `top`, in log2 units. A sink is one more logit in the sum. Rows that saw nothing give 0 and -inf; NaN gives NaN.
-template <bool kHasSink> STROBE_DEVICE float normaliser(float sum, float top, float sink, float& lse) {
+// kFixed: products are rounded before something is added to them, where compilers may choose an FMA in one place and
+// not in another one; then two pieces of code give the same bits.
+template <bool kHasSink, bool kFixed = false>
+STROBE_DEVICE float normaliser(float sum, float top, float sink, float& lse) {
   float keep = 1.f;
   if (kHasSink) {
     // The higher of the two has weight 1: an infinite one must not be subtracted from itself.
-    const float t = sink * kLog2e, higher = fmax(top, t);
+    const float t = kFixed ? mul_rn(sink, kLog2e) : sink * kLog2e, higher = fmax(top, t);
     keep = top == higher ? 1.f : exp2_approx(top - higher);  // 0 if the row saw nothing
-    sum = sum * keep + (t == higher ? 1.f : exp2_approx(t - higher));
+    sum = (kFixed ? mul_rn(sum, keep) : sum * keep) + (t == higher ? 1.f : exp2_approx(t - higher));
     top = higher;
   }
   lse = sum == 0.f ? neg_inf() : (top + log2_approx(sum)) * kLn2;
@@ -128,7 +131,7 @@ template <bool kLazyRescale = false> struct Softmax {
       alpha[row] = exp2_approx((m[row] - safe) * scale);
       m[row] = now;
       shift[row] = -safe * scale;
-      l[row] *= alpha[row];
+      l[row] = kByRow ? mul_rn(l[row], alpha[row]) : l[row] * alpha[row];
     }
     const bool large = fmax(fabs(shift[0]), fabs(shift[1])) > kLargestShift;
     if (kLazyRescale && !kMaybeEmpty) {  // one vote for both
@@ -176,8 +179,9 @@ template <bool kLazyRescale = false> struct Softmax {
   }
 
   // After the last key; see `normaliser`.
-  template <bool kHasSink> STROBE_DEVICE float finish(int row, float sink, float& lse) const {
-    return normaliser<kHasSink>(quad_sum(l[row]), m[row] * scale, sink, lse);
+  template <bool kHasSink, bool kFixed = false> STROBE_DEVICE float finish(int row, float sink, float& lse) const {
+    const float top = kFixed ? mul_rn(m[row], scale) : m[row] * scale;
+    return normaliser<kHasSink, kFixed>(quad_sum(l[row]), top, sink, lse);
   }
 };
 
