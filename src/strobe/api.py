@@ -75,7 +75,7 @@ def attention(
             Arguments,
             (
                 q, k, v, None, None, None, None, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out,
-                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, None,
+                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, False, None,
             ),
         )
     )  # fmt: skip
@@ -119,7 +119,7 @@ def attention_varlen(
             Arguments,
             (
                 q, k, v, cu_q, cu_k, max_q, max_k, mask, scale, softcap, score, bias, dropout, seed, sinks, "bshd", out,
-                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, None,
+                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, False, None,
             ),
         )
     )  # fmt: skip

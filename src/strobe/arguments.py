@@ -82,6 +82,7 @@ class Arguments(NamedTuple):
     lengths: _Paged = None  # (sequences,) int32: the call is a paged one if it is given
     starts: _Paged = None  # (sequences,) int32
     plan: Annotated[Any, Row()] = None  # a `strobe.paged.Plan`
+    invariant: Annotated[Any, Row("bool")] = False  # the same bits for a row whatever is beside it
     # ---- internal
     blocks: Annotated[Any, Row()] = None  # the `BlockMask` that the mask came from, which keeps maps for kernels
 

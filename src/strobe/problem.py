@@ -111,6 +111,7 @@ class Problem:
     deterministic: bool
     # Of a backward plan: parts of a group of query heads, each with dK and dV of its own, in fp32 if there are several.
     group_parts: int = 1
+    invariant: bool = False  # the bits of a row depend on no other row, and not on how its keys lie in pages
 
     @property
     def has_bias(self) -> bool:
@@ -268,6 +269,7 @@ class Problem:
             partial=bool(a.partial),
             state=None if a.state_lse is None else _state(a, layout),
             deterministic=bool(a.deterministic),
+            invariant=bool(a.invariant),
         )
         return problem, layout
 

@@ -66,7 +66,8 @@ def attention_paged(
     shared     `strobe.paged.Level`s: keys in front that consecutive sequences have in common. With `causal` or no mask
     k_scale    and v_scale: of 8-bit keys and values, which are not built yet
     plan       a `strobe.paged.Plan`: the work of a step, which its layers share; told of `shared`, that of its levels, too
-    invariant  the same bits for a row whatever is beside it: no backend promises that yet
+    invariant  the same bits for a row whatever is beside it in the batch or the chunk, and however its keys lie in pages; of
+               the Hopper kernel alone. Takes more memory: see docs/serving.md
     mask       `causal` by default; any interval mask. The last query stands opposite the last key
 
     The other arguments are those of `attention`; the LSE is (batch, heads, queries) or (heads, total). Only pages that some
@@ -80,8 +81,6 @@ def attention_paged(
     if k_scale is not None or v_scale is not None:
         name = "v_scale" if k_scale is None else "k_scale"
         raise Unsupported(f"{name} was given, but there are no 8-bit keys and values yet")
-    if invariant:
-        raise Unsupported("invariant=True: no backend promises the same bits whatever is beside a row yet")
     k, v = in_order(k, v, layout)
     if plan is not None:
         plan.check_call()
@@ -90,7 +89,7 @@ def attention_paged(
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
     a = Arguments(
         q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
-        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, plan=plan,
+        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, plan=plan, invariant=invariant,
     )  # fmt: skip
     own = a if tail is None else a._replace(mask=_with_tail(a, tail))
     return attend(own) if not shared else _with_levels(a, own, shared)

@@ -306,3 +306,18 @@ def test_refusals(backend: Any) -> None:
     assert found.supports_compute_capability(SimpleNamespace(major=9))
     assert not found.supports_compute_capability(SimpleNamespace(major=8))
     assert not found.supports_attn_type("encoder")
+
+
+@pytest.mark.parametrize("switch", [None, "0", "1"])
+def test_batch_invariance_is_asked_for(backend: Any, switch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend.Backend.supports_batch_invariance()
+    if switch is None:
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", switch)
+    asked = []
+    monkeypatch.setattr(backend, "attention_paged", lambda *a, invariant, **o: asked.append(invariant))
+    impl, q = backend.Impl(HEADS, DIM, 0.2, HEADS_K), torch.zeros(1, HEADS, DIM)
+    m = backend.Builder(None, [], None, torch.device("cpu")).build(0, common_metadata([1], [5]))
+    impl.forward(None, q, None, None, caches("blocks"), m, q)
+    assert asked == [switch == "1"]

@@ -7,6 +7,7 @@ architecture."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,8 +19,11 @@ from strobe.cuda import families, forward_sm90, jit, ptxas_log
 from strobe.cuda.features import Features
 from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
 from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.output import Output
+from strobe.cuda.plan import Dims
+from strobe.cuda.rows import Rows
 from strobe.cuda.scores import Scores
-from strobe.mask import Mask, causal, window
+from strobe.mask import Mask, causal, used_keys, window
 from strobe.score import softcap
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
@@ -33,7 +37,7 @@ def selected(arch: str) -> list[TemplateKernel]:
     plain kernels of the other types, dropout, results in fp32, and those that are merged with such. The type hardly shows in
     registers, so what has dropout is compiled for one."""
     if EXHAUSTIVE:
-        return list(families.variants(arch, exhaustive=True)) + packed_gqa(arch)
+        return list(families.variants(arch, exhaustive=True)) + packed_gqa(arch) + invariant(arch, forward_sm90.DIMS)
     found = []
     for kernel in families.variants(arch):
         facts = kernel.facts
@@ -46,7 +50,7 @@ def selected(arch: str) -> list[TemplateKernel]:
         shards = shards or (kernel.element == "bf16" and facts.get("rounds_state", False))
         if everything or dropped or shards or (plain and facts.get("dim", 64) in (64, 128)):
             found.append(kernel)
-    return found + packed_gqa(arch)
+    return found + packed_gqa(arch) + invariant(arch, [(128, 128)])
 
 
 def packed_gqa(arch: str) -> list[TemplateKernel]:
@@ -58,6 +62,20 @@ def packed_gqa(arch: str) -> list[TemplateKernel]:
         features = Features("bf16", dim, dim_v, Scores(window(1, 1), softcap(30.0), sinks=True))
         tile = forward_sm90.split_tiles(features)[0]
         found += [forward_sm90.kernel(features, tile, split=True, pack_gqa=n, one_box=False) for n in (2, 64)]
+    return found
+
+
+def invariant(arch: str, dims: list[Dims]) -> list[TemplateKernel]:
+    """Paged calls whose rows have the same bits whatever is beside them, in pages that are boxes and in gathered rows."""
+    if arch != forward_sm90.ARCH:
+        return []
+    found = []
+    for (dim, dim_v), page in itertools.product(dims, (16, 1)):
+        scores = Scores(window(1, 1) & used_keys, softcap(30.0), sinks=True)
+        rows = Rows("varlen", "paged", True, page)
+        features = Features("bf16", dim, dim_v, scores, rows, Output(invariant=True))
+        tile = forward_sm90.split_tiles(features)[0]
+        found.append(forward_sm90.kernel(features, tile, split=True, pack_gqa=4, one_box=False))
     return found
 
 

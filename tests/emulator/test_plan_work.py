@@ -14,6 +14,7 @@ import strobe
 from strobe.arguments import Arguments
 from strobe.cuda import forward_sm90
 from strobe.cuda.plan import Plan
+from strobe.cuda.plan_work import Work
 from strobe.emulator import compiler
 from strobe.emulator.backend import launch
 from strobe.mask import Mask, Positions
@@ -23,8 +24,10 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 BLOCK_M, BLOCK_N, HEADS, GROUP = 128, 128, 2, 4
 
 
-def planned(lengths: list[int], counts: list[int] | None, mask: Mask) -> tuple[torch.Tensor, int, int]:
-    """(records, pieces, slots) of a call: one query each, or packed ones."""
+def planned(
+    lengths: list[int], counts: list[int] | None, mask: Mask, starts: list[int] | None = None, **options: Any
+) -> tuple[torch.Tensor, Plan]:
+    """(records, plan) of a call: one query each, or packed ones."""
     sequences, width = len(lengths), max(lengths) // 16 + 1
     pool = torch.empty(sequences * width, 16, HEADS, 128, dtype=torch.bfloat16)
     table, used = torch.zeros(sequences, width).int(), torch.tensor(lengths).int()
@@ -33,22 +36,23 @@ def planned(lengths: list[int], counts: list[int] | None, mask: Mask) -> tuple[t
     if counts is not None:
         cu = torch.tensor([0, *counts]).cumsum(0).int()
     longest = None if counts is None else max(counts)
-    a = Arguments(q, pool, pool, cu_q=cu, max_q=longest, mask=mask, table=table, lengths=used)
+    first_positions = None if starts is None else torch.tensor(starts).int()
+    more = {"starts": first_positions, **options}
+    a = Arguments(q, pool, pool, cu_q=cu, max_q=longest, mask=mask, table=table, lengths=used, **more)
     problem, _ = Problem.of(a)
     plan = forward_sm90.plan(problem, (1, 1, 1), H200)
     first = plan.launches[0]
     work = torch.full((plan.workspace["work"] // 4,), -1, dtype=torch.int32)
-    launch(Plan((first,)), {"work": work, "lengths": used, "cu_q": cu, "table": table})
-    slots = plan.workspace["partial"] // (4 * BLOCK_M * (128 + 2))
-    return work.view(-1, 8), plan.launches[1].grid, slots
+    launch(Plan((first,)), {"work": work, "lengths": used, "cu_q": cu, "table": table, "starts": first_positions})
+    return work.view(-1, 8), plan
 
 
-def visible(mask: Mask, count: int, length: int, row: int) -> tuple[int, int]:
+def visible(mask: Mask, count: int, length: int, row: int, start: int = 0) -> tuple[int, int]:
     """Blocks of keys that the rows from `row` on see: [first, end), at least one long."""
     last = min(row + BLOCK_M, count * GROUP) - 1
-    at = Positions(0, count, 0, length)
+    at = Positions(0, count, start, start + length)
     first, end = mask.bounds(row // GROUP, count, length, at)[0], mask.bounds(last // GROUP, count, length, at)[1]
-    first, end = max(0, first) // BLOCK_N, -(-min(length, end) // BLOCK_N)
+    first, end = max(0, -start, first) // BLOCK_N, -(-min(length, end) // BLOCK_N)
     return first, max(first + 1, end)
 
 
@@ -68,7 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_every_block_is_in_one_item(name: str) -> None:
     case = CASES[name]
     lengths, counts, mask = case["lengths"], case.get("counts"), case.get("mask", strobe.causal)
-    records, pieces, slots = planned(lengths, counts, mask)
+    records, plan = planned(lengths, counts, mask)
+    pieces, slots = plan.launches[1].grid, plan.workspace["partial"] // (4 * BLOCK_M * (128 + 2))
     found: dict[tuple[int, int, int], list[list[int]]] = {}
     loads, used = [], []
     for piece, (first, end) in enumerate(records[:pieces, :2].tolist()):
@@ -96,3 +101,71 @@ def test_every_block_is_in_one_item(name: str) -> None:
     busy = [load for load in loads if load]
     assert max(busy) - min(busy) <= 1
     assert int(records[0, 7]) == pieces
+
+
+# ---- invariant calls: keys are cut where the rule says ---------------------------------------------------------------
+
+
+def cuts() -> list[int]:
+    """Blocks with which splits begin: 32 splits of 512 keys, 16 of 1,024, 16 of 2,048 and so on."""
+    sizes = [4] * 32 + [4 << octave for octave in range(1, 8) for _ in range(16)]
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    **CASES,
+    "long": {"lengths": [140000, 33768, 16383, 16385]},
+    "moved": {"lengths": [8192, 900, 1500], "starts": [512, 1000, -300], "mask": strobe.window(3000, 0)},
+}
+
+
+@pytest.mark.parametrize("name", everyday(list(FIXED), ("skewed", "moved", "mixed")))
+def test_invariant_calls_are_cut_where_the_rule_says(name: str) -> None:
+    case = FIXED[name]
+    lengths, counts, mask = case["lengths"], case.get("counts"), case.get("mask", strobe.causal)
+    starts = case.get("starts", [0] * len(lengths))
+    records, plan = planned(lengths, counts, mask, case.get("starts"), invariant=True)
+    pieces, work = plan.launches[1].grid, plan.launches[1].values
+    rows = [1] * len(lengths) if counts is None else counts
+    expected: list[list[int]] = []
+    for head in range(HEADS):
+        for batch, (length, count, start) in enumerate(zip(lengths, rows, starts, strict=True)):
+            for row in range(0, count * GROUP, BLOCK_M):
+                first, end = visible(mask, count, length, row, start)
+                end = min(end, max(first, -(-length // BLOCK_N)))  # none: an item without blocks
+                moved = [cut - start // BLOCK_N for cut in cuts()]
+                inside = [first, *(cut for cut in moved[1:] if first < cut < end), end]
+                item = len(expected)
+                for b0, b1 in itertools.pairwise(inside):
+                    expected.append([batch, head, row, len(expected), b0, b1, item, len(inside) - 1])
+    items = len(expected)
+    assert records[pieces : pieces + items].tolist() == expected
+    assert items <= work["items"] and plan.workspace["partial"] == 4 * work["items"] * work["slot_rows"] * (128 + 2)
+    assert work["slot_rows"] >= min(BLOCK_M, GROUP * max(rows))
+    assert not records.view(-1)[8 * (pieces + work["items"]) :].view(-1, 4)[:items].any()  # counters
+    sizes = [max(1, b1 - b0) for *_, b0, b1, _, _ in expected]
+    spans = [(a, b) for a, b in records[:pieces, :2].tolist() if a < b]
+    assert spans[0][0] == 0 and spans[-1][1] == items and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    loads, share = [sum(sizes[a:b]) for a, b in spans], sum(sizes) / pieces
+    assert max(loads) <= share + max(sizes)
+    assert min(128, items, share // max(sizes) + 1) <= len(spans)
+
+
+@pytest.mark.parametrize("sequences", [1, 7, 40])
+def test_there_is_room_for_all_items(sequences: int) -> None:
+    """Of a ragged table, too, whose room is divided freely."""
+    generator = torch.Generator().manual_seed(sequences)
+    begins = torch.tensor(cuts())
+    for _ in range(200):
+        blocks = (2 ** (10 * torch.rand(sequences, generator=generator))).long()
+        keys = 128 * blocks - torch.randint(0, 128, (sequences,), generator=generator)
+        total = int(keys.sum())
+        pool = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="meta").expand(total, 1, 1, 64)
+        ints = [torch.empty(n, dtype=torch.int32, device="meta") for n in (total, sequences + 1, sequences)]
+        q = torch.empty(sequences, 1, 1, 64, dtype=torch.bfloat16, device="meta")
+        a = Arguments(q, pool, pool, mask=strobe.causal, table=ints[0], indptr=ints[1], lengths=ints[2], invariant=True)
+        work = Work.of(Problem.of(a)[0], 128, 128, 1, 132)
+        splits = int(torch.searchsorted(begins, -(-keys // 128)).sum())
+        assert splits <= work.items
+        if sequences == 1:
+            assert work.items <= splits + 2

@@ -63,6 +63,51 @@ def test_long_sequences_are_split() -> None:
     close((out.flatten(0, 1), lse.transpose(0, 1).flatten(1)), dense(q, cu, p, mask=strobe.causal))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"mask": strobe.window(1500, 0), "softcap": 40.0}], ids=["", "window_softcap"])
+@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
+def test_invariant_rows_have_the_same_bits(options: dict[str, Any], dim: int) -> None:
+    """A query in a piece of a prompt, alone, and beside others; in pages of several sizes, with and without a plan."""
+    first, end = 20000, 20100  # positions of the piece's queries
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, end, 2, dim, generator=generator).to(torch.bfloat16).cuda()
+    q = (torch.randn(end - first, 4, dim, generator=generator) * 4).to(torch.bfloat16).cuda()
+
+    def attend(spans: list[tuple[int, int]], page: int = 16, planned: bool = False) -> dict[int, Any]:
+        """Each span is one sequence, whose keys end with its queries."""
+        width = -(-end // page)
+        pool_k, pool_v = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, width * page - end)).unflatten(1, (-1, page))
+        table = torch.arange(width, dtype=torch.int32, device="cuda").expand(len(spans), -1).contiguous()
+        lengths = torch.tensor([b for _, b in spans], dtype=torch.int32, device="cuda")
+        counts = [b - a for a, b in spans]
+        cu = torch.tensor([0, *counts], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+        rows = torch.cat([q[a - first : b - first] for a, b in spans])
+        plan = None
+        if planned:
+            plan = strobe.paged.Plan()
+            plan.update(lengths, cu)
+        results = [
+            strobe.attention_paged(
+                rows, pool_k, pool_v, table, lengths, cu, max_q=max(counts), return_lse=True, invariant=True, plan=plan,
+                **options,
+            )
+            for _ in range(3 if planned else 1)
+        ]  # fmt: skip
+        out, lse = results[-1]
+        positions = [at for a, b in spans for at in range(a, b)]
+        return {at: (out[i], lse[:, i]) for i, at in enumerate(positions)}
+
+    expected = attend([(first, end)])
+    alone = [(at, at + 1) for at in (20000, 20007, 20050, 20099)]
+    several = [*alone, (20010, 20014)]
+    ways = [attend([span]) for span in alone]
+    ways += [attend(several), attend(several[::-1], planned=True), attend(several, page=1), attend(several, page=64)]
+    ways += [attend([(20003, 20090)]), attend(several * 9)]
+    for found in ways:
+        for at, rows in found.items():
+            assert all(map(torch.equal, rows, expected[at])), at
+
+
 @pytest.mark.parametrize("page", [1, 16, 100])
 @pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
 def test_it_computes_what_the_textbook_does(mask: strobe.Mask | None, page: int) -> None:

@@ -69,6 +69,7 @@ class Backend:
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
     pages: bool = False  # it looks keys up in pages
+    invariant: bool = False  # it can give a row of a paged call the same bits whatever is beside it
     captured_gradients: bool = False  # its backward pass finds those of tensors that a score captures
     merges: bool = False  # its forward pass merges its result with a state
     # Whether it also rounds a merged state on its way to another tensor, and had better for a problem that it could merge.
@@ -88,7 +89,11 @@ class Backend:
         """Why its code cannot do this, whatever the machine; None if it can."""
         if not self.captured_gradients and any(name not in GRADIENTS for name in problem.gradients):
             return "no gradients of tensors that a score function captures"
-        return "no paged keys" if problem.k.pages is not None and not self.pages else self.limits(problem)
+        if problem.k.pages is not None and not self.pages:
+            return "no paged keys"
+        if problem.invariant and not self.invariant:
+            return "invariant=True; its bits depend on what is beside a row"
+        return self.limits(problem)
 
     def can_merge(self, problem: Problem) -> bool:
         """Whether it could merge the result of this problem, which it supports, with a state. An empty problem is not

@@ -57,7 +57,9 @@ def _fastest(problem: Problem) -> Backend:
         backend = get(candidate)
         if backend.automatic and backend.supports(problem) is None:
             return backend
-    raise AssertionError("`tiled` supports every problem")
+    assert problem.invariant, "`tiled` supports every other problem"
+    able = next(b for b in map(get, NAMES) if b.automatic and b.invariant)
+    raise Unsupported(f"invariant=True needs backend {able.name!r}, which cannot run this: {able.supports(problem)}")
 
 
 def bind(backend: Backend, problem: Problem, layout: Layout) -> Pass:

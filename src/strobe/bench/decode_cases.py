@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strobe
+from strobe.backends import dispatch
 from strobe.bench.installed import imported
 from strobe.bench.provider import Refusal
 from strobe.paged import Level, Plan
@@ -156,6 +157,7 @@ def ways(batch: Batch, size: Size) -> list[Way]:
         each = sum(batch.lengths) + batch.shared * len(batch.lengths)
         return [way("shared", _shared, PAGE), way("in each table", _apart, PAGE, each)]
     paged = [way("", _paged, page) for page in batch.pages]
+    paged.append(way("invariant", functools.partial(_paged, invariant=True), PAGE))
     if not batch.dense:
         return [*paged, way("two calls", _two_calls, PAGE)]
     largest = max(batch.pages)
@@ -193,13 +195,16 @@ def _contiguous(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], t
     return lambda: strobe.attention(q, k, v, mask=strobe.causal).flatten(0, 1)
 
 
-def _paged(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
+def _paged(c: Cache, batch: Batch, size: Size, page: int, *, invariant: bool = False) -> Callable[[], torch.Tensor]:
+    if invariant and (missing := dispatch.get("sm90").machine(c.q.device)) is not None:
+        raise Refusal("unsupported", missing)
+    attend = functools.partial(strobe.attention_paged, invariant=invariant)
     (k, v), (table, _), lengths = c.pool(page), c.tables[page], _lengths(batch, c.q)
     if batch.dense:
         q, plan = _by_sequence(c, batch), _planned(lengths)
-        return lambda: strobe.attention_paged(q, k, v, table, lengths, plan=plan).flatten(0, 1)
+        return lambda: attend(q, k, v, table, lengths, plan=plan).flatten(0, 1)
     plan, longest = _planned(lengths, c.cu_q), max(batch.queries)
-    return lambda: strobe.attention_paged(c.q, k, v, table, lengths, c.cu_q, max_q=longest, plan=plan)
+    return lambda: attend(c.q, k, v, table, lengths, c.cu_q, max_q=longest, plan=plan)
 
 
 def _two_calls(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:

@@ -273,9 +273,8 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
             if _nothing_copied(given, x):
                 bound.run = _repeated(launcher, planned, device, a, x)
         launcher(*map(address, x.values()), *(planned.addresses(a) if planned else ()), blocks=a.blocks)
-        if a.out is None:
-            return x["o"], x.get("lse")
-        return a.out if x["o"] is a.out else a.out.copy_(x["o"]), x.get("lse")
+        out = x["o"] if a.out is None or x["o"] is a.out else a.out.copy_(x["o"])
+        return out, x.get("lse")
 
     bound = Pass(first)
     return bound
@@ -389,6 +388,7 @@ def _backend(name: str, summary: str) -> Backend:
         details=lambda problem: dict(_plan(family.module(problem).plan, problem).details),
         extra_bytes=lambda problem: _plan(family.module(problem).plan, problem).workspace_bytes,
         pages=name == "sm90",
+        invariant=name == "sm90",
         merges=True,
         rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.module(p).plan, p)) == 1,
     )

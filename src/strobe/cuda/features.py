@@ -47,6 +47,7 @@ class Features:
         score = [self.scores.name] if self.scores.is_function else []
         flags = [name for name, flag in self.flags.items() if flag]
         flags += [f"page{self.rows.page}"] if self.rows.page else []
+        flags += ["invariant"] if self.output.invariant else []
         return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
 
     def facts(self) -> dict[str, Any]:

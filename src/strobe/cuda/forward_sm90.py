@@ -26,6 +26,7 @@ from strobe.cuda.plan import (
     padded_dims,
     shape_limits,
 )
+from strobe.cuda.plan_work import Work
 from strobe.cuda.rows import Rows, pack_gqa_of, stride_fields, stride_values
 from strobe.cuda.scores import Scores
 from strobe.cuda.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
@@ -43,7 +44,7 @@ def _params(output: Output, scores: tuple[Field, ...], paged: bool) -> Struct:
         [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=True, paged=paged),
-        plan_work.FIELDS if paged else (),
+        plan_work.fields(output.invariant) if paged else (),
         scores,
         QUERY_TILE_FIELDS,
         output.fields(),
@@ -284,6 +285,8 @@ def plan(
         tile, splits = _tile_and_splits(problem, features, machine)
     else:
         splits = splits_of_tiles(problem, tile.block_m, machine.sms, tile.block_n)
+    if problem.invariant:
+        tile = replace(tile, rolled=True)  # the first block of keys goes the way of all others
     sparse = splits == 1 and pack == 1 and features.output.plain and block_map.pays(problem)
     features = replace(features, scores=replace(features.scores, sparse=sparse))
     if features.output.rounds_state and not state_parts(tile, dims[1]):
@@ -298,8 +301,9 @@ def plan(
         **features.output.values(problem, pack),
         **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
     }
-    pieces = plan_work.pieces(machine.sms, tile.consumers)
-    grid = pieces if listed else min(schedule["tiles"], machine.sms)
+    work = Work.of(problem, tile.block_m, tile.block_n, pack, machine.sms) if listed else None
+    values |= {} if work is None else work.values()
+    grid = min(schedule["tiles"], machine.sms) if work is None else work.pieces
     unusual = {"packed GQA": pack, "splits of the keys": splits}
     details = {
         "kernel": spec.name,
@@ -310,13 +314,10 @@ def plan(
         "shared memory": f"{spec.smem} bytes",
         **{name: number for name, number in unusual.items() if number != 1},
     }
-    slots = 2 * pieces if listed else schedule["tiles"] if splits > 1 else 0
-    workspace = {"partial": 4 * slots * partial_floats(tile, dims[1])} if slots else {}
     launch = Launch(spec, grid, values, _maps(problem, features, tile, out_strides, one_box, pack, len_q))
-    if listed:
-        workspace["work"] = plan_work.list_bytes(problem, tile.block_m, pieces)
-        first = plan_work.launch(problem, features, ARCH, tile.block_m, tile.block_n, pack, pieces)
-        return Plan((first, launch), workspace, details)
+    if work is not None:
+        return Plan((work.launch(features, ARCH), launch), work.workspace(dims[1]), details)
+    workspace = {"partial": 4 * schedule["tiles"] * partial_floats(tile, dims[1])} if splits > 1 else {}
     if not sparse:
         return Plan((launch,), workspace, details)
     found = block_map.block_map(problem, features, ARCH, tile.block_m, tile.block_n, transposed=False)
@@ -367,6 +368,8 @@ def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> 
     for tile in meant_for_it:
         splits = splits_of_tiles(problem, tile.block_m, machine.sms, meant_for_it[0].block_n)
         if splits > 1 or features.rows.page:
+            if problem.invariant:  # one tile, whatever the queries and pages are
+                features = replace(features, rows=Rows("varlen", "paged", True, 1))
             unknown = features.scores.is_unknown
             return _without_spills(tile, features, machine, split=True) if unknown else tile, splits
     return choose_tile(features, machine), 1

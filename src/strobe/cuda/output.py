@@ -4,6 +4,7 @@
     partial   in fp32, to be merged with the results over other keys
     merged    a state (O and LSE over other keys) is merged with it, and the result is partial or rounded
     split     O, m and l of one split of the keys, which the last split merges (split-KV)
+    invariant the bits of a row do not depend on other rows: splits have fixed places, and no warp decides for its rows
 
 The C++ half is pipeline/output_rows.cuh, staging.cuh, state_parts.cuh and split_kv.cuh.
 """
@@ -23,10 +24,12 @@ class Output:
     partial: bool = False
     rounds_state: bool = False  # merges a state in fp32 with its result, which goes elsewhere, rounded
     split: bool = False
+    invariant: bool = False
 
     @staticmethod
     def of(problem: Problem, split: bool = False) -> Output:
-        return Output(problem.partial, problem.state is not None and problem.state.out is not None, split)
+        rounds_state = problem.state is not None and problem.state.out is not None
+        return Output(problem.partial, rounds_state, split, problem.invariant)
 
     @property
     def can_merge(self) -> bool:
@@ -38,10 +41,12 @@ class Output:
         return not self.can_merge and not self.split
 
     def config(self) -> dict[str, int | bool | str]:
-        return {"kPartialOut": self.partial, "kMerge": self.can_merge, "kSplit": self.split}
+        flags = {"kPartialOut": self.partial, "kMerge": self.can_merge, "kSplit": self.split}
+        return {**flags, "kInvariant": self.invariant}
 
     def fields(self) -> list[Field]:
         merge = [Field("merge", "int"), Field("unscale", "float")] if self.can_merge else []
+        slots = [Field("items", "int"), Field("slot_rows", "int")] if self.invariant else []  # of `plan_work.Work`
         return [
             Field("o", "float*" if self.partial else "u16*"),
             Field("lse", "float*"),  # may be null
@@ -49,6 +54,7 @@ class Output:
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
             *merge,
+            *slots,
         ]
 
     SPLIT_FIELDS = (

@@ -36,7 +36,7 @@ ORDER = (
     *("cos_row", "sin_row", "rotary_rows", "rotary_half", "inner_rows", "new_rows", "key_chunks", "value_chunks"),
     *("lse_batch", "lse_head", "stat_rows"),
     *("row_blocks", "section", "splits", "tiles", "k_batch_rows", "v_batch_rows"),
-    *("page_size", "pages", "table_width", "pieces"),
+    *("page_size", "pages", "table_width", "pieces", "items", "slot_rows"),
     *("key_blocks", "sections", "heads_k", "group_parts", "stat_blocks"),
     *("merge", "unscale", "scale_grad"),
     *("score", "scale_log2", "dropout_scale", "dropout_threshold", "score_integers"),

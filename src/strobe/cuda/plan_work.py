@@ -6,6 +6,9 @@ lengths nor tables are ever read back (kernels/plan_work.cuh).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import COUNTERS, Field, params
@@ -17,44 +20,115 @@ from strobe.problem import Problem
 
 THREADS = 1024
 RECORD = 32  # bytes
-FIELDS = [Field("work", "const int*")]  # of the kernel that follows
-_OWN = [Field("work", "u32*"), Field("pieces", "int")]
+COUNTED = 16  # bytes of the counters of an item, which invariant kernels count in
 NAME = "plan_work"
 
-
-def pieces(sms: int, consumers: int) -> int:
-    """One for each block of the kernel that follows: as many as run at once, with a counter for each consumer of a slot."""
-    return min(sms, (COUNTERS - 1) // (2 * consumers))
-
-
-def launch(
-    problem: Problem, features: Features, arch: str, block_m: int, block_n: int, pack: int, count: int
-) -> Launch:
-    """For tiles of `block_m` rows and blocks of `block_n` keys, cut into `count` pieces."""
-    kernel = _kernel(features, arch, block_m, block_n, pack)
-    own = {"mask": Scores.values(problem)["mask"], "pieces": count}
-    return Launch(kernel, problem.heads, {**features.rows.values(problem, tma=False), **own})
+# Where invariant kernels cut keys (`FixedSplits` in plan_work.cuh): twice FOR_EACH_DOUBLING splits of FIRST_SPLITS keys,
+# then FOR_EACH_DOUBLING for each time that the keys double. Other numbers are other bits.
+FIRST_SPLITS = 512
+FOR_EACH_DOUBLING = 16
 
 
-def list_bytes(problem: Problem, block_m: int, count: int) -> int:
-    """A record for each piece, and for each item: tiles, of which each sequence may end with one that is not full, and cuts."""
-    rows = problem.q.total // block_m + problem.batch
-    return RECORD * (2 * count + problem.heads * rows)
+def fields(invariant: bool) -> list[Field]:
+    """Of the kernel that follows. An invariant one counts behind the list."""
+    return [Field("work", "int*" if invariant else "const int*")]
 
 
-def _kernel(features: Features, arch: str, block_m: int, block_n: int, pack: int) -> TemplateKernel:
-    config = {**features.rows.config(pack), "kBlockM": block_m, "kBlockN": block_n, "kThreads": THREADS}
-    mask = [f for f in Scores.FIELDS if f.name == "mask"]
-    return TemplateKernel(
-        name=f"plan_work[{features.scores.mask.name} {block_m}x{block_n} {features.rows.queries}]",
-        arch=arch,
-        params=params(Rows.fields(tma=False, paged=True), mask, _OWN),
-        threads=THREADS,
-        smem=256,
-        header=NAME,
-        template=NAME,
-        element=features.element,
-        config=tuple(config.items()),
-        memory=SharedMemory([Region("sums", 128, 2)]),
-        types=features.types()[:1],  # the mask
-    )
+@dataclass(frozen=True)
+class Work:
+    """The list of a call, and what its kernel leaves in slots, for tiles of `block_m` rows and blocks of `block_n` keys."""
+
+    problem: Problem  # whose heads are those of tiles
+    block_m: int
+    block_n: int
+    pack: int  # heads that are rows of one tile
+    pieces: int  # one for each block of the kernel that follows
+
+    @staticmethod
+    def of(problem: Problem, block_m: int, block_n: int, pack: int, sms: int) -> Work:
+        """As many pieces as blocks run at once, with a counter for each consumer of a slot."""
+        return Work(problem, block_m, block_n, pack, min(sms, (COUNTERS - 1) // (2 * (block_m // 64))))
+
+    @property
+    def split_blocks(self) -> int:
+        """Of the first splits of an invariant call; 0 of others, which are cut anywhere."""
+        return max(1, FIRST_SPLITS // self.block_n) if self.problem.invariant else 0
+
+    @property
+    def items(self) -> int:
+        """At most: tiles, of which each sequence may end with one that is not full, and either cuts or their splits. A
+        longer sequence has fewer splits for its keys, so where the room for keys is divided freely among sequences there
+        are most, but for a part of one each, if all have as much of it."""
+        more, batch, pages = self.problem.q.total // self.block_m, self.problem.batch, self.problem.k.pages
+        if not self.problem.invariant or pages is None:
+            return self.pieces + self.problem.heads * (more + batch)
+        # A sequence may begin inside of a split.
+        longest, each = (
+            split_of(-(-keys // self.block_n), self.split_blocks) + 1 + pages.starts
+            for keys in (self.problem.len_k, -(-self.problem.k.total // max(1, batch)))
+        )
+        return self.problem.heads * (batch * min(longest, each + (pages.width is None)) + more * longest)
+
+    @property
+    def slot_rows(self) -> int:
+        """Of an invariant call: as many as a tile of it can have, of a tile of others as many as there are. Even, so that
+        slots are aligned."""
+        return min(self.block_m, self.problem.len_q + self.problem.len_q % 2)
+
+    @property
+    def slots(self) -> int:
+        return self.items if self.problem.invariant else 2 * self.pieces
+
+    def workspace(self, dim_v: int) -> dict[str, int]:
+        """Bytes: a record for each piece and each item, and the O, m and l of the rows of each slot."""
+        rows = self.slot_rows if self.problem.invariant else self.block_m
+        counted = COUNTED * self.items if self.problem.invariant else 0
+        return {
+            "partial": 4 * self.slots * rows * (dim_v + 2),
+            "work": RECORD * (self.pieces + self.items) + counted,
+        }
+
+    def values(self) -> dict[str, int]:
+        """Of the fields of the kernel that follows."""
+        return {"items": self.items, "slot_rows": self.slot_rows} if self.problem.invariant else {}
+
+    def launch(self, features: Features, arch: str) -> Launch:
+        own: dict[str, Any] = {"mask": Scores.values(self.problem)["mask"], "pieces": self.pieces}
+        if self.problem.invariant:
+            own["items"] = self.items
+        values = {**features.rows.values(self.problem, tma=False), **own}
+        return Launch(self._kernel(features, arch), self.problem.heads, values)
+
+    def _kernel(self, features: Features, arch: str) -> TemplateKernel:
+        config = {
+            **features.rows.config(self.pack),
+            "kBlockM": self.block_m,
+            "kBlockN": self.block_n,
+            "kThreads": THREADS,
+            "kSplitBlocks": self.split_blocks,
+        }
+        own = [Field("work", "u32*"), Field("pieces", "int"), *([Field("items", "int")] if self.split_blocks else [])]
+        mask = [f for f in Scores.FIELDS if f.name == "mask"]
+        memory = SharedMemory([Region("sums", 128, 3)])
+        invariant = " invariant" if self.split_blocks else ""
+        tile = f"{self.block_m}x{self.block_n}"
+        return TemplateKernel(
+            name=f"plan_work[{features.scores.mask.name} {tile} {features.rows.queries}{invariant}]",
+            arch=arch,
+            params=params(Rows.fields(tma=False, paged=True), mask, own),
+            threads=THREADS,
+            smem=memory.size,
+            header=NAME,
+            template=NAME,
+            element=features.element,
+            config=tuple(config.items()),
+            memory=memory,
+            types=features.types()[:1],  # the mask
+        )
+
+
+def split_of(block: int, unit: int) -> int:
+    """Of an invariant call: the split of a block of keys, where the first ones have `unit` blocks."""
+    blocks = block // unit
+    doublings = max(0, blocks.bit_length() - FOR_EACH_DOUBLING.bit_length())
+    return doublings * FOR_EACH_DOUBLING + (blocks >> doublings)

@@ -135,6 +135,7 @@ BACKENDS = {
         bind=_bind,
         automatic=False,
         pages=True,
+        invariant=True,
         merges=True,
         rounds_states=lambda problem: _chosen() == "sm90",
     )

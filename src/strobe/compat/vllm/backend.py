@@ -7,6 +7,7 @@ vLLM has them, so a builder has nothing to compute, and a CUDA graph replays wit
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +77,10 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return True
 
     @classmethod
@@ -163,6 +168,7 @@ class Impl(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.attn_type = attn_type
+        self.invariant = bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))  # vLLM's switch for all its kernels
         self.sinks = sinks
         self.softcap = logits_soft_cap or None  # 0: none
         self.mask: Mask = causal if sliding_window is None else causal & window(sliding_window - 1, None)
@@ -193,6 +199,7 @@ class Impl(AttentionImpl[Metadata]):
         attention_paged(
             query[:n], k, v, m.block_table, m.seq_lens, m.query_start_loc, max_q=m.max_query_len, mask=self.mask,
             scale=self.scale, softcap=self.softcap, score=self.score, sinks=self.sinks,
+            invariant=self.invariant,
             out=output[:n].view(n, self.num_heads, self.head_size),
         )  # fmt: skip
         return output

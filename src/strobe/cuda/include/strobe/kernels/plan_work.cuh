@@ -5,6 +5,10 @@
 // An item is what a piece has of a tile. Piece c leaves the result of its first item in slot 2 c and that of its last
 // one in slot 2 c + 1, since it cuts no others. Tile t in piece c is item t + c: along the line one of the two grows.
 //
+// For invariant kernels (kSplitBlocks > 0) every tile is cut into splits, at keys that depend on nothing but their
+// positions. Items are the splits of all tiles along the line, slot i is that of item i, and pieces begin with the
+// split that begins nearest to where they should. Behind the items lie counters, four for each item.
+//
 // One thread block a head; each adds up all sequences, of which a thread has neighbours.
 #pragma once
 #include <strobe/pipeline/blocks.cuh>
@@ -12,8 +16,25 @@
 
 namespace strobe {
 
+// Splits of kUnit blocks of keys, twice kForEachDoubling of them, then kForEachDoubling for each time that the keys
+// double: their number grows as a logarithm, and none has more than a sixteenth of the keys before it.
+// cuda/plan_work.py has the same rule.
+template <int kUnit> struct FixedSplits {
+  static constexpr int kBits = 4, kForEachDoubling = 1 << kBits;
+  STROBE_DEVICE static int of(int block) {
+    const int unit = max(0, block) / kUnit, doublings = max(0, highest_bit(unit | 1) - kBits);
+    return doublings * kForEachDoubling + (unit >> doublings);
+  }
+  STROBE_DEVICE static int begin(int split) {
+    const int doublings = max(0, split / kForEachDoubling - 1);
+    return kUnit * ((split - doublings * kForEachDoubling) << doublings);
+  }
+};
+
 template <class Config, class Mask, class Params> struct PlanWork {
   static constexpr int kThreads = Config::kThreads;
+  static constexpr bool kInvariant = Config::kSplitBlocks > 0;
+  using Splits = FixedSplits<kInvariant ? Config::kSplitBlocks : 1>;
   const Params& p;
   u64 line, tiles;   // lengths of one head's tiles in all, and how many they are
   u64 total, count;  // of all heads, and pieces that are not empty
@@ -41,15 +62,16 @@ template <class Config, class Mask, class Params> struct PlanWork {
   STROBE_DEVICE u64 begin(u64 piece) const { return piece * total / count; }
   STROBE_DEVICE u64 piece_of(u64 position) const { return ((position + 1) * count - 1) / total; }
 
-  // Calls visit(row0, blocks) for each tile of a sequence.
+  // Calls visit(row0, blocks, at) for each tile of a sequence, whose table begins at position `at`, in blocks.
   template <class Visit> STROBE_DEVICE void for_each_tile(int batch, Visit visit) const {
     Tile tile{};
     static_cast<Sequence&>(tile) = sequence_of<Config>(p, batch);
     tile.k.length = tile.k.used;
     const Mask mask = mask_of<Mask, Config>(p, tile.q.length, tile.k.length, tile.positions);
+    const int start = tile.positions.offset_k, at = (start - (start < 0) * (Config::kBlockN - 1)) / Config::kBlockN;
 #pragma unroll 1
     for (int row = 0; row < tile.q.length; row += Config::kBlockM)
-      visit(row, blocks_of_rows<Config>(mask, tile, row, Config::kBlockM));
+      visit(row, blocks_of_rows<Config>(mask, tile, row, Config::kBlockM), at);
   }
   STROBE_DEVICE static int length_of(const KeyBlocks& b) { return max(1, b.end - b.first); }
 
@@ -84,21 +106,54 @@ template <class Config, class Mask, class Params> struct PlanWork {
     }
   }
 
+  // ---- splits at fixed places, for invariant kernels --------------------------------------------------------------
+  STROBE_DEVICE static int splits_of(const KeyBlocks& b, int at) {
+    return b.any() ? Splits::of(b.end - 1 + at) - Splits::of(b.first + at) + 1 : 1;
+  }
+  STROBE_DEVICE void write_splits(int batch, int head, int row0, const KeyBlocks& b, int at, u64 first,
+                                  u64 start) const {
+    const int splits = splits_of(b, at), split0 = Splits::of(b.first + at);
+#pragma unroll 1
+    for (int i = 0; i < splits; ++i) {
+      const u32 item = u32(first) + i;
+      const int b0 = i == 0 ? b.first : Splits::begin(split0 + i) - at,
+                b1 = i == splits - 1 ? b.end : Splits::begin(split0 + i + 1) - at;
+      write_record(p.pieces + item, u32x4{u32(batch), u32(head), u32(row0), item},
+                   u32x4{u32(b0), u32(b1), u32(first), u32(splits)});
+      st_global(static_cast<void*>(p.work + 8 * (p.pieces + p.items) + 4 * item), u32x4{0, 0, 0, 0});
+      const u64 end = start + max(1, b1 - b0);
+      for (u64 c = start == 0 ? 0 : piece_of(start - 1) + 1; c < count && begin(c) < end; ++c)
+        begin_piece(c, 2 * (begin(c) - start) <= end - start ? item : item + 1);
+      if (end == total) st_global(p.work + 8 * (count - 1) + 1, item + 1);
+      start = end;
+    }
+  }
+  STROBE_DEVICE void begin_piece(u64 c, u32 item) const {
+    st_global(p.work + 8 * c, item);
+    if (c > 0) st_global(p.work + 8 * (c - 1) + 1, item);
+  }
+
   STROBE_DEVICE void run() {
     const int each = (p.batch + kThreads - 1) / kThreads, from = thread_idx() * each, to = min(from + each, p.batch);
-    u32 length = 0, number = 0, all_length, all_number;
+    u32 length = 0, number = 0, splits = 0, all_length, all_number, all_splits = 0;
     for (int batch = from; batch < to; ++batch)
-      for_each_tile(batch, [&](int, const KeyBlocks& b) { length += length_of(b), ++number; });
+      for_each_tile(batch, [&](int, const KeyBlocks& b, int at) {
+        length += length_of(b), ++number;
+        if (kInvariant) splits += splits_of(b, at);
+      });
     u64 start = sum_before(length, smem_base(), all_length), tile = sum_before(number, smem_base() + 128, all_number);
+    u64 item = kInvariant ? sum_before(splits, smem_base() + 256, all_splits) : 0;
     line = all_length, tiles = all_number, total = line * p.heads, count = pieces();
     for (int c = int(count) + thread_idx(); block_idx() == 0 && c < p.pieces; c += kThreads) {
       st_global(p.work + 8 * c, 0u), st_global(p.work + 8 * c + 1, 0u);  // empty
     }
     if (block_idx() == 0 && thread_idx() == 0) st_global(p.work + 7, u32(p.pieces));  // for those who read the list
-    start += line * block_idx(), tile += tiles * block_idx();
+    start += line * block_idx(), tile += tiles * block_idx(), item += u64(all_splits) * block_idx();
     for (int batch = from; batch < to; ++batch)
-      for_each_tile(batch, [&](int row0, const KeyBlocks& b) {
-        write_tile(batch, block_idx(), row0, b, tile, start);
+      for_each_tile(batch, [&](int row0, const KeyBlocks& b, int at) {
+        if constexpr (kInvariant) write_splits(batch, block_idx(), row0, b, at, item, start);
+        else write_tile(batch, block_idx(), row0, b, tile, start);
+        if (kInvariant) item += splits_of(b, at);
         start += length_of(b), ++tile;
       });
   }

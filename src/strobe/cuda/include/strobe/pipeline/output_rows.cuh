@@ -44,7 +44,7 @@ template <class Config, class Params> struct OutputRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float x;
-      inverse[r] = softmax.template finish<Config::kSinks>(r, sink(row + 8 * r), x);
+      inverse[r] = softmax.template finish<Config::kSinks, Config::kInvariant>(r, sink(row + 8 * r), x);
       if (Config::kDropout) inverse[r] *= p.dropout_scale;
       if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.q.length) store_lse(row + 8 * r, x);
     }

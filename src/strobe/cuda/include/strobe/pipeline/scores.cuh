@@ -38,8 +38,10 @@ STROBE_DEVICE auto where(const Sequence& s, const Positions& at, int head, int r
                                                 s.k.length};
 }
 
-template <class Score, class At, int N> STROBE_DEVICE void logits(float (&s)[N], const Score& score, const At& at) {
-  if constexpr (Score::kHasTanh) {  // warp-uniform: all of them are near 0, or none is taken to be
+// kByEntry: how a logit is computed does not depend on others.
+template <bool kByEntry = false, class Score, class At, int N>
+STROBE_DEVICE void logits(float (&s)[N], const Score& score, const At& at) {
+  if constexpr (Score::kHasTanh && !kByEntry) {  // warp-uniform: all of them are near 0, or none is taken to be
     float reach = 0.f;
 #pragma unroll
     for (int i = 0; i < N; ++i) reach = fmax(reach, score.reach(s[i], at, i));
@@ -172,9 +174,9 @@ STROBE_DEVICE void logits_of_queries(float (&s)[N], const Score& score, const Ti
   if constexpr (Score::kPositional) {
     const auto at = where<Score, Config>(tile, positions(), tile.head, row, column);
     prefetch_keys<Config::kBlockN>(score, at);
-    if (!Config::kSparse || partial) logits(s, score, at);
-    else logits(s, inside<Config>(score), at);
-  } else logits(s, score, Nowhere{});
+    if (!Config::kSparse || partial) logits<Config::kInvariant>(s, score, at);
+    else logits<Config::kInvariant>(s, inside<Config>(score), at);
+  } else logits<Config::kInvariant>(s, score, Nowhere{});
 }
 
 // Scores that a mask hides from the queries of the thread's two rows become -inf; `column` is its first key. kOnce: the

@@ -18,39 +18,63 @@ template <class Config, class Params, class Staging> struct SplitKV {
   const Staging& staging;  // of this consumer
   OutputRows<Config, Params> out{p, tile};
 
-  // Results lie in slots. Splits of equal size have neighbours, parts of listed work every other slot behind the first.
-  static constexpr bool kListed = Config::Keys::kPaged;
-  static constexpr int kStep = kListed ? 2 * kSplitStride : kSplitStride;
+  // Results lie in slots. Splits of equal size have neighbours, and so have those of invariant kernels; parts of listed
+  // work have every other slot behind the first.
+  static constexpr bool kListed = Config::Keys::kPaged, kInvariant = Config::kInvariant,
+                        kPieces = kListed && !kInvariant;
+  static constexpr int kStep = kPieces ? 2 * kSplitStride : kSplitStride;
+  // An invariant kernel has a slot for each split of each tile. It has p.slot_rows rows, as many as the longest tile of
+  // the call, since most tiles of a decode use few of theirs.
+  STROBE_DEVICE int slot_floats() const {
+    if constexpr (kInvariant) return p.slot_rows * (kDimV + 2);
+    else return kSplitStride;
+  }
+  STROBE_DEVICE int statistics_of_rows() const {  // where they begin behind the O of this consumer
+    if constexpr (kInvariant) return p.slot_rows * kDimV - 64 * staging.consumer * (kDimV - 2);
+    else return 64 * kDimV;
+  }
+  STROBE_DEVICE int room() const {  // of this consumer's rows in a slot, should a sequence have more than was said
+    if constexpr (kInvariant) return p.slot_rows - 64 * staging.consumer;
+    else return 64;
+  }
   STROBE_DEVICE int tile_index() const { return quotient(tile.work, p.splits); }
   STROBE_DEVICE int splits() const { return kListed ? tile.part.count : p.splits; }
-  STROBE_DEVICE int first_slot() const { return kListed ? tile.part.first_slot & ~1 : tile_index() * p.splits; }
+  STROBE_DEVICE int first_slot() const {
+    return kListed ? (kPieces ? tile.part.first_slot & ~1 : tile.part.first_slot) : tile_index() * p.splits;
+  }
   STROBE_DEVICE int my_slot() const {
     return kListed ? tile.work : tile_index() * p.splits + remainder(tile.work, p.splits);
   }
   // A tile that is not cut is not counted: others may count in its slot already.
   STROBE_DEVICE bool alone() const { return kListed && splits() == 1; }
   STROBE_DEVICE int ahead(int split) const {  // the first part may lie in the odd slot of its piece
-    return kListed && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
+    return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
   }
   STROBE_DEVICE int first_row() const { return tile.row0 + 64 * staging.consumer; }
   STROBE_DEVICE float* partial(int slot) const {
-    return p.partial + (i64(slot) * kConsumers + staging.consumer) * kFloats;
+    if constexpr (kInvariant) return p.partial + i64(slot) * slot_floats() + 64 * staging.consumer * kDimV;
+    else return p.partial + (i64(slot) * kConsumers + staging.consumer) * kFloats;
   }
-  STROBE_DEVICE u32* counter() const {
-    return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
+  STROBE_DEVICE u32* counter() const {  // of the tile: those of invariant kernels lie behind the list
+    if constexpr (kInvariant)
+      return reinterpret_cast<u32*>(p.work) + 8 * (grid_dim() + p.items) + 4 * tile.part.first_slot + staging.consumer;
+    else return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
   }
 
   // Stores this split's partial result and returns whether it was the last one.
   template <class O> STROBE_DEVICE bool store_partial(const O& o, const Softmax<>& softmax) const {
-    const int tid = thread_idx() % 128, lane = tid % 32, rows = tile.q.length - first_row();
+    const int there = tile.q.length - first_row(), rows = kInvariant ? min(there, room()) : there;
+    const int tid = thread_idx() % 128, lane = tid % 32;
+    const int behind_o = kInvariant ? statistics_of_rows() : 64 * kDimV;
     float* mine = partial(my_slot());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int eight = tid / 32 * 16 + 8 * r, row = eight + lane / 4;
       if (!warp_uniform(eight < rows)) continue;  // without this hint ptxas takes the rings for divergent from here on
-      o.store_row(r, mine + row * kDimV + 2 * (lane % 4), kDimV);
+      const bool has_room = !kInvariant || row < rows;
+      o.store_row(r, mine + row * kDimV + 2 * (lane % 4), has_room ? kDimV : 0);
       const float l = quad_sum(softmax.l[r]);
-      if (lane % 4 == 0) st_global_x2(mine + 64 * kDimV + 2 * row, softmax.m[r], l);
+      if (lane % 4 == 0 && has_room) st_global_x2(mine + behind_o + 2 * row, softmax.m[r], l);
     }
     const u32 splits_before = staging.buffer;
     staging.acquire();
@@ -66,27 +90,28 @@ template <class Config, class Params, class Staging> struct SplitKV {
     return last;
   }
 
-  // Merges and stores the tile. A thread merges kPieces times four columns of a row, its neighbours the columns beside
+  // Merges and stores the tile. A thread merges kFours times four columns of a row, its neighbours the columns beside
   // them: merging is nothing but waiting for loads, so all threads take part, whosever rows they are.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
     constexpr int kMost = kPanel * Staging::kPanelsAtOnce;
-    const int rows = min(64, tile.q.length - first_row());
+    const int there = min(64, tile.q.length - first_row()), rows = kInvariant ? min(there, room()) : there;
     const float* partials = partial(first_slot());
 #pragma unroll 1
     for (int panel = 0; panel < panels(kDimV); panel += Staging::kPanelsAtOnce) {
-      const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kPieces,
+      const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kFours,
                 threads = stride / 4;
       if (!Config::kPartialOut) staging.acquire();
 #pragma unroll 1
       for (int i = thread_idx() % 128; i < rows * threads; i += 128) {
         const int row = i / threads, column = i % threads * 4;
-        float o[kPieces][4] = {}, m, l;
+        float o[kFours][4] = {}, m, l;
         merge_columns(partials, row, panel * kPanel + column, stride, o, m, l);
         float lse;
-        const float inverse = normaliser<Config::kSinks>(l, m * p.scale_log2, out.sink(first_row() + row), lse);
+        const float top = kInvariant ? mul_rn(m, p.scale_log2) : m * p.scale_log2, sink = out.sink(first_row() + row);
+        const float inverse = normaliser<Config::kSinks, kInvariant>(l, top, sink, lse);
         if (p.lse && panel + column == 0) out.store_lse(first_row() + row, lse);
 #pragma unroll
-        for (int c = 0; c < kPieces; ++c) {
+        for (int c = 0; c < kFours; ++c) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) o[c][x] *= inverse;
           const int at = column + c * stride;
@@ -103,40 +128,48 @@ template <class Config, class Params, class Staging> struct SplitKV {
 
  private:
   using T = typename Config::Element;
-  static constexpr int kPieces = 4, kAtOnce = 4;  // splits that are read at once, since a load takes long
+  // Splits that are read at once, since a load takes long, and how many of them share a maximum. Invariant kernels have
+  // more splits, and take them one by one: which of its neighbours a row sees must not matter.
+  static constexpr int kFours = kInvariant ? 1 : 4, kAtOnce = kInvariant ? 16 : 4, kTogether = kInvariant ? 1 : kAtOnce;
 
   // O, m and l of a row under the maximum of all splits, which moves on from splits to splits as it does from key block
-  // to key block.
-  STROBE_DEVICE void merge_columns(const float* partials, int row, int column, int stride, float (&o)[kPieces][4],
+  // to key block. A split in which the row sees nothing changes no bit.
+  STROBE_DEVICE void merge_columns(const float* partials, int row, int column, int stride, float (&o)[kFours][4],
                                    float& m, float& l) const {
-    const float *values = partials + row * kDimV + column, *statistics = partials + 64 * kDimV + 2 * row;
+    const int behind_o = kInvariant ? statistics_of_rows() : 64 * kDimV;
+    const float *values = partials + row * kDimV + column, *statistics = partials + behind_o + 2 * row;
+    const int step = kInvariant ? slot_floats() : kStep;
     m = neg_inf(), l = 0.f;
 #pragma unroll 1
     for (int split = 0; split < splits(); split += kAtOnce) {
-      float x[kAtOnce][kPieces][4], ml[kAtOnce][2], now = m;
+      float x[kAtOnce][kFours][4], ml[kAtOnce][2];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const bool exists = split + j < splits();
-        ld_global_l2(ml[j], statistics + j * kStep + ahead(split + j), exists);
+        ld_global_l2(ml[j], statistics + j * step + ahead(split + j), exists);
         if (!exists) ml[j][0] = neg_inf();
 #pragma unroll
-        for (int c = 0; c < kPieces; ++c)
-          ld_global_l2(x[j][c], values + j * kStep + ahead(split + j) + c * stride, exists);
+        for (int c = 0; c < kFours; ++c)
+          ld_global_l2(x[j][c], values + j * step + ahead(split + j) + c * stride, exists);
       }
-      statistics += kAtOnce * kStep, values += kAtOnce * kStep;
+      statistics += kAtOnce * step, values += kAtOnce * step;
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) now = fmax(now, ml[j][0]);
-      const float safe = now == neg_inf() ? 0.f : now, past = exp2_approx((m - safe) * p.scale_log2);
-      m = now;
-      l *= past;
+      for (int from = 0; from < kAtOnce; from += kTogether) {
+        float now = m;
 #pragma unroll
-      for (int c = 0; c < 4 * kPieces; ++c) o[c / 4][c % 4] *= past;
+        for (int j = from; j < from + kTogether; ++j) now = fmax(now, ml[j][0]);
+        const float safe = now == neg_inf() ? 0.f : now, past = exp2_approx((m - safe) * p.scale_log2);
+        m = now;
+        l *= past;
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const float weight = exp2_approx((ml[j][0] - safe) * p.scale_log2);
-        l = fma(ml[j][1], weight, l);
+        for (int c = 0; c < 4 * kFours; ++c) o[c / 4][c % 4] *= past;
 #pragma unroll
-        for (int c = 0; c < 4 * kPieces; ++c) o[c / 4][c % 4] = fma(x[j][c / 4][c % 4], weight, o[c / 4][c % 4]);
+        for (int j = from; j < from + kTogether; ++j) {
+          const float weight = exp2_approx((ml[j][0] - safe) * p.scale_log2);
+          l = fma(ml[j][1], weight, l);
+#pragma unroll
+          for (int c = 0; c < 4 * kFours; ++c) o[c / 4][c % 4] = fma(x[j][c / 4][c % 4], weight, o[c / 4][c % 4]);
+        }
       }
     }
   }

@@ -52,13 +52,16 @@ STROBE_DEVICE float tanh_near(float x) {
 
 // The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum,
 // `top`, in log2 units. A sink is one more logit in the sum. Rows that saw nothing give 0 and -inf; NaN gives NaN.
-template <bool kHasSink> STROBE_DEVICE float normaliser(float sum, float top, float sink, float& lse) {
+// kFixed: products are rounded before something is added to them, where compilers may choose an FMA in one place and
+// not in another one; then two pieces of code give the same bits.
+template <bool kHasSink, bool kFixed = false>
+STROBE_DEVICE float normaliser(float sum, float top, float sink, float& lse) {
   float keep = 1.f;
   if (kHasSink) {
     // The higher of the two has weight 1: an infinite one must not be subtracted from itself.
-    const float t = sink * kLog2e, higher = fmax(top, t);
+    const float t = kFixed ? mul_rn(sink, kLog2e) : sink * kLog2e, higher = fmax(top, t);
     keep = top == higher ? 1.f : exp2_approx(top - higher);  // 0 if the row saw nothing
-    sum = sum * keep + (t == higher ? 1.f : exp2_approx(t - higher));
+    sum = (kFixed ? mul_rn(sum, keep) : sum * keep) + (t == higher ? 1.f : exp2_approx(t - higher));
     top = higher;
   }
   lse = sum == 0.f ? neg_inf() : (top + log2_approx(sum)) * kLn2;
@@ -104,8 +107,9 @@ template <bool kLazyRescale = false> struct Softmax {
   }
 
   // The new maxima; what was summed before is rescaled to them. kMaybeEmpty: rows may not have seen any key yet, and
-  // exp(-inf - -inf) must not become NaN. Large maxima are subtracted from `s`.
-  template <bool kMaybeEmpty, int N> STROBE_DEVICE void maxima(float (&s)[N]) {
+  // exp(-inf - -inf) must not become NaN. Large maxima are subtracted from `s`: in all rows of a warp where one has
+  // such a maximum or, with kByRow, in that one alone, so that no row's bits depend on its neighbours.
+  template <bool kMaybeEmpty, bool kByRow = false, int N> STROBE_DEVICE void maxima(float (&s)[N]) {
     grew = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -127,21 +131,24 @@ template <bool kLazyRescale = false> struct Softmax {
       alpha[row] = exp2_approx((m[row] - safe) * scale);
       m[row] = now;
       shift[row] = -safe * scale;
-      l[row] *= alpha[row];
+      l[row] = kByRow ? mul_rn(l[row], alpha[row]) : l[row] * alpha[row];
     }
     const bool large = fmax(fabs(shift[0]), fabs(shift[1])) > kLargestShift;
     if (kLazyRescale && !kMaybeEmpty) {  // one vote for both
       grew = any(grew | large);
       if (grew && any(large)) subtract(s);
-    } else if (any(large)) subtract(s);
+    } else if (any(large)) subtract<kByRow>(s);
   }
-  template <int N> STROBE_DEVICE void subtract(float (&s)[N]) {
+  template <bool kByRow = false, int N> STROBE_DEVICE void subtract(float (&s)[N]) {
+    const auto is_meant = [&](int row) { return !kByRow || fabs(shift[row]) > kLargestShift; };
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float from = m[fragment_row(i)];
-      s[i] -= from == neg_inf() ? 0.f : from;
+      s[i] -= from == neg_inf() || !is_meant(fragment_row(i)) ? 0.f : from;
     }
-    shift[0] = shift[1] = 0.f;
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      if (is_meant(row)) shift[row] = 0.f;
   }
 
   // Scores From to To of the fragment become weights, p = exp(s - m), and are added to the sums.
@@ -172,8 +179,9 @@ template <bool kLazyRescale = false> struct Softmax {
   }
 
   // After the last key; see `normaliser`.
-  template <bool kHasSink> STROBE_DEVICE float finish(int row, float sink, float& lse) const {
-    return normaliser<kHasSink>(quad_sum(l[row]), m[row] * scale, sink, lse);
+  template <bool kHasSink, bool kFixed = false> STROBE_DEVICE float finish(int row, float sink, float& lse) const {
+    const float top = kFixed ? mul_rn(m[row], scale) : m[row] * scale;
+    return normaliser<kHasSink, kFixed>(quad_sum(l[row]), top, sink, lse);
   }
 };
 
@@ -205,15 +213,38 @@ template <class T, int N> struct SpeculativeSoftmax {
     }
   }
 
-  // If it is right for every row of the warp, takes over the sums and weights; else nothing has changed. NaN does not
-  // pass.
-  STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2]) const {
-    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;
+  STROBE_DEVICE float sums(const Softmax<>& past) const { return past.l[0] + sum[0] + sum[1]; }
+
+  // If it is right for every row of the warp, takes over the sums and weights; else they are computed again, and O has
+  // to be rescaled. NaN does not pass.
+  STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
+    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) {
+      past.template to_weights<T>(weights, s);
+      return false;
+    }
     past.l[0] += sum[0];
     past.l[1] += sum[1];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) weights[i] = packed[i];
     return true;
+  }
+};
+
+// The same under the maximum of all scores until now, which each row finds for itself: what a row gets does not depend
+// on its neighbours, and a block in which it sees nothing changes none of its bits. Scores become weights where they
+// are.
+template <class T, int N> struct ExactSoftmax {
+  Softmax<>& softmax;
+
+  STROBE_DEVICE explicit ExactSoftmax(Softmax<>& past) : softmax(past) {}
+  template <int From, int To> STROBE_DEVICE void weights(float (&s)[N]) {
+    if constexpr (From == 0) softmax.template maxima<true, true>(s);
+    if constexpr (From < To) softmax.template weights<From, To>(s);
+  }
+  STROBE_DEVICE float sums(const Softmax<>& past) const { return past.l[0] + past.l[1]; }
+  STROBE_DEVICE bool accept(const Softmax<>& past, u32 (&weights)[N / 2], const float (&s)[N]) const {
+    pack_fragment<T>(weights, s);
+    return !any(past.alpha[0] != 1.f || past.alpha[1] != 1.f);  // multiplying by 1 changes nothing
   }
 };
 
