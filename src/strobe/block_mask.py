@@ -18,7 +18,7 @@ _COMBINE = (
 
 class BlockMask:
     """What `block_mask` returns. Backends see its function. `maps` belongs to the kernels: the bits of blocks that they
-    found, by `Plan.map_key`."""
+    found, by device and `Plan.map_key`."""
 
     def __init__(self, function: MaskFunction, batch: int | None, heads: int | None, len_q: int, len_k: int) -> None:
         self.function = function
