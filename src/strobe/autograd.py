@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:
         out, lse = bound.forward.run(a)
         _keep(ctx, bound, a, tensors, (out, lse))
-        return (out, lse) if a.return_lse else out  # PyTorch takes time for each result, be it None
+        return (out, lse) if a.return_lse else out  # PyTorch takes time for each result, even for None
 
     @staticmethod
     def backward(ctx: Any, dout: _Maybe, dlse: _Maybe = None) -> Any:  # type: ignore[override]
@@ -110,7 +110,7 @@ def _keep(ctx: Any, bound: BoundCall, a: Arguments, tensors: Sequence[_Maybe], o
 
 
 def _fitted(gradients: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """So many: inputs behind those that can have a gradient get None, and not all of the latter need be there."""
+    """`count` gradients: None is appended for inputs without one, or what is too much is cut off."""
     return (gradients + (None,) * count)[:count]
 
 
@@ -121,14 +121,14 @@ def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch
 
 
 # PyTorch's own `apply` of each pass first looks for a transformation, and for a `backward`. Here no transformation is
-# active and there is one, so both are passed by.
+# active and there is a `backward`, so both are skipped.
 _apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
 if hasattr(_Attention, "_backward_cls"):
     _Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 def _batched(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:
-    """With the examples along the first axis."""
+    """The tensor with the examples along the first axis."""
     assert t is not None
     return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
@@ -218,6 +218,6 @@ class _Second(torch.autograd.Function):
 def second(
     bound: BoundCall, a: Arguments, cotangents: Sequence[_Maybe], dout: torch.Tensor, dlse: _Maybe
 ) -> tuple[_Maybe, ...]:
-    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks) and captured tensors;
-    so many cotangents, too."""
+    """The gradients of <cotangents, gradients of attention> for (dout, dlse, q, k, v, bias, sinks) and captured
+    tensors. There is a cotangent for each of those gradients."""
     return _Second.apply(bound, a.seed, *cotangents, dout, dlse, *tensors_of(a))

@@ -1,4 +1,4 @@
-"""A mask function for many calls of the same lengths, of which kernels keep what they found out about its blocks."""
+"""A mask function for many calls of the same lengths. Kernels keep what they found out about its blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _COMBINE = (
 
 
 class BlockMask:
-    """What `block_mask` returns. To all backends it is its function. `maps` are the kernels': the bits of blocks that they
-    found, by what they asked for."""
+    """What `block_mask` returns. Backends see its function. `maps` belongs to the kernels: the bits of blocks that they
+    found, by device and `Plan.map_key`."""
 
     def __init__(self, function: MaskFunction, batch: int | None, heads: int | None, len_q: int, len_k: int) -> None:
         self.function = function
@@ -33,7 +33,7 @@ class BlockMask:
         return f"strobe.block_mask({self.function.title}, {sizes})"
 
     def check(self, batch: int, heads: int, len_q: int, len_k: int) -> None:
-        """Whether it is one for a call of these sizes."""
+        """Raises ValueError unless it was made for a call of these sizes."""
         made_for = {"batch": self.batch, "heads": self.heads, "len_q": self.len_q, "len_k": self.len_k}
         for (name, size), given in zip(made_for.items(), (batch, heads, len_q, len_k), strict=True):
             if size is not None and size != given:

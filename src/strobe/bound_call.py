@@ -57,7 +57,8 @@ class BoundCall:
         return self.merges and self.backend.rounds_states(self.problem)
 
     def arguments(self, seed: int | None, tensors: Sequence[Any], blocks: Any = None) -> Arguments:
-        """Of the call, with these tensors (`tensors_of`), as a backward pass has them; with the LSE."""
+        """The arguments of the call with these tensors (`tensors_of`), as a backward pass has them; the LSE is asked
+        for."""
         if seed is None and len(tensors) == 3 and blocks is None:
             return Arguments._make((*tensors, *self._behind_qkv))
         return with_tensors(self._template, seed, tensors)._replace(blocks=blocks)
@@ -167,6 +168,6 @@ def remember(key: Any, bound: BoundCall) -> None:
 
 
 def bind(a: Arguments, needs_grad: bool | None = None) -> BoundCall:
-    """Check the arguments and bind them; nothing is remembered. `needs_grad`: None: as the tensors say."""
+    """Check the arguments and bind them; nothing is remembered. If `needs_grad` is None, the tensors decide."""
     warn_of_layout(a)
     return BoundCall(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)

@@ -32,7 +32,7 @@ def run(a: Arguments) -> Any:
 
 
 def _completed(a: Arguments) -> Arguments:
-    """With the lengths of the longest sequences, and a seed that follows torch.manual_seed."""
+    """The arguments with the lengths of the longest sequences, and a seed that follows torch.manual_seed."""
     if a.cu_q is not None:
         a = with_longest(a)
     if a.dropout and a.seed is None:
@@ -41,7 +41,8 @@ def _completed(a: Arguments) -> Arguments:
 
 
 def cast_for_autocast(a: Arguments) -> Arguments:
-    """q, k and v as autocast hands them to PyTorch's own attention: 64-bit ones and those elsewhere stay as they are."""
+    """q, k and v as autocast hands them to PyTorch's own attention: 64-bit tensors and tensors on other devices stay as
+    they are."""
     dtype = torch.get_autocast_dtype(a.q.device.type)
 
     def cast(t: Any) -> Any:

@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the LSE that goes with inputs of this type."""
+    """The dtype of the LSE for inputs of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -293,7 +293,7 @@ def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
 
 
 def check_state(a: Arguments, layout: Layout) -> None:
-    """The LSE of the state whose output `out` or `state_out` holds, and the latter."""
+    """Checks `state_out`, if there is one, and the LSE of the state whose output `out` or `state_out` holds."""
     lse, want = checked_tensor("state_lse", a.state_lse), layout.rows_shape(tuple(a.q.shape))
     wide = a.out
     if a.state_out is not None:
@@ -318,5 +318,5 @@ def check_state(a: Arguments, layout: Layout) -> None:
 
 
 def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
-    """Queries may be replaced by their results: whoever writes a row has read it before."""
+    """Whether `out` is the queries themselves: results may replace them, since a row is read before it is written."""
     return name == "q" and t.data_ptr() == out.data_ptr() and t.shape == out.shape and t.stride() == out.stride()

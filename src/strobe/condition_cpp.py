@@ -1,5 +1,5 @@
-"""The condition of a score as the map of its blocks asks it: `struct Condition`, with one function for a pair of a query and
-a key, and one for a whole block at once, by interval arithmetic (tile/ranges.cuh).
+"""The condition of a score as its block map evaluates it: `struct Condition`, with one function for a pair of a query
+and a key, and one for a whole block at once, by interval arithmetic (tile/ranges.cuh).
 
 What depends on the query alone, or on the key alone, is evaluated for each row of a block: its least and its largest value
 are exact, whatever it does. Only what depends on both is left to the rules of intervals.

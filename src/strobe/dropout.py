@@ -44,19 +44,20 @@ LARGEST = (_FINITE_AND_INF - 1) / (1 << 16)  # p that one comparison can say, wh
 
 
 def threshold(p: float) -> int:
-    """How many of the 2^16 patterns drop an entry. 31745 is not to be had: see `_rank`."""
+    """How many of the 2^16 patterns drop an entry. 31745 cannot occur: see `_rank`."""
     n = min(round(p * (1 << 16)), (1 << 16) - 1)
     return n + 1 if n == _INF + 1 else n
 
 
 def kept_share(p: float) -> float:
-    """The part of all entries that is really kept, by which those are divided: their expectation stays what it was."""
+    """The share of entries that is really kept. Kept entries are divided by it, so that their expectation does not
+    change."""
     return 1 - threshold(p) / (1 << 16)
 
 
 def _rank(n: int) -> int:
     """The least number that is not among the n least: the bits of an fp16 number, negative if that is. -0 and 0 are one
-    number and two patterns, so n = 31745 is not to be had."""
+    number and two patterns, so n = 31745 cannot occur."""
     return n - _INF if n <= _INF else n - _INF - 1
 
 
@@ -67,7 +68,7 @@ def threshold_bits(p: float) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Of numbers below 2^32 in int64: products wrap around, but their low halves are right."""
+    """`mix` of numbers below 2^32 in int64: products wrap around, but their low halves are right."""
     x = x ^ (x >> 16)
     x = (x * _MIX[0]) & _LOW
     x = x ^ (x >> 15)

@@ -44,7 +44,7 @@ class Operation:
     cpp: str  # with {0}, {1} and {2} for the operands
     # The partial derivatives by each operand, from the operands and the result; None: a constant, or not differentiable.
     partials: Callable[..., tuple[Expr, ...]] | None = None
-    # Instead, where an operand's derivative may be infinite and not be wanted: from operands and their derivatives.
+    # Used instead where an operand's derivative may be infinite but unused: from operands and their derivatives.
     chain: Callable[..., Expr] | None = None
     kind: int | None = None  # of the result; None: the widest of its operands
     flat: bool = False  # its derivative is 0 wherever there is one
@@ -84,7 +84,7 @@ OPERATIONS: dict[str, Operation] = {
     "tanh_near": Operation(torch.tanh, "tanh_near({0})"),  # for kernels: near 0
     # A score and its bias, for kernels: see biased() in pipeline/scores.cuh.
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
-    # A score where the second operand is true; elsewhere nothing: -inf.
+    # A score where the second operand is true; elsewhere -inf.
     "where": Operation(
         lambda a, b: _selected(b, a, -math.inf), "({1} ? {0} : neg_inf())",
         chain=lambda a, b, da, db: da if da == _ONE else _select(b, da, _ZERO), kind=FLOAT,
@@ -210,7 +210,7 @@ class Expr:
 
     @functools.cached_property
     def kind(self) -> int:
-        """Of its values, as a score has them."""
+        """The kind of its values, as a score has them."""
         if self.op == "var":
             return KINDS.get(self.args[0], FLOAT)
         if self.op == "load":
@@ -225,7 +225,7 @@ class Expr:
 
     def evaluate(self, env: Mapping[Any, Value], known: dict[Expr, Value] | None = None) -> Value:
         """`env` maps names, and the numbers of captured tensors, to values. `known` collects the values of operations:
-        passed on, it spares a second expression what it shares with this one."""
+        pass it on, and a second expression does not compute again what it shares with this one."""
         if self.op in ("const", "literal"):
             return self.args[0]
         if self.op in ("var", "tensor"):
@@ -283,7 +283,7 @@ class Expr:
         return OPERATIONS[self.op].cpp.format(*(arg.cpp(constants) for arg in self.args))
 
     def derivative(self, name: str | Expr) -> Expr:
-        """By the variable `name`, or by a load. It shares its subexpressions with this one."""
+        """The derivative by the variable `name`, or by a load. It shares its subexpressions with this one."""
         return self._derivative(Expr("var", (name,)) if isinstance(name, str) else name, {})
 
     def _derivative(self, by: Expr, known: dict[Expr, Expr]) -> Expr:
@@ -315,7 +315,7 @@ class Expr:
         return self.mapped(lambda e: new if e == old else None)
 
     def mapped(self, change: Callable[[Expr], Expr | None]) -> Expr:
-        """With other expressions in the place of those for which `change` has one."""
+        """The expression, with each one replaced for which `change` returns another."""
         found = change(self)
         if found is not None:
             return found
@@ -361,7 +361,7 @@ def kind_of_number(value: Any) -> int:
 
 
 def places(tensor: torch.Tensor, index: list[Value]) -> tuple[torch.Tensor, ...]:
-    """Where the entries at these indices are: beyond an axis, at its end."""
+    """The indices, clamped to the axes of the tensor."""
     return tuple(
         torch.as_tensor(i, device=tensor.device).long().clamp(0, max(n - 1, 0))
         for i, n in zip(index, tensor.shape, strict=True)

@@ -62,7 +62,7 @@ def _parse(words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], 
 def _parse_operands(
     words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], levels: int
 ) -> tuple[list[Expr], int]:
-    """Those up to the closing parenthesis, and where the word behind that is."""
+    """The expressions up to the closing parenthesis, and the index of the word after it."""
     args: list[Expr] = []
     end = at
     while end < len(words) and words[end] != ")":

@@ -92,7 +92,7 @@ def unknown_word(function: str, word: str, known: Iterable[str]) -> TypeError:
 
 SILENCE = "STROBE_NO_LAYOUT_WARNING"
 _warned = False
-_MOST_HEADS = 64  # an axis before a longer one that has no more entries than that looks like heads
+_MOST_HEADS = 64  # an axis up to this length, before a longer one, looks like heads
 
 
 def warn_of_layout(a: Arguments) -> None:

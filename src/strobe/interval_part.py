@@ -53,7 +53,7 @@ def condition_of(ends: Ends) -> Expr:
 
 
 def renamed(e: Expr, names: dict[str, str]) -> Expr:
-    """Also without the `//` of masks, whose divisor is a number of ours in conditions."""
+    """The expression with other names, and `floordiv` by a literal in the place of the `//` of masks."""
     if e.op == "var":
         return Expr("var", (names.get(e.args[0], e.args[0]),))
     if e.op == "//":
@@ -78,7 +78,7 @@ def conjuncts(e: Expr) -> list[Expr]:
 
 
 def _ends(e: Expr) -> Ends | None:
-    """Of a condition that is an interval by itself."""
+    """The ends of a condition that is an interval by itself; None if it is not."""
     if e.op == "|":
         return _union(*map(_ends, e.args))
     if e.op not in ("<", "<=", ">", ">=", "==") or e.args[0].kind != INT or e.args[1].kind != INT:
@@ -119,7 +119,7 @@ def _terms(e: Expr, sign: int) -> list[tuple[int, Expr]]:
 
 
 def _bound(op: str, terms: list[tuple[int, Expr]]) -> Ends | None:
-    """Of `sum of terms OP 0`, if the key is one of them."""
+    """The ends of `sum of terms OP 0`, if the key is one of the terms."""
     of_key = [sign for sign, e in terms if e == _K]
     rest = [(sign, e) for sign, e in terms if e != _K]
     if len(of_key) != 1 or any("ki" in e.variables() for _, e in rest):
@@ -131,8 +131,8 @@ def _bound(op: str, terms: list[tuple[int, Expr]]) -> Ends | None:
 
 
 def _sum(terms: list[tuple[int, Expr]], number: int, left: bool) -> Expr:
-    """As the masks of ours have it, so that the same function of positions is the same kernel: the diagonal, then the rest,
-    then one number."""
+    """The sum in the order of our own masks, so that equal functions of positions share a kernel: the diagonal, then
+    the rest, then one number."""
     number += sum(sign * e.args[0] for sign, e in terms if e.op in ("const", "literal"))
     rest = [(sign, e) for sign, e in terms if e.op not in ("const", "literal")]
     total: Expr | None = None

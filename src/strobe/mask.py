@@ -72,7 +72,7 @@ class Mask:
         return inverse(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what is derived: a hash of strings means nothing to another process."""
+        """Pickles no derived values: a hash of strings means nothing to another process."""
         return Mask, (self.lo, self.hi, self.title, self.sizes)
 
     def __repr__(self) -> str:
@@ -218,7 +218,7 @@ full = Mask(None, None, "full")
 causal = Mask(None, _diag + 1, "causal")
 causal_top_left = Mask(None, _q + 1, "causal_top_left")
 
-# Only the keys that the whole sequence has: those from 0 to len_k, which positions say, not all that a buffer holds.
+# Only the keys of the whole sequence, from 0 to len_k as positions say it, not all that a buffer holds.
 used_keys = Mask(Expr("literal", (0,)), _len_k, "used")
 
 
@@ -233,7 +233,7 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def cached_window(left: int) -> Mask:
-    """Of keys that all stand before the first query, those from `left` before each query on."""
+    """For keys that all stand before the first query: each query sees those from `left` positions before it on."""
     return Mask(_q + _len_k - _number(left), None, "cached_window(?)", (left,))
 
 

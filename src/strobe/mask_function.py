@@ -76,7 +76,8 @@ def mask_function(function: Callable[..., Any], *, rows: bool = False) -> MaskFu
 
 
 def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score:
-    """A score from `function(score, b, h, q, k)`, traced once: see `mask_function`. Its derivative is derived."""
+    """A score from `function(score, b, h, q, k)`, traced once: see `mask_function`. Its derivative follows from the
+    trace."""
     q = user_function.ROW if rows else user_function.Q
     given = (user_function.S, user_function.B, user_function.H, q, user_function.K)
     expr, tensors, name = user_function.trace(function, given, FLOAT, None)
@@ -116,7 +117,7 @@ def _split(condition: Expr, tensors: tuple[torch.Tensor, ...], title: str) -> Ma
 
 
 def _all_of(mask: MaskFunction) -> MaskFunction:
-    """The same, its interval part of the condition."""
+    """The same mask, with its interval as a part of the condition."""
     condition = interval_part.condition_of((mask.interval.lo, mask.interval.hi))
     if mask.rest is not None:
         condition = Expr("&", (condition, mask.rest))

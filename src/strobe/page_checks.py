@@ -117,7 +117,7 @@ def visible_spans(
     return torch.minimum(first, end), end
 
 
-_FAR = 1 << 30  # behind every key
+_FAR = 1 << 30  # beyond every key
 
 
 def check_contents(

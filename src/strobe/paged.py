@@ -17,7 +17,7 @@ LAYOUTS = ("nhd", "hnd")
 
 
 class Level(NamedTuple):
-    """Keys in front of several sequences' own, for `shared=` of `strobe.attention_paged`. Group g is the queries from
+    """Keys before several sequences' own, for `shared=` of `strobe.attention_paged`. Group g is the queries from
     cu_q[g] to cu_q[g + 1], counted over the rows of all sequences; each of its queries sees all of the group's keys. A
     group without keys has length 0."""
 
@@ -27,8 +27,8 @@ class Level(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """How `append` turns new keys: tables (positions, rotary_dim / 2), the position of each new row, and whether pairs are
-    (2 i, 2 i + 1), else (i, i + rotary_dim / 2)."""
+    """How `append` rotates new keys: tables (positions, rotary_dim / 2), the position of each new row, and whether
+    pairs are (2 i, 2 i + 1), else (i, i + rotary_dim / 2)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -79,8 +79,8 @@ def append(
     k, v          the pool, (pages, page, heads_k, dim), or (pages, heads_k, page, dim) with `layout="hnd"`; any strides
     slots         (…) int64 or int32: page · page size + row, where each row goes; negative: it is not written. Slots that
                   are written must differ
-    rotary        (cos, sin, positions, interleaved): turn the new keys first, `strobe.paged.Rotary`
-    k_scale       and v_scale: of 8-bit pools, which are not built yet
+    rotary        (cos, sin, positions, interleaved): rotate the new keys first, `strobe.paged.Rotary` k_scale       and
+    v_scale: of 8-bit pools, which are not built yet
 
     On a GPU it is one launch for bfloat16 and float16 pools whose rows are aligned to 16 bytes; nothing is read back, so it
     may be captured in a CUDA graph. Slots that the pool does not have are skipped there, and positions that the rotary
@@ -139,8 +139,8 @@ def _scatter(pool: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def scatter_without_reading(pool: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
-    """Which rows are skipped is not read back. They write what the first row that is written writes, to its place; where
-    there is none, what is in slot 0 already. Slots that the pool does not have are skipped, too."""
+    """Does not read back which rows are skipped. A skipped row repeats the write of the first row that is written or,
+    if none is, writes to slot 0 what is there already. Slots that the pool does not have are skipped, too."""
     size = pool.shape[1]
     used = (at >= 0) & (at < pool.shape[0] * size)
     first = used.to(torch.int8).argmax()

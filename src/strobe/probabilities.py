@@ -77,7 +77,7 @@ def _checked(a: Arguments, rows: Any) -> torch.Tensor:
 
 
 def _rows(problem: Problem, inputs: Inputs, run: range, dtype: torch.dtype) -> torch.Tensor:
-    """Of neighbouring rows."""
+    """The probabilities of neighbouring rows."""
 
     def part(t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None or t.shape[2] == 1 else t[:, :, run.start : run.stop]
@@ -105,7 +105,7 @@ def _indices(rows: Any, len_q: int) -> range | list[int]:
 
 
 def _runs(indices: range | list[int]) -> Iterator[range]:
-    """Neighbours together: one product of matrices serves them."""
+    """Runs of neighbouring rows: one matrix product serves a run."""
     if isinstance(indices, range) and indices.step == 1:
         if indices:
             yield indices

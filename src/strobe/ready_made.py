@@ -32,7 +32,7 @@ def relative_bias(table: torch.Tensor) -> Score:
 
 def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
     """T5's bias: `table`, (buckets, heads), has an entry for each bucket of distances, which grow logarithmically up to
-    `max_distance`. `bidirectional`: keys behind a query have buckets of their own, as in T5's encoder."""
+    `max_distance`. `bidirectional`: keys after a query have buckets of their own, as in T5's encoder."""
     least = 4 if bidirectional else 2
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[0] < least:
         raise ValueError(f"table must be a tensor (buckets, heads) of at least {least} buckets, got {_shown(table)}")
@@ -84,7 +84,7 @@ def tree(
 
 
 def _depth_first(parents: list[int]) -> tuple[list[int], list[int]]:
-    """For each token its number in a walk that goes down first, and that of the first token behind all below it."""
+    """For each token its number in a walk that goes down first, and that of the first token after all below it."""
     below: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last one: of no token
     for i, parent in enumerate(parents):
         if not -1 <= parent < len(parents):

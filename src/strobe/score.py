@@ -44,7 +44,7 @@ class KernelForm(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Score:
     """An expression of `s`, the scaled score, and perhaps of where it is (expression.KINDS) and of captured tensors.
-    Title and `sizes` make the name, as those of a mask."""
+    Title and `sizes` make the name, as for a mask."""
 
     expr: Expr
     title: str
@@ -56,7 +56,7 @@ class Score:
         return full_name(self.title, self.sizes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what is derived: a hash of strings means nothing to another process."""
+        """Pickles no derived values: a hash of strings means nothing to another process."""
         return Score, (self.expr, self.title, self.tensors, self.sizes)
 
     def __repr__(self) -> str:
@@ -136,7 +136,8 @@ class Score:
         return Score(Expr("where", (self.expr, moved)), title, self.tensors + tensors, sizes)
 
     def with_first_head(self, head: int) -> Score:
-        """For a call that has some of the heads, from this one on: tensors have an entry for every head."""
+        """The score for a call that has only some of the heads, from this one on: tensors have an entry for every
+        head."""
         shifted = self.expr.replaced(_h, _h + Expr.of(head)) if "h" in self.expr.variables() else self.expr
         return Score(shifted, self.title, self.tensors, self.sizes)
 

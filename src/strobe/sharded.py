@@ -1,5 +1,5 @@
-"""`strobe.sdpa` of DTensors, which lie in parts with the ranks of a mesh. Batches and heads do not see each other: each rank
-attends to its own. Whatever else is sharded is gathered first."""
+"""`strobe.sdpa` of DTensors, which are sharded over the ranks of a mesh. Batches and heads do not see each other: each
+rank attends to its own. Whatever else is sharded is gathered first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strobe.arguments import Arguments
 
 
 def is_sharded(t: Any) -> bool:
-    """Whether it is a DTensor. Who has one has imported them."""
+    """Whether it is a DTensor. There is none unless the caller has imported their module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 

@@ -137,7 +137,7 @@ class _Recorder:
 
     def __init__(self, problem: Problem, block_k: int) -> None:
         self._block_k = block_k
-        self._least = torch.finfo(problem.lse_dtype).min  # what the library begins m with
+        self._least = torch.finfo(problem.lse_dtype).min  # the initial m of the library
         self.rows: list[list[TileOfRow]] = [[] for _ in range(problem.len_q)]
         self.visited: dict[tuple[int, int], tuple[range, bool]] = {}  # (first row, tile): its keys, wholly visible
 

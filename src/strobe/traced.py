@@ -208,7 +208,7 @@ def _wanted(needs: Sequence[bool], values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _tensors(values: Sequence[Any]) -> tuple[Any, ...]:
-    """In the order of `tensors_of`."""
+    """The tensors in the order of `tensors_of`."""
     return *values[: len(TENSORS)], *values[_SCORE_TENSORS]
 
 
@@ -241,8 +241,9 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any, ...]:
-    """Of (dout, dlse) and of q, k, v, bias, sinks and captured tensors. Not an operation: no tracer follows a backward's
-    backward. The results of the forward count as constants: second derivatives go through the recomputation."""
+    """The gradients of (dout, dlse), q, k, v, bias, sinks and captured tensors. Not an operation: no tracer follows a
+    backward's backward. The results of the forward count as constants: second derivatives go through the
+    recomputation."""
     (dout, dlse, out), values = _restore_call(ctx)
     if is_traced(out):
         raise NotImplementedError("second derivatives of strobe.attention cannot be traced")

@@ -84,7 +84,7 @@ LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have lan
 VALUES = "cp_async_wait<0>();\n    sync_block();  // V_n is here"
 ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel : src, row_there && column_there);"
 
-SKIP = "sync_warp();  // no lane may find the barrier a whole round further on because another gave the buffer back"
+SKIP = "sync_warp();  // else one lane's release could let the barrier run a round ahead of another's wait"
 SKIPPED_BEFORE = "sees_keys ? mine.end : all.first"
 YIELD, MEET = "turns.yield_turn();", "sync_warpgroup(consumer);"
 PUBLISH = "publish_tile<Config>(tile_info(), tile);"
@@ -205,7 +205,7 @@ MUTATIONS = [
             ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
             # ---- output through shared memory ----
             ("no_proxy_fence", f"fence_proxy_async();\n    {MEET}", MEET, CAUSAL),
-            ("staged_over_queries_in_use", f"{MEET}  // or: every warp", "//", CAUSAL),
+            ("staged_over_queries_in_use", f"{MEET}  // and every warp", "//", CAUSAL),
             ("stored_before_staged", f"fence_proxy_async();\n    {MEET}", "fence_proxy_async();", CAUSAL),
             ("store_not_committed", "tma_store_commit();", "", CAUSAL),
             ("store_not_awaited", "tma_store_wait_read<0>();\n      ring.release();", "ring.release();", CAUSAL),
@@ -294,7 +294,7 @@ MUTATIONS = [
             ("queries_released_on_the_diagonal", f"{YIELD}\n      pv(f);", f"{YIELD} {RELEASE_Q} pv(f);", WIDE),
             ("queries_overwritten", "q.wait_empty();", "", SHORT),
             ("queries_released_in_use", Q_DESC, f"{Q_DESC} {RELEASE_Q}", CAUSAL, 2),
-            ("tile_read_too_late", "sync_warp();  // likewise", "", CAUSAL),
+            ("tile_read_too_late", "sync_warp();  // as in read_positions", "", CAUSAL),
             ("staged_over_output_in_flight", "tma_store_wait_read<0>();  // what was staged", ";  //", CAUSAL),
             ("last_store_not_awaited", "tma_store_wait_read<0>();  // shared memory must outlive", ";  //", CAUSAL),
         ]

@@ -13,7 +13,7 @@ from strobe.problem import Problem
 
 
 class Gradients(NamedTuple):
-    """Of one attention call, each in its input's shape; `None` where none is wanted."""
+    """The gradients of one attention call, each in its input's shape; `None` where none is wanted."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -72,7 +72,8 @@ class Backend:
     invariant: bool = False  # it can give a row of a paged call the same bits whatever is beside it
     captured_gradients: bool = False  # its backward pass finds those of tensors that a score captures
     merges: bool = False  # its forward pass merges its result with a state
-    # Whether it also rounds a merged state on its way to another tensor, and had better for a problem that it could merge.
+    # Whether it also rounds a merged state on its way to another tensor, and should do so for a problem that it could
+    # merge.
     rounds_states: Callable[[Problem], bool] = field(default=lambda problem: False)
 
     def supports(self, problem: Problem) -> str | None:

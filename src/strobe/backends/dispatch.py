@@ -63,5 +63,5 @@ def _fastest(problem: Problem) -> Backend:
 
 
 def bind(backend: Backend, problem: Problem, layout: Layout) -> Pass:
-    """Nothing is to be attended in an empty problem: `tiled` fills in the results, whoever was asked."""
+    """An empty problem has nothing to attend to: `tiled` fills in the results, whichever backend was asked."""
     return (get("tiled") if problem.empty else backend).bind(problem, layout)

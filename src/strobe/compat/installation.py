@@ -102,7 +102,7 @@ _operators: Any = None  # torch.ops.flash_attn_3
 
 def install() -> None:
     """From now on `import flash_attn`, `flash_attn_interface` (FlashAttention 3) and what belongs to them give strobe's
-    functions in this process. Call it before the libraries that import them. Twice is like once."""
+    functions in this process. Call it before the libraries that import them. A second call changes nothing."""
     global _replaced, _operators
     if _replaced is not None:
         return
@@ -114,7 +114,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Modules and packages as they were before `install()`. What others have imported meanwhile they keep."""
+    """Restores modules and packages as they were before `install()`. Code that has imported ours meanwhile keeps
+    them."""
     global _replaced, _operators
     if _replaced is None:
         return

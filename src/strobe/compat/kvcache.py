@@ -1,8 +1,8 @@
 """Attention to a cache of keys and values that is longer than what is in use, one length per sequence: a contiguous one, or
 pages that a table lists.
 
-New keys are written into the cache, in place. What is in use is said by `positions`, on the device: nothing is copied
-and nothing waits. Where the length is one int for all, the cache is simply cut off there.
+New keys are written into the cache, in place. `positions` says on the device what is in use: nothing is copied and
+nothing waits. If the length is one int for all, the cache is simply cut off there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def attend(
     if rotary_cos is not None and rotary_sin is not None:
         assert k is not None
         start = used if rotary_seqlens is None else rotary_seqlens
-        moves = mask.lo is not None or mask.hi is not None  # else every query stands behind the cache
+        moves = mask.lo is not None or mask.hi is not None  # else every query stands after the cache
         q = _turned(q, rotary_cos, rotary_sin, start, cu_q, rotary_interleaved, moves)
         k = _turned(k, rotary_cos, rotary_sin, start, cu_new, rotary_interleaved)
     if k is not None and v is not None:
@@ -228,7 +228,7 @@ def _turned(
     interleaved: bool,
     moves: bool = True,
 ) -> torch.Tensor:
-    """Rows at the positions from `start` on; all at `start` if it does not move."""
+    """Rotates rows to the positions from `start` on; all to `start` if positions do not move."""
     at, sequence = _places(t, start, cu)
     if not moves:
         first = start[sequence] if isinstance(start, torch.Tensor) else torch.full_like(at, start)

@@ -54,7 +54,8 @@ class _Handle:
 
 def activate() -> None:
     """From now on SDPA's flash backend is strobe, and flash is the first that SDPA tries: nn.MultiheadAttention,
-    nn.TransformerEncoder, diffusers, torchtitan and `varlen_attn` use it with nothing changed. Twice is like once."""
+    nn.TransformerEncoder, diffusers, torchtitan and `varlen_attn` use it with nothing changed. A second call changes
+    nothing."""
     global _before
     attention = torch.nn.attention
     if not hasattr(attention, "register_flash_attention_impl"):
@@ -69,7 +70,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """PyTorch as it was before `activate()`."""
+    """Restores PyTorch as it was before `activate()`."""
     global _before
     if NAME not in _implementations():
         return

@@ -164,7 +164,7 @@ def _asked(attn_bias: Any) -> _Asked:
 
 
 def _tensor_of(attn_bias: Any) -> torch.Tensor:
-    """Under the name that it has in the xformers of the day."""
+    """Finds it under the name that it has in the installed xformers."""
     for name in ("_bias", "_subtensor"):
         if isinstance(found := getattr(attn_bias, name, None), torch.Tensor):
             return found
@@ -210,7 +210,7 @@ _replaced: list[tuple[ModuleType, str, Any]] | None = None  # None: not installe
 
 def install() -> None:
     """From now on `xformers.ops.memory_efficient_attention` is strobe's, on any device. Code that imported the function by
-    name before keeps xformers' own. Twice is like once."""
+    name before keeps xformers' own. A second call changes nothing."""
     global _replaced
     if _replaced is not None:
         return
@@ -225,7 +225,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """xformers as it was before `install()`."""
+    """Restores xformers as it was before `install()`."""
     global _replaced
     for host, name, theirs in _replaced or ():
         setattr(host, name, theirs)

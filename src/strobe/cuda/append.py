@@ -1,5 +1,5 @@
-"""`strobe.paged.append` in one launch: new keys are turned and written, with new values, to slots that the device reads
-(kernels/append.cuh)."""
+"""`strobe.paged.append` in one launch: new keys are rotated and written, with new values, to slots that the device
+reads (kernels/append.cuh)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _launchers = Launchers()
 def append(
     k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, rotary: Any
 ) -> bool:
-    """Whether a kernel has done it. Pools are views (pages, page, heads, dim); `rotary` is a `strobe.paged.Rotary` or
-    None."""
+    """Append with a kernel, and return whether there is one for it. Pools are views (pages, page, heads, dim); `rotary`
+    is a `strobe.paged.Rotary` or None."""
     tensors = (k_new, v_new, k, v, slots) if rotary is None else (k_new, v_new, k, v, slots, *rotary[:3])
     interleaved = rotary is not None and bool(rotary[3])
     launcher = _launchers.get(
@@ -35,7 +35,7 @@ def append(
     wide = (
         from_k | from_v | to_k | to_v if rotary is None else from_k | from_v | to_k | to_v | addresses[5] | addresses[6]
     )
-    if wide % ALIGN or -2 * v.shape[-1] < to_v - to_k < 2 * k.shape[-1]:  # values in keys: the order of writing matters
+    if wide % ALIGN or -2 * v.shape[-1] < to_v - to_k < 2 * k.shape[-1]:  # values in keys: the order of writes matters
         return False
     launcher(*addresses)
     return True

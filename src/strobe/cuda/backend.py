@@ -108,7 +108,7 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
     "strided": lambda t: t.detach(),
     "unsigned": lambda seed: seed & ((1 << 64) - 1),
 }
-# Those besides q, k and v, by the name that plans have for them.
+# The arguments besides q, k and v, by the name that plans have for them.
 READ: dict[str, Read] = {
     **{name: Read(attrgetter(name), _FORMS[row.read]) for name, row in ROWS.items() if row.read is not None},
     **{f"score{i}": Read(functools.partial(_score_tensor, i), _FORMS["strided"]) for i in range(MOST_TENSORS)},
@@ -122,7 +122,7 @@ def read_by_kernels(a: Arguments) -> dict[str, Any]:
 
 
 def _addresses(names: Sequence[str], a: Arguments) -> list[int]:
-    """Of those of READ, as they are; a seed is a number."""
+    """The addresses of arguments of READ, as the caller has them; a seed is a number."""
     return [READ["seed"].form(a.seed) if name == "seed" else READ[name].given(a).data_ptr() for name in names]
 
 
@@ -164,7 +164,7 @@ def prepare_backward(
     sms: int,
 ) -> tuple[dict[str, Any], Problem, dict[str, Strides]]:
     """The tensors of a backward plan by name, gradients allocated; the problem with the strides that they have, and the
-    strides of those that it does not know. `sms`: for so many multiprocessors groups of heads are divided into parts."""
+    strides of those that it does not know. Groups of heads are divided into parts for `sms` multiprocessors."""
     given = {"q": a.q, "k": a.k, "v": a.v, "o": out}
     x: dict[str, Any] = {n: aligned(t.detach().to(problem.dtype)) for n, t in given.items()}  # a merged `out` is fp32
     if problem.k.positions and not problem.k.varlen:
@@ -175,7 +175,7 @@ def prepare_backward(
     if dlse is not None:
         x["dlse"] = _contiguous(dlse)
     wanted, device = problem.gradients, a.q.device
-    if "q" in wanted or "bias" in wanted:  # which is found on the way there
+    if "q" in wanted or "bias" in wanted:  # the gradient of the bias is found on the way to dQ
         x["dq"] = torch.empty(a.q.shape, dtype=problem.out_dtype, device=device)
     problem = replace(problem, group_parts=group_parts(problem, sms))
     if "k" in wanted or "v" in wanted:  # one kernel computes both
@@ -193,7 +193,7 @@ def prepare_backward(
 
 
 def _bias_gradient(problem: Problem, a: Arguments) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Zeros, which hidden pairs leave as they are, and where the gradient of each pair goes; fp32 where it is summed up."""
+    """The gradient of the bias, 0 where pairs are hidden, and its strides by pair; fp32 where it is summed up."""
     bias = next(load for load in problem.loads if load.name == "bias")
     gradient = torch.zeros(a.bias.shape, dtype=torch.float32 if bias.shared else a.bias.dtype, device=a.q.device)
     view = four_axes(gradient)
@@ -282,7 +282,7 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
 
 def _repeated(launcher: Launcher, planned: Planned | None, device: int, a: Arguments, x: Mapping[str, Any]) -> Any:
     """The same call with other tensors, whose addresses come in the order of `x`: allocate, and launch."""
-    arguments = [name for name in x if name in READ]  # they come behind q, k, v, O and, perhaps, the LSE
+    arguments = [name for name in x if name in READ]  # they come after q, k, v, O and, perhaps, the LSE
     has_state = "state" in x
     new_out = allocator(x["o"].shape, x["o"].dtype)
     in_place = a.state_lse is not None

@@ -62,7 +62,7 @@ def _params(scores: tuple[Field, ...]) -> Struct:
 
 @dataclass(frozen=True)
 class Tile:
-    """The warps stand in a grid for each product; what is not said to be along its rows is along its columns."""
+    """The warps form a grid for each product. What is not said to be along its rows is along its columns."""
 
     block_m: int  # queries at a time
     block_n: int  # keys of a block
@@ -73,7 +73,7 @@ class Tile:
     stages_q: int = 2  # buffers of Q
     stages_do: int = 2  # of dO
     blocks_per_sm: int = 1  # what the register allocation aims at
-    early: bool = False  # P of the next block is computed beside the products of this one
+    early: bool = False  # P of the next block is computed during the products of this one
     apart: bool = False  # products do not overlap, and dQ is computed in halves: fewer registers
 
     def __str__(self) -> str:
@@ -183,8 +183,8 @@ def table(dim: int, dim_v: int, arch: str) -> list[Tile]:
 
 
 def fits(tile: Tile, dim: int, dim_v: int, arch: str) -> bool:
-    """Each warp has whole tiles of 16 x 16 of every product, shared memory suffices, with dropout, too, and so do the
-    registers of a thread: dK and dV, and either S and dP or dQ."""
+    """Whether each warp has whole 16 x 16 tiles of every product, shared memory suffices, also with dropout, and a
+    thread's registers hold dK and dV, and either S and dP or dQ."""
     keys, rest, dims = (tile.warps // n for n in (tile.warps_s, tile.warps_kv, tile.warps_q))
     shares = [(tile.block_m, tile.warps_s), (tile.block_n, keys), (tile.block_n, tile.warps_kv), (dim, rest)]
     shares += [(dim_v, rest), (tile.block_m, tile.warps_q), (dim, 2 * dims if tile.apart else dims)]
@@ -223,12 +223,12 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     smaller = _SMALLER.get(name, {}).get(max(dims)) if needs_room else None
     if not needs_room or scores.is_function:
         found = tuned.tile(tuned_name(features, name), Tile, lambda tile: fits(tile, *dims, arch))
-    else:  # those that were found leave no room
+    else:  # tuned tiles leave no registers for that
         found = None
     tile = found or smaller or table(*dims, arch)[0]
     if not scores.is_unknown:
         return tile
-    # Those of sm_90 are the smallest that there are; others have no room for an unknown score either.
+    # The tiles of sm_90 in _SMALLER are the smallest; larger ones have no room for an unknown score either.
     small = _SMALLER["sm_90"][min(dim for dim in _SMALLER["sm_90"] if dim >= max(dims))]
     able = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
     tiles = [tile, *(t for t in able if fits(t, *dims, arch))]
@@ -242,7 +242,7 @@ def limits(problem: Problem) -> str | None:
 
 
 def has_dependent_launch(arch: str) -> bool:
-    """Hopper and later also add four numbers at once."""
+    """Whether it is Hopper or later, which also add four numbers at once."""
     return int(arch.removeprefix("sm_")) >= 90
 
 

@@ -1,8 +1,8 @@
 """The backward kernels for Hopper, head dims up to 128: tiles, limits, plan, variants.
 
 Three launches: `delta` prepares the statistics of rows and zeros for the sums of dQ, `backward_sm90` computes, and
-`convert_dq` rounds the sums. Sums that are taken by turns need no zeros, and the last turn rounds: two launches. Turns
-are what `deterministic=True` asks for, and few keys always take them.
+`convert_dq` rounds the sums. If key blocks take turns, the sums need no zeros and the last turn rounds: two launches.
+`deterministic=True` asks for turns, and calls with few keys always use them.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ TILES = {(64, 64): Tile(128), (96, 96): Tile(64), (128, 128): Tile(64)}
 
 
 def fits(tile: Tile, dim: int, dim_v: int) -> bool:
-    """The sums of dQ have columns enough, shared memory suffices, with dropout, too, and so do the registers of a
-    consumer: dK and dV, S and dP, and its part of dQ."""
+    """Whether the sums of dQ have columns enough, shared memory suffices, also with dropout, and the registers of a
+    consumer hold dK and dV, S and dP, and its part of dQ."""
     accumulators = (dim + dim_v) // 2 + tile.block_m + 32
     able = tile.block_m in (64, 128) and dim <= tile.dim_q and accumulators + OTHER_REGISTERS <= REGISTERS[1]
     return able and tile.smem(dim, dim_v, dropout=True) <= SMEM_BYTES
@@ -151,14 +151,14 @@ def limits(problem: Problem) -> str | None:
 
 
 def rotates(problem: Problem, sms: int) -> bool:
-    """Deterministic sums without a mask: blocks of keys begin with different queries and wait for one another, so all of
-    a head must be on the GPU together."""
+    """Whether key blocks begin with different queries: for deterministic sums without a mask. They wait for one
+    another, so all of a head must be on the GPU together."""
     together = problem.mask == full and not problem.varlen and -(-problem.len_k // BLOCK_N) <= sms
     return problem.deterministic and "q" in problem.gradients and together
 
 
 def all_rows_see_keys(problem: Problem) -> bool:
-    """As far as is known without reading lengths and positions."""
+    """Whether every row sees a key, as far as is known without reading lengths and positions."""
     each_sees_one = problem.mask == full or (problem.mask == causal and problem.len_q <= problem.len_k)
     return each_sees_one and not problem.varlen and not problem.positions
 

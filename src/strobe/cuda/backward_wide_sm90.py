@@ -160,7 +160,7 @@ def dkv_tile(features: Features) -> DkvTile:
 
 
 def fits(tile: DqTile, dim: int, dim_v: int) -> bool:
-    """Shared memory suffices, and so do the registers of a consumer: dQ, S and dP."""
+    """Whether shared memory suffices, and the registers of a consumer hold dQ, S and dP."""
     able = tile.block_n % 16 == 0 and dim // tile.parts // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
     return able and tile.smem(dim, dim_v) <= SMEM_BYTES
 
@@ -263,7 +263,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     shared, parts = {**score_values(problem), **statistics.values()}, in_parts(problem)
     details: dict[str, object] = {}
     if wanted.dkv:
-        plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dQ's kernel computes that
+        plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dq_sm90 computes that
         kernel, schedule = dkv_kernel(plain, one_box, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
         of_keys = dkv_tile(features)
         grid = schedule["key_blocks"] * problem.batch * parts.heads_k * of_keys.parts

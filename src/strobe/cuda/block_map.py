@@ -1,8 +1,8 @@
-"""Block-sparse calls: which blocks a condition of the score lets through is found on the device, before the kernel that
-visits them.
+"""Block-sparse calls: a kernel finds out on the device which blocks the score's condition lets through. The attention
+kernel after it visits those.
 
-The bits of a tile say which blocks have a visible pair and which a hidden one (pipeline/block_bits.cuh). Blocks without a
-visible pair are neither loaded nor computed, in those without a hidden one the condition is not asked.
+The bits of a tile say which blocks have a visible pair and which a hidden one (pipeline/block_bits.cuh). Blocks without
+a visible pair are neither loaded nor computed. In blocks without a hidden pair the condition is not evaluated.
 """
 
 from __future__ import annotations

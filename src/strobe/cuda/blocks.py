@@ -48,7 +48,7 @@ def section(problem: Problem, l2_bytes: int) -> int:
 # tiles are:
 LEAST_SPLIT = 2  # key blocks; twice that where rows are more than a few
 FEW_ROWS = 16
-FEWEST_SPLITS = 3  # keys that do not suffice for as many are not split
+FEWEST_SPLITS = 3  # with too few keys for this many splits, nothing is split
 
 
 def may_split(problem: Problem) -> bool:

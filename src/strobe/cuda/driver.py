@@ -62,7 +62,7 @@ def available() -> str | None:
 
 
 def check(call: str, result: tuple, cuda: Any = None) -> Any:
-    """What the driver's function returned besides its error, of which there must be none. `call` names it."""
+    """What the driver's function returned besides its error code. Raises an error; `call` names it there."""
     error, *values = result
     if error:
         cuda = cuda or bindings()
@@ -95,7 +95,7 @@ def capture_id(stream: int) -> int:
     """A number that the graph now being captured from this stream shares with no other."""
     error, *found = bindings().cuStreamGetCaptureInfo(stream)
     check("cuStreamGetCaptureInfo", (error,))
-    return int(found[1])  # behind the status
+    return int(found[1])  # after the status
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Kernel:
         return function
 
     def local_bytes(self, device: int) -> int:
-        """Of a thread: spilled registers, which are all the local memory that our kernels have."""
+        """Local memory of a thread: our kernels use it for spilled registers alone."""
         cuda = bindings()
         size = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
         return check("cuFuncGetAttribute", cuda.cuFuncGetAttribute(size, self.function(device)))
@@ -168,7 +168,7 @@ class Launch:
             dims = attribute.value.clusterDim
             dims.x, dims.y, dims.z = cluster, 1, 1
             attributes.append(attribute)
-        if pdl:  # may start before the kernel in front of it in the stream has ended; it waits where its code says so
+        if pdl:  # may start before its predecessor in the stream has ended; it waits where its code says so
             attribute = cuda.CUlaunchAttribute()
             attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
@@ -198,7 +198,7 @@ class Launch:
             self.failed(error)
 
     def move_to(self, stream: int) -> None:
-        """`enqueue` goes there from now on."""
+        """From now on `enqueue` goes to this stream."""
         self._config.hStream = self.stream = stream
 
     @staticmethod
@@ -323,7 +323,7 @@ class TensorMapSlot:
         self._address: int | None = None
 
     def point_to(self, address: int) -> None:
-        """Move the map to other memory of the same shape and strides; free if it is there already."""
+        """Move the map to other memory of the same shape and strides; costs nothing if it is there already."""
         if address == self._address:
             return
         if address % 16:

@@ -75,8 +75,8 @@ _SHARDS = {False: Rows("dense", "buffer", True), True: Rows("varlen", "varlen", 
 def common_features(
     dims: list[Dims], exhaustive: bool, backward: bool = False, states: bool = False
 ) -> Iterator[Features]:
-    """Those that calls have, for compiling ahead of time and for tests. `exhaustive` adds every combination. `states`:
-    there are kernels that merge a state and round."""
+    """The features that calls have, for compiling ahead of time and for tests. `exhaustive` adds every combination.
+    `states`: there are kernels that merge a state and round."""
     every = list(itertools.product((False, True), (False, True), (False, True)))
     flags = every if exhaustive else [every[0], every[-1]]
     for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, _MASKS):

@@ -55,14 +55,14 @@ class Tile:
     warps: int
     stages: int  # buffers for K and for V
     blocks_per_sm: int  # what the register allocation aims at
-    lazy_rescale: bool = False  # leave the row maximum behind while it grows little
+    lazy_rescale: bool = False  # lazy rescaling: keep the old row maximum while the new one is little larger
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{' lazy' if self.lazy_rescale else ''}"
 
     @property
     def state_in_smem(self) -> bool:
-        """Whether registers are so scarce that the row statistics rest in shared memory."""
+        """Whether registers are so scarce that the row statistics live in shared memory."""
         return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
 
     def memory(self, dim: int, dim_v: int, positions: bool = False) -> SharedMemory:

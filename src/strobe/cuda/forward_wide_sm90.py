@@ -51,7 +51,7 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         part = replace(problem, dim_v=count)
         found = forward_sm90.plan(part, out_strides, machine, tile or TILES.get(dims), dims)
         begin = {"v": first * problem.dtype.itemsize, "o": first * problem.dtype.itemsize}
-        own = found.launches[-1:] if launches else found.launches  # one that finds visible blocks serves all parts
+        own = found.launches[-1:] if launches else found.launches  # a launch that finds visible blocks serves all parts
         launches += [replace(launch, offsets=begin if first else {}) for launch in own]
     details = {**found.details, "parts of the columns of V": len(parts)}
     return Plan(tuple(launches), found.workspace, details)  # the parts use the workspace one after the other

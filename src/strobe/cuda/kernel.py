@@ -65,7 +65,7 @@ class TemplateKernel(KernelSpec):
     ] = ()  # (N, steps): chains whose result lives in registers that PTX declares
 
     def member(self, name: str) -> int | bool | str:
-        """Of Config."""
+        """A member of Config."""
         return dict(self.config)[name]
 
     @functools.cached_property

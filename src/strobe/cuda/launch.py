@@ -21,13 +21,13 @@ _SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each 
 
 @functools.cache
 def kernel(spec: KernelSpec) -> driver.Kernel:
-    """Compiled or taken from the cache, and loaded."""
+    """The kernel, compiled or taken from the cache, and loaded."""
     artifact = jit.get(spec.source, spec.arch, name=spec.name)
     return driver.Kernel(artifact.cubin, spec.entry, spec.smem)
 
 
 def compile_together(specs: Sequence[KernelSpec]) -> None:
-    """Into the cache, side by side: a compilation takes a second or two on one core."""
+    """Compile kernels into the cache, in parallel: a compilation takes a second or two on one core."""
     if len(specs := list(dict.fromkeys(specs))) > 1:
         with ThreadPoolExecutor(len(specs)) as pool:
             list(pool.map(lambda spec: jit.get(spec.source, spec.arch, name=spec.name), specs))
@@ -46,7 +46,7 @@ def address(t: Any) -> int:
 
 
 def addresses_of(plan: Plan, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of the plan's tensors, given by name, in its order."""
+    """The addresses of the plan's tensors, which are given by name, in the order of the plan."""
     return tuple(address(tensors.get(name)) for name in plan.tensors)
 
 
@@ -103,7 +103,7 @@ class Launcher:
         self._run(self._launches, stream, addresses)
 
     def _with_map(self, blocks: BlockMask, stream: int, addresses: tuple[int, ...], parts: list[int]) -> None:
-        """A map that is made while a graph is captured exists when the graph has run: it is not kept."""
+        """A map whose launch is captured in a graph exists only after the graph has run, so it is not kept."""
         known, capturing = blocks.maps.get(self._map_key), torch._C._cuda_isCurrentStreamCapturing()
         if known is None and capturing:
             return self._run(self._launches, stream, (*addresses, *parts))
@@ -141,7 +141,7 @@ class _Map(NamedTuple):
 
 class Planned:
     """The launch of a plan that makes a list of work (cuda/plan_work.py), apart from the others: calls that share a
-    `strobe.paged.Plan` fill the list once. What the plan keeps is the list, and behind it the workspace of the others."""
+    `strobe.paged.Plan` fill the list once. The plan keeps the list, then the workspace of the others."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         first, *others = plan.launches
@@ -151,10 +151,10 @@ class Planned:
         self._key = (device, first.kernel, first.grid, tuple(sorted(first.values.items())), self._size)
         self._launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "work"))
         self.rest = dataclasses.replace(plan, launches=tuple(others), workspace={})
-        self._last: tuple[Any, Any] = (None, None)  # a plan, and its list; to look one up takes long
+        self._last: tuple[Any, Any] = (None, None)  # a plan, and its list: looking one up takes long
 
     def addresses(self, a: Any) -> list[int]:
-        """Of `names`, for a call with these arguments."""
+        """The addresses of `names`, for a call with these arguments."""
         plan, known = self._last
         if plan is not a.plan or known.step != plan.step:
             known = a.plan.list_for(self._key, self._fill, self._size, a.lengths, a.cu_q, a.starts)
@@ -204,12 +204,13 @@ _spare: dict[int, list[int]] = {}
 
 
 def zeros(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
-    """The address of zeros that a launch on this stream may count with, and what has to live until it is under way.
-    Launches on a stream run one after the other and leave them zero, so all of them can use the same. A graph may be
-    replayed beside anything: in a capture, each stream gets zeros of its own, which its first launch sets. Nothing can be
-    allocated then, so they come from a reserve, and, if that is used up, from the graph's memory, to be set for this
-    launch alone. The reserve is no memory of torch's, which would miss it in pools that it manages for others; nor do
-    the zeros come from `torch.zeros`, whose kernel would have to be loaded in the first call of a process."""
+    """The address of zeros that a launch on this stream may count with, and a tensor that must live until it is
+    enqueued. Launches on a stream run one after the other and leave them zero, so all of them can use the same. A graph
+    may be replayed beside anything: in a capture, each stream gets zeros of its own, which its first launch sets.
+    Nothing can be allocated then, so they come from a reserve, and, if that is used up, from the graph's memory, to be
+    set for this launch alone. The reserve is no memory of torch's, which would miss it in pools that it manages for
+    others; nor do the zeros come from `torch.zeros`, whose kernel would have to be loaded in the first call of a
+    process."""
     capturing = torch._C._cuda_isCurrentStreamCapturing()
     key = (device, stream, driver.capture_id(stream)) if capturing else (device, stream)
     found = _zeros.get(key)

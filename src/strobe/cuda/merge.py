@@ -37,7 +37,7 @@ def merge(
     lse = _new(lse)
     parts = [t.data_ptr() for t in outs]
     to = result.data_ptr()
-    if to in parts or any([address % ALIGN for address in (*parts, to)]):  # kernels read what no thread writes
+    if to in parts or any([address % ALIGN for address in (*parts, to)]):  # loads need memory that no thread writes
         return None
     addresses = [*parts, *[t.data_ptr() for t in lses], to, lse.data_ptr()]
     if sinks is not None:

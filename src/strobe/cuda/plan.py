@@ -37,7 +37,7 @@ class Machine:
     sms: int  # multiprocessors
     l2_bytes: int
     smem_bytes: int  # shared memory that one block may have
-    spills: Callable[[KernelSpec], bool] = field(default=lambda kernel: False, compare=False)  # compiled, does it?
+    spills: Callable[[KernelSpec], bool] = field(default=lambda kernel: False, compare=False)  # the compiled kernel
     compile: Callable[[Sequence[KernelSpec]], None] = field(default=lambda kernels: None, compare=False)  # side by side
 
 
@@ -48,7 +48,7 @@ Tile = TypeVar("Tile")
 
 
 def first_without_spills(tiles: Sequence[Tile], kernel: Callable[[Tile], KernelSpec], machine: Machine) -> Tile:
-    """The last one if all spill."""
+    """The first tile whose kernel does not spill; the last one if all spill."""
     machine.compile([kernel(tile) for tile in tiles])
     return next((tile for tile in tiles if not machine.spills(kernel(tile))), tiles[-1])
 
@@ -56,14 +56,14 @@ def first_without_spills(tiles: Sequence[Tile], kernel: Callable[[Tile], KernelS
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch without addresses. A pointer of the kernel's arguments has the name of a tensor, and so has a
-    tensor map behind its "map_"."""
+    tensor map after its "map_"."""
 
     kernel: KernelSpec
     grid: int
     values: Mapping[str, Any]  # the other fields of the arguments
     maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)  # by the name of the tensor
     offsets: Mapping[str, int] = field(default_factory=dict)  # tensors that begin so many bytes further on, by name
-    overlaps: bool = False  # may start before the launch in front of it has ended; waits where its code says so
+    overlaps: bool = False  # may start before the launch before it has ended; waits where its code says so
     together: int = 0  # so many blocks must be on the GPU at once, since they wait for others; 0: none waits
 
 
@@ -137,7 +137,7 @@ def pack_group(problem: Problem, out_strides: Strides) -> tuple[Problem, Strides
     """One query a sequence and several heads to a key head, as in decoding: the heads of a group become the rows of one
     tile, and their keys are read once instead of once for each of them. By strides alone, so for any kernel and group,
     but only where all keys are visible, so that rows need not be told apart, and without sinks and dropout, which
-    belong to heads. The LSE of a state must have its heads one behind the other, since they become rows."""
+    belong to heads. The LSE of a state must have its heads one after the other, since they become rows."""
     if (
         problem.len_q != 1
         or (problem.state is not None and problem.state.lse[1] != 1)

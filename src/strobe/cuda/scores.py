@@ -24,7 +24,7 @@ from strobe.score_cpp import Entries
 
 _SOFTCAP = softcap(1.0).cpp()
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "bool"}
-_CAPTURED = {  # by a score, besides those
+_CAPTURED = {  # what a score may capture besides _ELEMENTS
     torch.float64: "double", torch.int64: "i64", torch.int32: "int", torch.int16: "short", torch.int8: "signed char",
     torch.uint8: "u8",
 }  # fmt: skip
@@ -43,7 +43,7 @@ MAP_FIELDS = (Field("block_map", "const int*"), *(Field(n, "int") for n in ("map
 
 
 def number_fields(numbers: Numbers) -> list[Field]:
-    """Of what is printed with these numbers."""
+    """The fields for the numbers of a printed struct."""
     floats = Field("score", "float", ROOM if len(numbers.floats) <= ROOM else MORE_ROOM)
     return [floats, Field("score_integers", "int", MORE_ROOM)] if numbers.integers else [floats]
 
@@ -115,7 +115,7 @@ class Scores:
 
     @property
     def name(self) -> str:
-        """Of the score; empty if there is none."""
+        """The name of the score; empty if there is none."""
         own = [] if self.score.name == identity.name else [self.score.name.split("(")[0]]
         gradient = [f"dbias_{self.bias_gradient}"] if self.bias_gradient else []
         own += ["sparse"] if self.sparse else []

@@ -1,5 +1,5 @@
 """Small kernels that serving calls between the attention of two layers: each call is one launch and costs the host a few
-microseconds, since everything but addresses is looked at once for tensors of the same kind."""
+microseconds, since everything but addresses is looked at only once for tensors of the same kind."""
 
 from __future__ import annotations
 
@@ -113,6 +113,6 @@ def two_axes(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[in
 
 
 def blocks(threads: int, *shape: int) -> int | None:
-    """Of a grid with a thread for each; None where that are too many to be counted."""
+    """The blocks of a grid with a thread for each entry of `shape`; None if the entries are too many to be counted."""
     wanted = math.prod(shape)
     return -(-wanted // threads) if wanted + threads < 2**31 else None

@@ -164,7 +164,7 @@ def _struct(element: str, n: int, forms: Sequence[tuple[str, int | None]]) -> st
 def _statement(element: str, n: int, form: str, chained: int | None) -> str:
     count = n // 2
     statement, inputs = _products(element, n, form, chained, [f"%{i}" for i in range(count)], count)
-    # With the old sums ignored they are outputs only: the compiler need not keep a value in them.
+    # If the old sums are ignored, accumulators are outputs only: the compiler need not keep a value in them.
     outputs = ", ".join(f'"{"=" if form.endswith("_zero") else "+"}f"(d[{i}])' for i in range(count))
     return f"asm volatile({statement}                 : {outputs} : {', '.join(inputs)});\n"
 

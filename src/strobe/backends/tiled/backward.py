@@ -171,7 +171,8 @@ def _block_of_rows(
 
 
 def _may_lose_sums(problem: Problem, row_lse: torch.Tensor) -> bool:
-    """On a GPU, which is not asked for numbers, only a bias is expected to bring huge scores."""
+    """Whether LSEs may be that large. On a GPU no number is read back: there, only a bias is expected to bring huge
+    scores."""
     return lse_loses_sums(row_lse) if problem.device.type == "cpu" else problem.has_bias
 
 
@@ -189,8 +190,8 @@ def lse_loses_sums(lse: torch.Tensor) -> bool:
 def _apart(
     slab: Slab, rows: range, q: torch.Tensor, row_lse: torch.Tensor, block_k: int, buffer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row maxima and the logarithms of the sums of exponentials, in the units of the scores. Where they do not add up
-    to the LSE, that is one over more keys than there are here: it and 0."""
+    """The row maxima and the logarithms of the sums of exponentials, in the units of the scores. Where they do not add
+    up to the LSE, that covers more keys than there are here: then the LSE itself, and 0."""
     m, ell = slab.before_the_first_tile(rows, q)
     for keys, whole in slab.key_tiles(rows, block_k):
         s, _ = slab.scores(q, slab.keys_of(slab.k, keys), rows, keys, whole, buffer)

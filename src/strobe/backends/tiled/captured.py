@@ -11,7 +11,8 @@ from strobe.expression import FLOAT, Expr, places
 
 
 def spread_over(value: Any, like: torch.Tensor) -> torch.Tensor:
-    """What does not depend on all of the score's axes, for each score; in memory that can be written."""
+    """Expands a value that may not depend on all of the score's axes to one for each score, in memory that can be
+    written."""
     value = torch.as_tensor(value, dtype=like.dtype, device=like.device)
     return value if value.shape == like.shape else value.expand_as(like).contiguous()
 
@@ -27,12 +28,12 @@ class Slopes:
         return self.inner.evaluate(self.env, self._known)
 
     def of_score(self) -> torch.Tensor | None:
-        """For each score; None: 1."""
+        """The derivative for each score; None: 1."""
         derivative = self.inner.derivative("s")
         return None if derivative.is_one else spread_over(derivative.evaluate(self.env, self._known), self.env["s"])
 
     def add_captured_(self, totals: Mapping[int, torch.Tensor], ds: torch.Tensor) -> None:
-        """To the gradients of captured tensors, by their numbers. `ds`: the gradient of the function's result."""
+        """Adds to the gradients of captured tensors, by their numbers. `ds`: the gradient of the function's result."""
         for load in self.inner.loads():
             number = load.args[0]
             derivative = self.inner.derivative(load)
@@ -45,7 +46,7 @@ class Slopes:
 
 
 def _add_at_(total: torch.Tensor, index: tuple[torch.Tensor, ...], part: torch.Tensor) -> None:
-    """total[index] += part, each entry as often as it is meant, always in the same order."""
+    """total[index] += part, also where an entry occurs several times, always in the same order."""
     shape = (1,) * part.dim()
     for i in index:
         shape = tuple(max(a, b) for a, b in zip(shape, (1,) * (part.dim() - i.dim()) + tuple(i.shape), strict=True))

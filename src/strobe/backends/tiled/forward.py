@@ -68,7 +68,7 @@ def forward(
 def run_slabs(
     problem: Problem, slabs: Iterable[tuple[PagedSlab, int, int]], out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of paged keys, with the sizes of the tiles of each."""
+    """(out, lse) of paged keys. Each slab comes with the sizes of its tiles."""
     if problem.q.varlen and not out.is_cpu:  # `cu_q` is taken on trust, and may leave rows out
         out.zero_()
         lse.fill_(-torch.inf)

@@ -1,8 +1,8 @@
 """Slabs of paged keys: sequences with as many queries and about as many keys are worked on together, and each tile of keys
 is looked up in the table. Keys count from the first that some query of the sequence sees.
 
-Where reading does not disturb, lengths are read, and a slab visits the tiles that it needs. While a CUDA graph is captured
-nothing is read: one slab has all sequences and every tile that the table has room for.
+Where lengths may be read back, a slab visits only the tiles that it needs. While a CUDA graph is captured nothing is
+read: one slab has all sequences and every tile that the table has room for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from strobe.problem import Problem
 
 @dataclass
 class PagedSlab(Slab):
-    """`batch` counts the sequences of the slab. Rows behind the last query of a sequence are there while a graph is
-    captured, and not put anywhere."""
+    """`batch` counts the sequences of the slab. While a graph is captured there are also rows after the last query of a
+    sequence; they are not stored."""
 
     sequences: Sequences = field(kw_only=True)
     read: Sequences | None = field(kw_only=True)  # the same on the host; None: they must not be read
@@ -89,7 +89,7 @@ class PagedSlab(Slab):
         lo, hi = self._read_bounds
         first, end = int(lo[:, rows.start].min()), int(hi[:, rows.stop - 1].max())
         all_from, all_to = int(lo[:, rows.stop - 1].max()), int(hi[:, rows.start].min())
-        # Elsewhere than on a CPU an entry may be missing, which nobody has looked for.
+        # Entries were checked on a CPU alone; elsewhere one may be missing.
         certain = self.problem.device.type == "cpu"
         for start in range(first - first % block_k, end, block_k):
             keys = range(max(start, first), min(start + block_k, end))

@@ -80,7 +80,7 @@ def choose_blocks(problem: Problem, block_q: int | None = None, block_k: int | N
 
 
 def _width(problem: Problem, keys: int) -> int:
-    """Of what is held for a row: its scores in a tile, or its query and its output."""
+    """The width of what is held for a row: its scores in a tile, or its query and its output."""
     return max(keys, problem.dim + problem.dim_v)
 
 
@@ -174,7 +174,7 @@ class Slab:
 
     def query_tile(self, rows: range) -> torch.Tensor:
         """(b*hk, g*rows, dim), not scaled: that would round every q once more, and every partial sum of q kᵀ differently
-        from PyTorch's. It is in those sums that most of the error arises, so a row that is lucky there would not be so
+        from PyTorch's. Most of the error arises in those sums, so a row with a small error there could have a large one
         here."""
         return self.rows_of(self.q, rows).contiguous()
 

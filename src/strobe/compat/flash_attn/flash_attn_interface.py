@@ -220,10 +220,10 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """Queries (batch, len_q, heads, dim) against the first `cache_seqlens` rows of a cache (batch_cache, capacity,
-    heads_k, dim). New keys and values k, v (batch, len_new, heads_k, dim) are written behind them, in place, before
-    anybody looks; with `rotary_cos` and `rotary_sin` (positions, rotary_dim / 2) queries and new keys are turned first.
-    With `block_table` (batch, width) the cache is pages (pages, page, heads_k, dim). Has no backward. `num_splits` is the
-    kernels' own choice here."""
+    heads_k, dim). New keys and values k, v (batch, len_new, heads_k, dim) are written after them, in place, before
+    attention; with `rotary_cos` and `rotary_sin` (positions, rotary_dim / 2) queries and new keys are rotated first.
+    With `block_table` (batch, width) the cache is pages (pages, page, heads_k, dim). Has no backward. `num_splits` is
+    the kernels' own choice here."""
     found = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         softmax_scale, flash_terms.mask_of(bool(causal), *window_size), flash_terms.score_of(softcap, alibi_slopes),

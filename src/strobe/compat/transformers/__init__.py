@@ -16,8 +16,8 @@ _opened: Any = None  # the gate of continuous batching and the entries in tables
 
 def register(mesh: Any = None) -> None:
     """Makes "strobe", and "paged|strobe" for continuous batching, an attention implementation, with its mask function.
-    Twice is like once. With a `mesh`, "strobe_context_parallel" is one, too: each rank of the mesh has a shard of the
-    sequence, see `strobe.distributed.transformers`."""
+    A second call changes nothing. With a `mesh`, "strobe_context_parallel" is one, too: each rank of the mesh has a
+    shard of the sequence, see `strobe.distributed.transformers`."""
     global _opened
     if mesh is not None:
         from strobe.distributed import transformers as context_parallel
@@ -42,7 +42,7 @@ def register(mesh: Any = None) -> None:
 
 
 def unregister() -> None:
-    """transformers as it was. Models that use the implementation must be given another."""
+    """Restores transformers as it was. Models that use the implementation must be given another."""
     global _opened
     if _opened is None:
         return

@@ -3,7 +3,7 @@
 transformers describes a mask by a function of (batch, head, query, key). The usual ones are put together from a few
 functions of `transformers.masking_utils`, which are recognised; whatever else comes is evaluated into booleans, by
 transformers itself. A padding mask is looked at once per forward pass, as transformers' own mask functions do it; where
-nobody may look, under a tracer or while a CUDA graph is captured, booleans are the answer, too.
+it cannot be read, under a tracer or while a CUDA graph is captured, booleans are the answer, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strobe.compat import flash_terms
 from strobe.compat.transformers.layer_mask import LayerMask
 from strobe.mask import Mask, causal, chunked, full, used_keys, window
 
-# Parts of models that never call an attention function, and do with eager attention's mask what cannot be told from outside.
+# Parts of models that call no attention function: what they do with eager attention's mask cannot be seen from outside.
 _BY_THEMSELVES = frozenset({"gemma4_audio"})
 
 
@@ -183,7 +183,7 @@ def _without_padding(rule: Rule, shape: tuple[int, int, int], q_offset: Any, kv_
     batch, len_q, len_k = shape
     q_offset, kv_offset = (_as_int(n) for n in (q_offset, kv_offset))
     if isinstance(q_offset, int) and isinstance(kv_offset, int):
-        end = q_offset + len_q - kv_offset  # the key behind the one that is opposite the last query
+        end = q_offset + len_q - kv_offset  # the key after the one that is opposite the last query
         if rule.causal and end < len_k and not rule.chunk:
             return LayerMask(rule.interval(), shape, device, keys=end)  # of a cache that is not yet full
         anywhere = not rule.causal and rule.left < 0 and not rule.chunk

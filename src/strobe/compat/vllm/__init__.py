@@ -19,7 +19,8 @@ _REGISTRY = "vllm.v1.attention.backends.registry"
 
 
 def register() -> None:
-    """Makes "STROBE" an attention backend of vLLM in this process. Twice is like once. vLLM has no way to take it back."""
+    """Makes "STROBE" an attention backend of vLLM in this process. A second call changes nothing. vLLM has no way to
+    take it back."""
     registry = importlib.import_module(_REGISTRY)
     names = registry.AttentionBackendEnum
     if NAME in names.__members__:

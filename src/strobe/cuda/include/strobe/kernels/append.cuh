@@ -1,7 +1,7 @@
-// Writes new keys and values into pools of pages, at slots that are read on the device; turns keys on the way.
+// Writes new keys and values into pools of pages, at slots read on the device, and rotates the keys (RoPE).
 //
-// A thread moves 16 bytes: 8 numbers of a head of a row, first those of all key heads, then those of all value heads.
-// Pairs that are turned together lie in one chunk (interleaved) or in two, of which each is turned by its own thread.
+// A thread moves 16 bytes, 8 numbers of one head of a row. All key heads come first, then all value heads. The two
+// numbers of a rotated pair lie in one chunk (interleaved) or in two, each rotated by its own thread.
 #pragma once
 #include <strobe/tile/chunk.cuh>
 
@@ -45,7 +45,7 @@ template <class Config, class Params> struct Append {
     return pack<T>(y);
   }
 
-  // `chunk` counts those of all heads; heads have `width` each.
+  // `chunk` counts chunks across all heads; a head has `width` of them.
   STROBE_DEVICE void write_key(int chunk, int width, u16* row) const {
     const int head = chunk / width, column = 8 * (chunk - head * width);
     const u16* from = p.k_new + offset(p.k_new_strides) + head * p.k_new_strides[2];

@@ -4,13 +4,13 @@
 // heads of the group, and recomputes P from the LSE:
 //     S = Q K^T, P = exp(S - LSE), dP = dO V^T, dS = P (dP - delta)      rows are queries
 //     dV += P^T dO, dK += dS^T Q, dQ = dS K
-// The block's warps stand in a grid for each product (warp_gemm.cuh), and P and dS meet in shared memory: so no warp
-// holds more than its share of dK and dV, and each number that is loaded from shared memory serves many products. dQ
-// is added up in fp32 in global memory, where all blocks of keys meet. delta.cuh has computed LSE, delta and zeros
-// before; convert_dq_sm80.cuh rounds dQ afterwards.
+// The block's warps form a grid for each product (warp_gemm.cuh) and exchange P and dS through shared memory. So a warp
+// holds only its share of dK and dV, and each number loaded from shared memory serves many products. All key blocks
+// accumulate dQ in fp32 in global memory. delta.cuh prepares LSE, delta and zeros before; convert_dq_sm80.cuh rounds dQ
+// afterwards.
 //
-// A block of queries has two barriers: one when Q and dO have landed (and P and dS of the block before are no longer
-// read), one when P and dS are written. What has one buffer only needs another before it is loaded again.
+// Each block of queries passes two barriers: one when Q and dO have landed (and P and dS of the block before are no
+// longer read), one when P and dS are written. A tensor with a single buffer needs one more before its next load.
 #pragma once
 #include <strobe/pipeline/dq_fragments.cuh>
 #include <strobe/pipeline/schedule.cuh>
@@ -67,7 +67,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
 
   // A block of queries. Those of one head of the group follow one another.
   struct QueryBlock {
-    int left;  // so many to come, with this one; even and odd ones have buffers of their own
+    int left;  // blocks left, this one included; its parity selects the buffer
     int head, m;
   };
   STROBE_DEVICE QueryBlock next(const QueryBlock& b) const {
@@ -88,7 +88,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     copy_tile_async<kBlockM, kColumns, kThreads, false, Config::kExactDims>(
         to, tile.q.rows(from, batch, head, row, b.head, b.m * kBlockM), row, tile.q.length - b.m * kBlockM, dim);
   }
-  // `first`: the thread that begins; different warps take different statistics.
+  // `first`: the first of the threads that copy; different warps copy different statistics.
   STROBE_DEVICE void load_rows(const QueryBlock& b, u32 offset, const void* stats, u32 first) const {
     const u32 thread = thread_idx() - first;
     if (thread < kBlockM / 4)
@@ -117,7 +117,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE static int column(int n) {  // the thread's first of a tile, in the block of keys
     return 16 * (warp() / kWarpsS + kWarpsKeys * n) + 2 * (lane() % 4);
   }
-  // Keys that a query does not see: -inf.
+  // Sets the scores of keys that a query does not see to -inf.
   STROBE_DEVICE void hide(float (&s)[8], const QueryBlock& b, int row, int n) const {
     const int query = b.m * kBlockM + row;
     mask_queries<false>(s, mask(), query, query + 8, tile.key0 + column(n));
@@ -131,7 +131,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.left), warp() % kWarpsS),
                              right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
   }
-  // S -> P. Not yet, if the score is a function: see `gradients`.
+  // S -> P. If the score is a function, `gradients` does it later.
   STROBE_DEVICE void weights(Scores& s, const QueryBlock& b) const {
     if constexpr (Score::kIdentity) {
       if (blocks.masked(b.m)) {
@@ -148,7 +148,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       }
     }
   }
-  // P and dS, rounded, to shared memory. A score that is a function is applied here, and P computed: `s` is S.
+  // Writes P and dS, rounded, to shared memory. `s` is P or, if the score is a function, S: then P is computed here.
   STROBE_DEVICE void gradients(Scores& s, Scores& dp, const QueryBlock& b) const {
     const Target<kBlockM, kWarpsS, kWarpsKeys> to_p(p_tile(), warp() % kWarpsS, warp() / kWarpsS),
         to_ds(ds_tile(), warp() % kWarpsS, warp() / kWarpsS);
@@ -186,9 +186,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (blocks.masked(b.m)) hide(s, b, row, n);
     exponentials(s, lse);
   }
-  // Weights that are dropped have neither a weight nor a gradient. The scale of those that are kept is dV's as a whole.
+  // Zeroes dropped entries of P and dP. The scale of the kept weights is applied to dV as a whole, in `store`.
   STROBE_DEVICE void drop(float (&kept)[8], float (&dp)[8], const QueryBlock& b, int row, int n) const {
-    float x, y;  // two neighbouring queries have one each
+    float x, y;  // two neighbouring queries share a hash; each has stored half of it
     ld_shared_x2(smem_base() + Offset::dropout + buffer_q(b.left) * Bytes::lse + 4 * (row / 2 * 2), x, y);
     const Dropout<true> dropout(p, DropoutRow{as_bits(x), as_bits(y)}, row);
 #pragma unroll
@@ -238,9 +238,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
-  // kApart: products that share no number could overlap, but ptxas may need too many registers for that.
-  // kEarly: `s` is P of this block already, since P needs nothing but Q. That of the next block is computed beside the
-  // products of this one, and its exponentials hide behind them.
+  // kApart: independent products do not overlap, because ptxas may need too many registers for that.
+  // kEarly: `s` already is P of this block, since P needs nothing but Q. P of the next block is computed during the
+  // products of this one, which hide its exponentials.
   STROBE_DEVICE void step(Scores& s, const QueryBlock& b) {
     cp_async_commit();
     cp_async_wait<0>();
@@ -248,7 +248,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     const QueryBlock after = next(b);
     const bool last = b.left == 1;
     if (!kEarly) scores(s, b);
-    // Behind a product: warps have drifted apart, and addresses are computed while others multiply.
+    // After a product: warps have drifted apart, and some compute addresses while others multiply.
     if (kStagesQ == 2 && !last) load_q(after);
     if (kEarly) cp_async_commit();
     else weights(s, b);
@@ -291,7 +291,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (b.left > 0) {
       load_keys<kDim>(k_tile(), p.k, p.k_batch, p.k_head, p.k_row, p.dim);
       load_keys<kDimV>(v_tile(), p.v, p.v_batch, p.v_head, p.v_row, p.dim_v);
-      wait_for_previous_grid();  // the statistics and zeros are delta.cuh's
+      wait_for_previous_grid();  // delta.cuh writes the statistics and zeros
       load_q(b);
       load_do(b);
       Scores s;
@@ -316,7 +316,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         for (int i = 0; i < 8; ++i) d[t][n][i] = 0.f;
   }
 
-  // ---- dK and dV: rounded over K and V, so that rows leave in 16-byte pieces ----------------------------------------
+  // ---- dK and dV: rounded into the buffers of K and V, then stored 16 bytes at a time -------------------------------
   STROBE_DEVICE void store() {
     if constexpr (Config::kPartialOut) {
       store_fp32(dk, p.scale_grad, p.dk, p.dk_batch, p.dk_head, p.dk_row, p.dim);
@@ -330,7 +330,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     store_rows<kDim>(k_tile(), p.dk, p.dk_batch, p.dk_head, p.dk_row, p.dim);
     store_rows<kDimV>(v_tile(), p.dv, p.dv_batch, p.dv_head, p.dv_row, p.dim_v);
   }
-  // Straight from the registers, to be merged with others.
+  // Stores fp32 straight from the registers, for a merge with other partial results.
   template <int kTiles> STROBE_DEVICE void store_fp32(const float (&d)[kTilesKV][kTiles][8], float scale, u16* to,
                                                       i64 batch, i64 head, i64 row_stride, int dim) const {
     float* first = tile.rows_of(reinterpret_cast<float*>(to), batch, head, row_stride);

@@ -7,11 +7,11 @@
 //     P^T = exp(S^T - LSE)            overlapped with dP^T
 //     dS^T = P^T (dP^T - delta)
 //     dV += P^T dO, dK += dS^T Q
-//     dQ = dS K                       dS meets in shared memory: this product sums over the keys of both warpgroups
-// dQ is one block late: nothing in a block waits for the other warpgroup, so the two drift apart, and one's
-// exponentials overlap with the other's products. The adding warps (dq_sum.cuh) sum it up in fp32 in global memory,
-// where all blocks of keys meet. delta.cuh has computed LSE, delta and zeros before; convert_dq.cuh rounds dQ
-// afterwards, unless sums are taken by turns: then the last turn does.
+//     dQ = dS K                       dS through shared memory: this product sums over the keys of both warpgroups
+// dQ is computed one block late. So nothing in a block waits for the other warpgroup: the two drift apart, and the
+// exponentials of one overlap with the products of the other. The adding warps (dq_sum.cuh) accumulate dQ of all key
+// blocks in fp32 in global memory. delta.cuh prepares LSE, delta and zeros before; convert_dq.cuh rounds dQ afterwards,
+// unless key blocks take turns (dq_turns.cuh): then the last turn rounds.
 #pragma once
 #include <strobe/pipeline/dq_turns.cuh>
 #include <strobe/pipeline/ring.cuh>
@@ -64,7 +64,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   template <class Visit> STROBE_DEVICE void for_each_block(Visit visit) const {
     if (blocks.any()) for_each_query_block(blocks, p, start(), tile.head_k, visit);
   }
-  // The head of a block of queries, with which `left` are left.
+  // The query head of the block at which `left` blocks are left, that one included.
   STROBE_DEVICE int head_at(int left, int head_k) const {
     return (head_k + 1) * p.group - 1 - quotient(left - 1, blocks.count());
   }
@@ -99,7 +99,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (!blocks.any()) return;
     load_kv<kDim>(0, &p.map_k, smem + Offset::kv_barriers, p.k_batch_rows);
     load_kv<kDimV>(Offset::v, &p.map_v, smem + Offset::kv_barriers + 8, p.v_batch_rows);
-    wait_for_previous_grid();  // the statistics are delta.cuh's
+    wait_for_previous_grid();  // delta.cuh writes the statistics
     for_each_block([&](int head, int m) {
       load_q(head, m);
       load_do(head, m);
@@ -113,7 +113,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     [[maybe_unused]] int sent = -1;
     wait_for_previous_grid();  // the sums, or the turns, are zero now
     for_each_block([&](int head, int m) {
-      const DqSum sum = dq_sum(thread_idx_again() / 32 - 1);  // not before the loop: registers are few
+      const DqSum sum = dq_sum(thread_idx_again() / 32 - 1);  // recomputed in the loop: registers are few
       if constexpr (Config::kTurns) add_in_turn<Config>(p, tile, sum, head, m, turn(m), sent);
       else sum.add(p.dq_sum + dq_part<Config>(p, tile, head, m, sum.consumer) * kDqFloats);
     });
@@ -177,7 +177,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       for (int j = 0; j < 4; ++j) s[i + j] = exp2_approx(fma(s[i + j], p.scale_log2, -l[j & 1]));
     }
   }
-  // P^T and dS^T, rounded, from P^T and dP^T. A score that is a function is applied here, and P^T computed: `s` is S^T.
+  // P^T and dS^T, rounded. `s` is P^T or, if the score is a function, S^T: then P^T is computed here.
   template <class S> STROBE_DEVICE void gradients(const S& score, u32 (&weights)[kScores / 2],
                                                   u32 (&slopes)[kScores / 2], float (&s)[kScores], float (&dp)[kScores],
                                                   const Keys& keys, int m, int left, bool masked) const {
@@ -250,7 +250,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- consumers: the loop ------------------------------------------------------------------------------------------
-  // One block of queries; with it `left` are left. kFirst: there is no block before it whose dQ is due.
+  // One block of queries; `left` counts it and those after it. kFirst: no earlier block has a dQ that is due.
   template <bool kFirst> STROBE_DEVICE void attend(Fragments& f, const Keys& keys, int consumer, int m, int left) {
     const bool masked = blocks.masked(m);
     float s[kScores], dp[kScores], dq[32];

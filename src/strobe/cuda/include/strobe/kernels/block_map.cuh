@@ -1,8 +1,9 @@
-// Which blocks a condition of a score lets through: for a tile of queries those of keys, or, transposed, for a tile of
-// keys those of queries (pipeline/block_bits.cuh). Two bits for each: some pairs are visible; some are hidden.
+// Finds the blocks that a score's condition lets through: key blocks for a tile of queries or, transposed, query blocks
+// for a tile of keys (pipeline/block_bits.cuh). Each block gets two bits: some pairs are visible; some are hidden.
 //
-// A thread block makes one word of one tile, each of its 32 warps one bit. Interval arithmetic decides most blocks from
-// the values that the condition has for their rows and for their keys; pairs are looked at in the others alone.
+// A thread block makes one word of either kind of bits for one tile; each of its 32 warps decides one block. Interval
+// arithmetic decides most blocks, from the values that the condition reads for their rows and for their keys. Only the
+// others are tested pair by pair.
 #pragma once
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/ptx/warp.cuh>
@@ -10,7 +11,7 @@
 
 namespace strobe {
 
-// Queries and keys of one head, of which there is at least one each.
+// A block of queries and keys of one head, at least one of each.
 template <class Config, class Condition> struct BlockOfPairs {
   using At = Where<false, Config::kPackGqa>;
   const Sequence& s;
@@ -33,8 +34,8 @@ template <class Config, class Mask, class Condition, class Params> struct BlockM
   using Block = BlockOfPairs<Config, Condition>;
   const Params& p;
 
-  // Visible and hidden pairs of a block: bits 0 and 1. A lane has the same keys in every row, so that what a condition
-  // reads for keys is read once, and what it reads for a row is shared by them.
+  // Bit 0: some pair of the block is visible; bit 1: some pair is hidden. A lane has the same keys in every row, so
+  // values for keys are read once, and a value for a row serves all of the lane's keys.
   STROBE_DEVICE u32 look(const Condition& condition, const Block& block) const {
     u32 seen = 0;
 #pragma unroll 1

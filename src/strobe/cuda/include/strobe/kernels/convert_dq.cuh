@@ -1,6 +1,6 @@
-// dQ from the sums of the backward: out of the order of registers, scaled and rounded. See dq_sum.cuh.
+// Converts the fp32 sums of the backward to dQ: undoes the register order, scales and rounds. See dq_sum.cuh.
 //
-// A block of 256 threads takes one block of kBlockM queries: 128 threads for what each consumer has added.
+// A block of 256 threads takes one block of kBlockM queries: 128 threads for the numbers that each consumer has added.
 #pragma once
 #include <strobe/pipeline/dq_sum.cuh>
 #include <strobe/pipeline/schedule.cuh>
@@ -11,8 +11,7 @@ namespace strobe {
 template <class Config, class Params> struct ConvertDq {
   using T = typename Config::Element;
   static constexpr int kBlockM = Config::kStatBlock, kColumns = kBlockM == 128 ? 64 : 128;
-  static constexpr u32 kRowBytes =
-      kColumns * 2 + 16;  // of the tile in shared memory: 16 more, so that rows meet no banks
+  static constexpr u32 kRowBytes = kColumns * 2 + 16;  // of the tile in shared memory: 16 more avoid bank conflicts
   static_assert(kBlockM * kRowBytes == Config::Bytes::tile, "the shared memory that Python asks for");
 
   STROBE_DEVICE static void run(const Params& p) {

@@ -1,4 +1,4 @@
-// dQ from the sums of backward_sm80: out of the order of registers, scaled and rounded. See dq_fragments.cuh.
+// Converts the fp32 sums of backward_sm80 to dQ: undoes the register order, scales and rounds. See dq_fragments.cuh.
 //
 // A block of 256 threads takes one block of queries.
 #pragma once
@@ -13,7 +13,7 @@ template <class Config, class Params> STROBE_DEVICE void convert_dq_sm80(const P
   using T = typename Config::Element;
   using Sums = DqFragments<Config>;
   constexpr int kBlockM = Config::kStatBlock, kChunks = Config::kDim / 8;
-  constexpr u32 kRowBytes = Config::kDim * 2 + 16;  // of the tile in shared memory: 16 more, so that rows meet no banks
+  constexpr u32 kRowBytes = Config::kDim * 2 + 16;  // of the tile in shared memory: 16 more avoid bank conflicts
   static_assert(kBlockM * kRowBytes == Config::Bytes::tile, "the shared memory that Python asks for");
   const StatBlock at = stat_block<Config>(block_idx(), p);
   const int first_row = at.m * kBlockM, rows = at.q.length - first_row;

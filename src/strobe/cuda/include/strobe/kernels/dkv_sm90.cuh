@@ -7,9 +7,9 @@
 // P^T goes from the first to the second through shared memory, in fp32 and thread by thread. In both, the second
 // product of a block is in flight with the first product of the next one.
 //
-// Above head dim 256 half of the columns of dK and of dV are as many as registers hold, and each half has a block of
-// its own (kColumnParts = 2): both compute S and dP. Blocks of queries are shorter then and, where shared memory has
-// room for one of them only (kStages = 1), the second product of a block ends before the next block is loaded.
+// Above head dim 256 registers hold only half of the columns of dK and of dV. Each half has a thread block of its own
+// (kColumnParts = 2), and both compute S and dP. Blocks of queries are then shorter. Where shared memory has room for
+// only one of them (kStages = 1), the second product of a block ends before the next block is loaded.
 #pragma once
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/schedule.cuh>
@@ -89,7 +89,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     if (!blocks.any()) return;
     load_kv<kDim>(0, &p.map_k, smem + Offset::kv_barriers, p.k_batch_rows);
     load_kv<kDimV>(Offset::v, &p.map_v, smem + Offset::kv_barriers + 8, p.v_batch_rows);
-    wait_for_previous_grid();  // the statistics are delta.cuh's
+    wait_for_previous_grid();  // delta.cuh writes the statistics
 #pragma unroll 1
     for (int head = tile.head_k * p.group; head < (tile.head_k + 1) * p.group; ++head)
 #pragma unroll 1
@@ -103,7 +103,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   using Keys = KeyFragment<Mask, kBlockM>;
   STROBE_DEVICE u32 exchange(int i) const { return smem + Offset::p + i * 512 + thread_idx() % 128 * 16; }
 
-  // S^T -> P^T. What dK needs of it, P^T times the slope of the score, goes to the other consumer.
+  // S^T -> P^T. The dK consumer gets P^T times the slope of the score.
   STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int head, int m) {
     const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse;
     const Score score = Score::of(p);
@@ -228,7 +228,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   }
 
   // ---- both ---------------------------------------------------------------------------------------------------------
-  // Calls first(head, m) once and then(head, m) for the other blocks; whether there are any.
+  // Calls first(head, m) for the first block and then(head, m) for the others. Returns whether there are any blocks.
   template <class First, class Then> STROBE_DEVICE bool for_each_block(First first, Then then) const {
     if (!blocks.any()) return false;
     int m = blocks.first, head = tile.head_k * p.group;

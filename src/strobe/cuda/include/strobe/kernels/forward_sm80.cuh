@@ -4,7 +4,7 @@
 // blocks of kBlockN, from the last to the first (the diagonal, which needs masking, comes first). Scores and weights
 // never leave the registers:
 //     S = Q K^T            [rows, kBlockN]   mma.sync, Q and K from swizzled shared memory
-//     P = exp(S - m)       online: m grows, and with it what was summed before is rescaled
+//     P = exp(S - m)       online: when m grows, earlier sums are rescaled
 //     O = O + P V          the registers of S are already laid out as the left operand
 // and one division by the row sum at the end.
 //
@@ -32,7 +32,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   static constexpr bool kStateInSmem = Config::kStateInSmem;
   STROBE_DEVICE static u32 q_tile() { return smem_base(); }
   STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + Offset::k + (n & (kStages - 1)) * Bytes::k; }
-  STROBE_DEVICE static u32 v_tile(int n) {  // written differently: ptxas would keep what it has in common with k_tile
+  STROBE_DEVICE static u32 v_tile(int n) {  // unlike k_tile: ptxas would keep the shared part in a register
     return smem_base() + ((n & (kStages - 1)) ? Offset::v + Bytes::v : Offset::v);
   }
   STROBE_DEVICE static u32 statistics(int t) {
@@ -144,7 +144,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
       constexpr bool kMaybeEmpty = kMasked || Score::kMayHide;
       softmax[t].template maxima<kMaybeEmpty>(s[t]);
       if (Config::kLazyRescale)
-        softmax[t].template rescale<kMaybeEmpty>(o[t]);  // a branch: alpha should not live across the exponentials
+        softmax[t].template rescale<kMaybeEmpty>(o[t]);  // it branches: alpha need not outlive it
       softmax[t].template weights<0, kBlockN / 2>(s[t]);
       if (!Config::kLazyRescale) softmax[t].template rescale<kMaybeEmpty>(o[t]);
       if (kStateInSmem) softmax[t].save(statistics(t));
@@ -168,7 +168,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   STROBE_DEVICE void apply_score(float (&s)[kBlockN / 2], int t, int n) const {
     if constexpr (!Score::kPositional) return logits(s, Score::of(p), Nowhere{});
     else {
-      const Tile tile = decode_tile<Config>(opaque(int(block_idx())), p);  // not kept live, as in `store`
+      const Tile tile = decode_tile<Config>(opaque(int(block_idx())), p);  // recomputed, as in `store`
       const int lane = thread_idx_again() % 32, row = tile.row0 + warp_offset() + 16 * t + lane / 4;
       logits(s, Score::of(p), where<Score, Config>(tile, tile.positions, tile.head, row, n * kBlockN + 2 * (lane % 4)));
     }
@@ -181,7 +181,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     mask_queries<false>(s, mask(at), row, row + 8, column);
   }
 
-  // kPartialOut: the rows go on from a state, if there is one.
+  // kPartialOut: the rows continue from a state, if there is one.
   STROBE_DEVICE void resume(const Tile& tile, int t) {
     const OutputRows<Config, Params> out{p, tile};
     if (!out.merges()) return;

@@ -1,7 +1,7 @@
-// Merges results over parts of the keys, in their order, as `strobe.merging` does it: each step weighs what there is so
-// far against the next part, by a sigmoid of the difference of their LSEs.
+// Merges partial results over different keys, in order, as `strobe.merging` does. Each step weighs the result so far
+// against the next part by a sigmoid of the difference of their LSEs.
 //
-// A thread has 8 numbers of a head of a row; it finds the weights of the row by itself.
+// A thread has 8 numbers of one head of a row and computes the weights of that row itself.
 #pragma once
 #include <strobe/tile/chunk.cuh>
 #include <strobe/tile/functions.cuh>
@@ -13,7 +13,7 @@ STROBE_DEVICE float log_add_exp(float a, float b) {
   const float apart = fabs(a - b);
   return a == b && apart != 0.f ? a : fmax(a, b) + log_fast(1.f + exp_fast(-apart));
 }
-// a where weight is 0, b where it is 1, from the nearer of them: as exact as torch.lerp.
+// a if weight is 0, b if it is 1. It starts from the nearer of the two, so it is as exact as torch.lerp.
 STROBE_DEVICE float lerp(float a, float b, float weight) {
   return weight < 0.5f ? fma(weight, b - a, a) : fma(weight - 1.f, b - a, b);
 }

@@ -1,4 +1,5 @@
-// The numbers of all named barriers, in one place: two uses of one number would meet. The hardware has 16.
+// The numbers of all named barriers, in one place: two uses of one number would synchronise with each other. The
+// hardware has 16.
 #pragma once
 #include <strobe/ptx/warp.cuh>
 
@@ -11,7 +12,7 @@ enum NamedBarrier : u32 {
   kBarrierWarpgroup = kBarrierTurn + kMaxConsumers,  // + consumer: its 128 threads meet
   // The backward, which has two consumers:
   kBarrierDqFull = kBarrierWarpgroup + kMaxConsumers,  // + consumer: dQ is in shared memory, see dq_sum.cuh
-  kBarrierDqEmpty = kBarrierDqFull + 2,                // + consumer: and has left it
+  kBarrierDqEmpty = kBarrierDqFull + 2,                // + consumer: that buffer is free
   kBarrierConsumers = kBarrierDqEmpty + 2,             // both consumers meet
 };
 

@@ -13,15 +13,15 @@ template <class A, class B> struct EitherOf<false, A, B> {
 };
 template <bool kFirst, class A, class B> using Either = typename EitherOf<kFirst, A, B>::Type;
 
-// Of one tile: a bit for each block that a condition lets through, then one for each where some pairs are hidden, so
-// that the condition must be asked for each of them.
+// The bits of one tile. First, for each block: whether the condition lets some pair through. Then, for each block:
+// whether some pair is hidden, so that the condition must be evaluated for each pair.
 struct BlockBits {
   const int* words;
-  int count;  // of each of the two
+  int count;  // words of each kind
 
   STROBE_DEVICE u32 word(int n) const { return u32(ld_constant(words + n / 32, true)); }
   STROBE_DEVICE bool partial(int n) const { return word(n + 32 * count) >> n % 32 & 1; }
-  // The nearest block that is let through, from n down; first - 1: there is none.
+  // The nearest visible block at or before n; first - 1 if there is none.
   STROBE_DEVICE int down(int n, int first) const {
 #pragma unroll 1
     for (; n >= first; n = n / 32 * 32 - 1) {
@@ -30,7 +30,7 @@ struct BlockBits {
     }
     return first - 1;
   }
-  // The same from n up; `end`: there is none.
+  // The nearest visible block at or after n; `end` if there is none.
   STROBE_DEVICE int up(int n, int end) const {
 #pragma unroll 1
     for (; n < end; n = n / 32 * 32 + 32) {
@@ -50,7 +50,7 @@ struct BlockBits {
   }
 };
 
-// Of a tile; a map that does not depend on the sequence or the head has strides of 0.
+// The bits of a tile. A map that does not depend on the sequence or the head has strides of 0.
 template <class Params> STROBE_DEVICE BlockBits block_bits(const Params& p, int batch, int head, int tile) {
   return BlockBits{p.block_map + batch * p.map_batch + head * p.map_head + tile * 2 * p.map_words, p.map_words};
 }

@@ -1,5 +1,5 @@
-// Blocks: which blocks of keys a tile of queries visits, which blocks of queries a tile of keys, in which order, and
-// which of them need the mask. Kernels walk a range by `begin`, `has` and `next`.
+// Blocks: which blocks of keys a tile of queries visits, which blocks of queries a tile of keys visits, in which order,
+// and which of them need the mask. Kernels walk a range by `begin`, `has` and `next`.
 #pragma once
 #include <strobe/pipeline/block_bits.cuh>
 #include <strobe/pipeline/rows.cuh>
@@ -17,12 +17,12 @@ struct KeyBlocks {
   STROBE_DEVICE bool any() const { return first < end; }
   STROBE_DEVICE int begin() const { return end - 1; }
   STROBE_DEVICE bool has(int n) const { return n >= first; }
-  STROBE_DEVICE static int from(int n) { return n; }  // n, or the first behind it
+  STROBE_DEVICE static int from(int n) { return n; }  // n, or the next visible block
   STROBE_DEVICE static int next(int n) { return n - 1; }
   STROBE_DEVICE bool has_next(int n) const { return n > first; }
   STROBE_DEVICE bool masked(int n) const { return n >= end_full || n < first_full; }
-  STROBE_DEVICE static bool partial(int) { return true; }        // a condition of the score must be asked
-  STROBE_DEVICE int before(int n) const { return end - 1 - n; }  // so many blocks come before n
+  STROBE_DEVICE static bool partial(int) { return true; }        // the score's condition must be evaluated
+  STROBE_DEVICE int before(int n) const { return end - 1 - n; }  // how many blocks come before n
 };
 // Those of them that a condition lets through.
 struct SparseKeyBlocks : KeyBlocks {
@@ -37,7 +37,7 @@ struct SparseKeyBlocks : KeyBlocks {
 };
 template <class Config> using KeyBlocksOf = Either<Config::kSparse, SparseKeyBlocks, KeyBlocks>;
 
-// The ends of a mask's intervals never move left as queries grow, so the first and the last query tell everything.
+// The ends of a mask's intervals never move left as queries grow, so the first and the last query suffice.
 template <int kBlockN, class Mask>
 STROBE_DEVICE KeyBlocks visible_blocks(const Mask& mask, int first_query, int last_query) {
   KeyBlocks b;
@@ -48,7 +48,7 @@ STROBE_DEVICE KeyBlocks visible_blocks(const Mask& mask, int first_query, int la
   return b;
 }
 
-// Those of `b` in [from, to).
+// The blocks of `b` in [from, to).
 STROBE_DEVICE KeyBlocks within(const KeyBlocks& b, int from, int to) {
   KeyBlocks r;
   r.first = min(max(b.first, from), to);
@@ -57,19 +57,21 @@ STROBE_DEVICE KeyBlocks within(const KeyBlocks& b, int from, int to) {
   r.end_full = min(max(b.end_full, r.first_full), r.end);
   return r;
 }
-// Split-KV: one of `splits` equal splits of a tile's key blocks, as far as `b`, those of one warpgroup, reach into it.
+// Split-KV: the blocks of `b`, which are those of one warpgroup, in one of `splits` equal splits of the tile's key
+// blocks.
 STROBE_DEVICE KeyBlocks blocks_of_split(const KeyBlocks& b, const KeyBlocks& tile, int split, int splits) {
   const int each = quotient(tile.end - tile.first + splits - 1, splits);
   const int from = min(tile.first + split * each, tile.end), to = min(from + each, tile.end);
   return within(b, from, to);
 }
 
-// Those that some of `rows` rows of a tile see, in its split; none if the rows lie beyond the sequence.
+// The key blocks that some of `rows` rows of a tile see.
 template <class Config, class Mask, class Tile>
 STROBE_DEVICE KeyBlocks blocks_of_rows(const Mask& mask, const Tile& tile, int first_row, int rows) {
   const int last_row = min(first_row + rows, tile.q.length) - 1;
   return visible_blocks<Config::kBlockN>(mask, first_row / Config::kPackGqa, last_row / Config::kPackGqa);
 }
+// The same, in the tile's split; none if the rows lie beyond the sequence.
 template <class Config, class Params, class Mask, class Tile>
 STROBE_DEVICE KeyBlocks blocks_of_interval(const Params& p, const Mask& mask, const Tile& tile, int first_row,
                                            int rows) {
@@ -91,9 +93,9 @@ STROBE_DEVICE KeyBlocksOf<Config> key_blocks(const Params& p, const Mask& mask, 
 
 // ---- of queries, from the first to the last -------------------------------------------------------------------------
 
-// The first of `count` queries whose keys end behind `key`, or begin behind it; `count` if there is none. The ends of a
-// mask's intervals never move left, so it can be searched for: by halves, or, where all lanes of a warp ask for the
-// same, 32 queries at a time.
+// The first of `count` queries whose keys end after `key` (kBegin: begin after it); `count` if there is none. The ends
+// of a mask's intervals never move left, so a search finds it: by bisection or, with kWarp, where all lanes of a warp
+// search for the same query, with 32 probes at a time.
 template <bool kBegin, bool kWarp, class Mask>
 STROBE_DEVICE int first_query_behind(const Mask& mask, int key, int count) {
   int from = 0, to = count;
@@ -102,7 +104,7 @@ STROBE_DEVICE int first_query_behind(const Mask& mask, int key, int count) {
     const int step = kWarp ? (to - from + 31) / 32 : 1, lane = thread_idx() % 32;
     const int probe = kWarp ? from + lane * step : (from + to) / 2;
     const bool behind = probe >= to || (kBegin ? mask.lo(probe) : mask.hi(probe)) > key;
-    const int before = kWarp ? 32 - lanes_where(behind) : !behind;  // probes that are not
+    const int before = kWarp ? 32 - lanes_where(behind) : !behind;  // probes that are not `behind`
     if (kWarp) to = min(to, from + before * step);
     else if (behind) to = probe;
     if (before) from = kWarp ? from + (before - 1) * step + 1 : probe + 1;
@@ -116,13 +118,13 @@ struct QueryRange {
 };
 template <bool kWarp = false, class Mask>
 STROBE_DEVICE QueryRange queries_that_see(const Mask& mask, int key, int len_q, int len_k) {
-  if (key >= len_k) return QueryRange{1 << 30, 0};  // either bound hides it
+  if (key >= len_k) return QueryRange{1 << 30, 0};  // empty, whichever bound a caller reads
   return QueryRange{Mask::kHasHi ? first_query_behind<false, kWarp>(mask, key, len_q) : 0,
                     Mask::kHasLo ? first_query_behind<true, kWarp>(mask, key, len_q) : len_q};
 }
 
 // Blocks [first, end) see some of the keys; those in [first_full, end_full) see all of them, and need no mask. The
-// blocks of all query heads of a group follow one another: behind the last comes the first, of the next head.
+// blocks of all query heads of a group follow one another: after the last block comes the first block of the next head.
 struct QueryBlocks {
   int first, end, first_full, end_full;
 
@@ -156,7 +158,7 @@ struct SparseQueryBlocks : QueryBlocks {
 };
 template <class Config> using QueryBlocksOf = Either<Config::kSparse, SparseQueryBlocks, QueryBlocks>;
 
-// Calls visit(head, m) for every block, beginning with `begin`, of each head of a group.
+// Calls visit(head, m) for every block of each head of a group, starting at block `begin`.
 template <class Blocks, class Params, class Visit>
 STROBE_DEVICE void for_each_query_block(const Blocks& blocks, const Params& p, int begin, int group, Visit visit) {
   int m = begin;
@@ -169,7 +171,7 @@ STROBE_DEVICE void for_each_query_block(const Blocks& blocks, const Params& p, i
     } while (m != begin);
   }
 }
-template <int kBlockM, int kBlockN, class Mask>  // whole warps ask
+template <int kBlockM, int kBlockN, class Mask>  // called by whole warps
 STROBE_DEVICE QueryBlocks visible_query_blocks(const Mask& mask, int key0, int len_q, int len_k) {
   const QueryRange begin = queries_that_see<true>(mask, key0, len_q, len_k),
                    last = queries_that_see<true>(mask, min(key0 + kBlockN, len_k) - 1, len_q, len_k);
@@ -178,7 +180,7 @@ STROBE_DEVICE QueryBlocks visible_query_blocks(const Mask& mask, int key0, int l
   b.end = begin.first < len_q ? max(b.first, (last.end + kBlockM - 1) / kBlockM) : b.first;
   b.first_full = min(max((last.first + kBlockM - 1) / kBlockM, b.first), b.end);
   b.end_full = Mask::kHasLo ? min(max(begin.end / kBlockM, b.first_full), b.end) : b.end;
-  if (key0 + kBlockN > len_k) b.first_full = b.end_full = b.end;  // keys that are not there are hidden, too
+  if (key0 + kBlockN > len_k) b.first_full = b.end_full = b.end;  // keys beyond the sequence are hidden, too
   return b;
 }
 template <class Config, class Params, class Mask, class Tile>

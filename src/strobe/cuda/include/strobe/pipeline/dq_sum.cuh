@@ -1,8 +1,9 @@
-// Sums of dQ in fp32, in which all blocks of keys meet: who writes them, and in which layout. dq_turns.cuh has the
-// order of deterministic ones.
+// The fp32 sums of dQ over all key blocks: who adds to them, and their layout. dq_turns.cuh has the order of
+// deterministic sums.
 //
 // A consumer leaves its 64 x 64 numbers in shared memory as its registers hold them, 16 bytes a thread at a time, and a
-// warp of the producer's adds them to global memory, where they lie in the same order. convert_dq.cuh undoes it.
+// warp of the producer warpgroup adds them to global memory, where they lie in the same order. convert_dq.cuh undoes
+// that order.
 #pragma once
 #include <strobe/pipeline/barriers.cuh>
 #include <strobe/pipeline/schedule.cuh>

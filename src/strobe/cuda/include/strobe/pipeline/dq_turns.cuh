@@ -1,5 +1,5 @@
-// Deterministic dQ: blocks of keys add to its sums by turns. Then nobody needs zeros before, nor a kernel that rounds
-// afterwards: the first turn stores, and in the last one the consumer adds the sums to its registers and rounds.
+// Deterministic dQ: key blocks take turns at adding to its sums. This needs no zeros before and no rounding kernel
+// afterwards: the first turn stores, and in the last turn the consumer adds the sums to its registers and rounds.
 #pragma once
 #include <strobe/pipeline/dq_sum.cuh>
 #include <strobe/pipeline/staging.cuh>
@@ -7,14 +7,14 @@
 namespace strobe {
 
 struct Turn {
-  u32 number;  // so many blocks of keys come before
+  u32 number;  // how many blocks of keys come before
   bool last;
 };
 
-// When the keys of `tile` add to block m of the queries: in the order in which blocks of keys come by if all of them
-// start together. Under a right bound each starts at its diagonal, so the last comes first; blocks are launched in that
-// order, and none waits for a block that was launched after it. Without a bound the blocks of keys start at different
-// queries (kRotate), those of one head are on the GPU together, and the order is cyclic.
+// The turn of `tile` at block m of the queries. Turns follow the order in which key blocks reach m if all of them start
+// together. Under a right bound each key block starts at its diagonal, so the last key block comes first. Key blocks
+// are launched in that order, so none waits for one that was launched after it. Without a bound key blocks start at
+// different queries (kRotate), those of one head are on the GPU together, and the order is cyclic.
 template <class Config, class Mask>
 STROBE_DEVICE Turn turn_of(const Mask& mask, const KeyTile& tile, int query_blocks, int key_blocks, int m) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
@@ -34,8 +34,8 @@ STROBE_DEVICE void await_turn(const u32* counter, u32 number) {
 }
 
 // ---- consumer: the last turn ----------------------------------------------------------------------------------------
-// Adds what the others have summed up, which lies in the buffer if there are `others`, and rounds dQ into the buffer;
-// or stores dQ as fp32, straight from the registers to where `rows` says.
+// If there are `others`, adds their sums, which lie in the buffer. Then rounds dQ into the buffer or, with kPartialDq,
+// stores it as fp32 straight from the registers to where `rows` says.
 template <class Config, class Params, class Rows>
 STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32], bool others, Rows rows) {
   using Tile = Rounded<typename Config::Element, 64>;
@@ -52,7 +52,7 @@ STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32],
 }
 
 // ---- adding warp ----------------------------------------------------------------------------------------------------
-// A turn is passed on when its sums are written. `sent`: the part whose sums are on their way, or -1.
+// Passes the turn on once its sums are written. `sent`: the part whose sums are in flight, or -1.
 template <class Params> STROBE_DEVICE void pass_turn(const Params& p, int sent) {
   if (thread_idx() % 32 == 0 && sent >= 0) {
     bulk_wait_written();
@@ -68,7 +68,7 @@ template <class Params> STROBE_DEVICE void send_sums(const Params& p, const DqSu
     tma_store_wait_read<0>();
   }
 }
-// What the others have summed up, into the buffer.
+// Loads the sums of the others into the buffer.
 template <class Params> STROBE_DEVICE void fetch_sums(const Params& p, const DqSum& sum, int part) {
   const int lane = thread_idx_again() % 32;
   const float* from = p.dq_sum + i64(part) * kDqFloats + 4 * lane;
@@ -88,16 +88,16 @@ STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& s
   }
 }
 
-// One block of queries. Whatever takes long passes while the consumer computes: the sums of the block before are
-// written, its turn is passed on, and this one's turn comes. For the last turn the buffer goes to the consumer with the
-// sums of the others, and comes back with dQ.
+// Handles one block of queries. The long waits overlap with the consumer's work: the sums of the block before are
+// written, its turn is passed on, and this block's turn comes. In the last turn the buffer goes to the consumer with
+// the sums of the others and comes back with dQ.
 template <class Config, class Params> STROBE_DEVICE void add_in_turn(const Params& p, const KeyTile& tile,
                                                                      const DqSum& sum, int head, int m, Turn turn,
                                                                      int& sent) {
   if (!turn.last) sum.offer();
-  // Neighbouring blocks of keys are kBlockN queries apart. With kBlockM = 64 that is two steps: this turn has mostly
-  // come, and a look at its counter overlaps with the sums that are being written. With kBlockM = 128 it is one step:
-  // the neighbour waits for the release, which a look would delay.
+  // Neighbouring blocks of keys are kBlockN queries apart. With kBlockM = 64 that is two steps: this turn has usually
+  // come already, and reading its counter overlaps with the writing of the sums. With kBlockM = 128 it is one step: the
+  // neighbour waits for the release, which reading the counter first would delay.
   constexpr bool kLooks = Config::kBlockM < Config::kBlockN;
   if (!kLooks) pass_turn(p, sent);
   const int part = int(dq_part<Config>(p, tile, head, m, sum.consumer));

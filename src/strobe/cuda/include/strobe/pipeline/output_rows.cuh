@@ -1,18 +1,18 @@
 // Where the rows of a forward tile go: their heads, sinks, LSE and, for fp32 partial outputs, O.
 //
-// kMerge with p.merge: there is a state, O and LSE over other keys, and the result is merged with it. That is the
-// online softmax going on where it had stopped: a row starts with m = LSE, l = 1 and its O, and the epilogue is the
-// same. With kPartialOut the O to merge with lies where the merged one goes, without it in a tensor of its own. All
-// that a row needs is read before any of it is written: by the same warpgroup or, with split-KV, by the first split,
-// which counts itself in before the last one writes.
+// kMerge with p.merge: the result is merged with a state, which is O and LSE over other keys. The online softmax
+// continues from that state: a row starts with m = LSE, l = 1 and its O, and the epilogue is the same. With kPartialOut
+// the state's O lies where the merged O goes; without it, in a tensor of its own. The state of a row is read before the
+// row is written: by the same warpgroup or, with split-KV, by the first split, which counts itself in before the last
+// split writes.
 #pragma once
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/tile/softmax.cuh>
 
 namespace strobe {
 
-// kMerge: the LSE of a state, if there is one, for a thread's two rows. It is loaded when a tile begins,
-// and waited for by `resume`, which comes behind the first scores.
+// kMerge: the LSE of a state, if there is one, for a thread's two rows. It is loaded when a tile begins; `resume`,
+// after the first scores, waits for it.
 template <bool kMerge> struct State {
   float lse[2];
   bool pending = kMerge;
@@ -39,7 +39,7 @@ template <class Config, class Params> struct OutputRows {
     return p.lse + tile.q.slice * p.lse_batch + head(row) * p.lse_head + tile.q.first + row / Config::kPackGqa;
   }
   STROBE_DEVICE void store_lse(int row, float x) const { st_global(lse(row), x); }
-  // Of `row` and `row + 8`: stores the LSE, if one is wanted, and tells what O has to be multiplied by.
+  // For `row` and `row + 8`: stores the LSE, if one is wanted, and sets `inverse`, the factors of O.
   template <class S> STROBE_DEVICE void finish(const S& softmax, int row, float (&inverse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -59,13 +59,13 @@ template <class Config, class Params> struct OutputRows {
   STROBE_DEVICE bool has_state(int row) const { return merges() && row < tile.q.length; }
   STROBE_DEVICE float state_lse(int row) const { return has_state(row) ? ld_global_l2(lse(row)) : neg_inf(); }
   STROBE_DEVICE int state_columns(int row) const { return has_state(row) ? p.dim_v : 0; }
-  // Of `row` and `row + 8`: the LSE and, with kLoadO, O.
+  // Loads the LSE of `row` and `row + 8` and, with kLoadO, their O.
   template <bool kLoadO, class O> STROBE_DEVICE void load_state(O& fragment, float (&lse)[2], int row) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) lse[r] = state_lse(row + 8 * r);
     if constexpr (kLoadO)
 #pragma unroll
-      for (int r = 0; r < 2; ++r)  // without a branch around it, for which ptxas would make wgmmas wait for one another
+      for (int r = 0; r < 2; ++r)  // no branch around this loop: ptxas would serialise the wgmmas
         fragment.load_row(r, o(row + 8 * r) + 2 * (thread_idx() % 4), state_columns(row + 8 * r));
   }
   STROBE_DEVICE void store_o(int row, int column, const float (&x)[4]) const {

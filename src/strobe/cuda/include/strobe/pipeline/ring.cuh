@@ -47,7 +47,7 @@ template <int kStages> struct Ring {
   }
   STROBE_DEVICE void skip() {
     wait_full();
-    sync_warp();  // no lane may find the barrier a whole round further on because another gave the buffer back
+    sync_warp();  // else one lane's release could let the barrier run a round ahead of another's wait
     release_and_advance();
   }
 };

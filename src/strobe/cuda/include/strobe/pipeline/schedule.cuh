@@ -17,7 +17,7 @@ struct Part {
 // GQA, kPackGqa heads of a group are rows of one tile: row r is query r / kPackGqa of head r % kPackGqa of the group.
 struct Tile : Sequence {
   int row0, head;
-  int work;   // its number; with split-KV that of one split of the tile, from a work list the slot of its result
+  int work;   // the tile's number; with split-KV, that of one of its splits; from a work list, its result's slot
   Part part;  // from a work list
 };
 
@@ -42,14 +42,14 @@ template <class Config, class Params> STROBE_DEVICE Tile decode_tile(int work, c
   return t;
 }
 
-// Blocks that stay on their multiprocessor take tile after tile from a counter. A block begins with its own number and
-// takes one tile too many, so that p.tiles are taken in all: the counter wraps around to 0, ready for the next launch.
+// Persistent blocks take tiles from a counter. A block begins with the tile of its own number and takes one tile too
+// many, so p.tiles are taken in all: the counter wraps around to 0, ready for the next launch.
 template <class Params> STROBE_DEVICE int take_tile(const Params& p) {
   return grid_dim() + atomic_inc_wrap(p.counter, p.tiles - 1);
 }
 
-// The tiles that a block works on: those that it takes from the counter or, of paged keys, those of its piece of the
-// work list, whose records are 8 numbers: first the pieces, [first, end) of the items, then the items.
+// The tiles that a block works on: taken from the counter or, with paged keys, those of its piece of the work list. A
+// record of the list is 8 numbers. First come the pieces, [first, end) of the items each; then the items.
 template <bool kListed> struct WorkOf {
   template <class Params> STROBE_DEVICE static int first(const Params&) { return block_idx(); }
   template <class Params> STROBE_DEVICE static int end(const Params& p) { return p.tiles; }
@@ -85,8 +85,9 @@ STROBE_DEVICE Positions read_positions(u32 slot) {
   return Positions{int(x.x), int(x.y), int(x.z), int(x.w)};
 }
 
-// The tile info slot: the producer publishes where a tile lies, since to work that out takes several divisions. Its
-// arrival on a full barrier makes it visible. Positions lie behind it, for those who need them: they take registers.
+// The tile info slot: the producer publishes where a tile lies, since working that out takes several divisions. The
+// producer's arrival on a full barrier makes it visible. Positions follow, and only kernels that need them read them:
+// they take registers.
 constexpr u32 kTileInfoPositions = 32, kTileInfoPart = 48;  // where they begin, and the part of listed work
 template <class Config> STROBE_DEVICE void publish_tile(u32 slot, const Tile& t) {
   st_shared(slot, u32x4{u32(t.row0), u32(t.head), u32(t.batch), u32(t.q.length)});
@@ -99,7 +100,7 @@ template <class Config> STROBE_DEVICE void publish_tile(u32 slot, const Tile& t)
 template <class Config> STROBE_DEVICE Tile read_tile(u32 slot) {
   const u32x4 x = ld_shared_x4(slot), y = ld_shared_x4(slot + 16);
   const u32x4 z = Config::Keys::kPaged ? ld_shared_x4(slot + kTileInfoPart) : u32x4{};
-  sync_warp();  // likewise
+  sync_warp();  // as in read_positions
   const int batch = int(x.z), keys = int(y.x);
   Tile t;
   t.batch = batch;
@@ -114,8 +115,8 @@ template <class Config> STROBE_DEVICE Tile read_tile(u32 slot) {
 // ---- tiles of keys --------------------------------------------------------------------------------------------------
 
 // Keys [key0, key0 + kBlockN) of one key head. kGroupParts: the query heads of a group are divided among p.group_parts
-// tiles, and each has dK and dV of its own. Then head_k counts parts, of p.group query heads each, and head_kv is whose
-// K and V they see.
+// tiles, and each has dK and dV of its own. Then head_k counts parts, of p.group query heads each, and head_kv is the
+// head of the K and V that they see.
 struct KeyTile : Sequence {
   int key0, head_k, head_kv;
 
@@ -125,8 +126,8 @@ struct KeyTile : Sequence {
   }
 };
 
-// Some heads form a section, and the last section takes the rest; inside a section blocks of keys go in order: under a
-// causal mask the first has the most queries. Config::kLastFirst turns the order around (see dq_turns.cuh).
+// Heads are grouped into sections, and the last section takes the rest. Inside a section key blocks go in order: under
+// a causal mask the first has the most queries. Config::kLastFirst reverses the order (see dq_turns.cuh).
 template <class Config, class Params> STROBE_DEVICE KeyTile decode_key_tile(int index, const Params& p) {
   const int per_section = p.key_blocks * p.section, section = min(quotient(index, per_section), p.sections - 1),
             rest = index - section * per_section;
@@ -149,7 +150,7 @@ template <class Config, class Params> STROBE_DEVICE KeyTile tile_again(const Par
 // ---- statistics of rows ---------------------------------------------------------------------------------------------
 
 // Statistics of rows (LSE, delta) and sums of dQ have room for whole blocks of kStatBlock queries of each sequence:
-// this is where those of a sequence and head begin. `first_row` is that of the sequence in varlen tensors.
+// this returns where those of a sequence and head begin. `first_row` is that of the sequence in varlen tensors.
 template <class Config, class Params>
 STROBE_DEVICE i64 first_stat(const Params& p, int head, int batch, int first_row) {
   constexpr int kRows = Config::kStatBlock;

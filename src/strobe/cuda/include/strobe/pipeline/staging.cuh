@@ -1,5 +1,5 @@
-// The epilogue's way out: a warpgroup stages its 64 rows of a result in shared memory, kPanels panels of 64 columns at
-// a time, or of 32 columns as fp32, and one thread issues the TMA store, which clips what lies beyond the sequence.
+// The epilogue: a warpgroup stages its 64 rows of a result in shared memory, kPanels panels of 64 columns at a time, or
+// of 32 columns as fp32, and one thread issues the TMA store, which clips what lies beyond the sequence.
 #pragma once
 #include <strobe/pipeline/barriers.cuh>
 #include <strobe/ptx/math.cuh>
@@ -24,23 +24,23 @@ template <class T, int N> struct Rounded {
   }
 };
 
-// The other way out, for results that are merged with others: as fp32, straight from the registers.
+// The epilogue of results that are merged with others: stores fp32 straight from the registers.
 struct Fp32Rows {
   float* first;
   i64 stride;
-  int rows, columns;  // as many exist
+  int rows, columns;  // how many exist
   // The 64 rows of a warpgroup, from row `from` on.
   template <class D> STROBE_DEVICE void store(const D& d, int from) const {
     const int thread = thread_idx_again(),
-              row = from + 16 * (thread % 128 / 32) + thread % 32 / 4;  // not before the loop
+              row = from + 16 * (thread % 128 / 32) + thread % 32 / 4;  // not hoisted out of the main loop
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (row + 8 * r < rows) d.store_row(r, first + i64(row + 8 * r) * stride + 2 * (thread % 4), columns);
   }
 };
 
-// kPrivate: the buffer serves nothing else, so an earlier store may still be reading it. Else it is a buffer that the
-// warps of this warpgroup have read until now.
+// kPrivate: the buffer serves nothing else, so an earlier store may still be reading it. Otherwise warps of this
+// warpgroup may still be reading it.
 template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = false> struct Staging {
   u32 buffer;
   int consumer;
@@ -50,7 +50,7 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
 
   template <bool kStagedBefore = kPrivate> STROBE_DEVICE void acquire() const {
     if (kStagedBefore && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
-    sync_warpgroup(consumer);  // or: every warp is done with what lies here
+    sync_warpgroup(consumer);  // and every warp of the warpgroup is done with the buffer
   }
   // Panels from `panel` on have been staged; without `any_rows` nothing is stored.
   STROBE_DEVICE void send(const TensorMap* map, const Box& box, int panel, bool any_rows) const {
@@ -73,15 +73,15 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
       store<kFrom + kPanels>(d, scale, map, box, any_rows);
     }
   }
-  // The same without sending: all panels are staged, and whoever is told so sends them.
+  // Stages all panels but sends none: another warp sends them.
   template <class D> STROBE_DEVICE void fill(const D& d, const float (&scale)[2]) const {
     static_assert(kPanels == kPanelsInAll, "they fit");
     stage<0, 0, true>(d, scale);
   }
 
  private:
-  // `Accumulators` takes constants: a loop that the language unrolls, 16 columns at a time.
-  // kInLoop: in a branch of a loop, where addresses are worked out and not held in registers.
+  // `Accumulators` takes constants, so this recursion replaces a loop, 16 columns at a time.
+  // kInLoop: the caller is in a loop, so addresses are recomputed instead of held in registers.
   template <int kFrom, int J, bool kInLoop = false, class D>
   STROBE_DEVICE void stage(const D& d, const float (&scale)[2]) const {
     if constexpr (J < kPanels * 4 && kFrom + J < kColumns / 16) {

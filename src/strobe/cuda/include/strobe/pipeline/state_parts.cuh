@@ -1,8 +1,8 @@
-// kMerge with p.merge: the O of a state, in fp32, on its way in. The producer loads it by TMA into the
-// buffers of V, before the first V of the tile, as many panels of a consumer's 64 rows at a time as a buffer holds: a
-// part. Only the consumer whose part it is waits for it and gives it back, so that none waits for another. Hence parts
-// have barriers of their own, each used once a tile, and the ring of V does not count them. Their parity is that of the
-// tile's number, which the ring of Q tells, if it has one slot or two.
+// kMerge with p.merge: loads the O of a state, in fp32. The producer loads it by TMA into the buffers of V, before the
+// first V of the tile, in parts: as many panels of a consumer's 64 rows as a buffer holds. Only the consumer that a
+// part belongs to waits for it and releases it, so no consumer waits for another. Hence parts have barriers of their
+// own, each used once a tile, and the ring of V does not count them. Their parity is that of the tile's number, which
+// follows from the ring of Q if that has one slot or two.
 #pragma once
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/schedule.cuh>
@@ -19,7 +19,8 @@ template <class Config> struct StateParts {
   static_assert(kEnabled || !kApart, "an O of its own is read by TMA alone");
   static constexpr int kEach = kEnabled ? (kPanels + kAtOnce - 1) / kAtOnce : 1,  // of a consumer
       kParts = kEnabled ? Config::kConsumers * kEach : 0;
-  // With three consumers the producer has no register left to count its V's: all parts are read before the first.
+  // With three consumers the producer has no register left to count its V's: all parts are read before the first V is
+  // loaded.
   static constexpr bool kInTurn = Config::kConsumers < 3;
   static constexpr u32 kBytes = 16 * kParts;
 
@@ -41,8 +42,9 @@ template <class Config> struct StateParts {
     }
   }
 
-  // Producer: all parts of a tile, one buffer after the other from where the ring of V is, when what lies there has
-  // been read: a V, another part, or a part of the tile before, if that had too few V's to wait for it.
+  // Producer: loads all parts of a tile into one buffer after the other, from the ring's position on. It waits until
+  // the old content of the buffer has been read: a V, another part, or a part of the tile before, if that had too few
+  // V's to wait for it.
   template <class Params> STROBE_DEVICE void load(const Params& p, const Tile& tile, RingV v, const RingQ& q) const {
     const TensorMap* map = map_of(p);
     const u32 parity = parity_of(q, true);
@@ -60,17 +62,17 @@ template <class Config> struct StateParts {
     }
     if (!kInTurn) wait_read(parity);
   }
-  // Producer: before V number n of the tile is loaded, over parts n, n + kStages, ...
+  // Producer: V number n of the tile overwrites parts n, n + kStages, …; waits until the last of them has been read.
   STROBE_DEVICE void make_room(int n, const RingQ& q) const {
     if (kInTurn && n < kStages && n < kParts) wait_read(n + (kParts - 1 - n) / kStages * kStages, parity_of(q, true));
   }
 
-  // Consumer: its parts, added to accumulators that are zero. Without a merge nothing is read, but there is no branch,
-  // for which ptxas would make wgmmas wait for one another.
+  // Consumer: adds its parts to accumulators that are zero. Without a merge nothing is read. There is no branch for
+  // that: ptxas would serialise the wgmmas.
   template <int kPart = 0, class O> STROBE_DEVICE void take(O& o, int consumer, const RingV& v, const RingQ& q) const {
     if constexpr (kPart < kEach) {
       const int i = consumer * kEach + kPart, thread = thread_idx_again() % 128;  // holds no register between tiles
-      mbar_wait(full + 8 * i, merge ? parity_of(q, false) : 1);  // a barrier that was never used: nobody waits
+      mbar_wait(full + 8 * i, merge ? parity_of(q, false) : 1);  // without a merge: parity 1 passes on a fresh barrier
       take_panels<kPart * kAtOnce, 0>(o, buffers + (v.stage + i) % kStages * kBytesBuffer, thread);
       sync_warp();  // all lanes have read it
       if (elected()) mbar_arrive(empty + 8 * i);

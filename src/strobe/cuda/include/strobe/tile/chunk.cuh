@@ -15,7 +15,7 @@ template <class T> STROBE_DEVICE u32x4 pack(const float (&x)[8]) {
   return {pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7])};
 }
 
-// T is what 16-bit numbers are; fp32 ones need none.
+// T is the type of 16-bit numbers; the fp32 overloads ignore it.
 template <class T> STROBE_DEVICE void load_chunk(float (&to)[8], const u16* from) { unpack<T>(to, ld_global_x4(from)); }
 template <class T> STROBE_DEVICE void load_chunk(float (&to)[8], const float* from) {
 #pragma unroll

@@ -7,7 +7,7 @@
 namespace strobe {
 
 // Rows [0, rows_there) of `src` exist and have `columns_there` columns; the rest of the tile becomes zero, and memory
-// behind the tensor is never read. kWholeRows, kWholeColumns: all of them exist, and nothing is compared.
+// beyond the tensor is never read. kWholeRows, kWholeColumns: all of them exist, and nothing is compared.
 template <int kRows, int kColumns, int kThreads, bool kWholeRows, bool kWholeColumns>
 STROBE_DEVICE void copy_tile_async(u32 dst, const u16* src, i64 row_stride, int rows_there, int columns_there) {
   constexpr int kRowsPerPass = kThreads / 8;

@@ -11,7 +11,8 @@ STROBE_DEVICE u32 mix(u32 x) {
   x *= 0x846ca68bu;
   return x ^ x >> 16;
 }
-// Of even and odd queries. `place`: 1 for the queries eight further, 2 for the keys eight further, 3 for both.
+// The hash's factor for even and for odd queries. `place`: 1 for the queries eight further, 2 for the keys eight
+// further, 3 for both.
 constexpr STROBE_DEVICE u32 dropout_factor(bool odd, int place) {
   return place & 2 ? (place & 1 ? (odd ? 0x165667b5u : 0xc2b2ae3fu) : (odd ? 0xcd9e8d57u : 0x1b56c4e9u))
                    : (place & 1 ? (odd ? 0x27d4eb21u : 0x68e31da3u) : (odd ? 0x85ebca6bu : 0xb5297a4du));
@@ -46,7 +47,7 @@ template <bool kDropout> STROBE_DEVICE float centred(float dp, float scale, floa
   return kDropout ? fma(dp, scale, -delta) : dp - delta;
 }
 
-// What a thread with fragments of P asks: rows are queries `query` and query + 8, columns are keys, two neighbours a
+// Dropout for a thread's fragments of P: rows are queries `query` and query + 8, columns are keys, two neighbours a
 // register pair. `column` is the key of the thread's first column; `threshold` is an fp16 number, twice.
 template <bool kEnabled> struct Dropout {
   DropoutRow row;
@@ -60,7 +61,7 @@ template <bool kEnabled> struct Dropout {
     for (int place = 0; place < 4; ++place) factors[place] = dropout_factor(query % 2, place);
   }
 
-  // Of the i-th pair of the fragment: the bits of the halves that are kept. Four pairs share a cell.
+  // For the i-th pair of the fragment: the mask of the halves that are kept. Four pairs share a cell.
   STROBE_DEVICE u32 kept(int i, int column) const {
     return not_less_f16x2(dropout_cell(row, column + 16 * (i >> 2)).bits(factors[i & 3]), threshold);
   }

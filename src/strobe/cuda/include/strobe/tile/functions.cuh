@@ -1,10 +1,10 @@
-// What users' functions of a score are made of, besides C++'s operators. Integer division rounds down, as in Python.
+// The operations of users' score functions, besides C++'s operators. Integer division rounds down, as in Python.
 #pragma once
 #include <strobe/tile/softmax.cuh>
 
 namespace strobe {
 
-// An index, or the end of the axis that it lies beyond.
+// Clamps an index to [0, length).
 template <class T> STROBE_DEVICE i64 within(T i, i64 length) {
   return i < 0 ? 0 : i64(i) < length ? i64(i) : length - 1;
 }

@@ -8,8 +8,8 @@ namespace strobe {
 
 constexpr u32 kGroupBytes = 8 * kPanelRowBytes;  // eight rows of a panel: the unit of the swizzle
 
-// From one product of a chain to the next, in the 16-byte units of descriptors: along K a K-major operand moves by 32
-// bytes inside a panel, then to the next panel; an MN-major one by 16 rows.
+// Offsets of the products of a chain, in the 16-byte units of descriptors. Along K a K-major operand moves by 32 bytes
+// inside a panel, then to the next panel; an MN-major one moves by 16 rows.
 template <int kRows> struct AlongK {
   static constexpr STROBE_DEVICE int step(int i) { return i / 4 * (kRows * int(kPanelRowBytes) / 16) + i % 4 * 2; }
 };

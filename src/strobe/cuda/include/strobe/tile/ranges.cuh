@@ -1,7 +1,7 @@
-// Interval arithmetic: between which two numbers the result of an operation lies, given those of its operands. It tells
-// of a whole block, without a look at each pair, that a condition holds or that it does not (kernels/block_map.cuh).
+// Interval arithmetic: bounds the result of an operation, given bounds of its operands. So it can decide for a whole
+// block, without testing each pair, that a condition holds or does not hold (kernels/block_map.cuh).
 //
-// Each operation has the name that condition_cpp.py prints for it. What is not known is `anything`.
+// Each operation has the name that condition_cpp.py prints for it. An unknown range is `anything`.
 #pragma once
 #include <strobe/ptx/warp.cuh>
 #include <strobe/tile/functions.cuh>
@@ -28,8 +28,8 @@ template <class T> STROBE_DEVICE Range<T> anything() {
     return Range<T>(kLeast, ~kLeast);
   }
 }
-// Whether both ends are below 2^bits; of floats, whether they are far from overflow: what has an infinite end is
-// anything.
+// Whether both ends are below 2^bits in magnitude; for floats, whether they are far from overflow: a range with an
+// infinite end counts as anything.
 template <class T> STROBE_DEVICE bool moderate(const Range<T>& r, int bits) {
   if constexpr (kIsFloat<T>) return fabs(r.lo) < 1e37f && fabs(r.hi) < 1e37f;
   else return r.lo > -(i64(1) << bits) && r.hi < i64(1) << bits;
@@ -43,8 +43,8 @@ template <class T> STROBE_DEVICE Range<T> point(T x) {
   else return r;
 }
 
-// Of a result. Integers that overflow wrap around. Floats are rounded, and twice or once as the compiler fuses
-// operations, so some slack is left.
+// The range of a result. Integers that overflow wrap around, so they may be anything. Floats are rounded once or twice,
+// depending on what the compiler fuses, so their range gets some slack.
 template <class T> STROBE_DEVICE Range<T> result(i64 lo, i64 hi) {
   const Range<T> all = anything<T>();
   return lo < all.lo || hi > all.hi ? all : Range<T>(T(lo), T(hi));
@@ -66,8 +66,8 @@ template <class T> STROBE_DEVICE Range<T> subtract(const Range<T>& a, const Rang
   else return result<T>(i64(a.lo) - b.hi, i64(a.hi) - b.lo);
 }
 
-// The least and the largest of a function at the corners: where it neither grows nor falls all the way along an
-// operand, its extremes lie there.
+// The least and the largest value at the corners: the extremes of a function that is monotonic in each operand lie
+// there.
 template <class T, class U, class F> STROBE_DEVICE Range<T> at_corners(const Range<U>& a, const Range<U>& b, F f) {
   const auto w = f(a.lo, b.lo), x = f(a.lo, b.hi), y = f(a.hi, b.lo), z = f(a.hi, b.hi);
   const auto lo = minimum(minimum(w, x), minimum(y, z)), hi = maximum(maximum(w, x), maximum(y, z));
@@ -114,7 +114,7 @@ template <class T> STROBE_DEVICE Range<T> greatest(const Range<T>& a, const Rang
   if (kIsFloat<T> && (!moderate(a, 0) || !moderate(b, 0))) return anything<T>();
   return Range<T>(maximum(a.lo, b.lo), maximum(a.hi, b.hi));
 }
-// A function that never falls.
+// The range of a function that never falls.
 template <class F> STROBE_DEVICE Range<float> rising(F f, const Range<float>& a) {
   return Range<float>(f(a.lo), f(a.hi));
 }
@@ -148,7 +148,7 @@ template <class T> STROBE_DEVICE Range<T> select(const Range<bool>& c, const Ran
   return c.lo ? a : !c.hi ? b : hull(a, b);
 }
 
-// ---- of what is known one by one ------------------------------------------------------------------------------------
+// ---- ranges of individual values ------------------------------------------------------------------------------------
 
 template <class T> STROBE_DEVICE T of_lane(T x, int lane) {
   if constexpr (sizeof(T) == 8) {
@@ -157,7 +157,7 @@ template <class T> STROBE_DEVICE T of_lane(T x, int lane) {
   } else if constexpr (kIsFloat<T>) return as_float(shfl(as_bits(x), lane));
   else return T(shfl(u32(x), lane));
 }
-// Of f(0) to f(count - 1), which the lanes of a warp share out among themselves.
+// The range of f(0) to f(count - 1), which the lanes of a warp compute together.
 template <class F> STROBE_DEVICE auto over(int count, F f) {
   const int lane = thread_idx() % 32;
   auto found = point(f(min(lane, count - 1)));

@@ -1,6 +1,6 @@
 // How a tile of 16-bit numbers lies in shared memory: panels of 64 columns, one after the other; a panel row is 128
 // bytes, whose eight 16-byte chunks are permuted by the row. Eight rows of one chunk then lie in eight different
-// places, so that ldmatrix, which reads exactly that, meets every bank once. It is also the layout that the tensor
+// places, so that ldmatrix, which reads exactly that, has no bank conflicts. It is also the layout that the tensor
 // memory accelerator and wgmma call "128B swizzle".
 #pragma once
 #include <strobe/ptx/base.cuh>

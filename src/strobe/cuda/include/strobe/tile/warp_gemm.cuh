@@ -1,8 +1,8 @@
-// Matrix products of a block whose warps stand in a grid: mma.sync with both operands in swizzled shared memory.
+// Matrix products of a block whose warps form a grid: mma.sync with both operands in swizzled shared memory.
 //
-// All that a warp holds is made of 16 x 16 tiles, 8 registers each. Along either axis the tiles of a warp are
-// `first`, first + kStride, first + 2 * kStride, …, where `first` is its place in the grid and kStride the warps of the
-// grid along this axis. Then all addresses are constants away from that of the first tile, whatever the swizzle.
+// A warp's accumulators are 16 x 16 tiles, 8 registers each. Along either axis the tiles of a warp are `first`, first +
+// kStride, first + 2 * kStride, …, where `first` is its place in the grid and kStride the warps of the grid along this
+// axis. Then every address is a constant away from that of the first tile, whatever the swizzle.
 #pragma once
 #include <strobe/tile/gemm_sm80.cuh>
 
@@ -66,7 +66,7 @@ STROBE_DEVICE void gemm(float (&d)[kTilesM][kTilesN][8], const A& left, const B&
   }
 }
 
-// Where a warp's tiles lie in a matrix of kRows rows in shared memory that they are written to.
+// Writes a warp's tiles to a matrix of kRows rows in shared memory.
 template <int kRows, int kStrideM, int kStrideN> struct Target {
   u32 address;
 
