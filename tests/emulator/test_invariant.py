@@ -233,7 +233,7 @@ def test_a_list_serves_several_launches() -> None:
         backend.launch(Plan(plan.launches[1:]), tensors | {"o": out})
     assert all(torch.equal(out, outs[0]) for out in outs) and outs[0].isfinite().all()
     want = attend([Span("some", 636, 640)])
-    assert all(torch.equal(outs[0][0, i].view(torch.int16), out) for i, (out, _) in enumerate(want.values()))
+    assert all(torch.equal(outs[0][0, i].view(torch.uint8), out) for i, (out, _) in enumerate(want.values()))
 
 
 class Mutation(NamedTuple):
