@@ -200,10 +200,10 @@ def test_lengths_around_a_cut(end: int) -> None:
 @pytest.mark.parametrize("page", [1, 16])
 def test_copies_that_land_late_do_not_matter(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor in which order splits are ready."""
-    spans = [*OTHERS[1:], *ALONE[2:5]]
+    spans = [*OTHERS[1:], Span("some", 298, 300)]
     expected = attend(spans, page)
     monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         monkeypatch.setenv("STROBE_EMULATOR_SEED", seed)
         assert not differing(attend(spans, page), expected)
 
