@@ -97,7 +97,7 @@ class PagedSlab(Slab):
         all_from, all_to = int(lo[:, rows.stop - 1].max()), int(hi[:, rows.start].min())
         if self.inputs.tail is not None:
             first, end, all_to = 0, int(self.read.keys.max()), 0
-        # Entries were checked on a CPU alone; elsewhere one may be missing.
+        # Elsewhere than on a CPU an entry may be missing, which nobody has looked for.
         certain = self.problem.device.type == "cpu"
         for start in range(first - first % block_k, end, block_k):
             keys = range(max(start, first), min(start + block_k, end))
