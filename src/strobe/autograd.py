@@ -115,7 +115,7 @@ def _fitted(gradients: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
 
 def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For tensors of another shape than those that the call was bound for."""
+    """Attention to tensors of other shapes than those that the call was bound for."""
     a = with_tensors(a, a.seed, tensors)
     return attention_in_transforms(bind(a, needs_grad=True), a)
 

@@ -117,7 +117,7 @@ READ: dict[str, Read] = {
 
 
 def read_by_kernels(a: Arguments) -> dict[str, Any]:
-    """Those of READ that the call has."""
+    """The arguments of READ that the call has."""
     return {name: read.form(t) for name, read in READ.items() if (t := read.given(a)) is not None}
 
 

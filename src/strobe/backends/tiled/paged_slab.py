@@ -54,7 +54,7 @@ class PagedSlab(Slab):
         return found.to(self.operand).flatten(0, 1)
 
     def _places(self, keys: range) -> Any:
-        """Of k and then of v: looked up once."""
+        """Where the keys lie: looked up once, for k and then for v."""
         if self._looked_up is None or self._looked_up[0] != keys:
             index = torch.arange(keys.start, keys.stop, device=self.problem.device)
             self._looked_up = keys, look_up(self.problem, self.inputs, self.sequences, index)
@@ -129,7 +129,7 @@ def _rows_of(s: Sequences, len_q: int) -> torch.Tensor:
 
 
 def paged_slabs(problem: Problem, inputs: Inputs) -> Iterator[tuple[PagedSlab, int, int]]:
-    """With the sizes of tiles, query positions and keys. Every sequence that has queries is in one."""
+    """Slabs with the sizes of their tiles, query positions and keys. Every sequence that has queries is in one slab."""
     every, pages = Sequences.of(problem, inputs), problem.k.pages
     assert pages is not None
     if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
