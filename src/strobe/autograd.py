@@ -110,7 +110,7 @@ def _keep(ctx: Any, bound: BoundCall, a: Arguments, tensors: Sequence[_Maybe], o
 
 
 def _fitted(gradients: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """`count` gradients: None is appended for inputs without one, or what is too much is cut off."""
+    """Exactly `count` gradients: padded with None for inputs that have none, or cut off."""
     return (gradients + (None,) * count)[:count]
 
 
