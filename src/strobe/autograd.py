@@ -110,12 +110,12 @@ def _keep(ctx: Any, bound: BoundCall, a: Arguments, tensors: Sequence[_Maybe], o
 
 
 def _fitted(gradients: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """`count` gradients: None is appended for inputs without one, or what is too much is cut off."""
+    """Exactly `count` gradients: padded with None for inputs that have none, or cut off."""
     return (gradients + (None,) * count)[:count]
 
 
 def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For tensors of another shape than those that the call was bound for."""
+    """Attention to tensors of other shapes than those that the call was bound for."""
     a = with_tensors(a, a.seed, tensors)
     return attention_in_transforms(bind(a, needs_grad=True), a)
 

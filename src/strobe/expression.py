@@ -34,7 +34,7 @@ def _minmax(of_numbers: Any, of_tensors: Any, a: Value, b: Value) -> Value:
 
 
 def _of_tensor(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
-    """For a function of torch that takes no number."""
+    """Wraps a function of torch that takes tensors only, so that it takes numbers."""
     return lambda a: function(a if isinstance(a, torch.Tensor) else torch.as_tensor(a, dtype=torch.float64))
 
 
@@ -71,7 +71,7 @@ OPERATIONS: dict[str, Operation] = {
     "-": Operation(lambda a, b: a - b, "({0} - {1})", lambda a, b, y: (_ONE, _MINUS_ONE)),
     "*": Operation(lambda a, b: a * b, "({0} * {1})", lambda a, b, y: (b, a)),
     "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b), kind=FLOAT),
-    # Of integers, by a positive one, rounded down. C++ rounds towards zero.
+    # Divides integers by a positive one and rounds down. C++ rounds towards zero.
     "//": Operation(lambda a, b: a // b, "(({0} < 0 ? {0} - ({1} - 1) : {0}) / {1})"),
     "min": Operation(
         functools.partial(_minmax, min, torch.minimum), "min({0}, {1})", chain=lambda a, b, da, db: _select(a <= b, da, db)

@@ -120,7 +120,8 @@ def _warn(shape: tuple[int, ...]) -> None:
 
 
 def _callers_level() -> int:
-    """Of the first frame outside this package, counted as `warnings.warn` counts for the function that calls this."""
+    """The stack level of the first frame outside this package, as `warnings.warn` counts it for the function that calls
+    this."""
     package = str(Path(__file__).parent) + os.sep
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):

@@ -107,8 +107,8 @@ def with_numbers_on(mask: Mask, device: torch.device) -> Mask:
 def visible_spans(
     mask: Mask, len_q: torch.Tensor, length: torch.Tensor, start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each sequence's keys, counted from the first in the table, those that some query sees: from, to. All are int64,
-    one for each sequence; `mask` is that of a problem, which hides what lies outside of the sequence."""
+    """The range of each sequence's keys that some query sees, counted from the first key in the table: from, to. All
+    are int64, one for each sequence; `mask` is that of a problem, which hides what lies outside of the sequence."""
     mask = with_numbers_on(mask, len_q.device)
     at = Positions(0, len_q, start, start + length)  # type: ignore[arg-type]
     first, _ = mask.bounds(torch.zeros_like(len_q), 0, _FAR, at)

@@ -138,7 +138,7 @@ def _nested(query: Any, key: Any, value: Any, mask: _Mask, dropout_p: float, sca
     if not enable_gqa and not heads[0] == heads[1] == heads[2]:
         raise ValueError(_HEADS.format(*heads))
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (batch, ragged length, heads, dim)
-    # Of the same offsets, or of equal ones, at which it has to look.
+    # Keys and values need the same offsets, or equal ones, whose contents are compared.
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise ValueError("key and value must have sequences of the same lengths")
     cu_q, cu_k = (t.offsets().to(torch.int32) for t in (q, k))

@@ -64,8 +64,8 @@ def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved
 
 
 def _parts(slab: Slab, rows: range, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Of (dout, dlse, q, k, v, bias, sinks), or of what is shaped like them, the views that concern a block of rows;
-    captured tensors concern all of them."""
+    """The views of (dout, dlse, q, k, v, bias, sinks), or of tensors shaped like them, that concern a block of rows;
+    captured tensors concern all rows."""
     here = slice(rows.start, rows.stop)
     dout, dlse, q, k, v, bias, sinks, *captured = tensors
     by_rows = [None if t is None else slab.of_queries(t)[:, :, :, here] for t in (dout, dlse, q)]

@@ -298,7 +298,7 @@ class Tracer:
         return Expr("select", (self.cast(c, BOOL), self.cast(a, kind), self.cast(b, kind)))
 
     def apply(self, op: str, *operands: Expr) -> Expr:
-        """With the promotions of torch: all floats are float32."""
+        """The operation with the type promotions of torch: all floats are float32."""
         kind = max(e.kind for e in operands)
         if op in ("invert", "not") and (kind == BOOL or op == "not"):
             return Expr("not", (self.cast(operands[0], BOOL),))

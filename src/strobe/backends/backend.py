@@ -72,8 +72,7 @@ class Backend:
     invariant: bool = False  # it can give a row of a paged call the same bits whatever is beside it
     captured_gradients: bool = False  # its backward pass finds those of tensors that a score captures
     merges: bool = False  # its forward pass merges its result with a state
-    # Whether it also rounds a merged state on its way to another tensor, and should do so for a problem that it could
-    # merge.
+    # Whether it also rounds a merged state on its way to another tensor, and had better for a problem that it could merge.
     rounds_states: Callable[[Problem], bool] = field(default=lambda problem: False)
 
     def supports(self, problem: Problem) -> str | None:

@@ -139,7 +139,8 @@ def _sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, Positi
             batch, rows, keys = slice(0, 1), slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
 
         def corner(t: torch.Tensor | None, i: int = i, rows: slice = rows, keys: slice = keys) -> torch.Tensor | None:
-            """Of a mask or bias (batch, heads, longest len_q, longest len_k), each axis perhaps 1, the part of i."""
+            """Sequence i's part of a mask or bias (batch, heads, longest len_q, longest len_k), each axis of which may
+            be 1."""
             if t is None:
                 return None
             t = t if t.shape[0] == 1 else t[i : i + 1]

@@ -27,7 +27,8 @@ used_queries = Mask(Expr("min", (Expr("max", (_Q - _LEN_Q + _1, _0)), _1)) * _LE
 
 
 def integer(name: str, value: Any) -> int:
-    """Also of a tensor with one element, as transformers passes lengths (on a GPU this waits), and of numpy's numbers."""
+    """The int in an int, a numpy number or a tensor with one element, as transformers passes lengths (on a GPU this
+    waits)."""
     if isinstance(value, (int, torch.SymInt)):
         return value  # type: ignore[return-value]
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
@@ -39,7 +40,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """Also of a tensor with one element."""
+    """The float in a number or a tensor with one element."""
     if isinstance(value, (float, torch.SymFloat)):
         return value  # type: ignore[return-value]
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -126,8 +127,8 @@ def last_axis_contiguous(t: Any) -> Any:
 
 
 def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Head dims as the CUDA kernels have them, multiples of 8. Zeros change no score and add columns of 0 to the output;
-    whoever pads gives a scale and cuts the output."""
+    """Head dims as the CUDA kernels have them, multiples of 8. Zeros change no score and add columns of 0 to the
+    output; the caller has to give a scale and to cut the output."""
     if not tensors[0].is_cuda:
         return tensors
     return tuple(torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in tensors)
@@ -184,8 +185,8 @@ def in_pages(a: Arguments, table: torch.Tensor, used_k: Any, first_key: Any = No
 
 
 def rotary_rows(cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tables, for each position of `at`. `index_select` refuses positions that they do not have, also on a GPU;
-    an index in brackets would count negative ones from the end."""
+    """The rows of the tables for each position of `at`. `index_select` refuses positions that the tables do not have,
+    also on a GPU; an index in brackets would count negative ones from the end."""
     if at.is_cpu and at.numel() and not torch.compiler.is_compiling():
         first, last = int(at.min()), int(at.max())
         if first < 0 or last >= cos.shape[0]:

@@ -117,7 +117,7 @@ READ: dict[str, Read] = {
 
 
 def read_by_kernels(a: Arguments) -> dict[str, Any]:
-    """Those of READ that the call has."""
+    """The arguments of READ that the call has."""
     return {name: read.form(t) for name, read in READ.items() if (t := read.given(a)) is not None}
 
 
@@ -231,8 +231,8 @@ def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Ten
 
 
 # ---- binding ---------------------------------------------------------------------------------------------------------
-# A plan is made in the first call, from the tensors it sees: whoever calls again has tensors of the same shapes, strides
-# and alignment (`strobe.bound_call.signature`). Where no tensor had to be copied, later calls are launched at once, by a
+# A plan is made in the first call, from the tensors it sees: later calls have tensors of the same shapes, strides and
+# alignment (`strobe.bound_call.signature`). Where no tensor had to be copied, later calls are launched at once, by a
 # function that knows which tensors there are.
 
 

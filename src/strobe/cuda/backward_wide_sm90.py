@@ -93,7 +93,7 @@ class DqTile:
 
     @property
     def parts(self) -> int:
-        """Of the columns of dQ."""
+        """How many parts the columns of dQ have."""
         return 128 // self.block_m
 
     def memory(self, dim: int, dim_v: int) -> SharedMemory:

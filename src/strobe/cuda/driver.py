@@ -1,8 +1,8 @@
 """Load cubins, encode tensor maps, launch kernels: the few driver calls that strobe makes. Knows nothing of torch.
 
-Whoever calls `Kernel.function` or launches has the device's context current: torch makes the primary context current on
-the first use of a device, and `torch.cuda.device(...)` switches it. A thread that has not used a device yet, such as one
-of autograd's, has none: `have_context` gives it one.
+Callers of `Kernel.function` and of launches have made the device's context current: torch makes the primary context
+current on the first use of a device, and `torch.cuda.device(...)` switches it. A thread that has not used a device yet,
+such as one of autograd's, has none: `have_context` gives it one.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Features:
         return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
 
     def facts(self) -> dict[str, Any]:
-        """For tables."""
+        """The features by name, for tables."""
         mask = self.scores.mask.name if self.scores.mask.name in ("full", "causal") else "window"
         return {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": self.scores.is_function, **self.flags}
 
@@ -63,7 +63,7 @@ class Features:
         return self.scores.types(self.rows.positions)
 
     def without_sinks(self) -> Features:
-        """As the backward sees it: sinks are in the LSE."""
+        """The features as the backward sees them: sinks are in the LSE."""
         return replace(self, scores=replace(self.scores, sinks=False))
 
 
@@ -104,7 +104,8 @@ def common_features(
 
 
 def wide_features(dims: list[Dims], exhaustive: bool) -> Iterator[Features]:
-    """Of head dims above 256, which few calls have: plain, and under a window with all that takes registers."""
+    """The features of calls with head dims above 256, which are few: plain, and under a window with all that takes
+    registers."""
     for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, _MASKS):
         plain = Features(element, dim, dim_v, Scores(mask))
         yield plain

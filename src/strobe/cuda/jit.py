@@ -167,7 +167,8 @@ def nvrtc_status() -> str | None:
 
 
 def compiler_missing() -> str | None:
-    """As `nvrtc_status`, but a compiler that lies where it should is not loaded: kernels may all be in the cache."""
+    """Like `nvrtc_status`, but does not load a compiler that is found where pip puts it: kernels may all be in the
+    cache."""
     return None if _toolchain() is not None else nvrtc_status()
 
 

@@ -20,7 +20,7 @@ _launchers = Launchers()
 def merge(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As `strobe.merge`; None where no kernel can do it."""
+    """The result of `strobe.merge`; None where no kernel can compute it."""
     tensors = (*outs, *lses, sinks, out)
     result: torch.Tensor = outs[0] if out is None else out  # or one like it
     lse = lses[0]
@@ -52,7 +52,7 @@ def _new(t: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def names(parts: int, has_sinks: bool) -> tuple[str, ...]:
-    """Of the tensors of a plan, in the order of a call."""
+    """The names of the tensors of a plan, in the order of a call."""
     of_parts = (f"{name}{i}" for name in ("part", "part_lse") for i in range(parts))
     return (*of_parts, "o", "lse", *(("sinks",) if has_sinks else ()))
 

@@ -75,8 +75,8 @@ class Plan:
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
-        """What its launches read and write, by name, and perhaps a seed: whoever runs the plan provides them. A tensor
-        that is not there is null."""
+        """What its launches read and write, by name, and perhaps a seed: the caller that runs the plan provides them. A
+        tensor that is not there is null."""
         own = {COUNTER, *self.workspace}
         found = [f.name for launch in self.launches for f in launch.kernel.params.fields if f.is_address]
         found += [name for launch in self.launches for name in launch.maps]

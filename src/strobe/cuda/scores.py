@@ -68,7 +68,7 @@ def entry_fields(entries: Iterable[Entries]) -> list[Field]:
 
 
 def _as_float(x: float) -> float:
-    """As fp32 holds it: beyond its range, infinite."""
+    """The number as fp32 holds it: infinite beyond its range."""
     return x if abs(x) < 3.4028235e38 else math.copysign(math.inf, x)
 
 
@@ -157,7 +157,7 @@ class Scores:
 
     @staticmethod
     def limits(problem: Problem) -> str | None:
-        """Which scores no kernel computes."""
+        """Why no kernel computes the scores of this problem, if so."""
         for load in problem.loads:
             name = load.name.replace("_", " ")
             captured = load.name not in ("bias", "mask_tensor")

@@ -44,7 +44,7 @@ def can_run(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class Launchers(threading.local):
-    """By the facts of a call; each thread has its own, since a launcher writes into its buffer."""
+    """Launchers by the facts of a call. Each thread has its own, since a launcher writes into its buffer."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Launcher | None] = {}

@@ -62,7 +62,7 @@ def _element(problem: Problem, fp32: bool) -> tuple[str, int]:
 
 
 def buffer_rows(length: int, strides: Strides) -> int:
-    """Of a clipped map: how many rows lie between the buffers of two sequences."""
+    """For a clipped map: how many rows lead from the buffer of one sequence to that of the next."""
     return strides[0] // strides[2] if length > 1 else 1
 
 

@@ -14,8 +14,9 @@ from strobe.mask import Mask, causal, causal_top_left, full, window
 from strobe.problem import Unsupported
 
 _Maybe = torch.Tensor | None
-# What models hand down to their attention functions although it says nothing about attention: these, and whatever is
-# None, are passed over. A keyword that is not here may be one that hides keys (`indices`, `block_indices`), so it raises.
+# Keywords that models pass to their attention functions although they say nothing about attention. These, and whatever
+# is None, are ignored. A keyword that is not here may be one that hides keys (`indices`, `block_indices`), so it
+# raises.
 _SAY_NOTHING = frozenset(
     """position_ids cache_position use_cache past_key_values past_key_value cache_params seq_idx position_embeddings
     input_ids inputs_embeds token_type_ids mm_token_type_ids pixel_values input_values interpolate_pos_encoding
@@ -61,7 +62,7 @@ def attention(
         cache = None
     described = cache is not None or kwargs.get("cu_seq_lens_q") is not None
     if described and cache is None and isinstance(attention_mask, LayerMask) and attention_mask.booleans is not None:
-        # Where masks are not looked into, under a tracer, the sequences are in the booleans already, or are added to them.
+        # Under a tracer masks are not looked into: the booleans already separate the sequences, or are made to here.
         attention_mask = LayerMask.of(attention_mask.booleans & paged.together(query, key, kwargs))
         described = False
     if described:
@@ -151,9 +152,9 @@ def _rows_together(t: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_of_none(module: Any, is_causal: bool | None, sliding_window: int | None, len_q: int, len_k: int) -> Mask:
-    """What a layer sees that asked for no mask. A causal one with more keys than queries is aligned with the first key, as
-    in PyTorch: the keys behind are room for tokens to come. One that is not causal sees everything, as with eager
-    attention: its cache has kept the keys of the window."""
+    """The mask of a layer that was given none. A causal layer with more keys than queries is aligned with the first
+    key, as in PyTorch: later keys are room for tokens to come. A layer that is not causal sees everything, as with
+    eager attention: its cache has kept the keys of the window."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
@@ -169,7 +170,7 @@ def _mask_of_none(module: Any, is_causal: bool | None, sliding_window: int | Non
 
 
 def _mask_of(module: Any, is_causal: bool | None, sliding_window: int | None) -> Mask:
-    """What a layer says that it sees."""
+    """The mask that a layer describes by its attributes and arguments."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     mask = causal if is_causal else full

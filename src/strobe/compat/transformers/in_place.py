@@ -106,7 +106,7 @@ def _two_states(layer: Layer, a: Arguments) -> torch.Tensor | None:
 
 
 def _write(layer: Layer, a: Arguments) -> None:
-    """Rows of padding go to a place that nobody reads."""
+    """Writes the new keys and values. Rows of padding go to a place that is never read."""
     append(a.k, a.v, layer.k[:, None], layer.v[:, None], layer.write)
 
 
@@ -116,12 +116,13 @@ def _in_pages(layer: Layer, a: Arguments, table: torch.Tensor) -> Arguments:
 
 
 def _table(layer: Layer, max_k: int) -> torch.Tensor:
-    """A page's rows stand in the list one after the other, so every page-th entry names a page."""
+    """The table of pages, from a list of rows. A page's rows are neighbours in the list, so every page-th entry names a
+    page."""
     return _pages(layer, layer.read, torch.arange(0, max_k, layer.page, device=layer.read.device)[None])
 
 
 def _table_of_ring(layer: Layer, past: torch.Tensor, max_k: int) -> torch.Tensor:
-    """The list begins with the oldest key: where the ring is full, with the row behind the new one."""
+    """The list begins with the oldest key: where the ring is full, that is the row after the new one."""
     assert layer.window is not None
     rows = layer.read.masked_scatter(layer.read == layer.sentinel, layer.write)
     slot = torch.arange(0, min(max_k, layer.window), layer.page, device=rows.device)
@@ -130,8 +131,8 @@ def _table_of_ring(layer: Layer, past: torch.Tensor, max_k: int) -> torch.Tensor
 
 
 def _pages(layer: Layer, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """(sequences, width), int32: the pages of the rows `at` (sequences or 1, width) of each sequence's list. What lies behind a
-    sequence's last key is not looked at."""
+    """(sequences, width), int32: the pages of the rows `at` (sequences or 1, width) of each sequence's list. Entries
+    after a sequence's last key are not looked at."""
     found = (layer.cu_k[:-1, None] + at).clamp(max=len(rows) - 1)
     return (rows[found] // layer.page).to(torch.int32)
 
@@ -145,5 +146,6 @@ def _past(a: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _reads_pages(a: Arguments) -> bool:
-    """On a GPU the backends without kernels gather keys as well, tile by tile, which takes longer than one copy."""
+    """Whether to read keys in pages. On a GPU the backends without kernels gather keys tile by tile, which takes longer
+    than one copy."""
     return a.q.is_cpu or lookup(a).backend.name not in ("tiled", "reference")

@@ -53,7 +53,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: _Offsets = 0,
     num_heads_q: int | None = None,
 ) -> torch.Tensor:
-    """Turns queries and keys in place. qkv is (batch, length, 3, heads, dim), or (batch, length, heads of q, k and v,
+    """Rotates queries and keys in place. qkv is (batch, length, 3, heads, dim), or (batch, length, heads of q, k and v,
     dim) with num_heads_q."""
     if qkv.dim() == 4 and (num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2):
         raise InvalidArgument(
@@ -82,7 +82,7 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: _Offsets = 0,
 ) -> torch.Tensor:
-    """Turns the keys of kv (batch, length, 2, heads, dim) in place."""
+    """Rotates the keys of kv (batch, length, 2, heads, dim) in place."""
     cos, sin = _rows(kv, cos, sin, seqlen_offsets, None)
 
     def turn(t: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ def _turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
 
 
 def _in_place(t: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`turn(t)`, which writes into t. Autograd does not let anybody write into a leaf, nor through a view of one: then the
-    result is a function of what t was, and t gets its numbers behind autograd's back."""
+    """`turn(t)`, which writes into t. Autograd forbids writing into a leaf, or through a view of one. There the result
+    is a function of the old t, and its numbers are copied into t without autograd's knowledge."""
     recorded = not (torch.is_grad_enabled() and t.requires_grad and _is_of_leaf(t))
     if recorded:
         return turn(t)
@@ -117,7 +117,7 @@ def _is_of_leaf(t: torch.Tensor) -> bool:
 def _rows(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: _Offsets, cu: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of each row of x."""
+    """cos and sin for each row of x."""
     if not isinstance(offsets, torch.Tensor) or offsets.dim() == 0:
         offsets = flash_terms.integer("seqlen_offsets", offsets)
     if cu is None:
@@ -138,8 +138,8 @@ def _rows(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Turns queries and keys of (batch, length, 3, heads, dim), or queries and the keys of (batch, length, 2, heads, dim),
-    in place. cos and sin are made as far as they were needed."""
+    """Rotates queries and keys of (batch, length, 3, heads, dim), or queries and the keys of (batch, length, 2, heads,
+    dim), in place. cos and sin are made for as many positions as were needed so far."""
 
     def __init__(
         self,

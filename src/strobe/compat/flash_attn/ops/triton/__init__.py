@@ -1,1 +1,1 @@
-"""Those that flash-attn has in Triton: the one of rotary embedding."""
+"""The operations that flash-attn has in Triton: rotary embedding."""

@@ -1,4 +1,4 @@
-"""flash-attn's kernel for rotary embedding, below autograd: whoever calls it writes the backward with `conjugate`."""
+"""flash-attn's kernel for rotary embedding, below autograd: callers write the backward with `conjugate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """`apply_rotary_emb` without a gradient; `conjugate` turns back."""
+    """`apply_rotary_emb` without a gradient; `conjugate` rotates back."""
     return apply_rotary_emb(
         x, cos, -sin if conjugate else sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
     )

@@ -32,7 +32,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   static constexpr bool kStateInSmem = Config::kStateInSmem;
   STROBE_DEVICE static u32 q_tile() { return smem_base(); }
   STROBE_DEVICE static u32 k_tile(int n) { return smem_base() + Offset::k + (n & (kStages - 1)) * Bytes::k; }
-  STROBE_DEVICE static u32 v_tile(int n) {  // unlike k_tile: ptxas would keep the shared part in a register
+  STROBE_DEVICE static u32 v_tile(int n) {  // not written like k_tile: ptxas would keep their common part live
     return smem_base() + ((n & (kStages - 1)) ? Offset::v + Bytes::v : Offset::v);
   }
   STROBE_DEVICE static u32 statistics(int t) {

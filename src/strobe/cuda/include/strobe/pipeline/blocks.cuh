@@ -24,7 +24,7 @@ struct KeyBlocks {
   STROBE_DEVICE static bool partial(int) { return true; }        // the score's condition must be evaluated
   STROBE_DEVICE int before(int n) const { return end - 1 - n; }  // how many blocks come before n
 };
-// Those of them that a condition lets through.
+// The key blocks that a condition lets through.
 struct SparseKeyBlocks : KeyBlocks {
   BlockBits bits;
 
@@ -136,7 +136,7 @@ struct QueryBlocks {
   STROBE_DEVICE bool masked(int m) const { return m < first_full || m >= end_full; }
   STROBE_DEVICE static bool partial(int) { return true; }
 };
-// Those of them that a condition lets through.
+// The query blocks that a condition lets through.
 struct SparseQueryBlocks : QueryBlocks {
   BlockBits bits;
   int visible;
