@@ -86,6 +86,7 @@ ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel :
 
 SKIP = "sync_warp();  // else one lane's release could let the barrier run a round ahead of another's wait"
 SKIPPED_BEFORE = "sees_keys ? mine.end : all.first"
+ACCEPT = "softmax.accept(f.softmax, f.weights, s)"
 YIELD, MEET = "turns.yield_turn();", "sync_warpgroup(consumer);"
 PUBLISH = "publish_tile<Config>(tile_info(), tile);"
 LOAD_QUERIES = "if (any_keys) load_queries(tile);\n    else mbar_arrive(q.full_barrier());"
@@ -110,7 +111,7 @@ ARITHMETIC = [
         "b.first = mask.lo(first_query) / kBlockN + 1;",
         WINDOW,
     ),
-    ("sum_not_rescaled", "l[row] *= alpha[row];", "", FALLING),
+    ("sum_not_rescaled", "l[row] = kByRow ? mul_rn(l[row], alpha[row]) : l[row] * alpha[row];", "", FALLING),
     ("keys_of_another", "Keys::span(p.cu_k, batch, 0)", "Keys::span(p.cu_q, batch, 0)", VARLEN),
 ]
 
@@ -187,7 +188,7 @@ MUTATIONS = [
                 "pack_fragment<T>(f.weights, s); if (Config::kExpsBeforeWait) keep_above(",
                 CAUSAL,
             ),
-            ("output_not_rescaled", "f.o.scale(f.softmax.alpha);\n    }", "}", FALLING),
+            ("output_not_rescaled", f"if (!{ACCEPT}) f.o.scale(f.softmax.alpha);", f"{ACCEPT};", FALLING),
             ("output_not_begun_at_zero", "      o.zero();", "", SHORT),
             (
                 "output_not_rescaled_on_the_diagonal",
@@ -202,7 +203,7 @@ MUTATIONS = [
                 "n = mine.next(n); break;",
                 WIDE,
             ),
-            ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) return false;", "", STEEP),
+            ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f)))", "if (false)", STEEP),
             # ---- output through shared memory ----
             ("no_proxy_fence", f"fence_proxy_async();\n    {MEET}", MEET, CAUSAL),
             ("staged_over_queries_in_use", f"{MEET}  // and every warp", "//", CAUSAL),
