@@ -68,7 +68,7 @@ def attention_paged(
     plan       a `strobe.paged.Plan`: the work of a step, which its layers share; told of `shared`, that of its levels, too
     invariant  the same bits for a row whatever is beside it in the batch or the chunk, and however its keys lie in pages; of
                the Hopper kernel alone. Takes more memory: see docs/serving.md
-    mask       `causal` by default; any interval mask. The last query stands opposite the last key
+    mask       `causal` by default; any mask but a tensor. The last query stands opposite the last key
 
     The other arguments are those of `attention`; the LSE is (batch, heads, queries) or (heads, total). Only pages that some
     query sees are looked at: table entries outside of a window, and rows behind `lengths`, may hold anything. On a CPU the

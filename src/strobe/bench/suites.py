@@ -123,7 +123,7 @@ _VARIANTS |= {"window": "full", "neighbourhood": "full", "decay": "causal"}
 
 def variants(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
     """What users write as functions, at one long shape; softcap; a bias that learns and a mask of booleans, which are
-    tensors; on a GPU fp32 inputs."""
+    tensors. On a GPU also what softcap and ALiBi cost beside a plain mask, a wide head dim, and fp32 inputs."""
     plain: dict[str, Any] = {"direction": direction, "dtype": "bfloat16" if on_gpu else "float32"}
     long: dict[str, Any] = {"heads": 2, "length": 256, "dim": 32}
     if on_gpu:
@@ -142,6 +142,13 @@ def variants(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase
     dim, n = (128, 4096) if on_gpu else (32, 128)
     made.append(case("variants", f"boolean-mask-d{dim}-{_short(n)}", variant=BOOLEANS, length=n, dim=dim, **plain))
     if on_gpu:
+        beside: dict[str, dict[str, Any]] = {"causal": {}, "softcap": {"softcap": 30.0}, "alibi": {"variant": "alibi"}}
+        made += [
+            case("variants", f"{name}-d{d}-4k", mask="causal", length=n, dim=d, **plain, **also)
+            for d in (64, 128)
+            for name, also in beside.items()
+        ]
+        made.append(case("variants", "d512-4k", length=n, dim=512, **plain | {"heads": 8}))
         plain |= {"dtype": "float32"}
         made.append(case("variants", f"fp32-d{dim}-{_short(n)}", length=n, dim=dim, **plain))
     return made
