@@ -143,7 +143,7 @@ def test_what_it_does_not_take() -> None:
     asked = p.backward(("q", "k", "v"))
     with_bias = replace(p.backward(("bias",)), loads=(Load("bias", torch.bfloat16, (0, 0, 0, 0), shared=True),))
     for other, reason in (
-        (replace(asked, dtype=torch.float32), "float32"),
+        (replace(asked, dtype=torch.float64), "float64"),
         (replace(asked, loads=(Load("bias", torch.float64, (0, 0, 0, 0)),)), "bias of float64"),
         (replace(asked, loads=(Load("bias", torch.bfloat16, (0, 0, 0, 0), negated=True),)), "negated view"),
         (replace(with_bias, deterministic=True), "deterministic gradient of a bias"),
