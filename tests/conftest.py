@@ -45,8 +45,8 @@ else:
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen() -> Iterator[None]:
-    """A full garbage collection looks at a million objects of libraries, which takes a third of a second, and the benchmark
-    asks for many. So it shall look only at what a file has made itself."""
+    """A full garbage collection visits a million objects of libraries, which takes a third of a second, and the benchmark asks
+    for many. Frozen objects are not visited."""
     yield
     gc.collect()
     gc.freeze()

@@ -157,7 +157,9 @@ def _before_a_tail(interval: Mask, rest: Expr | None, number: int, packed: bool)
     else:
         of_mask = _all_of(MaskFunction(interval, rest, (), "")).rest
         condition = Expr("select", (is_before, of_mask, seen))
-    lo = interval.lo and Expr("min", (interval.lo, Expr("var", ("len_k",)) - Expr("var", ("len_q",))))
+    lo = interval.lo
+    if lo is not None:
+        lo = Expr("min", (lo, Expr("var", ("len_k",)) - Expr("var", ("len_q",))))
     return Mask(lo, None, "tail"), condition
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Case, make
 from gpu import test_autograd
-from gpu.kernels import attend, check, compile_together, hopper, problem_of, references
+from gpu.kernels import attend, check, check_repeats, compile_together, hopper, problem_of, references
 from kernel_cases import FP32_CASES
 from oracle import prepare
 
@@ -76,15 +76,7 @@ def test_it_is_chosen_and_tf32_flags_change_nothing(monkeypatch: pytest.MonkeyPa
 def test_repeated_calls_and_graphs_have_the_same_bits() -> None:
     """Terms lie in a workspace, which every call has for itself."""
     q, k, v = (torch.randn(1, 700, n, 128, device="cuda") for n in (4, 2, 2))
-    first = strobe.attention(q, k, v, mask=causal, backend="sm90")
-    copies = [t.clone() for t in (q, k, v)]
-    assert torch.equal(strobe.attention(*copies, mask=causal, backend="sm90"), first)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = strobe.attention(*copies, mask=causal, backend="sm90")
-    captured.zero_()
-    graph.replay()
-    assert torch.equal(captured, first)
+    check_repeats(q, k, v)
 
 
 def test_sums_are_not_pulled_towards_zero() -> None:

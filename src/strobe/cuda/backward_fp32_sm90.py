@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from strobe.cuda import terms
 from strobe.cuda.backward_plan import (
-    REGISTERS,
     SCALE_GRAD,
     STATISTICS,
     Statistics,
@@ -26,7 +25,7 @@ from strobe.cuda.backward_plan import (
     in_parts,
     score_values,
 )
-from strobe.cuda.backward_wide_sm90 import STAT_BLOCK, DkvTile, DqTile
+from strobe.cuda.backward_wide_sm90 import STAT_BLOCK, DkvTile, DqTile, common_config
 from strobe.cuda.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, query_tiles
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features
@@ -91,16 +90,6 @@ def _kernel(
 ) -> TemplateKernel:
     """`block`: the keys, or queries, that it takes at a time."""
     one_box = not features.rows.clipped
-    config = {
-        **features.config(),
-        "kStatBlock": STAT_BLOCK,
-        "kThreads": 384,
-        "kRegsProducer": REGISTERS[0],
-        "kRegsConsumer": REGISTERS[1],
-        "kLastFirst": False,
-        "kOneBoxPerTile": one_box,
-        **sizes,
-    }
     return TemplateKernel(
         name=f"{template}[{features.name.replace(terms.ELEMENT, 'fp32', 1)} {tile}{flags}]",
         arch=ARCH,
@@ -110,7 +99,7 @@ def _kernel(
         header=template,
         template=template,
         element=features.element,
-        config=tuple(config.items()),
+        config=tuple({**common_config(features, one_box), **sizes}.items()),
         memory=memory,
         types=features.types(),
         products=terms.products(features, block),

@@ -188,7 +188,7 @@ def limits(problem: Problem) -> str | None:
     return tma_limits(problem, MAX_DIM_SM90)
 
 
-def _common(features: Features, one_box: bool) -> dict[str, int | bool | str]:
+def common_config(features: Features, one_box: bool) -> dict[str, int | bool | str]:
     return {
         **features.config(),
         "kStatBlock": STAT_BLOCK,
@@ -219,7 +219,7 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
         header="dq_sm90",
         template="dq_sm90",
         element=features.element,
-        config=tuple({**_common(features, one_box), **sizes}.items()),
+        config=tuple({**common_config(features, one_box), **sizes}.items()),
         memory=memory,
         types=features.types(),
         products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
@@ -242,7 +242,7 @@ def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> Templa
         header="dkv_sm90",
         template="dkv_sm90",
         element=features.element,
-        config=tuple({**_common(features, one_box), **sizes}.items()),
+        config=tuple({**common_config(features, one_box), **sizes}.items()),
         memory=memory,
         types=features.types(),
         products=tuple(sorted({(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16)})),
