@@ -40,7 +40,7 @@ def test_explain_names_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": torch.float32}, "float32"),
+        ({"dtype": torch.float64}, "float64"),
         ({"dim": 20}, "head dim 20"),
         ({"dim": 520}, "head dim 520"),
         ({"scale": -1.0}, "scale -1.0"),

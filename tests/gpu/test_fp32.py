@@ -64,7 +64,7 @@ def test_gradients(case: Case) -> None:
 
 def test_it_is_chosen_and_tf32_flags_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, kwargs = make(LARGE[0], torch.float32, "cuda")
-    found = strobe.explain(q, k, v, **kwargs)
+    found = strobe.explain(*(t.requires_grad_() for t in (q, k, v)), **kwargs)
     assert (found.backend, found.backward) == ("sm90", "sm90")
     results = []
     for allowed in (False, True):

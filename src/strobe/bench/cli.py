@@ -165,10 +165,10 @@ def _by_itself(suite: list[str], device: str | None, out: Path | None, seed: int
 
     run = {CONTEXT_PARALLEL: context_parallel.run, DECODE: decode.run}[suite[0]]
     try:
-        found = run(_device(device), out, seed)
+        for found in run(_device(device), out, seed):
+            typer.echo(found, nl=False)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    typer.echo(found, nl=False)
 
 
 def report(

@@ -240,8 +240,8 @@ def _backward(plan: ShardPlan, whole: list[torch.Tensor], rest: Rest) -> None:
             step.backward(task.steps, q, keys, Rest(out, lse, dout, None), dq, dkeys)
 
 
-def run(device: torch.device, out: Path | None = None, seed: int = 0) -> str:
-    """Measures, writes `out` as JSON, and returns a table; empty on all ranks but the first."""
+def run(device: torch.device, out: Path | None = None, seed: int = 0) -> Iterator[str]:
+    """Measures, writes `out` as JSON, and gives a table; nothing on all ranks but the first."""
     size = SIZES[device.type]
     with group_of(device) as group:
         if device.type == "cuda":
@@ -249,12 +249,12 @@ def run(device: torch.device, out: Path | None = None, seed: int = 0) -> str:
             torch.cuda.set_device(device)
         rows = measure(group, device, size, seed)
         if group.rank():
-            return ""
+            return
         steps = cut(device, size, seed)
     if out is not None:
         found = {"size": asdict(size) | {"dtype": str(size.dtype)}, "rows": [asdict(r) for r in rows]}
         out.write_text(json.dumps(found | {"cut": asdict(steps), "torch": torch.__version__}, indent=1) + "\n")
-    return table(size, rows, steps)
+    yield table(size, rows, steps)
 
 
 def table(size: Size, rows: list[Row], steps: Cut) -> str:

@@ -8,11 +8,13 @@ float64 first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,19 @@ def _in_turns(ready: dict[str, _Calls], turns: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
+def _compiled(found: Sequence[Way], cache: Cache) -> None:
+    """One call of each way, side by side, since kernels are compiled in it. What fails does so again when it is measured."""
+
+    def one(way: Way) -> None:
+        with contextlib.suppress(Exception), torch.no_grad():
+            way.call(cache)()
+
+    if cache.q.device.type == "cuda":
+        with ThreadPoolExecutor(len(found)) as pool:
+            list(pool.map(one, found))
+        torch.cuda.synchronize(cache.q.device)
+
+
 @torch.no_grad()
 def measure(batch: Batch, size: Size, device: torch.device, seed: int = 0, turns: int = 5) -> list[Row]:
     whole = batch.rows * size.row_bytes
@@ -138,6 +153,7 @@ def measure(batch: Batch, size: Size, device: torch.device, seed: int = 0, turns
     verdicts: dict[str, Verdict] = {}
     notes: dict[str, str] = {}
     found = ways(batch, size)
+    _compiled(found, caches[0])
     for way in found:
         try:
             calls = [way.call(c) for c in caches]
@@ -191,31 +207,34 @@ def comparisons(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def table(size: Size, rows: Sequence[Row], cases: Sequence[Batch]) -> str:
+def _heading(size: Size) -> str:
     heads = f"{size.heads} heads on {size.heads_k}, dim {size.dim}, {str(size.dtype).removeprefix('torch.')}"
-    lines = [f"{heads}; bandwidth of keys and values, each read once; 100 % is a sum over the same cache"]
-    for batch in cases:
-        shared = f" and {batch.shared:,} that all have in front" if batch.shared else ""
-        lines.append(f"{batch.name}: {sum(batch.queries):,} queries, {sum(batch.lengths):,} keys{shared}")
-        for r in (r for r in rows if r.batch == batch.name):
-            if r.us is None:
-                lines.append(f"  {r.way:>22}  {r.note}")
-                continue
-            assert r.tb_per_s is not None and r.of_reading is not None
-            rate = f"{r.tb_per_s:.2f} TB/s" if r.tb_per_s >= 0.1 else units.bandwidth(1e3 * r.tb_per_s)
-            lines.append(f"  {r.way:>22}  {units.milliseconds(r.us / 1e3):>9}  {rate:>10}  {100 * r.of_reading:5.1f} %")
-    lines += [f"{title}: {ratio:.2f}" for title, ratio in comparisons(rows).items()]
+    return f"{heads}; bandwidth of keys and values, each read once; 100 % is a sum over the same cache\n"
+
+
+def _table(batch: Batch, rows: Sequence[Row]) -> str:
+    shared = f" and {batch.shared:,} that all have in front" if batch.shared else ""
+    lines = [f"{batch.name}: {sum(batch.queries):,} queries, {sum(batch.lengths):,} keys{shared}"]
+    for r in rows:
+        if r.us is None:
+            lines.append(f"  {r.way:>22}  {r.note}")
+            continue
+        assert r.tb_per_s is not None and r.of_reading is not None
+        rate = f"{r.tb_per_s:.2f} TB/s" if r.tb_per_s >= 0.1 else units.bandwidth(1e3 * r.tb_per_s)
+        lines.append(f"  {r.way:>22}  {units.milliseconds(r.us / 1e3):>9}  {rate:>10}  {100 * r.of_reading:5.1f} %")
     return "\n".join(lines) + "\n"
 
 
-def run(device: torch.device, out: Path | None = None, seed: int = 0) -> str:
-    """Measures, writes `out` as JSON after each batch, and returns a table."""
+def run(device: torch.device, out: Path | None = None, seed: int = 0) -> Iterator[str]:
+    """Measures; gives a table of each batch and writes `out` as JSON as soon as it is there."""
     size = SIZES[device.type]
-    cases, rows = batches(size.divisor), []
+    rows: list[Row] = []
     about = {"provenance": provenance.collect(device, seed), "size": asdict(size) | {"dtype": str(size.dtype)}}
-    for batch in cases:
-        rows += measure(batch, size, device, seed, TURNS[device.type])
+    yield _heading(size)
+    for batch in batches(size.divisor):
+        rows += (found := measure(batch, size, device, seed, TURNS[device.type]))
         if out is not None:
-            found = about | {"rows": [asdict(r) for r in rows], "comparisons": comparisons(rows)}
-            out.write_text(json.dumps(found, indent=1) + "\n")
-    return table(size, rows, cases)
+            all_of_it = about | {"rows": [asdict(r) for r in rows], "comparisons": comparisons(rows)}
+            out.write_text(json.dumps(all_of_it, indent=1) + "\n")
+        yield _table(batch, found)
+    yield "".join(f"{title}: {ratio:.2f}\n" for title, ratio in comparisons(rows).items())

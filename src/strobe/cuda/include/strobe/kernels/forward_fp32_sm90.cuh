@@ -85,8 +85,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
       announce(tile, blocks.any());
 #pragma unroll 1
       for (; blocks.has(n); n = blocks.next(n)) {
+        load<kDimV>(v, Offset::v, &p.map_v_terms, tile, n);  // first: its buffer is free before the next keys' is
         if (blocks.has_next(n)) load<kDim>(k, Offset::k, &p.map_k_terms, tile, blocks.next(n));
-        load<kDimV>(v, Offset::v, &p.map_v_terms, tile, n);
       }
     }
     announce(Tile{Sequence{}, -1, 0, 0, Part{}}, false);  // no more
