@@ -81,7 +81,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "abs": Operation(abs, "fabs({0})", chain=lambda a, da: _select(a >= _ZERO, da, _MINUS_ONE * da)),
     "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
-    "tanh_near": Operation(torch.tanh, "tanh_near({0})"),  # for kernels: near 0
+    "tanh_near": Operation(torch.tanh, "tanh_near({0}, 1.f)"),  # for kernels: near 0
     # A score and its bias, for kernels: see biased() in pipeline/scores.cuh.
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     # A score where the second operand is true; elsewhere -inf.

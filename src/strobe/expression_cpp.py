@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from strobe.expression import CTYPES, FLOAT, INT, LONG, OPERATIONS, Expr
 
@@ -21,6 +21,8 @@ _PLACES = {
     "h": "at.head(i)",
 }
 
+_POSITIONS = {"q": "q", "k": "k", "qi": "q", "ki": "k"}
+_LENGTHS = {"len_q": "at.len_q", "len_k": "at.len_k", "len_qi": "at.len_q", "len_ki": "at.len_k"}
 _OF_ONE_TYPE = ("min", "max", "floordiv", "mod")  # templates
 
 
@@ -40,10 +42,18 @@ class Numbers:
 
 
 class Body:
-    """The statements of one function. `given`: texts of expressions that are known."""
+    """The statements of one function. `given`: texts of expressions that are known. `of_head`, if it is given, collects what
+    is loaded for a head: texts with `batch` and `head` in them."""
 
-    def __init__(self, roots: Iterable[Expr], numbers: Numbers, given: Mapping[Expr, str], elements: Mapping[int, str]):
-        self._numbers, self._names, self._elements = numbers, dict(given), elements
+    def __init__(
+        self,
+        roots: Iterable[Expr],
+        numbers: Numbers,
+        given: Mapping[Expr, str],
+        elements: Mapping[int, str],
+        of_head: dict[Expr, str] | None = None,
+    ):
+        self._numbers, self._names, self._elements, self._of_head = numbers, dict(given), elements, of_head
         self.statements: list[str] = []
         self._uses: Counter[Expr] = Counter()
         todo = list(roots)
@@ -52,6 +62,10 @@ class Body:
             self._uses[node] += 1
             if self._uses[node] == 1 and node not in self._names:
                 todo += node.operands
+
+    def reads(self, e: Expr) -> bool:
+        """Whether the text contains that of `e`."""
+        return self._uses[e] > 0
 
     def text(self, e: Expr) -> str:
         if e in self._names:
@@ -74,7 +88,8 @@ class Body:
             return f"entry{e.args[0]}(at, i)"
         if e.op == "load":
             return self._load(e)
-        args = [self.text(a) for a in e.operands]
+        converts = e.kind == FLOAT and e.op in ("+", "-", "*", "/", "float", "abs")
+        args = [(converts and self._sum_of_places(a)) or self.text(a) for a in e.operands]
         if e.op in _OF_ONE_TYPE and e.kind == LONG:  # numbers that fit are 32-bit ones
             args = [text if a.kind == LONG else f"i64({text})" for a, text in zip(e.operands, args, strict=True)]
         if e.op in ("floordiv", "mod") and e.args[1].op == "literal":
@@ -88,16 +103,52 @@ class Body:
 
     def _load(self, e: Expr) -> str:
         number = e.args[0]
-        places = [
-            f"i64({self.text(index)}) * strides{number}[{axis}]"
-            if index.op == "var" and index.args[0] in ("b", "h")  # checked on the host
-            else f"within({self.text(index)}, strides{number}[{4 + axis}]) * strides{number}[{axis}]"
-            for axis, index in enumerate(e.operands)
-        ]
-        return f"load_entry<{self._elements[number]}>(t{number}, {' + '.join(places) or '0'}, true)"
+
+        def text(place: Callable[[Expr], str]) -> str:
+            places = [
+                f"i64({place(index)}) * strides{number}[{axis}]"
+                if _is_of_head(index)  # checked on the host
+                else f"within({place(index)}, strides{number}[{4 + axis}]) * strides{number}[{axis}]"
+                for axis, index in enumerate(e.operands)
+            ]
+            return f"load_entry<{self._elements[number]}>(t{number}, {' + '.join(places) or '0'}, true)"
+
+        if self._of_head is None or not all(map(_is_of_head, e.operands)):
+            return text(self.text)
+        self._of_head.setdefault(e, text(lambda index: {"b": "batch", "h": "head"}[index.args[0]]))
+        return f"(At::kOneHead ? h{list(self._of_head).index(e)} : {text(self.text)})"
+
+    def _sum_of_places(self, e: Expr) -> str | None:
+        """The text of a sum of positions and integers, or of its absolute value, as a float; None: it is something else."""
+        if e.op in ("iabs", "abs"):
+            inside = self._sum_of_places(e.args[0])
+            return inside and f"fabs({inside})"
+        signs: dict[str, int] = {}
+        rest = None if any(node in self._names for node in e.nodes()) else _collected(e, 1, signs)
+        if rest is None or not signs or any(abs(sign) > 1 for sign in signs.values()):
+            return None
+        return f"at.template sum<{signs.get('q', 0)}, {signs.get('k', 0)}>({rest.removeprefix(' + ') or '0'}, i)"
 
     def function(self, result: str) -> str:
         return f"{{ {''.join(s + ' ' for s in self.statements)}return {result}; }}"
+
+
+def _is_of_head(index: Expr) -> bool:
+    return index.op == "var" and index.args[0] in ("b", "h")
+
+
+def _collected(e: Expr, sign: int, signs: dict[str, int]) -> str | None:
+    """The terms of a sum that are no positions; those of q and k are counted in `signs`."""
+    if e.op in ("+", "-"):
+        terms = [_collected(a, sign * s, signs) for a, s in zip(e.args, (1, -1 if e.op == "-" else 1), strict=True)]
+        return None if None in terms else "".join(filter(None, terms))
+    if e.op == "var" and e.args[0] in _POSITIONS:
+        signs[_POSITIONS[e.args[0]]] = signs.get(_POSITIONS[e.args[0]], 0) + sign
+        return ""
+    minus = "-" if sign < 0 else "+"
+    if e.op == "var" and e.args[0] in _LENGTHS:
+        return f" {minus} {_LENGTHS[e.args[0]]}"
+    return f" {minus} {literal(e)}" if e.op == "literal" and type(e.args[0]) is int and e.kind == INT else None
 
 
 def literal(e: Expr) -> str:

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from strobe import score_cpp
 from strobe.expression import BOOL, CTYPES, FLOAT, INT, KINDS, LONG, OPERATIONS, Expr, full_name
 from strobe.expression_cpp import Numbers
 from strobe.expression_text import Grammar, parse, parse_name
+from strobe.kernel_form import KernelForm, kernel_form
 from strobe.score_cpp import Entries
 
 LOG2E = math.log2(math.e)
@@ -30,15 +31,6 @@ ELEMENT_KINDS = {
     torch.int64: LONG,
     torch.bool: BOOL,
 }
-
-
-class KernelForm(NamedTuple):
-    """A score as kernels compute it, so that an exponential costs one FMA and one EX2:
-    exp2(after * log2(e) * inner(before * q.k))."""
-
-    before: float
-    inner: Expr  # of "s"; `s` itself where nothing happens
-    after: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,22 +101,7 @@ class Score:
         return self.expr.derivative("s")
 
     def kernel_form(self, scale: float) -> KernelForm:
-        """Constant factors leave the expression: outer ones join the exponential's, inner ones the scale."""
-        if self.expr.op == "where" and "s" not in self.expr.args[1].variables():  # hidden is -inf, whatever the factors
-            form = Score(self.expr.args[0], self.title).kernel_form(scale)
-            return form._replace(inner=Expr("where", (form.inner, self.expr.args[1])))
-        expr, after = self.expr, 1.0
-        while expr.op == "*" and (factor := _positive(expr.args[0]) or _positive(expr.args[1])):
-            after *= factor
-            expr = expr.args[1] if expr.args[0].op == "const" else expr.args[0]
-        if expr == _s:
-            return KernelForm(1.0, _s, after * scale)
-        scaled = _only_parent_of_s(expr)
-        if scaled is not None:
-            number = scaled.args[1].args[0]
-            before = scale * number if scaled.op == "*" else scale / number
-            return KernelForm(before, expr.replaced(scaled, _s), after)
-        return KernelForm(scale, expr, after)
+        return kernel_form(self.expr, scale)
 
     def hiding(
         self, visible: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()
@@ -183,29 +160,6 @@ def _renumbered(load: Expr, first: int) -> Expr:
 
 def tensor_count(expr: Expr) -> int:
     return 1 + max((load.args[0] for load in expr.loads()), default=-1)
-
-
-def _positive(x: Expr) -> float | None:
-    return x.args[0] if x.op == "const" and 0 < x.args[0] < math.inf else None
-
-
-def _only_parent_of_s(expr: Expr) -> Expr | None:
-    """`s * c` or `s / c` if `s` occurs nowhere but in this one subexpression."""
-    parents: set[Expr] = set()
-
-    def visit(e: Expr) -> None:
-        if e.op not in OPERATIONS:
-            return
-        if _s in e.args:
-            parents.add(e)
-        for a in e.args:
-            visit(a)
-
-    visit(expr)
-    found = parents.pop() if len(parents) == 1 else None
-    if found is not None and found.op in ("*", "/") and found.args[0] == _s and found.args[1].op == "const":
-        return found
-    return None
 
 
 _GRAMMAR = Grammar(

@@ -261,10 +261,12 @@ def test_cpp_text_means_the_same(tmp_path: Path, cap: float) -> None:
     numbers = ", ".join(f"{c!r}f" for c in score.numbers(scale).floats)
     (tmp_path / "score.cpp").write_text(
         "#include <cmath>\n#define STROBE_DEVICE\n"
-        "float tanh_fast(float x) { return std::tanh(x); }\nfloat tanh_near(float x) { return std::tanh(x); }\n"
+        "using std::fabs;\nconstexpr float kTanhNear = 0.25f;\nstruct Where { static constexpr bool kOneHead = true; };\n"
+        "float tanh_fast(float x) { return std::tanh(x); }\n"
+        "float tanh_near(float x, float scale) { return std::tanh(x * scale); }\n"
         f"{score.cpp()}static const float c[] = {{{numbers}}};\n"
-        'extern "C" float value(float x) { return Score{c}(x, 0, 0); }\n'
-        'extern "C" float slope(float x) { Score f{c}; return f.slope(x, f(x, 0, 0), 0, 0); }\n'
+        'extern "C" float value(float x) { return Score{c}(x, Where{}, 0); }\n'
+        'extern "C" float slope(float x) { Score f{c}; return f.slope(x, f(x, Where{}, 0), Where{}, 0); }\n'
     )
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "score.so", tmp_path / "score.cpp"], check=True)
     library = ctypes.CDLL(str(tmp_path / "score.so"))

@@ -90,7 +90,7 @@ class Tile:
         """Columns of the sums of dQ."""
         return 64 if self.block_m == 128 else 128
 
-    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, pairs: bool = False) -> SharedMemory:
         m, row = self.block_m, 4 * self.block_m
         return SharedMemory(
             [
@@ -104,6 +104,7 @@ class Tile:
                 Region("delta", row, 2),
                 Region("dropout", row, 2 if dropout else 0),
                 Region("keys", 64 * 8, 2),  # which queries see each key of a consumer
+                Region("pairs", m * 32, 8 if pairs else 0),  # of a bias: a warp's 16 keys
                 Region("kv_barriers", 16),
                 Region("ring_q", ring_bytes(2)),
                 Region("ring_do", ring_bytes(2)),
@@ -118,12 +119,12 @@ class Tile:
 TILES = {(64, 64): Tile(128), (96, 96): Tile(64), (128, 128): Tile(64)}
 
 
-def fits(tile: Tile, dim: int, dim_v: int) -> bool:
+def fits(tile: Tile, dim: int, dim_v: int, pairs: bool = False) -> bool:
     """Whether the sums of dQ have columns enough, shared memory suffices, also with dropout, and the registers of a
     consumer hold dK and dV, S and dP, and its part of dQ."""
     accumulators = (dim + dim_v) // 2 + tile.block_m + 32
     able = tile.block_m in (64, 128) and dim <= tile.dim_q and accumulators + OTHER_REGISTERS <= REGISTERS[1]
-    return able and tile.smem(dim, dim_v, dropout=True) <= SMEM_BYTES
+    return able and tile.memory(dim, dim_v, dropout=True, pairs=pairs).size <= SMEM_BYTES
 
 
 def candidates(features: Features, arch: str = ARCH) -> list[Tile]:
@@ -138,7 +139,7 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     tile = tuned.tile(tuned_name(features, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
     if not features.scores.is_unknown:
         return tile
-    able = [tile, *(t for t in (Tile(64),) if fits(t, *dims) and t != tile)]
+    able = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.staged)]
     return first_without_spills(able, lambda t: kernels(features, t, Wanted(), one_box=False)[1], machine)
 
 
@@ -176,7 +177,7 @@ def kernels(
     have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ. `parts`: groups of query
     heads are divided."""
     features = features.without_sinks()
-    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout)
+    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.scores.staged)
     turns, partial = wanted.turns, features.output.partial
     config = {
         **features.config(),

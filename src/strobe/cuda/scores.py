@@ -35,7 +35,8 @@ def _entries(load: Load) -> Entries:
     pairs = load.name in ("bias", "mask_tensor")
     element = _ELEMENTS.get(load.dtype, "") if pairs else (_ELEMENTS | _CAPTURED)[load.dtype]
     unit = pairs and load.strides[3] == 1
-    return Entries(load.name, element, pairs, unit, load.dtype.itemsize, prefetched=unit and load.strides[1] != 0)
+    staged = load.name == "bias" and unit and load.dtype.itemsize == 2
+    return Entries(load.name, element, pairs, unit, load.dtype.itemsize, staged, unit and load.strides[1] != 0)
 
 
 # Where the bits of a tile's blocks lie (pipeline/block_bits.cuh).
@@ -114,6 +115,11 @@ class Scores:
         return self.is_function and (bool(self.entries) or self.score.cpp() != _SOFTCAP)
 
     @property
+    def staged(self) -> bool:
+        """Whether some kernels read a bias by whole tiles."""
+        return any(e.staged for e in self.entries)
+
+    @property
     def name(self) -> str:
         """The name of the score; empty if there is none."""
         own = [] if self.score.name == identity.name else [self.score.name.split("(")[0]]
@@ -180,6 +186,6 @@ class Scores:
             return f"dropout {problem.dropout}; the kernels drop up to {dropout.LARGEST:.3f}"
         if problem.dropout and (problem.positions or problem.first_head):
             return "dropout of a part of a sequence or of its heads; the kernels count from the first"
-        if problem.logit.kernel_form(problem.scale).after <= 0:
+        if problem.logit.kernel_form(problem.scale).after <= 0 or problem.scale == 0:
             return f"scale {problem.scale}; the kernels' running maximum needs a scale greater than 0"
         return None

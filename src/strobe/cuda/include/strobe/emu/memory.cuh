@@ -132,25 +132,42 @@ STROBE_DEVICE void ldmatrix_x4(u32 addr, u32& a, u32& b, u32& c, u32& d, Site si
 STROBE_DEVICE void ldmatrix_x4_trans(u32 addr, u32& a, u32& b, u32& c, u32& d, Site site = Site::here()) {
   emu::load_matrices<true>(addr, a, b, c, d, "ldmatrix_x4_trans", site);
 }
-STROBE_DEVICE void stmatrix_x4(u32 addr, u32 a, u32 b, u32 c, u32 d, Site site = Site::here()) {
-  emu::MatrixLane lane{addr, {&a, &b, &c, &d}};
-  emu::block().converge(emu::Scope::warp, "stmatrix_x4", true, site, &lane, [=](void** lanes) {
-    emu::Block& block = emu::block();
-    emu::check_matrix_rows(lanes, "stmatrix_x4", site);
+
+namespace emu {
+
+template <bool Transpose> inline void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d, const char* op, Site site) {
+  MatrixLane lane{address, {&a, &b, &c, &d}};
+  block().converge(Scope::warp, op, true, site, &lane, [=](void** lanes) {
+    Block& block = emu::block();
+    check_matrix_rows(lanes, op, site);
     block.counters.shared_bytes_written += 512;
-    for (u32 m = 0; m < 4; ++m)
-      for (u32 i = 0; i < 8; ++i) {
-        const u32 to = static_cast<emu::MatrixLane*>(lanes[8 * m + i])->address,
-                  thread = block.running / 32 * 32 + 8 * m + i;
-        u32 row[4];
-        for (u32 q = 0; q < 4; ++q) row[q] = *static_cast<emu::MatrixLane*>(lanes[4 * i + q])->regs[m];
-        if (block.async) {
-          emu::check_overwrite(thread, to, 16, row, "stmatrix_x4", site);
-          emu::note_write(thread, block.clock(thread)[thread], to, 16, false, true, site);
+    for (u32 m = 0; m < 4; ++m) {
+      u16 rows[8][8];
+      for (u32 i = 0; i < 32; ++i)
+        for (u32 half = 0; half < 2; ++half) {
+          const u16 x = u16(*static_cast<MatrixLane*>(lanes[i])->regs[m] >> (16 * half));
+          const u32 row = i / 4, column = 2 * (i % 4) + half;
+          (Transpose ? rows[column][row] : rows[row][column]) = x;
         }
-        memcpy(emu::shared_at(to), row, 16);
+      for (u32 i = 0; i < 8; ++i) {
+        const u32 to = static_cast<MatrixLane*>(lanes[8 * m + i])->address, thread = block.running / 32 * 32 + 8 * m + i;
+        if (block.async) {
+          check_overwrite(thread, to, 16, rows[i], op, site);
+          note_write(thread, block.clock(thread)[thread], to, 16, false, true, site);
+        }
+        memcpy(shared_at(to), rows[i], 16);
       }
+    }
   });
+}
+
+}  // namespace emu
+
+STROBE_DEVICE void stmatrix_x4(u32 addr, u32 a, u32 b, u32 c, u32 d, Site site = Site::here()) {
+  emu::store_matrices<false>(addr, a, b, c, d, "stmatrix_x4", site);
+}
+STROBE_DEVICE void stmatrix_x4_trans(u32 addr, u32 a, u32 b, u32 c, u32 d, Site site = Site::here()) {
+  emu::store_matrices<true>(addr, a, b, c, d, "stmatrix_x4_trans", site);
 }
 
 namespace emu {

@@ -182,7 +182,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   STROBE_DEVICE void apply_score(float (&s)[8], float (&slope)[8], const Pair& lse, const QueryBlock& b, int row,
                                  int n) const {
-    logits(s, slope, Score::of(p), where_of(b, row, n));
+    logits(s, slope, Score::template of<Config>(p, tile.batch, b.head), where_of(b, row, n));
     if (blocks.masked(b.m)) hide(s, b, row, n);
     exponentials(s, lse);
   }

@@ -106,7 +106,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   // S^T -> P^T. The dK consumer gets P^T times the slope of the score.
   STROBE_DEVICE void exponentials(float (&s)[kScores], const Keys& keys, int head, int m) {
     const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse;
-    const Score score = Score::of(p);
+    const Score score = Score::template of<Config>(p, tile.batch, head);
     const auto at = where<Score, Config, true>(tile, tile.positions, head, keys.key, m * kBlockM + keys.column);
     const bool masked = blocks.masked(m);
     typename Keys::Bounds bounds;

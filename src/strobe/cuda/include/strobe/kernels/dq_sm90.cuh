@@ -111,7 +111,8 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
   STROBE_DEVICE void exponentials(float (&s)[kScores], float (&slope)[kScores], const Rows& r, int n,
                                   bool masked) const {
     const int column = n * kBlockN + 2 * (thread_idx() % 4);
-    logits(s, slope, Score::of(p), where<Score, Config>(tile, tile.positions, tile.head, r.row, column));
+    const Score score = Score::template of<Config>(p, tile.batch, tile.head);
+    logits(s, slope, score, where<Score, Config>(tile, tile.positions, tile.head, r.row, column));
     if (masked) mask_queries<false>(s, mask(), r.row, r.row + 8, column);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = exp2_approx(fma(s[i], p.scale_log2, -r.lse[fragment_row(i)]));

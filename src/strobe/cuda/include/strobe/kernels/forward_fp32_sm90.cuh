@@ -110,7 +110,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
     k.release_and_advance();
 
     const int column = n * kBlockN + 2 * int(thread_idx() % 4);
-    logits_of_queries<Config>(s, Score::of(p), tile, [&] { return tile.positions; }, r.row, column, true);
+    const Score score = Score::template of<Config>(p, tile.batch, tile.head);
+    logits_of_queries<Config>(s, score, tile, [&] { return tile.positions; }, r.row, column, true);
     if (mine.masked(n))
       mask_queries<true>(s, mask(tile), r.row / Config::kPackGqa, (r.row + 8) / Config::kPackGqa, column);
     r.softmax.template maxima<true>(s);

@@ -166,11 +166,12 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   }
 
   STROBE_DEVICE void apply_score(float (&s)[kBlockN / 2], int t, int n) const {
-    if constexpr (!Score::kPositional) return logits(s, Score::of(p), Nowhere{});
+    if constexpr (!Score::kPositional) return logits(s, Score::template of<Config>(p, 0, 0), Nowhere{});
     else {
       const Tile tile = decode_tile<Config>(opaque(int(block_idx())), p);  // recomputed, as in `store`
       const int lane = thread_idx_again() % 32, row = tile.row0 + warp_offset() + 16 * t + lane / 4;
-      logits(s, Score::of(p), where<Score, Config>(tile, tile.positions, tile.head, row, n * kBlockN + 2 * (lane % 4)));
+      logits(s, Score::template of<Config>(p, tile.batch, tile.head),
+             where<Score, Config>(tile, tile.positions, tile.head, row, n * kBlockN + 2 * (lane % 4)));
     }
   }
 

@@ -130,9 +130,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     u32 weights[kScores / 2];
     Softmax<> softmax;
     State<Config::kMerge> state;
+    Score score;
     Dropout<Config::kDropout> dropout;
     STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
-        : dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
+        : score(Score::template of<Config>(p, tile.batch, tile.head)), dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
       if constexpr (Config::kMerge)
@@ -183,10 +184,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     wait_qk<1>(s);
   }
 
-  template <int N> STROBE_DEVICE void score_and_mask(float (&s)[N], const Tile& tile, const Blocks& mine, int row,
-                                                     int n, bool masked) const {
+  template <int N> STROBE_DEVICE void score_and_mask(float (&s)[N], const Fragments& f, const Tile& tile,
+                                                     const Blocks& mine, int row, int n, bool masked) const {
     const auto at = [&] { return positions(tile); };
-    logits_of_queries<Config>(s, Score::of(p), tile, at, row, first_key(n), mine.partial(n));
+    logits_of_queries<Config>(s, f.score, tile, at, row, first_key(n), mine.partial(n));
     if (masked) mask_queries<true>(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, first_key(n));
   }
   STROBE_DEVICE static int first_key(int n) { return n * kBlockN + 2 * int(thread_idx() % 4); }  // of this thread
@@ -220,7 +221,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
                                                         int row, int n, bool masked) {
     float s[kKeys / 2];
     qk<kKeys>(s, q_desc, f);
-    score_and_mask(s, tile, mine, row, n, masked);
+    score_and_mask(s, f, tile, mine, row, n, masked);
     f.softmax.template to_weights<T>(f.weights, s);
     f.dropout.drop(f.weights, first_key(n));
   }
@@ -267,7 +268,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     for (; mine.has(n); n = mine.next(n)) {
       float s[kScores];
       qk_overlapped(s, q_desc, f);
-      score_and_mask(s, tile, mine, row, n, !kDiagonalAlone && (Mask::kHasHi || Mask::kHasLo) && mine.masked(n));
+      score_and_mask(s, f, tile, mine, row, n, !kDiagonalAlone && (Mask::kHasHi || Mask::kHasLo) && mine.masked(n));
       softmax_overlapped(s, f, n, false);
     }
     return n;
@@ -280,7 +281,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     qk<kBlockN>(s, q_desc, f);
 #pragma unroll 1
     for (bool first = true;; first = false) {
-      score_and_mask(s, tile, mine, row, n, mine.masked(n));
+      score_and_mask(s, f, tile, mine, row, n, mine.masked(n));
       softmax_overlapped(s, f, n, first);
       if (first) stored.release();
       n = mine.next(n);

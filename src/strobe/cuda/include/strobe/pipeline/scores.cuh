@@ -13,9 +13,11 @@
 
 namespace strobe {
 
+// kOneHead: all entries are of one head. kStaged: entries of the bias are at hand, see pair_tile.cuh.
 // Entry i of a fragment is the score of query q(i) with key k(i). Both count positions, as masks do, in a sequence of
 // len_q queries and len_k keys. `row` and `column` are the thread's first in memory.
 template <bool kTransposed, int kPackGqa = 1> struct Where {
+  static constexpr bool kOneHead = kPackGqa == 1, kStaged = false;
   int batch, first_head, row, column, offset_q, offset_k, len_q, len_k;
 
   STROBE_DEVICE int along_rows(int i) const { return row + 8 * fragment_row(i); }
@@ -24,8 +26,15 @@ template <bool kTransposed, int kPackGqa = 1> struct Where {
   STROBE_DEVICE int q(int i) const { return offset_q + (kTransposed ? along_columns(i) : along_rows(i) / kPackGqa); }
   STROBE_DEVICE int k(int i) const { return offset_k + (kTransposed ? along_rows(i) : along_columns(i)); }
   STROBE_DEVICE bool inside(int i) const { return q(i) < len_q && k(i) < len_k; }
+  // rest + kQ * q(i) + kK * k(i), converted to a float once for each row: what columns add is known when it is compiled.
+  template <int kQ, int kK> STROBE_DEVICE float sum(int rest, int i) const {
+    const int in_row = i & 2;  // the first entry
+    return float(rest + kQ * q(in_row) + kK * k(in_row)) + float((kTransposed ? kQ : kK) * fragment_column(i));
+  }
 };
-struct Nowhere {};  // for a score that does not look
+struct Nowhere {
+  static constexpr bool kOneHead = true, kStaged = false;
+};  // for a score that does not look
 
 template <class Score, class Config, bool kTransposed = false>
 STROBE_DEVICE auto where(const Sequence& s, const Positions& at, int head, int row, int column) {
@@ -45,7 +54,7 @@ STROBE_DEVICE void logits(float (&s)[N], const Score& score, const At& at) {
     float reach = 0.f;
 #pragma unroll
     for (int i = 0; i < N; ++i) reach = fmax(reach, score.reach(s[i], at, i));
-    if (!any(!(reach <= kTanhNear))) {
+    if (!any(!score.is_near(reach))) {
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] = score.near(s[i], at, i);
       return;
@@ -142,16 +151,16 @@ STROBE_DEVICE float biased(float s, float bias) {
 
 // The gradient of a bias is dS. Where pairs share an entry it is summed up in fp32.
 struct NoBiasGradient {
-  static constexpr bool kWanted = false;
+  static constexpr bool kWanted = false, kByTile = false;
 };
 struct SummedBiasGradient {
-  static constexpr bool kWanted = true;
+  static constexpr bool kWanted = true, kByTile = false;
   STROBE_DEVICE static void put(void* tensor, i64 index, float x) {
     atomic_add(static_cast<float*>(tensor) + index, x);
   }
 };
 template <class T> struct BiasGradientOf {
-  static constexpr bool kWanted = true;
+  static constexpr bool kWanted = true, kByTile = sizeof(T) != 4;  // pair_tile.cuh
   STROBE_DEVICE static void put(void* tensor, i64 index, float x) {
     if constexpr (sizeof(T) == 4) st_global(static_cast<float*>(tensor) + index, x);
     else st_global(static_cast<u16*>(tensor) + index, u16(pack2<T>(x, 0.f)));

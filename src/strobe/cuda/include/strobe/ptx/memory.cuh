@@ -189,6 +189,11 @@ STROBE_DEVICE void stmatrix_x4(u32 addr, u32 a, u32 b, u32 c, u32 d) {
                "r"(d)
                : "memory");
 }
+STROBE_DEVICE void stmatrix_x4_trans(u32 addr, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
 
 // 16 bytes from global to shared memory without passing through registers; with `valid` false nothing is read and the
 // 16 bytes become zero. Complete only after cp_async_wait (own copies) and a barrier (everyone's).

@@ -43,11 +43,11 @@ STROBE_DEVICE float tanh_fast(float x) {
 }
 
 // The same where |x| is at most kTanhNear, by FMAs alone: beside an exponential for each score the special-function
-// unit has no time for two more. Off by 2e-7 at most.
+// unit has no time for two more. Off by 2e-7 at most. tanh(x * scale): the powers of `scale` join the coefficients.
 constexpr float kTanhNear = 0.25f;
-STROBE_DEVICE float tanh_near(float x) {
-  const float x2 = x * x;
-  return fma(x * x2, fma(x2, 0.12879714f, -0.33324748f), x);
+STROBE_DEVICE float tanh_near(float x, float scale) {
+  const float x2 = x * x, cube = scale * scale * scale;
+  return x * fma(x2, fma(x2, 0.12879714f * (cube * scale * scale), -0.33324748f * cube), scale);
 }
 
 // The factor that normalises a row of O, and the row's LSE (natural log), from the sum of its weights and its maximum,
