@@ -243,6 +243,13 @@ def test_training_through_the_public_call(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- what it does not take -------------------------------------------------------------------------------------------
 
 
+def test_gradients_of_sinks_alone_need_no_terms() -> None:
+    problem, inputs = prepare(BY_NAME["f_64_sinks"], torch.float32)
+    plan, _, _ = planned("sm90", problem, inputs, wanted=("sinks",))
+    assert [launch.kernel.template for launch in plan.launches] == ["backward_delta"]
+    assert not [name for name in plan.workspace if "terms" in name]
+
+
 def test_what_is_left_to_others() -> None:
     problem, _ = prepare(CASES[0], torch.float32)
     family = FAMILIES["sm90"]
