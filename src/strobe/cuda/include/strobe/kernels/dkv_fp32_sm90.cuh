@@ -70,7 +70,6 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
     wgmma_commit();
     wgmma_wait<0>();
     pin(sum);
-    left.pin_all();
     ring.release_and_advance();
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) d[i] += sum[i];

@@ -87,7 +87,6 @@ template <class Config, class Mask, class Score, class Params> struct DqFp32Sm90
     wgmma_commit();
     wgmma_wait<0>();
     pin(sum);
-    slopes.pin_all();
     release(k);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) dq[i] += sum[i];

@@ -124,7 +124,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
     wgmma_commit();
     wgmma_wait<0>();
     pin(o);
-    weights.pin_all();
     v.release_and_advance();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) r.o[i] = fma(r.o[i], r.softmax.alpha[fragment_row(i)], o[i]);

@@ -34,8 +34,6 @@ template <int N> struct Terms {
         b -= as_float(both & 0xffff0000u);
       }
     }
-  }
-  STROBE_DEVICE void pin_all() {
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) pin(packed[term]);
   }
