@@ -79,6 +79,29 @@ def test_repeated_calls_and_graphs_have_the_same_bits() -> None:
     check_repeats(q, k, v)
 
 
+@pytest.mark.parametrize("wanted", ["", "qkv", "q"], ids=["forward", "backward", "dq"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_terms_are_waited_for(dim: int, wanted: str) -> None:
+    """A kernel starts while the one before it runs, and waits for what that one writes. Without the wait it would read
+    the terms, or the statistics of rows, of an earlier call, which had the same workspace and other inputs. All calls
+    stand in line before the first one starts, and no launch has a block for each multiprocessor, so that the next one
+    finds room at once: the wait alone holds it back."""
+    calls = [[torch.randn(1, 512, 4, dim, device="cuda") for _ in range(4)] for _ in range(30)]
+
+    def run(tensors: list[torch.Tensor], backend: str) -> tuple[torch.Tensor, ...]:
+        leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in zip("qkv", tensors, strict=False)}
+        out = strobe.attention(*leaves.values(), backend=backend)
+        return torch.autograd.grad(out, [leaves[name] for name in wanted], tensors[3]) if wanted else (out,)
+
+    run(calls[-1], "sm90")  # compiles
+    torch.cuda._sleep(100_000_000)  # some 60 ms, longer than the calls below take on the host
+    found = [run(tensors, "sm90") for tensors in calls]
+    for tensors, results in zip(calls, found, strict=True):
+        exact = run([t.double() for t in tensors], "tiled")
+        for result, expected in zip(results, exact, strict=True):
+            torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=0)
+
+
 def test_sums_are_not_pulled_towards_zero() -> None:
     """As the tensor cores would pull them: with many keys of like weights errors of one sign add up to a mean that is
     not far below the largest of them."""

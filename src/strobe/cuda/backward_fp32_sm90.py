@@ -7,34 +7,29 @@ above 128 do: nothing is summed up in memory, and the results are always determi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
 from strobe.cuda import terms
 from strobe.cuda.backward_plan import (
-    SCALE_GRAD,
-    STATISTICS,
     Statistics,
     Wanted,
     bias_gradient_values,
     delta_kernel,
     delta_launch,
     gradient_strides,
-    gradients_of_keys,
     in_parts,
     score_values,
 )
-from strobe.cuda.backward_wide_sm90 import STAT_BLOCK, DkvTile, DqTile, common_config
-from strobe.cuda.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, query_tiles
+from strobe.cuda.backward_wide_sm90 import STAT_BLOCK, DkvTile, DqTile, common_config, dkv_params, dq_params
+from strobe.cuda.blocks import key_tiles, query_tiles
 from strobe.cuda.driver import TensorMapSpec
 from strobe.cuda.features import Features
 from strobe.cuda.forward_fp32_sm90 import DIMS, fp32_features
 from strobe.cuda.forward_sm90 import ARCH
 from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import Field, Struct, params
+from strobe.cuda.params import Struct
 from strobe.cuda.plan import Dims, Launch, Machine, Plan, padded_dims
-from strobe.cuda.rows import Rows, stride_fields
 from strobe.cuda.shared_memory import SharedMemory
 from strobe.cuda.terms import TERMS, as_terms, terms_map
 from strobe.mask import causal
@@ -42,32 +37,7 @@ from strobe.problem import Problem, Strides
 
 __all__ = ["DIMS", "DKV_TILES", "DQ_TILES", "dkv_kernel", "dq_kernel", "limits", "plan", "variants"]
 
-_MAPS = [Field(f"map_{t}_terms", "TensorMap") for t in ("q", "k", "v", "d_o")]
-
-
-@functools.cache
-def _dq_params(scores: tuple[Field, ...]) -> Struct:
-    return params(
-        [Field("dq", "float*"), *stride_fields("dq"), Field("seed", "u64")],
-        STATISTICS,
-        Rows.fields(tma=True),
-        [SCALE_GRAD, *scores],
-        QUERY_TILE_FIELDS,
-        _MAPS,
-    )
-
-
-@functools.cache
-def _dkv_params(scores: tuple[Field, ...]) -> Struct:
-    return params(
-        gradients_of_keys("float*"),
-        STATISTICS,
-        Rows.fields(tma=True),
-        [SCALE_GRAD, *scores],
-        KEY_TILE_FIELDS,
-        _MAPS,
-    )
-
+_MAPS = ("q_terms", "k_terms", "v_terms", "d_o_terms")
 
 # What shared memory has room for; see `dq_fp32_sm90`: a buffer for each consumer. Not swept.
 DQ_TILES: dict[Dims, DqTile] = {(64, 64): DqTile(64, 2, 2, block_m=64), (128, 128): DqTile(32, 2, 2, block_m=64)}
@@ -110,24 +80,16 @@ def _kernel(
 def dq_kernel(features: Features) -> TemplateKernel:
     dim, dim_v = features.dim, features.dim_v
     tile = DQ_TILES[dim, dim_v]
-    sizes: dict[str, int | bool | str] = {
-        "kBlockM": tile.block_m,
-        "kBlockN": tile.block_n,
-        "kStages": tile.stages,
-        "kStagesV": tile.stages_v,
-        "kColumnParts": tile.parts,
-    }
     memory = tile.memory(TERMS * dim, TERMS * dim_v)
-    return _kernel("dq_fp32_sm90", features, tile, memory, _dq_params(features.scores.fields()), sizes, tile.block_n)
+    struct = dq_params(features.scores.fields(), _MAPS, buffers=False)
+    return _kernel("dq_fp32_sm90", features, tile, memory, struct, tile.config(), tile.block_n)
 
 
 def dkv_kernel(features: Features, parts: bool = False) -> TemplateKernel:
     dim, dim_v = features.dim, features.dim_v
     tile = DKV_TILES[dim, dim_v]
-    sizes: dict[str, int | bool | str] = {"kBlockM": tile.block_m, "kBlockN": 64, "kStages": tile.stages}
-    sizes |= {"kColumnParts": 1, "kGroupParts": parts}
     memory, flags = tile.memory(TERMS * dim, TERMS * dim_v, dropout=False), " parts" if parts else ""
-    struct = _dkv_params(features.scores.fields())
+    struct, sizes = dkv_params(features.scores.fields(), _MAPS, buffers=False), tile.config() | {"kGroupParts": parts}
     return _kernel("dkv_fp32_sm90", features, tile, memory, struct, sizes, tile.block_m, flags)
 
 
@@ -143,37 +105,35 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine) -> Pla
     features, wanted = Features.of(read, dims).without_sinks(), Wanted.of(problem)
     statistics = Statistics.of(problem, STAT_BLOCK)
     inputs = {**dict(zip("qkv", problem.strides, strict=True)), "d_o": strides["d_o"]}
-    delta = _delta_kernel(features, wanted)
-    launches = [
-        terms.launch(problem, dims[0], ARCH, inputs),
-        delta_launch(
-            problem, delta, statistics, strides
-        ),  # begins when the terms are there: its successor relies on it
-    ]
+    workspace, launches, details = dict(statistics.workspace), [], {}
+    if wanted.dq or wanted.dkv:
+        workspace |= terms.workspace(problem, dims[0], gradients=True)
+        launches.append(terms.launch(problem, dims[0], ARCH, inputs))
+        details["inputs"] = "in three bf16 terms"
+    # It begins when the terms are there. The launch after it waits for this one alone, and relies on that.
+    launches.append(delta_launch(problem, _delta_kernel(features, wanted), statistics, strides))
     shared, parts = {**score_values(problem), **statistics.values()}, in_parts(problem)
-    details: dict[str, object] = {"inputs": "in three bf16 terms"}
-    queries, keys = features.rows.queries, features.rows.keys
 
     def maps(block_m: int, block_n: int) -> dict[str, TensorMapSpec]:
-        of_q, of_k = ((kind, rows) for kind, rows in ((queries, read.q), (keys, read.k)))
-        named = {"q": (of_q, block_m), "k": (of_k, block_n), "v": (of_k, block_n), "d_o": (of_q, block_m)}
-        return {f"{name}_terms": terms_map(read, *of, dims[0], box) for name, (of, box) in named.items()}
+        one_box = not features.rows.clipped
+        of_queries = terms_map(read, features.rows.queries, read.q, dims[0], block_m, one_box=one_box)
+        of_keys = terms_map(read, features.rows.keys, read.k, dims[0], block_n, one_box=one_box)
+        return dict(zip(_MAPS, (of_queries, of_keys, of_keys, of_queries), strict=True))
 
     if wanted.dkv:
         plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dQ's kernel computes that
         kernel, schedule = dkv_kernel(plain, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
         grid = schedule["key_blocks"] * problem.batch * parts.heads_k
-        own = {**features.rows.values(parts, tma=True), **schedule, **gradient_strides(strides, "dk", "dv")}
+        own = {**features.rows.values(parts, tma=False), **schedule, **gradient_strides(strides, "dk", "dv")}
         launches.append(Launch(kernel, grid, shared | own, maps(DKV_TILES[dims].block_m, 64), overlaps=True))
         details |= {"backward kernel for dK, dV": kernel.name}
     if wanted.dq:
         kernel, schedule = dq_kernel(features), query_tiles(problem, 64, machine.l2_bytes)
-        own = {**features.rows.values(problem, tma=True), **schedule, **gradient_strides(strides, "dq")}
+        own = {**features.rows.values(problem, tma=False), **schedule, **gradient_strides(strides, "dq")}
         own |= bias_gradient_values(problem, strides)
         found = maps(64, DQ_TILES[dims].block_n)
         launches.append(Launch(kernel, schedule["tiles"], shared | own, found, overlaps=not wanted.dkv))
         details |= {"backward kernel for dQ": kernel.name}
-    workspace = statistics.workspace | terms.workspace(problem, dims[0], gradients=True)
     return Plan(tuple(launches), workspace, details)
 
 

@@ -49,30 +49,33 @@ __all__ = ["DIMS", "WIDE_DIMS", "DkvTile", "DqTile", "candidates", "choose_tile"
 
 DIMS: list[Dims] = [(192, 128), (192, 192), (256, 256)]
 WIDE_DIMS: list[Dims] = [(384, 384), (512, 512)]  # the columns of gradients in two parts
+_INPUTS = ("q", "k", "v", "d_o")
 
 
 @functools.cache
-def _dq_params(scores: tuple[Field, ...]) -> Struct:
+def dq_params(scores: tuple[Field, ...], maps: tuple[str, ...], *, buffers: bool) -> Struct:
+    """`maps`: the tensors that have one; `buffers`: keys may lie in buffers that they do not fill."""
     return params(
         [Field("dq", "float*"), *stride_fields("dq")],  # where it goes as fp32; else a tensor map says it
         [Field("seed", "u64")],
         STATISTICS,
-        Rows.fields(tma=True),
+        Rows.fields(tma=buffers),
         [SCALE_GRAD, *scores],
         QUERY_TILE_FIELDS,
-        [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dq")],
+        [Field(f"map_{t}", "TensorMap") for t in maps],
     )
 
 
 @functools.cache
-def _dkv_params(scores: tuple[Field, ...]) -> Struct:
+def dkv_params(scores: tuple[Field, ...], maps: tuple[str, ...], *, buffers: bool) -> Struct:
+    """See `dq_params`."""
     return params(
         gradients_of_keys("float*"),
         STATISTICS,
-        Rows.fields(tma=True),
+        Rows.fields(tma=buffers),
         [SCALE_GRAD, *scores],
         KEY_TILE_FIELDS,
-        [Field(f"map_{t}", "TensorMap") for t in ("q", "k", "v", "d_o", "dk", "dv")],
+        [Field(f"map_{t}", "TensorMap") for t in maps],
     )
 
 
@@ -95,6 +98,15 @@ class DqTile:
     def parts(self) -> int:
         """How many parts the columns of dQ have."""
         return 128 // self.block_m
+
+    def config(self) -> dict[str, int | bool | str]:
+        return {
+            "kBlockM": self.block_m,
+            "kBlockN": self.block_n,
+            "kStages": self.stages,
+            "kStagesV": self.stages_v,
+            "kColumnParts": self.parts,
+        }
 
     def memory(self, dim: int, dim_v: int) -> SharedMemory:
         return SharedMemory(
@@ -123,6 +135,9 @@ class DkvTile:
 
     def __str__(self) -> str:
         return f"{self.block_m}x64"
+
+    def config(self) -> dict[str, int | bool | str]:
+        return {"kBlockM": self.block_m, "kBlockN": 64, "kStages": self.stages, "kColumnParts": self.parts}
 
     def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
         row = 4 * self.block_m
@@ -203,23 +218,16 @@ def common_config(features: Features, one_box: bool) -> dict[str, int | bool | s
 def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel:
     dim, dim_v, n = features.dim, features.dim_v, tile.block_n
     memory = tile.memory(dim, dim_v)
-    sizes: dict[str, int | bool | str] = {
-        "kBlockM": tile.block_m,
-        "kBlockN": n,
-        "kStages": tile.stages,
-        "kStagesV": tile.stages_v,
-        "kColumnParts": tile.parts,
-    }
     return TemplateKernel(
         name=f"dq_sm90[{features.name} {tile}{'' if one_box else ' panels'}]",
         arch=ARCH,
-        params=_dq_params(features.scores.fields()),
+        params=dq_params(features.scores.fields(), (*_INPUTS, "dq"), buffers=True),
         threads=384,
         smem=memory.size,
         header="dq_sm90",
         template="dq_sm90",
         element=features.element,
-        config=tuple({**common_config(features, one_box), **sizes}.items()),
+        config=tuple({**common_config(features, one_box), **tile.config()}.items()),
         memory=memory,
         types=features.types(),
         products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
@@ -231,12 +239,11 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
 def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> TemplateKernel:
     dim, dim_v, tile = features.dim, features.dim_v, dkv_tile(features)
     m, memory = tile.block_m, tile.memory(dim, dim_v, features.scores.dropout)
-    sizes: dict[str, int | bool | str] = {"kBlockM": m, "kBlockN": 64, "kStages": tile.stages}
-    sizes |= {"kColumnParts": tile.parts, "kGroupParts": parts, "kPartialOut": features.output.partial or parts}
+    sizes = tile.config() | {"kGroupParts": parts, "kPartialOut": features.output.partial or parts}
     return TemplateKernel(
         name=f"dkv_sm90[{features.name} {tile}{' parts' if parts else ''}{'' if one_box else ' panels'}]",
         arch=ARCH,
-        params=_dkv_params(features.scores.fields()),
+        params=dkv_params(features.scores.fields(), (*_INPUTS, "dk", "dv"), buffers=True),
         threads=384,
         smem=memory.size,
         header="dkv_sm90",

@@ -1,7 +1,8 @@
 """The forward kernel for Hopper on fp32 inputs: limits, tiles, plan, variants.
 
-Two launches: `split_terms` writes q, k and v in three bf16 terms each into the workspace, 6 bytes a number, and
-`forward_fp32_sm90` reads them. A product of two fp32 matrices is six of bf16 ones (tile/terms.cuh).
+Two launches: `split_terms` writes q, k and v in three bf16 terms each into the workspace, 6 bytes a number of rows that
+are padded to 64 or 128 columns, and `forward_fp32_sm90` reads them. A product of two fp32 matrices is six of bf16 ones
+(tile/terms.cuh).
 """
 
 from __future__ import annotations
@@ -136,10 +137,11 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         **lse_values(problem),
         **stride_values({"o": out_strides}),
     }
+    one_box = not features.rows.clipped
     maps = {
-        "q_terms": terms_map(read, features.rows.queries, read.q, dims[0], 64),
-        "k_terms": terms_map(read, features.rows.keys, read.k, dims[0], tile.block_n),
-        "v_terms": terms_map(read, features.rows.keys, read.k, dims[1], tile.block_n),
+        "q_terms": terms_map(read, features.rows.queries, read.q, dims[0], 64, one_box=one_box),
+        "k_terms": terms_map(read, features.rows.keys, read.k, dims[0], tile.block_n, one_box=one_box),
+        "v_terms": terms_map(read, features.rows.keys, read.k, dims[1], tile.block_n, one_box=one_box),
     }
     grid = min(schedule["tiles"], machine.sms)
     details = {

@@ -27,6 +27,7 @@ ELEMENT = "bf16"
 MAX_DIM = 128
 _ROWS = 64  # of a block of the kernel that splits
 _FORWARD, _BACKWARD = ("q", "k", "v"), ("q", "k", "v", "d_o")
+_OTHER_NAMES = {"d_o": "do"}  # of the fields for strides
 
 
 def limits(problem: Problem) -> str | None:
@@ -56,10 +57,12 @@ def workspace(problem: Problem, dim: int, gradients: bool = False) -> dict[str, 
     return {f"{n}_terms": 2 * TERMS * dim * size[n].heads * size[n].total for n in names}
 
 
-def terms_map(problem: Problem, kind: str, rows: RowsInMemory, dim: int, box_rows: int) -> TensorMapSpec:
+def terms_map(
+    problem: Problem, kind: str, rows: RowsInMemory, dim: int, box_rows: int, *, one_box: bool
+) -> TensorMapSpec:
     """Of tiles of `box_rows`; `problem` is that of the terms."""
     width, strides = TERMS * dim, rows.strides[0]
-    return tile_map(problem, kind, rows, width, strides, box_rows, width, one_box=kind == "dense")
+    return tile_map(problem, kind, rows, width, strides, box_rows, width, one_box=one_box)
 
 
 def launch(problem: Problem, dim: int, arch: str, strides: Mapping[str, Strides]) -> Launch:
@@ -67,7 +70,7 @@ def launch(problem: Problem, dim: int, arch: str, strides: Mapping[str, Strides]
     gradients = "d_o" in strides
     slices = 1 if problem.varlen else problem.batch
     values = {
-        **stride_values({{"d_o": "do"}.get(name, name): s for name, s in strides.items()}),
+        **stride_values({_OTHER_NAMES.get(name, name): s for name, s in strides.items()}),
         "batch": slices,
         "heads": problem.heads,
         "heads_k": problem.heads_k,
@@ -110,7 +113,7 @@ def _params(gradients: bool) -> Struct:
     return params(
         [Field(name, "const float*") for name in names],
         [Field(f"{name}_terms", "u16*") for name in names],
-        stride_fields(*({"d_o": "do"}.get(name, name) for name in names)),
+        stride_fields(*(_OTHER_NAMES.get(name, name) for name in names)),
         [Field(n, "int") for n in ("batch", "heads", "heads_k", "len_q", "len_k", "dim", "dim_v")],
     )
 

@@ -59,7 +59,8 @@ def _options(**options: Any) -> dict[str, Any]:
 _MASKS = (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))
 FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
     ("float16, bfloat16", [{"dtype": torch.float16}, {"dtype": torch.bfloat16}]),
-    ("float32", [{"dtype": torch.float32}]),
+    ("float32, head dims up to 128", [{"dtype": torch.float32, "dim": d, "dim_v": d} for d in range(8, 129, 8)]),
+    ("float32, head dims above 128", [{"dtype": torch.float32, "dim": d, "dim_v": d} for d in range(136, 257, 8)]),
     ("float64", [{"dtype": torch.float64}]),
     ("head dims: multiples of 8 up to 256", [{"dim": d, "dim_v": d} for d in range(8, 257, 8)]),
     ("head dims: multiples of 8 up to 512", [{"dim": d, "dim_v": d} for d in range(264, 513, 8)]),

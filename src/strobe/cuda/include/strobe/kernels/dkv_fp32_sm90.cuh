@@ -70,14 +70,13 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
     wgmma_commit();
     wgmma_wait<0>();
     pin(sum);
-    left.pin_all();
     ring.release_and_advance();
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) d[i] += sum[i];
   }
   template <int kColumns>
   STROBE_DEVICE void store(float (&d)[kColumns / 2], float scale, float* to, i64 row, int columns) const {
-    Fp32Rows{to, row, tile.k.length - tile.key0, columns}.store(Rounded<bf16, kColumns>{d, scale}, 0);
+    Fp32Rows{to, row, tile.k.length - tile.key0, columns}.store(Rounded<float, kColumns>{d, scale}, 0);
   }
 
   STROBE_DEVICE void consume_dv() {
@@ -93,7 +92,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
       q.release_and_advance();
       second_product<kDimV>(dv, s, smem + Offset::d_o, do_before);
     };
-    for_each_block(step);
+    every_block(step);
     store<kDimV>(dv, 1.f, tile.rows_of(p.dv, p.dv_batch, p.dv_head, p.dv_row), p.dv_row, p.dim_v);
   }
   STROBE_DEVICE void consume_dk() {
@@ -109,10 +108,10 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
       d_o.release_and_advance();
       second_product<kDim>(dk, dp, smem + Offset::q, q_before);
     };
-    for_each_block(step);
+    every_block(step);
     store<kDim>(dk, p.scale_grad, tile.rows_of(p.dk, p.dk_batch, p.dk_head, p.dk_row), p.dk_row, p.dim);
   }
-  template <class Step> STROBE_DEVICE void for_each_block(Step step) const {
+  template <class Step> STROBE_DEVICE void every_block(Step step) const {
 #pragma unroll 1
     for (int head = tile.head_k * p.group; head < (tile.head_k + 1) * p.group; ++head)
 #pragma unroll 1
@@ -130,7 +129,6 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
     Dkv::init_barriers();
   }
   sync_block();
-  launch_dependents();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
   if (warpgroup == 0) {
     regs_dec<Config::kRegsProducer>();

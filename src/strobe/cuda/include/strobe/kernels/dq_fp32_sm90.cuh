@@ -78,7 +78,7 @@ template <class Config, class Mask, class Score, class Params> struct DqFp32Sm90
     wgmma_wait<0>();
     pin(dp);
     release(v);
-    Dq::gradients(s, dp, slope, r, 0, n);
+    Dq::gradients(s, dp, slope, r, 0, n);  // 0: both consumers put gradients of a bias, each those of its keys
     Terms<kScores / 2> slopes;
     slopes.split(dp);
     float sum[kSums];  // of this block
@@ -87,7 +87,6 @@ template <class Config, class Mask, class Score, class Params> struct DqFp32Sm90
     wgmma_commit();
     wgmma_wait<0>();
     pin(sum);
-    slopes.pin_all();
     release(k);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) dq[i] += sum[i];
@@ -105,9 +104,9 @@ template <class Config, class Mask, class Score, class Params> struct DqFp32Sm90
       wait_for_previous_grid();  // the statistics are delta.cuh's
       const Rows r = Dq::load_rows(0);
       mbar_wait(smem + Offset::q_barrier, 0);
+      // Every other block. They are neighbours, since there is no map of blocks for fp32.
 #pragma unroll 1
-      for (int n = all.begin() - consumer; all.has(n); n -= 2)  // every other one
-        attend(dq, r, n, all.masked(n));
+      for (int n = all.begin() - consumer; all.has(n); n -= 2) attend(dq, r, n, all.masked(n));
       bar_sync(kBarrierConsumers, 256);  // nobody reads Q any more
       if (consumer == 1)
 #pragma unroll
@@ -123,7 +122,7 @@ template <class Config, class Mask, class Score, class Params> struct DqFp32Sm90
     }
     if (consumer == 1) return;
     float* const rows = tile.q.rows(p.dq, p.dq_batch, p.dq_head, p.dq_row, tile.head, tile.row0);
-    Fp32Rows{rows, p.dq_row, tile.q.length - tile.row0, p.dim}.store(Rounded<bf16, kDim>{dq, p.scale_grad}, 0);
+    Fp32Rows{rows, p.dq_row, tile.q.length - tile.row0, p.dim}.store(Rounded<float, kDim>{dq, p.scale_grad}, 0);
   }
 };
 

@@ -112,8 +112,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
     const int column = n * kBlockN + 2 * int(thread_idx() % 4);
     const Score score = Score::template of<Config>(p, tile.batch, tile.head);
     logits_of_queries<Config>(s, score, tile, [&] { return tile.positions; }, r.row, column, true);
-    if (mine.masked(n))
-      mask_queries<true>(s, mask(tile), r.row / Config::kPackGqa, (r.row + 8) / Config::kPackGqa, column);
+    if (mine.masked(n)) mask_queries<true>(s, mask(tile), r.row, r.row + 8, column);
     r.softmax.template maxima<true>(s);
     r.softmax.template weights<0, kScores>(s);
     Terms<kScores / 2> weights;
@@ -126,7 +125,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
     wgmma_commit();
     wgmma_wait<0>();
     pin(o);
-    weights.pin_all();
     v.release_and_advance();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) r.o[i] = fma(r.o[i], r.softmax.alpha[fragment_row(i)], o[i]);
@@ -138,7 +136,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) r.o[i] *= inverse[fragment_row(i)];
     float* const first = tile.q.rows(p.o, p.o_batch, p.o_head, p.o_row, tile.head, tile.row0);
-    Fp32Rows{first, p.o_row, tile.q.length - tile.row0, p.dim_v}.store(Rounded<bf16, kDimV>{r.o}, 64 * consumer);
+    Fp32Rows{first, p.o_row, tile.q.length - tile.row0, p.dim_v}.store(Rounded<float, kDimV>{r.o}, 64 * consumer);
   }
 
   STROBE_DEVICE void consume(int consumer) {

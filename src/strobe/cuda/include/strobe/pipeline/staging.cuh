@@ -8,7 +8,8 @@
 
 namespace strobe {
 
-// An accumulator in ordinary registers, as a wgmma leaves it, to be staged like `Accumulators`.
+// An accumulator in ordinary registers, as a wgmma leaves it, to be staged like `Accumulators`, rounded to T. Rows that
+// are stored from the registers are fp32.
 template <class T, int N> struct Rounded {
   const float (&d)[N / 2];
   float scale = 1.f;  // of rows that are not rounded

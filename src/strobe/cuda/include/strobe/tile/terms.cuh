@@ -1,6 +1,7 @@
 // fp32 on tensor cores that take bf16: x = x0 + x1 + x2, each term what bf16 holds of the rest. Three terms have the 24
-// bits of an fp32 number, and its range. A product is the sum of six, those of terms i and j with i + j <= 2; the
-// others are below 2^-24 of it.
+// bits of an fp32 number, and its range down to about 2^-109: the last term of a smaller number would be subnormal, and
+// is 0. A product is the sum of six, those of terms i and j with i + j <= 2; each of the others is at most 2^-24 of the
+// sum of the magnitudes |a b|.
 //
 // A wgmma rounds its sums towards zero, so every step that adds to a large D loses half a bit on average, always to the
 // same side. That is why the terms of least weight come first, over all of K, and the product of the leading terms
@@ -33,8 +34,6 @@ template <int N> struct Terms {
         b -= as_float(both & 0xffff0000u);
       }
     }
-  }
-  STROBE_DEVICE void pin_all() {
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) pin(packed[term]);
   }
@@ -42,17 +41,17 @@ template <int N> struct Terms {
 
 // ---- in memory: a row has all columns of x0, then those of x1, then those of x2 -------------------------------------
 
-// Eight numbers of a row. A finite number that bf16 would round to infinity is cut off instead. What is not finite is
-// x0 alone.
+// Eight numbers of a row. A finite number that bf16 would round to infinity is cut off instead. One that is not finite
+// has NaN among its terms, and so have all sums that it is part of.
 struct SplitChunk {
   u32 packed[kTerms][4];
 
   STROBE_DEVICE static float bf16_of(float x) { return to_float<bf16>(u16(pack2<bf16>(x, 0.f))); }
   STROBE_DEVICE static bool finite(float x) { return (as_bits(x) & 0x7f800000u) != 0x7f800000u; }
   STROBE_DEVICE static void split(float x, float (&term)[kTerms]) {
-    const float rounded = bf16_of(x);
-    term[0] = finite(x) && !finite(rounded) ? as_float(as_bits(x) & 0xffff0000u) : rounded;
-    const float rest = finite(x) ? x - term[0] : 0.f;
+    const float rounded = bf16_of(x), truncated = as_float(as_bits(x) & 0xffff0000u);
+    term[0] = finite(rounded) ? rounded : truncated;
+    const float rest = x - term[0];
     term[1] = bf16_of(rest);
     term[2] = rest - term[1];
   }
