@@ -54,9 +54,10 @@ def test_trees(mask: strobe.Mask | None) -> None:
     close(found, strobe.attention_paged(*given, tail=tail, backend="reference", **options))
 
 
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
 @pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
-def test_long_sequences_are_split() -> None:
-    p = pool([30000, 1, 21000], 64, dim=128, dim_v=128, dtype=torch.bfloat16)
+def test_long_sequences_are_split(page: int) -> None:
+    p = pool([30000, 1, 21000], page, dim=128, dim_v=128, dtype=torch.bfloat16)
     q, cu = queries([1, 1, 1], dim=128, dtype=torch.bfloat16)
     q_, k, v, table, lengths = on_gpu(q.view(3, 1, 4, 128), p.k, p.v, p.table, p.lengths)
     out, lse = strobe.attention_paged(q_, k, v, table, lengths, return_lse=True, backend="sm90")

@@ -135,7 +135,8 @@ STROBE_DEVICE void ldmatrix_x4_trans(u32 addr, u32& a, u32& b, u32& c, u32& d, S
 
 namespace emu {
 
-template <bool Transpose> inline void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d, const char* op, Site site) {
+template <bool Transpose>
+inline void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d, const char* op, Site site) {
   MatrixLane lane{address, {&a, &b, &c, &d}};
   block().converge(Scope::warp, op, true, site, &lane, [=](void** lanes) {
     Block& block = emu::block();
@@ -150,7 +151,8 @@ template <bool Transpose> inline void store_matrices(u32 address, u32 a, u32 b, 
           (Transpose ? rows[column][row] : rows[row][column]) = x;
         }
       for (u32 i = 0; i < 8; ++i) {
-        const u32 to = static_cast<MatrixLane*>(lanes[8 * m + i])->address, thread = block.running / 32 * 32 + 8 * m + i;
+        const u32 to = static_cast<MatrixLane*>(lanes[8 * m + i])->address,
+                  thread = block.running / 32 * 32 + 8 * m + i;
         if (block.async) {
           check_overwrite(thread, to, 16, rows[i], op, site);
           note_write(thread, block.clock(thread)[thread], to, 16, false, true, site);

@@ -173,9 +173,11 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     return where<Score, Config, true>(tile, tile.positions, head_at(left, tile.head_k), keys.key,
                                       m * kBlockM + keys.column);
   }
-  STROBE_DEVICE void load_pairs(const Score& score, const Keys& keys, int m, int left) const {
-    if constexpr (Score::kStaged)
+  STROBE_DEVICE void load_pairs(const Keys& keys, int m, int left) const {
+    if constexpr (Score::kStaged) {
+      const Score score = Score::template of<Config>(p, tile.batch, 0);
       if (left > 0) pairs().load(score.staged_tensor(), score.staged_strides(), place(keys, m, left));
+    }
   }
   // The logits of scores that have the slope 1, like s + bias.
   template <class S>
@@ -191,7 +193,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         s[i] = score(s[i], here, i);
       }
       sync_warp();
-      if (!kStagesGradient) load_pairs(score, keys, blocks.next(m), left - 1);
+      if (!kStagesGradient) load_pairs(keys, blocks.next(m), left - 1);
     } else {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[i] = score(s[i], at, i);
@@ -266,7 +268,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     }
     if constexpr (kStagesGradient) {
       pairs().store(p.dbias, p.dbias_strides, at);
-      load_pairs(score, keys, blocks.next(m), left - 1);
+      load_pairs(keys, blocks.next(m), left - 1);
     }
   }
   // Both, with dP^T in flight during the exponentials of a score that has no slope.
@@ -318,8 +320,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     wgmma_wait<1>();
     pin(s);
     const Score score = Score::template of<Config>(p, tile.batch, head_at(left, tile.head_k));
-    if (!Config::kSparse || blocks.partial(m))
-      weights_and_slopes(score, weights, slopes, s, dp, keys, m, left, masked);
+    if (!Config::kSparse || blocks.partial(m)) weights_and_slopes(score, weights, slopes, s, dp, keys, m, left, masked);
     else weights_and_slopes(inside<Config>(score), weights, slopes, s, dp, keys, m, left, masked);
     if (Config::kWantQ) store_ds(slopes, consumer);
     else sync_warp();  // all lanes have read the statistics before one of them gives their buffers back
@@ -348,7 +349,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       mbar_wait(smem + Offset::kv_barriers, 0);
       mbar_wait(smem + Offset::kv_barriers + 8, 0);
       int block = start(), left = blocks.count() * p.group;
-      load_pairs(Score::template of<Config>(p, tile.batch, head_at(left, tile.head_k)), keys, block, left);
+      load_pairs(keys, block, left);
       attend<true>(f, keys, consumer, block, left);
 #pragma unroll 1
       while (--left > 0) {

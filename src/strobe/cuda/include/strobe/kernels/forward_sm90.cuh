@@ -45,7 +45,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   RingQ q;
   RingKV k, v;
   Parts parts;
-  KeyLoader<Config> loader;
   bool producer;
   int consumer;
   PingPong<Config::kPingPong, kConsumers> turns;  // one turn for every key block of the tile but the first
@@ -79,10 +78,12 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // ---- producer: one thread, or, of pages, all that `loads` says --------------------------------------------------
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
-    loader.template load<kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), tile, head, n * kBlockN);
+    KeyLoader<Config>::template load<kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), tile, head,
+                                                    n * kBlockN);
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
-    loader.template load<kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), tile, head, n * kBlockN);
+    KeyLoader<Config>::template load<kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), tile, head,
+                                                     n * kBlockN);
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
@@ -133,7 +134,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     Score score;
     Dropout<Config::kDropout> dropout;
     STROBE_DEVICE Fragments(const Params& p, const Tile& tile, int row)
-        : score(Score::template of<Config>(p, tile.batch, tile.head)), dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
+        : score(Score::template of<Config>(p, tile.batch, tile.head)),
+          dropout(p, dropout_head_key(p.seed, tile.batch, tile.head), row) {
       o.zero();
       softmax.reset(p.scale_log2);
       if constexpr (Config::kMerge)

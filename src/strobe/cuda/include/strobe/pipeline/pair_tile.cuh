@@ -30,8 +30,8 @@ template <int kQueries> struct PairTile {
 
   // Calls `whole` or `part`, if the sequence ends in the chunk or it is not aligned, for each chunk of this lane, with
   // its address there and here and how many of its keys exist. `at` is the place of any thread of the warp.
-  template <class At, class Whole, class Part> STROBE_DEVICE void each_chunk(const void* tensor, const i64* strides,
-                                                                             At at, Whole whole, Part part) const {
+  template <class At, class Whole, class Part>
+  STROBE_DEVICE void each_chunk(const void* tensor, const i64* strides, At at, Whole whole, Part part) const {
     const int lane = thread_idx() % 32, chunk = lane % 2;
     at.row += 8 * chunk - lane / 4, at.column += lane / 2 - 2 * (lane % 4);
 #pragma unroll 1
@@ -67,8 +67,7 @@ template <int kQueries> struct PairTile {
   template <class At> STROBE_DEVICE void store(void* tensor, const i64* strides, const At& at) const {
     sync_warp();
     each_chunk(
-        tensor, strides, at,
-        [](u16* entry, u32 from) { st_global(static_cast<void*>(entry), ld_shared_x4(from)); },
+        tensor, strides, at, [](u16* entry, u32 from) { st_global(static_cast<void*>(entry), ld_shared_x4(from)); },
         [](u16* entry, u32 from, int keys, i64 stride) {
           const u32x4 x = ld_shared_x4(from);
           const u32 words[4] = {x.x, x.y, x.z, x.w};

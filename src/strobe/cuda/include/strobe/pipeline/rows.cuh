@@ -140,13 +140,14 @@ struct KeyTensor {
   const TensorMap* map;
   int batch_rows;  // between two buffers, or pages
   int dim;
+  u32 first_warp;  // that gathers rows for the first buffer
 };
 
 template <class Params> STROBE_DEVICE KeyTensor keys_of(const Params& p) {
-  return KeyTensor{p.k, p.k_batch, p.k_head, p.k_row, &p.map_k, p.k_batch_rows, p.dim};
+  return KeyTensor{p.k, p.k_batch, p.k_head, p.k_row, &p.map_k, p.k_batch_rows, p.dim, 0};
 }
 template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
-  return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v};
+  return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v, 2};
 }
 
 // Loads tiles of kRows keys from `row` on, each to the next buffer of a ring. An entry of a table that is no page
@@ -154,11 +155,10 @@ template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
 template <class Config> struct KeyLoader {
   using Keys = typename Config::Keys;
   static constexpr int kArrivals = Keys::kGathered ? 32 : 1;  // that announce a tile
-  u32 tiles = 0;                                              // gathered: so many until now
 
   template <int kRows, int kColumns, class Ring, class Params>
-  STROBE_DEVICE void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t, const Sequence& s,
-                          int head, int row) {
+  STROBE_DEVICE static void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t,
+                                 const Sequence& s, int head, int row) {
     if constexpr (!Keys::kPaged) {
       const u32 full = ring.begin_load(bytes);
       tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, t.map, full,
@@ -184,6 +184,7 @@ template <class Config> struct KeyLoader {
     constexpr int kBox = Keys::box_rows(kRows), kPanels = panels(kColumns), kBoxes = kRows / kBox * kPanels;
     constexpr int kEach = (kBoxes + 127) / 128;
     const int first = thread_idx() % 32 * 4 + thread_idx() / 32;
+    if (thread_idx() / 32 >= kBoxes) return;  // a warp that waited for nothing of its own could miss a phase
     Box boxes[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -201,27 +202,27 @@ template <class Config> struct KeyLoader {
     }
   }
 
-  // Row by row, 16 bytes a lane at a time. Each warp has every fourth tile to itself: it waits until its copies have
-  // landed, sees to the fence towards wgmma's proxy and announces the tile, while those of the other warps are under
-  // way. A lane knows where one of kGroup rows begins.
+  // Row by row, 16 bytes a lane at a time. Each buffer belongs to a warp: it waits until its copies have landed, sees
+  // to the fence towards wgmma's proxy and announces the tile, while those of the other warps are under way. It waits
+  // for its own buffers alone: of another one it could miss a phase, and wait for ever. A lane knows where one of
+  // kGroup rows begins.
   template <int kRows, int kColumns, class Ring, class Params>
-  STROBE_DEVICE void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, const Sequence& s,
-                            int head, int row) {
+  STROBE_DEVICE static void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, const Sequence& s,
+                                   int head, int row) {
     constexpr int kGroup = kRows % 32 == 0 ? 32 : 16, kGroups = kRows / kGroup, kChunks = kColumns / 8;
     static_assert(kRows % kGroup == 0 && kGroup * kChunks % 32 == 0, "whole passes over the rows of a group");
-    const bool is_mine = tiles++ % 4 == thread_idx() / 32;
+    if ((ring.stage + t.first_warp) % 4 != thread_idx() / 32) return;
     const int lane = thread_idx() % 32;
     u32 begins[kGroups];  // in units of 16 bytes, so that 32 bits suffice
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int mine = row + g * kGroup + lane % kGroup, index = quotient(mine, p.page_size);
-      const bool there = is_mine && mine < s.k.used;
+      const bool there = mine < s.k.used;
       const int page = page_of(p, s, index, there);
       const i64 at = page * t.page_stride + head * t.head_stride + (mine - index * p.page_size) * t.row_stride;
       begins[g] = there ? u32(at / 8) : kNowhere;
     }
-    ring.wait_empty();  // in every warp: one that missed a phase would take the next for the one after it
-    if (!is_mine) return;
+    ring.wait_empty();
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll 4

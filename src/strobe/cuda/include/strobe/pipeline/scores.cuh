@@ -26,7 +26,8 @@ template <bool kTransposed, int kPackGqa = 1> struct Where {
   STROBE_DEVICE int q(int i) const { return offset_q + (kTransposed ? along_columns(i) : along_rows(i) / kPackGqa); }
   STROBE_DEVICE int k(int i) const { return offset_k + (kTransposed ? along_rows(i) : along_columns(i)); }
   STROBE_DEVICE bool inside(int i) const { return q(i) < len_q && k(i) < len_k; }
-  // rest + kQ * q(i) + kK * k(i), converted to a float once for each row: what columns add is known when it is compiled.
+  // rest + kQ * q(i) + kK * k(i), converted to a float once for each row: what columns add is known when it is
+  // compiled.
   template <int kQ, int kK> STROBE_DEVICE float sum(int rest, int i) const {
     const int in_row = i & 2;  // the first entry
     return float(rest + kQ * q(in_row) + kK * k(in_row)) + float((kTransposed ? kQ : kK) * fragment_column(i));
@@ -88,6 +89,7 @@ template <class Score> struct Inside {
   template <class At> STROBE_DEVICE float slope(float x, float y, const At& at, int i) const {
     return score.inside_slope(x, y, at, i);
   }
+  template <class F> STROBE_DEVICE void each_tensor_to_prefetch(F f) const { score.each_tensor_to_prefetch(f); }
 };
 
 template <class Config, class Score> STROBE_DEVICE auto inside(const Score& score) {
