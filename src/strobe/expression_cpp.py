@@ -107,13 +107,13 @@ class Body:
         def text(place: Callable[[Expr], str]) -> str:
             places = [
                 f"i64({place(index)}) * strides{number}[{axis}]"
-                if _is_of_head(index)  # checked on the host
+                if is_of_head(index)  # checked on the host
                 else f"within({place(index)}, strides{number}[{4 + axis}]) * strides{number}[{axis}]"
                 for axis, index in enumerate(e.operands)
             ]
             return f"load_entry<{self._elements[number]}>(t{number}, {' + '.join(places) or '0'}, true)"
 
-        if self._of_head is None or not all(map(_is_of_head, e.operands)):
+        if self._of_head is None or not all(map(is_of_head, e.operands)):
             return text(self.text)
         self._of_head.setdefault(e, text(lambda index: {"b": "batch", "h": "head"}[index.args[0]]))
         return f"(At::kOneHead ? h{list(self._of_head).index(e)} : {text(self.text)})"
@@ -133,7 +133,7 @@ class Body:
         return f"{{ {''.join(s + ' ' for s in self.statements)}return {result}; }}"
 
 
-def _is_of_head(index: Expr) -> bool:
+def is_of_head(index: Expr) -> bool:
     return index.op == "var" and index.args[0] in ("b", "h")
 
 

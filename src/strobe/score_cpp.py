@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from strobe.expression import CTYPES, OPERATIONS, Expr
-from strobe.expression_cpp import Body, Numbers
+from strobe.expression_cpp import Body, Numbers, is_of_head
 from strobe.kernel_form import is_sum
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         f"  static constexpr bool kIdentity = {str(inner == _S).lower()};\n"
         f"  static constexpr bool kPositional = {str(not score.pointwise).lower()};\n"
         f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
-        f"  static constexpr bool kUnitSlope = {str(inner.derivative('s').is_one).lower()};\n"
+        f"  static constexpr bool kCheapSum = {str(_is_cheap_sum(inner, entries)).lower()};  // s and little more\n"
         f"  static constexpr bool kStaged = {str(bool(staged)).lower()};\n"
         f"  static constexpr bool kHasTanh = {str(bool(of_tanh)).lower()};\n"
         f"  const float* c;\n{integers[0]}{tensors}"
@@ -89,6 +89,17 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         f"{methods}"
         "};\n"
     )
+
+
+def _is_cheap_sum(inner: Expr, entries: Sequence[Entries]) -> bool:
+    """Whether the slope is 1 and no addresses are computed for single scores: the registers for them are taken while dP is
+    under way."""
+    near = all(e.staged or not e.pairs for e in entries) and all(map(is_of_head, _indices(inner)))
+    return near and inner.op != "where" and inner.derivative("s").is_one
+
+
+def _indices(inner: Expr) -> list[Expr]:
+    return [index for load in inner.loads() for index in load.operands]
 
 
 def numbers(score: Score, scale: float) -> Numbers:

@@ -14,7 +14,7 @@
 // unless key blocks take turns (dq_turns.cuh): then the last turn rounds.
 #pragma once
 #include <strobe/pipeline/dq_turns.cuh>
-#include <strobe/pipeline/pair_tile.cuh>
+#include <strobe/pipeline/key_scores.cuh>
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
@@ -165,121 +165,20 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- consumers: the work between them -----------------------------------------------------------------------------
-  using Keys = KeyFragment<Mask, kBlockM>;
-  using Pairs = PairTile<kBlockM>;  // a warp's part of the bias, and of its gradient
-  static constexpr bool kStagesGradient = Score::kStaged && Config::BiasGradient::kByTile;
-  STROBE_DEVICE Pairs pairs() const { return Pairs{smem + Offset::pairs + (thread_idx() / 32 - 4) * Pairs::kBytes}; }
-  STROBE_DEVICE auto place(const Keys& keys, int m, int left) const {
-    return where<Score, Config, true>(tile, tile.positions, head_at(left, tile.head_k), keys.key,
-                                      m * kBlockM + keys.column);
+  using Scores = KeyScores<Config, Mask, Score, Params>;
+  using Keys = typename Scores::Keys;
+  STROBE_DEVICE Scores scores(const Keys& keys) const {
+    return Scores{p, tile, keys, {smem + Offset::pairs + (thread_idx() / 32 - 4) * Scores::Pairs::kBytes}};
   }
-  STROBE_DEVICE void load_pairs(const Keys& keys, int m, int left) const {
-    if constexpr (Score::kStaged) {
-      const Score score = Score::template of<Config>(p, tile.batch, 0);
-      if (left > 0) pairs().load(score.staged_tensor(), score.staged_strides(), place(keys, m, left));
-    }
+  STROBE_DEVICE void load_bias(const Keys& keys, int m, int left) const {
+    if constexpr (Score::kStaged)
+      if (left > 0) scores(keys).load_bias(head_at(left, tile.head_k), m);
   }
-  // The logits of scores that have the slope 1, like s + bias.
-  template <class S>
-  STROBE_DEVICE void logits_of_keys(const S& score, float (&s)[kScores], const Keys& keys, int m, int left) const {
-    const auto at = place(keys, m, left);
-    prefetch_queries<kBlockM>(score, at);
-    if constexpr (Score::kStaged) {
-      Staged<typename Score::Staged, decltype(place(keys, m, left))> here(at);
-      pairs().wait();
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        if (i % 8 == 0) pairs().read(here.entries, i / 8);
-        s[i] = score(s[i], here, i);
-      }
-      sync_warp();
-      if (!kStagesGradient) load_pairs(keys, blocks.next(m), left - 1);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] = score(s[i], at, i);
-    }
-  }
-  // S^T -> P^T. Statistics are loaded next to their use: all of them at once would take kBlockM / 4 registers.
-  template <class S> STROBE_DEVICE void exponentials(const S& score, float (&s)[kScores], const Keys& keys, int m,
-                                                     int left, bool masked) const {
-    const u32 lse = smem + Offset::lse + q.stage * Bytes::lse + 4 * keys.column;
-    if constexpr (!Score::kIdentity) logits_of_keys(score, s, keys, m, left);
-    if (masked) keys.bounds(m).hide(s);
-#pragma unroll
-    for (int i = 0; i < kScores; i += 4) {
-      float l[2];
-      ld_shared_x2(lse + 8 * i, l[0], l[1]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) s[i + j] = exp2_approx(fma(s[i + j], p.scale_log2, -l[j & 1]));
-    }
-  }
-  // P^T and dS^T, rounded. `s` is P^T or, if the score has a slope, S^T: then P^T is computed here.
-  template <class S> STROBE_DEVICE void gradients(const S& score, u32 (&weights)[kScores / 2],
-                                                  u32 (&slopes)[kScores / 2], float (&s)[kScores], float (&dp)[kScores],
-                                                  const Keys& keys, int m, int left, bool masked) const {
-    const u32 rows = smem + 4 * keys.column, lse = rows + Offset::lse + q.stage * Bytes::lse,
-              delta = rows + Offset::delta + d_o.stage * Bytes::lse,
-              dropout = rows + Offset::dropout + q.stage * Bytes::lse;
-    const auto at = place(keys, m, left);
-    [[maybe_unused]] u32 of_bias[4];
-    typename Keys::Bounds bounds;
-    if (!Score::kUnitSlope) {
-      if (masked) bounds = keys.bounds(m);
-      prefetch_queries<kBlockM>(score, at);
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; i += 4) {
-      float d[2], l[2], slope[4] = {1.f, 1.f, 1.f, 1.f}, kept[4];
-      ld_shared_x2(delta + 8 * i, d[0], d[1]);
-      if (!Score::kUnitSlope) ld_shared_x2(lse + 8 * i, l[0], l[1]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (!Score::kUnitSlope) {
-          const float x = s[i + j], y = score(x, at, i + j);
-          slope[j] = score.slope(x, y, at, i + j);
-          s[i + j] = masked && bounds.hides(i + j) ? 0.f : exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
-        }
-        kept[j] = s[i + j];
-      }
-      if (Config::kDropout) {
-        bool keep[4];
-        keys.kept(keep, dropout + 8 * i, i, p.dropout_threshold);
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (!keep[j]) kept[j] = dp[i + j] = 0.f;
-      }
-      weights[i / 2] = pack2<T>(kept[0], kept[1]);
-      weights[i / 2 + 1] = pack2<T>(kept[2], kept[3]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        dp[i + j] = s[i + j] * centred<Config::kDropout>(dp[i + j], p.dropout_scale, d[j & 1]);
-        if (!kStagesGradient) put_bias_gradient<Config>(p, at, i + j, dp[i + j]);
-      }
-      if constexpr (kStagesGradient) {
-        of_bias[i / 2 % 4] = pack2<typename Score::Staged>(dp[i], dp[i + 1]);
-        of_bias[i / 2 % 4 + 1] = pack2<typename Score::Staged>(dp[i + 2], dp[i + 3]);
-        if (i % 8 == 4) pairs().write(of_bias, i / 8);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (!Score::kUnitSlope) dp[i + j] *= slope[j];
-      slopes[i / 2] = pack2<T>(dp[i], dp[i + 1]);
-      slopes[i / 2 + 1] = pack2<T>(dp[i + 2], dp[i + 3]);
-    }
-    if constexpr (kStagesGradient) {
-      pairs().store(p.dbias, p.dbias_strides, at);
-      load_pairs(keys, blocks.next(m), left - 1);
-    }
-  }
-  // Both, with dP^T in flight during the exponentials of a score that has no slope.
-  template <class S> STROBE_DEVICE void weights_and_slopes(const S& score, u32 (&weights)[kScores / 2],
-                                                           u32 (&slopes)[kScores / 2], float (&s)[kScores],
-                                                           float (&dp)[kScores], const Keys& keys, int m, int left,
-                                                           bool masked) const {
-    if constexpr (Score::kUnitSlope) exponentials(score, s, keys, m, left, masked);
-    wgmma_wait<0>();
-    pin(dp);
-    gradients(score, weights, slopes, s, dp, keys, m, left, masked);
+  STROBE_DEVICE QueryRows rows(const Keys& keys, int m, int left) const {
+    const u32 first = smem + 4 * keys.column, of_q = first + q.stage * Bytes::lse,
+              of_do = first + d_o.stage * Bytes::lse;
+    return QueryRows{head_at(left, tile.head_k), m, blocks.masked(m), of_q + Offset::lse, of_do + Offset::delta,
+                     of_q + Offset::dropout};
   }
   // dS^T to shared memory, [key][query], for the products of both warpgroups.
   STROBE_DEVICE void store_ds(const u32 (&slopes)[kScores / 2], int consumer) {
@@ -311,7 +210,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   // ---- consumers: the loop ------------------------------------------------------------------------------------------
   // One block of queries; `left` counts it and those after it. kFirst: no earlier block has a dQ that is due.
   template <bool kFirst> STROBE_DEVICE void attend(Fragments& f, const Keys& keys, int consumer, int m, int left) {
-    const bool masked = blocks.masked(m);
+    const QueryRows queries = rows(keys, m, left);
     float s[kScores], dp[kScores], dq[32];
     u32 weights[kScores / 2], slopes[kScores / 2];
     constexpr bool kHasDq = Config::kWantQ && !kFirst;
@@ -319,9 +218,11 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     issue_dp(dp, consumer);
     wgmma_wait<1>();
     pin(s);
-    const Score score = Score::template of<Config>(p, tile.batch, head_at(left, tile.head_k));
-    if (!Config::kSparse || blocks.partial(m)) weights_and_slopes(score, weights, slopes, s, dp, keys, m, left, masked);
-    else weights_and_slopes(inside<Config>(score), weights, slopes, s, dp, keys, m, left, masked);
+    const auto load_next = [&] { load_bias(keys, blocks.next(m), left - 1); };
+    const Score score = Score::template of<Config>(p, tile.batch, queries.head);
+    if (!Config::kSparse || blocks.partial(m))
+      scores(keys).weights_and_slopes(score, weights, slopes, s, dp, queries, load_next);
+    else scores(keys).weights_and_slopes(inside<Config>(score), weights, slopes, s, dp, queries, load_next);
     if (Config::kWantQ) store_ds(slopes, consumer);
     else sync_warp();  // all lanes have read the statistics before one of them gives their buffers back
     if (kHasDq) issue_dq(dq, consumer);
@@ -349,7 +250,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       mbar_wait(smem + Offset::kv_barriers, 0);
       mbar_wait(smem + Offset::kv_barriers + 8, 0);
       int block = start(), left = blocks.count() * p.group;
-      load_pairs(keys, block, left);
+      load_bias(keys, block, left);
       attend<true>(f, keys, consumer, block, left);
 #pragma unroll 1
       while (--left > 0) {
