@@ -175,10 +175,9 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       if (left > 0) scores(keys).load_bias(head_at(left, tile.head_k), m);
   }
   STROBE_DEVICE QueryRows rows(const Keys& keys, int m, int left) const {
-    const u32 first = smem + 4 * keys.column, of_q = first + q.stage * Bytes::lse,
-              of_do = first + d_o.stage * Bytes::lse;
-    return QueryRows{head_at(left, tile.head_k), m, blocks.masked(m), of_q + Offset::lse, of_do + Offset::delta,
-                     of_q + Offset::dropout};
+    const u32 first = smem + 4 * keys.column;
+    return QueryRows{head_at(left, tile.head_k), m, blocks.masked(m), first + q.stage * Bytes::lse,
+                     first + d_o.stage * Bytes::lse};
   }
   // dS^T to shared memory, [key][query], for the products of both warpgroups.
   STROBE_DEVICE void store_ds(const u32 (&slopes)[kScores / 2], int consumer) {

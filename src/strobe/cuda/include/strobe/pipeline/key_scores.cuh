@@ -9,16 +9,18 @@
 
 namespace strobe {
 
-// Block m of a head's queries; where in shared memory the statistics are, from the thread's first query on.
+// Block m of a head's queries. The buffers of statistics that came with Q and with dO, from the thread's first query
+// on.
 struct QueryRows {
   int head, m;
   bool masked;
-  u32 lse, delta, dropout;
+  u32 with_q, with_do;
 };
 
 // Of a consumer. `load_next` begins to load the bias of the next block, once that of this one has been read.
 template <class Config, class Mask, class Score, class Params> struct KeyScores {
   using T = typename Config::Element;
+  using Offset = typename Config::Offset;
   using Keys = KeyFragment<Mask, Config::kBlockM>;
   using Pairs = PairTile<Config::kBlockM>;             // of a warp
   static constexpr int kScores = Config::kBlockM / 2;  // of a thread
@@ -64,7 +66,7 @@ template <class Config, class Mask, class Score, class Params> struct KeyScores 
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
       float l[2];
-      ld_shared_x2(rows.lse + 8 * i, l[0], l[1]);
+      ld_shared_x2(Offset::lse + rows.with_q + 8 * i, l[0], l[1]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) s[i + j] = exp2_approx(fma(s[i + j], p.scale_log2, -l[j & 1]));
     }
@@ -84,8 +86,8 @@ template <class Config, class Mask, class Score, class Params> struct KeyScores 
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
       float d[2], l[2], slope[4] = {1.f, 1.f, 1.f, 1.f}, kept[4];
-      ld_shared_x2(rows.delta + 8 * i, d[0], d[1]);
-      if (!Score::kCheapSum) ld_shared_x2(rows.lse + 8 * i, l[0], l[1]);
+      ld_shared_x2(Offset::delta + rows.with_do + 8 * i, d[0], d[1]);
+      if (!Score::kCheapSum) ld_shared_x2(Offset::lse + rows.with_q + 8 * i, l[0], l[1]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (!Score::kCheapSum) {
@@ -97,7 +99,7 @@ template <class Config, class Mask, class Score, class Params> struct KeyScores 
       }
       if (Config::kDropout) {
         bool keep[4];
-        keys.kept(keep, rows.dropout + 8 * i, i, p.dropout_threshold);
+        keys.kept(keep, Offset::dropout + rows.with_q + 8 * i, i, p.dropout_threshold);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           if (!keep[j]) kept[j] = dp[i + j] = 0.f;
