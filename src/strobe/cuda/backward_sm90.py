@@ -140,7 +140,13 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     if not features.scores.is_unknown:
         return tile
     able = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.staged)]
-    return first_without_spills(able, lambda t: kernels(features, t, Wanted(), one_box=False)[1], machine)
+    one_box = may_have_one_box(features)
+    return first_without_spills(able, lambda t: kernels(features, t, Wanted(), one_box)[1], machine)
+
+
+def may_have_one_box(features: Features) -> bool:
+    """Whether one TMA box may hold a tile: where head dims are whole panels, and no rows are clipped."""
+    return features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.rows.clipped
 
 
 def limits(problem: Problem) -> str | None:
@@ -234,7 +240,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     tile = tile or choose_tile(features, machine)
     sparse = not wanted.turns and problem.group_parts == 1 and block_map.pays(problem)
     features = replace(features, scores=replace(features.scores, sparse=sparse))
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped
+    one_box = may_have_one_box(features) and (problem.dim, problem.dim_v) == dims
     parts, clear_dq = in_parts(problem), not all_rows_see_keys(problem)
     delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, clear_dq, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
@@ -311,7 +317,7 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
     if exhaustive:
         every += [(Wanted(dkv=False), False), (Wanted(dq=False), False), (Wanted(sinks=True), False)]
     for features in common_features(DIMS, exhaustive, backward=True):
-        tile, able = choose_tile(features), features.dim % 64 == 0 and not features.rows.clipped
+        tile, able = choose_tile(features), may_have_one_box(features)
         mask = features.scores.mask
         for wanted, rotate in every:
             if rotate and (mask != full or features.rows.varlen):
