@@ -222,23 +222,49 @@ template <class Config> struct KeyLoader {
       const i64 at = page * t.page_stride + head * t.head_stride + (mine - index * p.page_size) * t.row_stride;
       begins[g] = there ? u32(at / 8) : kNowhere;
     }
-    ring.wait_empty();
+    bool whole = 32 % kChunks == 0 && t.dim == kColumns;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g)
-#pragma unroll 4
-      for (int i = lane; i < kGroup * kChunks; i += 32) {
-        const int r = i / kChunks, chunk = i % kChunks;
-        const u32 from = shfl(begins[g], r);
-        const bool valid = from != kNowhere && 8 * chunk < t.dim;
-        cp_async_16(buffer + chunk_offset(kRows, g * kGroup + r, chunk), t.rows + 8 * u64(valid ? from + chunk : 0),
-                    valid);
-      }
+    for (int g = 0; g < kGroups; ++g) whole = whole && begins[g] != kNowhere;
+    ring.wait_empty();
+    if (any(!whole)) copy_part<kRows, kChunks>(buffer, t, begins);
+    else copy_whole<kRows, kChunks>(buffer, t, begins);
     cp_async_commit();
     cp_async_wait<0>();
     fence_proxy_async();
     mbar_arrive(ring.full_barrier());
   }
   static constexpr u32 kNowhere = ~0u;
+
+  // A lane has one chunk of every kAtOnce-th row. The rest of its addresses is known when this is compiled: a copy that
+  // is slow to begin makes the tile late.
+  template <int kRows, int kChunks, int kGroups>
+  STROBE_DEVICE static void copy_whole(u32 buffer, const KeyTensor& t, const u32 (&begins)[kGroups]) {
+    constexpr int kGroup = kRows / kGroups, kAtOnce = kChunks < 32 ? 32 / kChunks : 1;
+    const int lane = thread_idx() % 32, own = lane / kChunks, chunk = lane % kChunks;
+    const u32 to = buffer + chunk_offset(kRows, own, chunk);
+    const i64 from = opaque(reinterpret_cast<i64>(t.rows + 8 * chunk));  // one product a copy
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll 8
+      for (int r = 0; r < kGroup; r += kAtOnce)
+        cp_async_16((to ^ (r % 8 << 4)) + (g * kGroup + r) * kPanelRowBytes,
+                    reinterpret_cast<const u16*>(from + 16 * i64(shfl(begins[g], r + own))));
+  }
+  // Rows that are nowhere, and columns that the tensor does not have, become zero.
+  template <int kRows, int kChunks, int kGroups>
+  STROBE_DEVICE static void copy_part(u32 buffer, const KeyTensor& t, const u32 (&begins)[kGroups]) {
+    constexpr int kGroup = kRows / kGroups;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll 1
+      for (int i = thread_idx() % 32; i < kGroup * kChunks; i += 32) {
+        const int r = i / kChunks, chunk = i % kChunks;
+        const u32 from = shfl(begins[g], r);
+        const bool valid = from != kNowhere && 8 * chunk < t.dim;
+        cp_async_16(buffer + chunk_offset(kRows, g * kGroup + r, chunk), t.rows + 8 * u64(valid ? from + chunk : 0),
+                    valid);
+      }
+  }
 };
 
 // The mask of a sequence of which `rows` rows and `keys` keys are in memory. It takes queries: row / kPackGqa.
