@@ -155,7 +155,8 @@ def ways(batch: Batch, size: Size) -> list[Way]:
 
     if batch.shared:
         each = sum(batch.lengths) + batch.shared * len(batch.lengths)
-        return [way("shared", _shared, PAGE), way("in each table", _apart, PAGE, each)]
+        apart = [way("in each table", _apart, PAGE, each), way("a copy for each", _copied, PAGE, each)]
+        return [way("shared", _shared, PAGE), *apart]
     paged = [way("", _paged, page) for page in batch.pages]
     paged.append(way("invariant", functools.partial(_paged, invariant=True), PAGE))
     if not batch.dense:
@@ -234,6 +235,24 @@ def _apart(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.
         raise Refusal("unsupported", f"{batch.shared} shared keys are no whole pages of {page}")
     (k, v), (own, front), lengths = c.pool(page), c.tables[page], _lengths(batch, c.q, batch.shared)
     table, q, plan = torch.cat((front.expand(len(own), -1), own), 1), _by_sequence(c, batch), _planned(lengths)
+    return lambda: strobe.attention_paged(q, k, v, table, lengths, plan=plan).flatten(0, 1)
+
+
+def _copied(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.Tensor]:
+    """Each sequence has pages of its own for all of its keys, as without sharing."""
+    keys = [c.keys(batch, page, i) for i in range(len(batch.lengths))]
+    k, v = (torch.cat([F.pad(t, (0, 0, 0, 0, 0, -len(t) % page)) for t in ts]) for ts in zip(*keys, strict=True))
+    longest, total = max(-(-len(t) // page) for t, _ in keys), len(k) // page
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(torch.int32).to(c.q.device)
+    table, first = torch.full((len(keys), longest), -1, dtype=torch.int32, device=c.q.device), 0
+    for i, (own, _) in enumerate(keys):
+        pages = -(-len(own) // page)
+        table[i, :pages] = order[first : first + pages]
+        first += pages
+    places = order.long()
+    k, v = (torch.empty_like(t).index_copy_(0, places, t) for t in (x.unflatten(0, (-1, page)) for x in (k, v)))
+    lengths = _lengths(batch, c.q, batch.shared)
+    q, plan = _by_sequence(c, batch), _planned(lengths)
     return lambda: strobe.attention_paged(q, k, v, table, lengths, plan=plan).flatten(0, 1)
 
 

@@ -32,6 +32,6 @@ STROBE_DEVICE void release_turn(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 // What this thread wrote before can be seen by all blocks before what it writes afterwards.
-STROBE_DEVICE void fence_device() { __threadfence(); }
+STROBE_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 }  // namespace strobe
