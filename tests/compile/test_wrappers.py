@@ -155,6 +155,7 @@ STROBE_KERNEL(256, 1) kernel(STROBE_GRID_CONSTANT Params p) {{
   mbar_arrive(bar + 8);
   for (int i = 0; i < N / 2; ++i) st_global(p.sums + thread_idx() * N + i, d[i]);
   stmatrix_x4(tile + 16 * thread_idx(), a[0], a[1], a[2], a[3]);
+  stmatrix_x4_trans(tile + 16 * thread_idx(), a[0], a[1], a[2], a[3]);
   ld_shared_x2(tile + 8 * thread_idx(), d[0], d[1]);
   const u32x4 four = ld_global_x4(p.sums);
   st_shared(tile + 4096, as_bits(d[0]) + as_bits(d[1]) + four.x + four.w);
