@@ -66,18 +66,24 @@ STROBE_KERNEL(32, 1) kernel(STROBE_GRID_CONSTANT Params p) {  // 32 rows of 16 b
   sync_warp();
   const u32x4 back = ld_shared_x4(row);
   st_global(static_cast<void*>(p.stored + 4 * lane), back);
+  sync_warp();
+  stmatrix_x4_trans(row, r[0], r[1], r[2], r[3]);
+  sync_warp();
+  const u32x4 again = ld_shared_x4(row);
+  st_global(static_cast<void*>(p.restored + 4 * lane), again);
 }
 """,
-    {"plain": "uint32", "transposed": "uint32", "stored": "uint32"},
+    {"plain": "uint32", "transposed": "uint32", "stored": "uint32", "restored": "uint32"},
     ("pitch",),
     smem=32 * 144,
 )
 
 
-@pytest.mark.parametrize(("pitch", "conflicts"), [(16, 0), (144, 0), (128, 5 * 4 * 7), (32, 5 * 4 * 1)])
+@pytest.mark.parametrize(("pitch", "conflicts"), [(16, 0), (144, 0), (128, 7 * 4 * 7), (32, 7 * 4 * 1)])
 def test_ldmatrix_and_stmatrix_layouts_and_bank_conflicts(pitch: int, conflicts: int) -> None:
-    plain, transposed, stored = (aligned((32, 4), "uint32") for _ in range(3))
-    counters = MATRICES.run(plain=plain, transposed=transposed, stored=stored, pitch=pitch, mode="async")
+    plain, transposed, stored, restored = (aligned((32, 4), "uint32") for _ in range(4))
+    outputs = {"plain": plain, "transposed": transposed, "stored": stored, "restored": restored}
+    counters = MATRICES.run(**outputs, pitch=pitch, mode="async")
     matrices = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
     lane = np.arange(32)
     for i in range(4):
@@ -91,6 +97,7 @@ def test_ldmatrix_and_stmatrix_layouts_and_bank_conflicts(pitch: int, conflicts:
             == np.stack([matrices[i, column, row], matrices[i, column + 1, row]], 1)
         ).all()
     assert (stored.view(np.uint16).reshape(4, 8, 8) == matrices.transpose(0, 2, 1)).all()
+    assert (restored.view(np.uint16).reshape(4, 8, 8) == matrices).all()
     assert counters.bank_conflicts == conflicts
 
 
