@@ -70,7 +70,7 @@ OPERATIONS: dict[str, Operation] = {
     "+": Operation(lambda a, b: a + b, "({0} + {1})", lambda a, b, y: (_ONE, _ONE)),
     "-": Operation(lambda a, b: a - b, "({0} - {1})", lambda a, b, y: (_ONE, _MINUS_ONE)),
     "*": Operation(lambda a, b: a * b, "({0} * {1})", lambda a, b, y: (b, a)),
-    "/": Operation(lambda a, b: a / b, "({0} / {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b), kind=FLOAT),
+    "/": Operation(lambda a, b: a / b, "divide({0}, {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b), kind=FLOAT),
     # Divides integers by a positive one and rounds down. C++ rounds towards zero.
     "//": Operation(lambda a, b: a // b, "(({0} < 0 ? {0} - ({1} - 1) : {0}) / {1})"),
     "min": Operation(

@@ -18,6 +18,12 @@ template <class T> STROBE_DEVICE T minimum(T a, T b) { return b < a ? b : a; }
 template <class T> STROBE_DEVICE T maximum(T a, T b) { return b > a ? b : a; }
 template <class T> STROBE_DEVICE T absolute(T x) { return x < 0 ? -x : x; }
 
+// Exact quotients are exact, so that round_down(divide(6, 3)) is 2; others are off by one bit at most. C++'s division
+// has a path for numbers near the ends of the range, with which ptxas takes a minute for the 64 scores of a thread.
+STROBE_DEVICE float divide(float a, float b) {
+  const float r = rcp_approx(b), y = a * r, better = fma(fma(-y, b, a), r, y);
+  return better == better ? better : y;  // y where numbers are 0 or infinite
+}
 STROBE_DEVICE float exp_fast(float x) { return exp2_approx(x * kLog2e); }
 STROBE_DEVICE float log_fast(float x) { return log2_approx(x) * kLn2; }
 STROBE_DEVICE float sigmoid_fast(float x) { return rcp_approx(1.f + exp2_approx(-x * kLog2e)); }
