@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,21 @@ def pool(
             for t in (k, v):
                 t[at, :rows] = torch.randn(rows, *t.shape[2:], dtype=torch.float64, generator=generator).to(dtype)
     return Pool(k, v, table, torch.tensor(lengths, dtype=torch.int32))
+
+
+NO_PAGES = (-1, None, 2**31 - 1, -(2**31))  # None: the number of pages
+
+
+def without_keys(p: Pool, missing: dict[int, Iterable[int]]) -> Pool:
+    """Entries of these keys of each sequence, and so all keys of their pages, are no pages. The first and the last page of
+    the pool, which they could be taken for, hold NaN."""
+    k, v = (torch.cat([torch.full_like(t[:1], torch.nan), t, torch.full_like(t[:1], torch.nan)]) for t in (p.k, p.v))
+    table = torch.where(p.table < 0, p.table, p.table + 1)
+    for sequence, keys in missing.items():
+        for i, entry in enumerate(sorted({key // p.page for key in keys})):
+            value = NO_PAGES[i % len(NO_PAGES)]
+            table[sequence, entry] = len(k) if value is None else value
+    return Pool(k, v, table, p.lengths)
 
 
 def queries(counts: list[int], heads: int = 4, dim: int = 8, dtype: torch.dtype = torch.float64) -> Any:

@@ -72,9 +72,9 @@ def attention_paged(
 
     The other arguments are those of `attention`; the LSE is (batch, heads, queries) or (heads, total). Only pages that some
     query sees are looked at: table entries outside of a window, and rows behind `lengths`, may hold anything. On a CPU the
-    contents of tables are checked at every call. On a GPU that would wait: lengths are clamped to the table, an entry that
-    is no page is a missing key for `tiled` and some other page for the kernels, and `strobe.paged.check` says what is
-    wrong. No gradients.
+    contents of tables are checked at every call. On a GPU that would wait: lengths are clamped to the table, keys whose
+    entry is no page of the pool are missing, as if no query saw them, and `strobe.paged.check` says what is wrong. No
+    gradients.
     """
     if wrong:
         raise unknown_keyword(attention_paged, wrong)

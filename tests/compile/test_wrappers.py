@@ -56,7 +56,8 @@ STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
   products<fp16>(p, smem);
   const float y = rcp_approx(shfl_xor(ld_shared_f32(smem + 8), 1));
   float x = fma(exp2_approx(ld_global(p.f)), log2_approx(ld_shared_f32(smem)), fabs(y));
-  if (any(x > 0.f) || lanes_where(x > 1.f) > 3) x = fmax(x, as_float(shfl(as_bits(x), max(0, min(3, int(tid))))));
+  const bool found = any(x > 0.f) || lanes_where(x > 1.f) > 3 || ballot(x > 2.f) == 5;
+  if (found) x = fmax(x, as_float(shfl(as_bits(x), max(0, min(3, int(tid))))));
   x += functions(p.n, x, tid < 5);
   sync_warp();
   bar_arrive(1, 256);
@@ -88,7 +89,7 @@ namespace strobe {
 struct Params { const float* x; float* out; };
 STROBE_KERNEL(128, 1) kernel(STROBE_GRID_CONSTANT Params p) {
   const float x = ld_global(p.x + thread_idx());
-  st_global(p.out + thread_idx(), sine(x) + cosine(x));
+  st_global(p.out + thread_idx(), sin_approx(x) + cos_approx(x));
 }
 }  // namespace strobe
 """

@@ -16,7 +16,7 @@ from emulator.mutation import replaced
 from everyday import everyday
 
 import strobe
-from strobe import api
+from strobe import api, call
 from strobe.arguments import Arguments
 from strobe.cuda import forward_sm90, plan_work
 from strobe.cuda.plan import Plan
@@ -81,11 +81,13 @@ def attend(
     *,
     dense: bool = False,
     gone: int = 0,
+    missing: range = range(0),
     check: bool = False,
     mask: Any = strobe.causal,
     **options: Any,
 ) -> Bits:
-    """`gone`: so many keys in front have left the tables. `check`: against the reference, too."""
+    """`gone`: so many keys in front have left the tables. `missing`: those whose entries are no pages. `check`: against the
+    reference, too."""
     counts = [-(-(s.end - gone) // page) for s in spans]
     order = iter(torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(len(spans))).tolist())
     table = torch.full((len(spans), max(counts) + 1), -5, dtype=torch.int32)
@@ -96,6 +98,8 @@ def attend(
             for pool, t in zip(pools, keys_of(span.name), strict=True):
                 rows = t[: span.end][gone + entry * page :][:page]
                 pool[table[i, entry], : len(rows)] = rows
+            if gone + entry * page in missing:
+                table[i, entry] = -1
     lengths = torch.tensor([s.end - gone for s in spans], dtype=torch.int32)
     q, cu = torch.cat([queries_of(s) for s in spans]), None
     if dense:
@@ -176,6 +180,16 @@ def test_keys_that_left_the_table_do_not_matter() -> None:
     mask = strobe.window(200, 0)
     expected = attend([CHUNK, OTHERS[0]], mask=mask)
     assert not differing(attend([OTHERS[0], CHUNK], mask=mask, gone=3 * BLOCK), expected)
+
+
+@pytest.mark.parametrize("way", everyday(["alone", "in_a_batch", "pages_of_1"], ["alone"]))
+def test_missing_keys_are_the_same_for_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some in the middle of a block, and most of a split."""
+    monkeypatch.setattr(call, "check_call", lambda *_: None)
+    options: dict[str, Any] = {"partial": True, "missing": range(192, 496)}
+    expected = attend([CHUNK, *OTHERS], check=True, **options)
+    assert not differing(WAYS[way](**options), expected)
+    assert differing(expected, attend([CHUNK, *OTHERS], partial=True))
 
 
 @pytest.mark.thorough

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from emulator.emulate import with_source
+from emulator.mutation import replaced
 from everyday import everyday
-from paged_cases import dense, pool, queries
+from paged_cases import Pool, dense, pool, queries, without_keys
 
 import strobe
-from strobe.emulator import compiler
+from strobe import call
+from strobe.emulator import EmulatorError, backend, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 LENGTHS, COUNTS = [37, 0, 150, 100, 99, 1, 16], [1, 2, 40, 1, 0, 1, 5]
@@ -103,3 +106,116 @@ def test_warps_of_the_producer_meet_in_any_order(page: int, monkeypatch: pytest.
         monkeypatch.setenv("STROBE_EMULATOR_SEED", seed)
         out = strobe.attention_paged(*given, backend="emulator")
         torch.testing.assert_close(out.double(), want.double(), atol=0.03, rtol=0.01)
+
+
+# Of the sequences below: all keys of the first, some in each block of keys of the third, one in the first block of the
+# fourth. Pages have more keys.
+LONGER, MISSING = [37, 0, 300, 290, 99, 1, 16], {0: range(37), 2: (70, 140, 299), 3: (5,)}
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables as on a GPU, where nobody looks at what they hold."""
+    monkeypatch.setattr(call, "check_call", lambda *_: None)
+
+
+def attend(p: Pool, q: torch.Tensor, *cu: torch.Tensor, backend: str = "emulator", **options: Any) -> Any:
+    given = (q, p.k, p.v, p.table, p.lengths, *cu)
+    return strobe.attention_paged(*given, return_lse=True, backend=backend, **options)
+
+
+def agree(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found[0].double(), expected[0].double(), atol=0.03, rtol=0.01)
+    torch.testing.assert_close(found[1], expected[1].to(found[1].dtype), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "name",
+    everyday(
+        ["1", "16", "64", "256", "1_packed", "12", "16_packed", "48_window_packed", "256_full_packed"],
+        ["1", "16", "16_packed"],
+    ),
+)
+def test_entries_that_are_no_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys are missing, and nothing is read for them."""
+    mask = strobe.window(20, 0) if "window" in name else None if "full" in name else strobe.causal
+    p = without_keys(pool(LONGER, int(name.split("_")[0]), dim=64, dim_v=64, dtype=torch.bfloat16), MISSING)
+    q, cu = queries(COUNTS if "packed" in name else [2] * 7, dim=64, dtype=torch.bfloat16)
+    given = (p, q, cu) if "packed" in name else (p, q.view(7, 2, 4, 64))
+    want = attend(*given, mask=mask, backend="reference")
+    assert (want[0].flatten(0, -3)[0] == 0).all() and not want[0].isnan().any()  # a query that sees no keys
+    agree(attend(*given, mask=mask), want)
+    monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
+    for seed in ("1", "2"):
+        monkeypatch.setenv("STROBE_EMULATOR_SEED", seed)
+        agree(attend(*given, mask=mask), want)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_splits_without_keys() -> None:
+    p = pool([3000, 1, 2100], 64, dim=128, dim_v=128, dtype=torch.bfloat16)
+    p = without_keys(p, {0: range(2000), 2: range(2100)})
+    q, _ = queries([1, 1, 1], dim=128, dtype=torch.bfloat16)
+    given = (p, q.view(3, 1, 4, 128))
+    out, lse = attend(*given)
+    agree((out, lse), attend(*given, backend="reference"))
+    assert (out[2] == 0).all() and (lse[2] == -torch.inf).all()
+
+
+class Mutation(NamedTuple):
+    old: str
+    new: str
+    page: int = 16
+
+
+TELL = "if (tells) tell(ring, missing);"
+LOOK, RELEASE = "missing.look(k.stage);", "wgmma_wait<kIssuedSince>();\n    pin(s);\n    k.release_and_advance();"
+GATHERED = (
+    "cp_async_commit();\n    cp_async_wait<0>();\n    fence_proxy_async();\n    mbar_arrive(ring.full_barrier());"
+)
+MUTATIONS = {
+    "told_of_none": Mutation(
+        "st_shared(missing_word<Config>(ring.stage), u32(some))", "st_shared(missing_word<Config>(ring.stage), 0u)"
+    ),
+    "told_of_a_buffer_in_use": Mutation(f"ring.wait_empty();\n    {TELL}", f"{TELL}\n    ring.wait_empty();"),
+    # Of pages, the first thread announces more before consumers look: there it would be early enough.
+    "told_after_the_arrival": Mutation(GATHERED, f"{GATHERED} if (t.tells) tell(ring, true);", 1),
+    "not_looked_at": Mutation(LOOK, ""),
+    "looked_at_after_the_release": Mutation(
+        f"{LOOK}\n    {RELEASE}", f"const u32 stage = k.stage;\n    {RELEASE}\n    missing.look(stage);"
+    ),
+    "released_for_lanes_that_look": Mutation("sync_warp();  // all lanes have read it before", "//"),
+    "rows_of_no_page_read": Mutation("page < 0 ? 0 : left, head)", "left, head)"),
+    "other_keys_hidden": Mutation("(missing >> 2 * (lane % 4) & 0x0303", "(missing & 0x0303", 1),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", everyday(list(MUTATIONS), ["told_of_a_buffer_in_use", "told_after_the_arrival"]))
+def test_mutations_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation, real, edited = MUTATIONS[name], backend.launch, []
+
+    def edit(source: str) -> str:
+        if "struct KeyLoader" not in source or "struct ForwardSm90" not in source:  # the planner's
+            return source
+        edited.append(name)
+        return replaced(name, source, mutation.old, mutation.new)
+
+    monkeypatch.setattr(backend, "launch", lambda plan, *a, **o: real(with_source(plan, edit), *a, **o))
+    monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
+    p = without_keys(pool(LONGER, mutation.page, dim=64, dim_v=64, dtype=torch.bfloat16), MISSING)
+    q, _ = queries([2] * 7, dim=64, dtype=torch.bfloat16)
+    given = (p, q.view(7, 2, 4, 64))
+    want = attend(*given, backend="reference")
+
+    def passes(seed: str) -> bool:
+        monkeypatch.setenv("STROBE_EMULATOR_SEED", seed)
+        try:
+            agree(attend(*given), want)
+        except (EmulatorError, AssertionError) as error:
+            print(f"{name}: {error}"[:300])
+            return False
+        return True
+
+    assert not all(map(passes, "123")) and edited, f"{name} passes unnoticed"

@@ -97,6 +97,7 @@ class Tile:
                 Region("ring_v", ring_bytes(self.stages)),
                 Region("state_barriers", 16 * state_parts),
                 Region("tile_info", 64 if page else 48 if positions else 32, self.q_slots),
+                *([Region("missing", 4, self.stages)] if page else []),
             ]
         )
 

@@ -45,8 +45,8 @@ STROBE_DEVICE int highest_bit(u32 x) { return 31 - __builtin_clz(x); }
 STROBE_DEVICE int lowest_bit(u32 x) { return __builtin_ctz(x); }
 STROBE_DEVICE int bits_set(u32 x) { return __builtin_popcount(x); }
 STROBE_DEVICE float sqrt_approx(float x) { return emu::flush(__builtin_sqrtf(emu::flush(x))); }
-STROBE_DEVICE float sine(float x) { return __builtin_sinf(x); }
-STROBE_DEVICE float cosine(float x) { return __builtin_cosf(x); }
+STROBE_DEVICE float sin_approx(float x) { return __builtin_sinf(x); }
+STROBE_DEVICE float cos_approx(float x) { return __builtin_cosf(x); }
 STROBE_DEVICE float error_function(float x) { return __builtin_erff(x); }
 STROBE_DEVICE float round_down(float x) { return __builtin_floorf(x); }
 STROBE_DEVICE float round_up(float x) { return __builtin_ceilf(x); }

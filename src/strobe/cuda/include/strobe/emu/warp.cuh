@@ -40,6 +40,15 @@ STROBE_DEVICE bool any(bool x, Site site = Site::here()) {
   });
   return lane.value;
 }
+STROBE_DEVICE u32 ballot(bool x, Site site = Site::here()) {
+  u32 lane = x;
+  emu::block().converge(emu::Scope::warp, "ballot", false, site, &lane, [](void** lanes) {
+    u32 bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= *static_cast<u32*>(lanes[i]) << i;
+    for (int i = 0; i < 32; ++i) *static_cast<u32*>(lanes[i]) = bits;
+  });
+  return lane;
+}
 STROBE_DEVICE int lanes_where(bool x, Site site = Site::here()) {
   int lane = x;
   emu::block().converge(emu::Scope::warp, "lanes_where", false, site, &lane, [](void** lanes) {

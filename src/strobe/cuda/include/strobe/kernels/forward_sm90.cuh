@@ -2,9 +2,8 @@
 //
 // A block is one producer warpgroup, of which a single thread issues every load (of pages: all threads), and kConsumers
 // consumer warpgroups that own 64 query rows each. It is persistent: it takes tile after tile from a counter in global
-// memory (of pages: from its piece of a work list). The rings of
-// K and V buffers run on across tiles, so the next tile's first keys arrive while the last one is being written. In a
-// consumer, block n of the keys goes like this:
+// memory (of pages: from its piece of a work list). The rings of K and V buffers run on across tiles, so the next
+// tile's first keys arrive while the last one is being written. In a consumer, block n of the keys goes like this:
 //     issue S_n = Q K_n^T            both in flight together; P is the register operand
 //     issue O  += P_{n+1} V_{n+1}
 //     wait for S_n:  the first kExpsBeforeWait weights, exp(S_n - m), overlapped with P V
@@ -13,6 +12,7 @@
 // blocks before. Should a score be far above it, the weights are computed again, and O *= exp(m_old - m_new).
 // kInvariant: it is that of S_n and the blocks before, so that the bits of a row do not depend on its neighbours.
 #pragma once
+#include <strobe/pipeline/missing_keys.cuh>
 #include <strobe/pipeline/ping_pong.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/split_kv.cuh>
@@ -36,6 +36,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   using Blocks = KeyBlocksOf<Config>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
+  using StoredQ = StagedSlot<!kPrivateO, RingQ>;
   using Parts = StateParts<Config>;        // of an O to merge with
   using Offset = typename Config::Offset;  // of regions of shared memory, laid out by this kernel's module in cuda/
   using Bytes = typename Config::Bytes;    // of one buffer there
@@ -48,6 +49,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   bool producer;
   int consumer;
   PingPong<Config::kPingPong, kConsumers> turns;  // one turn for every key block of the tile but the first
+  MissingKeys<Config> missing;
 
   STROBE_DEVICE ForwardSm90(const Params& params, bool producer, int consumer = 0)
       : p(params), smem(smem_base()), q(smem + Offset::ring_q, producer), k(smem + Offset::ring_k, producer),
@@ -65,9 +67,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   STROBE_DEVICE u32 tile_info() const { return smem + Offset::tile_info + Bytes::tile_info * q.stage; }
   STROBE_DEVICE u32 q_tile(int w) const { return smem + (q.stage * kConsumers + w) * Bytes::q; }
-  STROBE_DEVICE Positions positions(const Tile& tile) const {
-    const bool read = Config::kPositions && !producer;  // where they are needed: that takes fewer registers
-    return read ? read_positions(tile_info() + kTileInfoPositions) : tile.positions;
+  STROBE_DEVICE Positions positions(const Tile& tile) const {  // read where they are needed: that takes fewer registers
+    return Config::kPositions && !producer ? read_positions(tile_info() + kTileInfoPositions) : tile.positions;
   }
   STROBE_DEVICE Mask mask(const Tile& tile) const {
     return mask_of<Mask, Config>(p, tile.q.length, tile.k.length, positions(tile));
@@ -78,12 +79,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // ---- producer: one thread, or, of pages, all that `loads` says --------------------------------------------------
   STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
-    KeyLoader<Config>::template load<kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), tile, head,
-                                                    n * kBlockN);
+    KeyLoader<Config>::template load<kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), tile, head, n);
   }
   STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
-    KeyLoader<Config>::template load<kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), tile, head,
-                                                     n * kBlockN);
+    KeyLoader<Config>::template load<kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), tile, head, n);
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
@@ -150,6 +149,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
     wgmma_commit();
   }
   template <int kIssuedSince, int N> STROBE_DEVICE void wait_qk(float (&s)[N]) {
+    missing.look(k.stage);
     wgmma_wait<kIssuedSince>();
     pin(s);
     k.release_and_advance();
@@ -188,9 +188,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   template <int N> STROBE_DEVICE void score_and_mask(float (&s)[N], const Fragments& f, const Tile& tile,
                                                      const Blocks& mine, int row, int n, bool masked) const {
-    const auto at = [&] { return positions(tile); };
-    logits_of_queries<Config>(s, f.score, tile, at, row, first_key(n), mine.partial(n));
-    if (masked) mask_queries<true>(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, first_key(n));
+    logits_of_queries<Config>(s, f.score, tile, [&] { return positions(tile); }, row, first_key(n), mine.partial(n));
+    if (missing.or_any(masked)) {
+      mask_queries<true>(s, mask(tile), row / kPackGqa, (row + 8) / kPackGqa, first_key(n));
+      missing.hide(s, p, tile_info(), n * kBlockN);
+    }
   }
   STROBE_DEVICE static int first_key(int n) { return n * kBlockN + 2 * int(thread_idx() % 4); }  // of this thread
 
@@ -249,8 +251,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
 
   // ---- consumers: the key blocks of a tile --------------------------------------------------------------------------
-  using StoredQ = StagedSlot<!kPrivateO, RingQ>;
-
   // The first block goes alone: there is no P V to overlap with. Under a right bound alone, 64 rows on the diagonal
   // meet one or two key blocks; those go one by one, too, and the main loop knows no mask. Under a left bound the main
   // loop applies the mask where it is needed.
@@ -296,7 +296,6 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   // The main loop is followed by a loop that skips the key blocks left of a window. Some kernels are faster with it
   // under any mask (Config::kSkipsAfter). Then it also skips the blocks of rows that see no keys.
   static constexpr bool kSkipsAfter = Mask::kHasLo || Config::kSkipsAfter;
-
   STROBE_DEVICE void consume() {
     Accumulators<T, kDimV>::declare();
     const int thread_row = 64 * consumer + 16 * (thread_idx() % 128 / 32) + thread_idx() % 32 / 4;  // and 8 further

@@ -4,8 +4,8 @@
 // and which TMA box holds some of them (`box`); kernels without TMA take addresses (`Span::rows`). Another kind is
 // another struct here and another kind in cuda/rows.py.
 #pragma once
+#include <strobe/pipeline/ring.cuh>
 #include <strobe/ptx/memory.cuh>
-#include <strobe/ptx/warp.cuh>
 #include <strobe/tile/tma_tile.cuh>
 
 namespace strobe {
@@ -141,24 +141,39 @@ struct KeyTensor {
   int batch_rows;  // between two buffers, or pages
   int dim;
   u32 first_warp;  // that gathers rows for the first buffer
+  bool tells;      // whether keys are missing: that of K suffices
 };
 
 template <class Params> STROBE_DEVICE KeyTensor keys_of(const Params& p) {
-  return KeyTensor{p.k, p.k_batch, p.k_head, p.k_row, &p.map_k, p.k_batch_rows, p.dim, 0};
+  return KeyTensor{p.k, p.k_batch, p.k_head, p.k_row, &p.map_k, p.k_batch_rows, p.dim, 0, true};
 }
 template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
-  return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v, 2};
+  return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v, 2, false};
 }
 
-// Loads tiles of kRows keys from `row` on, each to the next buffer of a ring. An entry of a table that is no page
-// counts as the first or the last one. Nothing behind the last key in use is read.
+// Entry `index` of a sequence's table, or -1 if it is no page of the pool: its keys are missing, as no query sees them.
+// An entry that no key in use has is not read.
+template <class Params> STROBE_DEVICE int page_of(const Params& p, int batch, int index, bool in_use) {
+  const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + batch) : batch * p.table_width);
+  const int page = in_use ? ld_global(entries + index) : -1;
+  return u32(page) < u32(p.pages) ? page : -1;
+}
+
+// Where the producer tells of a buffer of K whether keys in it are missing; see missing_keys.cuh.
+template <class Config> STROBE_DEVICE u32 missing_word(u32 stage) {
+  return smem_base() + Config::Offset::missing + 4 * stage;
+}
+
+// Loads blocks of kRows keys, each to the next buffer of a ring. Rows of missing keys, and those behind the last key in
+// use, become 0 and nothing is read for them: their weight is 0, and 0 times NaN would come out.
 template <class Config> struct KeyLoader {
   using Keys = typename Config::Keys;
   static constexpr int kArrivals = Keys::kGathered ? 32 : 1;  // that announce a tile
 
   template <int kRows, int kColumns, class Ring, class Params>
   STROBE_DEVICE static void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t,
-                                 const Sequence& s, int head, int row) {
+                                 const Sequence& s, int head, int block) {
+    const int row = block * kRows;
     if constexpr (!Keys::kPaged) {
       const u32 full = ring.begin_load(bytes);
       tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, t.map, full,
@@ -170,29 +185,33 @@ template <class Config> struct KeyLoader {
   }
 
  private:
-  // The page of a row, or some page for a row that is not there.
-  template <class Params> STROBE_DEVICE static int page_of(const Params& p, const Sequence& s, int index, bool there) {
-    const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + s.batch) : s.batch * p.table_width);
-    return there ? max(0, min(p.pages - 1, ld_global(entries + index))) : 0;
-  }
-
   // Boxes, of which neighbours go to different warps: a warp issues them one by one. A table entry is read before the
-  // wait for the buffer, so that its latency is hidden.
+  // wait for the buffer, so that its latency is hidden. The first warp, whose first thread announces the tile, reads
+  // all of its entries to tell whether keys are missing.
   template <int kRows, int kColumns, class Ring, class Params>
   STROBE_DEVICE static void load_pages(const Params& p, const Ring& ring, u32 buffer, u32 bytes, const KeyTensor& t,
                                        const Sequence& s, int head, int row) {
     constexpr int kBox = Keys::box_rows(kRows), kPanels = panels(kColumns), kBoxes = kRows / kBox * kPanels;
     constexpr int kEach = (kBoxes + 127) / 128;
+    static_assert(kRows / kBox <= 32, "a lane for each entry");
     const int first = thread_idx() % 32 * 4 + thread_idx() / 32;
     if (thread_idx() / 32 >= kBoxes) return;  // a warp that waited for nothing of its own could miss a phase
+    const bool tells = t.tells && thread_idx() < 32;
+    bool missing = false;
+    if (tells) {
+      const int r = row + thread_idx() * kBox;
+      const bool in_use = thread_idx() < kRows / kBox && r < s.k.used;
+      missing = in_use && page_of(p, s.batch, quotient(r, p.page_size), in_use) < 0;
+    }
     Box boxes[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int r = row + (first + 128 * i) / kPanels * kBox, index = quotient(r, p.page_size), left = s.k.used - r;
-      const int page = page_of(p, s, index, first + 128 * i < kBoxes && left > 0);
-      boxes[i] = clipped_box<kBox>(page * t.batch_rows + r - index * p.page_size, left, head);
+      const int page = page_of(p, s.batch, index, first + 128 * i < kBoxes && left > 0);
+      boxes[i] = clipped_box<kBox>(page * t.batch_rows + r - index * p.page_size, page < 0 ? 0 : left, head);
     }
     ring.wait_empty();
+    if (tells) tell(ring, missing);
     if (leads<Config>()) mbar_arrive_expect_tx(ring.full_barrier(), bytes);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -214,18 +233,21 @@ template <class Config> struct KeyLoader {
     if ((ring.stage + t.first_warp) % 4 != thread_idx() / 32) return;
     const int lane = thread_idx() % 32;
     u32 begins[kGroups];  // in units of 16 bytes, so that 32 bits suffice
+    bool missing = false;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int mine = row + g * kGroup + lane % kGroup, index = quotient(mine, p.page_size);
-      const bool there = mine < s.k.used;
-      const int page = page_of(p, s, index, there);
+      const bool in_use = mine < s.k.used;
+      const int page = page_of(p, s.batch, index, in_use);
       const i64 at = page * t.page_stride + head * t.head_stride + (mine - index * p.page_size) * t.row_stride;
-      begins[g] = there ? u32(at / 8) : kNowhere;
+      begins[g] = page < 0 ? kNowhere : u32(at / 8);
+      missing |= in_use && page < 0;
     }
     bool whole = 32 % kChunks == 0 && t.dim == kColumns;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) whole = whole && begins[g] != kNowhere;
     ring.wait_empty();
+    if (t.tells) tell(ring, missing);
     if (any(!whole)) copy_part<kRows, kChunks>(buffer, t, begins);
     else copy_whole<kRows, kChunks>(buffer, t, begins);
     cp_async_commit();
@@ -264,6 +286,12 @@ template <class Config> struct KeyLoader {
         cp_async_16(buffer + chunk_offset(kRows, g * kGroup + r, chunk), t.rows + 8 * u64(valid ? from + chunk : 0),
                     valid);
       }
+  }
+
+  // By a warp whose first lane announces the tile afterwards.
+  template <class Ring> STROBE_DEVICE static void tell(const Ring& ring, bool missing) {
+    const bool some = any(missing);
+    if (elected()) st_shared(missing_word<Config>(ring.stage), u32(some));
   }
 };
 

@@ -45,16 +45,9 @@ STROBE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 STROBE_DEVICE int highest_bit(u32 x) { return 31 - ::__clz(int(x)); }  // of a number that is not 0
 STROBE_DEVICE int lowest_bit(u32 x) { return ::__ffs(int(x)) - 1; }
 STROBE_DEVICE int bits_set(u32 x) { return ::__popc(x); }
-// CUDA's own, for users' functions.
-// Whole turns are taken off in two steps, as exactly as FMAs do it, so that the approximations are off by 1e-6 at most
-// up to some ten thousand turns. CUDA's own functions have a path for larger numbers that is long, and at each of 64
-// scores takes ptxas minutes.
-STROBE_DEVICE float within_half_a_turn(float x) {
-  const float turns = ::rintf(x * 0.15915494f);
-  return __fmaf_rn(turns, 1.7484556e-7f, __fmaf_rn(turns, -6.2831855f, x));
-}
-STROBE_DEVICE float sine(float x) { return __sinf(within_half_a_turn(x)); }
-STROBE_DEVICE float cosine(float x) { return __cosf(within_half_a_turn(x)); }
+// For users' functions: sines and cosines of up to half a turn, and CUDA's own.
+STROBE_DEVICE float sin_approx(float x) { return __sinf(x); }
+STROBE_DEVICE float cos_approx(float x) { return __cosf(x); }
 STROBE_DEVICE float error_function(float x) { return ::erff(x); }
 STROBE_DEVICE float round_down(float x) { return ::floorf(x); }
 STROBE_DEVICE float round_up(float x) { return ::ceilf(x); }

@@ -7,6 +7,7 @@ namespace strobe {
 STROBE_DEVICE float shfl_xor(float x, int lane_mask) { return __shfl_xor_sync(0xffffffffu, x, lane_mask); }
 STROBE_DEVICE u32 shfl(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 STROBE_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
+STROBE_DEVICE u32 ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
 STROBE_DEVICE int lanes_where(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
 STROBE_DEVICE void sync_warp() { __syncwarp(); }
 STROBE_DEVICE void sync_block() { __syncthreads(); }
