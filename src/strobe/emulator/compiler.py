@@ -98,7 +98,8 @@ def build(source: str, *, name: str = "kernel", frame_limit: tuple[str, int] | N
     text = jit.flatten(source, "emu") + "\n" + jit.flatten("#include <strobe/emu/driver.cuh>\n", "emu")
     options = (*_OPTIONS, *_machine_options())
     limit = () if frame_limit is None else map(str, frame_limit)
-    for_engine = _key(_engine_text(), _version(command), platform.machine(), *_OF_ENGINE, *options)
+    compiled_by = (_version(command), *shlex.split(command)[1:], platform.machine())
+    for_engine = _key(_engine_text(), *compiled_by, *_OF_ENGINE, *options)
     key = _key(text, for_engine, *_OF_KERNEL, *limit)
     return _load(key, for_engine, text, command, options, name, frame_limit)
 

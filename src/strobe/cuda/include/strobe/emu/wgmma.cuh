@@ -33,7 +33,7 @@ struct WgmmaShape {
   A from;
   B major;
 };
-void wgmma(const WgmmaLane& lane, WgmmaShape shape, bool zero, Site site);
+void wgmma(WgmmaLane lane, WgmmaShape shape, bool zero, Site site);
 void wgmma_fence(Site site);
 void wgmma_commit(Site site);
 void wgmma_wait(u32 pending, Site site);

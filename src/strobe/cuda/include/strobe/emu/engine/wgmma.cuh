@@ -122,8 +122,7 @@ inline void check_descriptor(u64 descriptor, const char* which, Site site) {
         format("wgmma: descriptor of %s has a base offset; tiles start at multiples of 1024 bytes here", which), site);
 }
 
-void wgmma(const WgmmaLane& of_this_thread, WgmmaShape shape, bool zero, Site site) {
-  WgmmaLane lane = of_this_thread;
+void wgmma(WgmmaLane lane, WgmmaShape shape, bool zero, Site site) {
   block().converge(Scope::warpgroup, "wgmma", true, site, &lane, [=](void** lanes) {
     Block& b = block();
     ++b.counters.wgmma;
