@@ -243,7 +243,7 @@ def test_ampere_wrappers_compile(arch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_sines_compile(arch):
-    check(SINES, arch, most_stack=32)  # in which CUDA's own reduce large arguments
+    check(SINES, arch)
 
 
 @pytest.mark.parametrize("element", ["bf16", "fp16"])

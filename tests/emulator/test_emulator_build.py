@@ -53,7 +53,7 @@ def test_every_ptx_wrapper_has_an_emulated_twin(header: str) -> None:
 
 
 def test_emulated_wrappers_hold_no_assembly_but_the_fiber_switch() -> None:
-    for header in (INCLUDE / "emu").glob("*.cuh"):
+    for header in (INCLUDE / "emu").rglob("*.cuh"):
         assert "asm volatile" not in header.read_text()
         assert ("__asm__" in header.read_text()) == (header.name == "fiber.cuh")
 
@@ -77,8 +77,8 @@ def test_missing_compiler_says_how_to_install_one(monkeypatch: pytest.MonkeyPatc
         ('"g++', "which is not a command line: No closing quotation"),
         ("''", "which cannot be found"),
         ("/etc/passwd", "which cannot be found"),
-        ("true", "made no library of kernel: is it a C\\+\\+ compiler"),
-        ("false", "cannot compile kernel for the emulator"),
+        ("true", "made nothing of the engine: is it a C\\+\\+ compiler"),
+        ("false", "cannot compile the engine for the emulator"),
         ("{here}/text", "cannot be run: Exec format error"),
         ("{here}/garbage", "made a library that cannot be loaded"),
     ],
@@ -87,7 +87,9 @@ def test_a_bad_compiler_is_named_with_its_variable(
     cxx: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "text").write_text("no program\n")
-    (tmp_path / "garbage").write_text('#!/bin/sh\nfor last; do :; done\ncase "$last" in *.so) echo > "$last";; esac\n')
+    (tmp_path / "garbage").write_text(
+        '#!/bin/sh\nfor last; do :; done\ncase "$last" in *.so|*.o) echo > "$last";; esac\n'
+    )
     for program in tmp_path.iterdir():
         program.chmod(0o755)
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
@@ -163,8 +165,9 @@ def test_blocks_share_an_atomic_counter(workers: int) -> None:
 def copying_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A "compiler" that always delivers COUNT's library: these tests are about files."""
     script = tmp_path / "fake-c++"
+    library = emulator.build(COUNT.source()).library
     script.write_text(
-        f'#!/bin/sh\nfor last; do :; done\ncase "$last" in *.so) cp {emulator.build(COUNT.source()).library} "$last";; esac\n'
+        f'#!/bin/sh\nfor last; do :; done\ncase "$last" in *.so) cp {library} "$last";; *.o) echo > "$last";; esac\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
@@ -184,5 +187,5 @@ def test_cache_holds_source_beside_library(
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
     program = emulator.build(COUNT.source())
     names = sorted(path.suffix for path in program.library.parent.iterdir())
-    assert names == [".cpp", ".so"]
+    assert names == [".cpp", ".o", ".so"]
     assert program.library.is_relative_to(tmp_path) and os.stat(program.library.parent).st_mode & 0o077 == 0

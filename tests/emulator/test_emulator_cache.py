@@ -58,7 +58,8 @@ class Runs:
         self.cache, self.log = tmp_path / "cache", tmp_path / "compiled"
         self.compiler = tmp_path / "copying-c++"
         self.compiler.write_text(
-            f'#!/bin/sh\nfor last; do :; done\ncase "$last" in *.so) echo >> {self.log}; cp {library} "$last";; esac\n'
+            "#!/bin/sh\nfor last; do :; done\n"
+            f'case "$last" in *.so) echo >> {self.log}; cp {library} "$last";; *.o) echo > "$last";; esac\n'
         )
         self.compiler.chmod(0o755)
 

@@ -251,8 +251,8 @@ MUTATIONS = [
             ("queries_not_released_after_the_first", "if (first) stored.release();", ""),
             (
                 "loop_unmasked",
-                "score_and_mask(s, tile, mine, row, n, mine.masked(n));",
-                "score_and_mask(s, tile, mine, row, n, false);",
+                "score_and_mask(s, f, tile, mine, row, n, mine.masked(n));",
+                "score_and_mask(s, f, tile, mine, row, n, false);",
             ),
             ("loop_without_values", f"return n;\n      {OVERLAPPED}", "return n;\n      qk<kBlockN>(s, q_desc, f);"),
         ]

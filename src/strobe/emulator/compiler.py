@@ -18,13 +18,15 @@ from strobe.cuda import cache, jit
 from strobe.emulator.program import Program
 
 _CANDIDATES = ("c++", "g++", "clang++")
-# -O1: a kernel takes seconds to compile and tenths of a second to run, and -O2 compiles a fifth longer for runs that are
-# a tenth shorter; vectors make the matrix products faster. No contraction: sums come out the same on every machine. Hidden
-# symbols: many kernels live in one process.
+# No contraction: sums come out the same on every machine. Hidden symbols: many kernels live in one process.
 _OPTIONS = (
-    *("-std=c++17", "-O1", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions"),
-    *("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-w"),
+    *("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions"),
+    *("-fPIC", "-fvisibility=hidden", "-pthread", "-w"),
 )
+# The engine is the same in every program, so it is compiled once and linked to each: time to optimise it. A kernel takes
+# longer to compile than to run.
+_OF_ENGINE = ("-O2", "-ftree-vectorize", "-c")
+_OF_KERNEL = ("-O1", "-shared")
 _LIMIT_S = 600
 
 
@@ -96,13 +98,25 @@ def build(source: str, *, name: str = "kernel", frame_limit: tuple[str, int] | N
     text = jit.flatten(source, "emu") + "\n" + jit.flatten("#include <strobe/emu/driver.cuh>\n", "emu")
     options = (*_OPTIONS, *_machine_options())
     limit = () if frame_limit is None else map(str, frame_limit)
-    key = hashlib.sha256("\0".join((text, _version(command), *options, *limit)).encode()).hexdigest()[:32]
-    return _load(key, text, command, options, name, frame_limit)
+    compiled_by = (_version(command), *shlex.split(command)[1:], platform.machine())
+    for_engine = _key(_engine_text(), *compiled_by, *_OF_ENGINE, *options)
+    key = _key(text, for_engine, *_OF_KERNEL, *limit)
+    return _load(key, for_engine, text, command, options, name, frame_limit)
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache
 def _load(
-    key: str, text: str, command: str, options: tuple[str, ...], name: str, frame_limit: tuple[str, int] | None
+    key: str,
+    for_engine: str,
+    text: str,
+    command: str,
+    options: tuple[str, ...],
+    name: str,
+    frame_limit: tuple[str, int] | None,
 ) -> Program:
     kept = cache.directory("emulator")
     if kept is not None:
@@ -110,7 +124,8 @@ def _load(
         for library, _ in cache.intact(kept, key, ".so"):
             with contextlib.suppress(OSError):  # of a machine that shares this cache and is unlike this one
                 return Program(library, name)
-    product = _compile(text, command, options, name, frame_limit)
+    engine = _engine(for_engine, command, options)
+    product = _compile(text, command, (*_OF_KERNEL, *options), name, "kernel.so", engine, frame_limit)
     if kept is not None:
         with contextlib.suppress(OSError):  # read-only or full, or nothing may be executed there
             cache.write(kept / f"{key}.cpp", text.encode())
@@ -122,15 +137,44 @@ def _load(
         raise RuntimeError(f"{_called(command)} made a library that cannot be loaded: {error}") from error
 
 
+@functools.cache
+def _engine_text() -> str:
+    return jit.flatten("#include <strobe/emu/engine/engine.cuh>\n", "emu")
+
+
+@functools.cache
+def _engine(key: str, command: str, options: tuple[str, ...]) -> bytes:
+    """What every program is linked with, as an object file."""
+    kept = cache.directory("emulator")
+    if kept is not None:
+        for _, content in cache.intact(kept, key, ".o"):
+            return content
+    product = _compile(_engine_text(), command, (*_OF_ENGINE, *options), "the engine", "engine.o")
+    if kept is not None:
+        with contextlib.suppress(OSError):
+            cache.publish(kept, key, ".o", product)
+    return product
+
+
 def _compile(
-    text: str, command: str, options: tuple[str, ...], name: str, frame_limit: tuple[str, int] | None
+    text: str,
+    command: str,
+    options: tuple[str, ...],
+    name: str,
+    made: str,
+    engine: bytes | None = None,
+    frame_limit: tuple[str, int] | None = None,
 ) -> bytes:
-    """The library that the compiler makes of this text."""
+    """The file that the compiler makes of this text."""
     with tempfile.TemporaryDirectory(prefix="strobe-") as scratch:
-        source, product = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
+        source, product = Path(scratch, "kernel.cpp"), Path(scratch, made)
         source.write_text(text, encoding="utf-8")
+        inputs = [str(source)]
+        if engine is not None:
+            Path(scratch, "engine.o").write_bytes(engine)
+            inputs.append(str(Path(scratch, "engine.o")))
         counting = () if frame_limit is None else ("-fstack-usage",)
-        done = _run(command, *options, *counting, str(source), "-o", str(product), limit_s=_LIMIT_S)
+        done = _run(command, *options, *counting, *inputs, "-o", str(product), limit_s=_LIMIT_S)
         if done.returncode:
             raise RuntimeError(f"{_called(command)} cannot compile {name} for the emulator:\n{done.stderr.strip()}")
         if frame_limit is not None:
@@ -139,7 +183,7 @@ def _compile(
         try:
             return product.read_bytes()
         except FileNotFoundError:
-            raise RuntimeError(f"{_called(command)} made no library of {name}: is it a C++ compiler?") from None
+            raise RuntimeError(f"{_called(command)} made nothing of {name}: is it a C++ compiler?") from None
 
 
 def _check_frames(listed: str, file: str, most: int) -> None:

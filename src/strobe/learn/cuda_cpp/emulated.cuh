@@ -4,6 +4,7 @@
 #include <cmath>
 #include <type_traits>
 #include <vector>
+#include <strobe/emu/engine/block.cuh>
 #include <strobe/ptx/memory.cuh>
 #include <strobe/ptx/warp.cuh>
 
@@ -39,7 +40,7 @@ struct Progress {  // of the block that runs
   Site unwritten;                      // the first read of a byte that nobody had written, if its file is set
   unsigned reader, finished;           // who read it; threads that have ended
   Meeting meetings[32];                // by warp
-  STROBE_OUTLINE void reset() {
+  STROBE_COLD void reset() {
     number = launch().number, block = emu::block().index, used = 0;
     memset(passed, 0, sizeof passed), memset(steps, 0, sizeof steps), memset(slot, 0xff, sizeof slot);
     written.assign(emu::block().smem, false), unwritten = Site(), finished = 0;
@@ -142,7 +143,7 @@ struct Index {  // an index that knows the line in which it is used
 // A missing barrier shows as a race as soon as somebody writes there. If nobody does, `end` reports the read.
 inline void note_unwritten(u32 address, Site site) {
   Progress& p = progress();
-  if (p.written[address - emu::Block::kSharedBase] || *p.unwritten.file) return;
+  if (p.written[address - emu::kSharedBase] || *p.unwritten.file) return;
   p.unwritten = site, p.reader = emu::block().running;
 }
 inline void end() {
@@ -176,7 +177,7 @@ template <class T> struct Ref {  // one element: reading converts it, writing as
     static_assert(!Value<T>::is_const, "the kernel writes to memory that is const");
     if (space == Space::shared) {
       emu::store_shared(static_cast<u32>(address), &x, sizeof x, "shared memory", site);
-      for (unsigned i = 0; i < sizeof x; ++i) progress().written[address - emu::Block::kSharedBase + i] = true;
+      for (unsigned i = 0; i < sizeof x; ++i) progress().written[address - emu::kSharedBase + i] = true;
     } else {
       if (space == Space::global) {
         emu::check_global(reinterpret_cast<const void*>(address), sizeof x, sizeof x, true, "global memory", site);
@@ -264,7 +265,7 @@ inline unsigned place(unsigned slot, unsigned bytes, Site site) {
     if (p.used > kStatic)
       emu::block().fail(emu::format("the block's shared arrays have %u bytes; %u are allowed", p.used, kStatic), site);
   }
-  return emu::Block::kSharedBase + p.slot[slot];
+  return emu::kSharedBase + p.slot[slot];
 }
 inline void check_index(const char* name, long long i, unsigned long long size, Site site) {
   if (i < 0 || i >= static_cast<long long>(size))
@@ -301,7 +302,7 @@ template <class T> struct Shared<T[]> {  // extern: as large as the launch says
   unsigned address, bytes;
   const char* name;
   Shared(unsigned, const char* name)
-      : address(emu::Block::kSharedBase + kStatic), bytes(emu::block().smem - kStatic), name(name) {}
+      : address(emu::kSharedBase + kStatic), bytes(emu::block().smem - kStatic), name(name) {}
   Ref<T> operator[](Index i) const {
     check_index(name, i.value, bytes / sizeof(T), i.site);
     return Ref<T>{address + i.value * sizeof(T), Space::shared, i.site};
@@ -354,7 +355,7 @@ template <class Last> inline void meet(unsigned mask, const char* op, Site site,
   if (meeting.mask != mask || strcmp(meeting.op, op))
     b.fail(emu::format("%s with the mask 0x%x, while other lanes of the warp wait in %s with the mask 0x%x at ", op,
                        mask, meeting.op, meeting.mask) +
-               meeting.site.text(),
+               place_of(meeting.site),
            site);
   meeting.lanes[me] = lane;
   meeting.arrived |= 1u << me;

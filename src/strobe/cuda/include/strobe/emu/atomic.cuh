@@ -1,6 +1,7 @@
 // Atomic sums in global memory.
 #pragma once
 #include <strobe/emu/base.cuh>
+#include <strobe/emu/memory.cuh>
 
 namespace strobe {
 

@@ -6,24 +6,12 @@
 namespace strobe {
 namespace emu {
 
+float exp2(float x);
+u16 round_bf16(float x);
+u16 round_fp16(float x);
+
 inline float flush(float x) { return __builtin_fabsf(x) < 1.17549435e-38f ? __builtin_copysignf(0.f, x) : x; }
 
-// Round to nearest even, as `cvt.rn`: NaN becomes 0x7fff, overflow infinity.
-inline u16 round_bf16(float x) {
-  const u32 bits = as_bits(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
-  return static_cast<u16>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-inline u16 round_fp16(float x) {
-  const u32 bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return 0x7fff;
-  if (magnitude >= 0x477ff000u) return static_cast<u16>(sign | 0x7c00u);  // 65520 and more
-  if (magnitude < 0x38800000u) {                                          // below 2^-14: multiples of 2^-24
-    const float shifted = as_float(magnitude) + 0.5f;  // 0.5's last place is 2^-24: the sum rounds for us
-    return static_cast<u16>(sign | (as_bits(shifted) - 0x3f000000u));
-  }
-  return static_cast<u16>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13));
-}
 inline float widen_fp16(u16 x) {
   const u32 magnitude = u32(x & 0x7fffu) << 13, sign = u32(x & 0x8000u) << 16;
   const u32 scaled = as_bits(as_float(magnitude) * 0x1p112f);  // also normalises subnormal halves
@@ -32,10 +20,7 @@ inline float widen_fp16(u16 x) {
 
 }  // namespace emu
 
-STROBE_DEVICE float exp2_approx(float x) {
-  ++emu::block().counters.exp2;
-  return emu::flush(__builtin_exp2f(x));
-}
+STROBE_DEVICE float exp2_approx(float x) { return emu::exp2(x); }
 STROBE_DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
 STROBE_DEVICE float rcp_approx(float x) { return emu::flush(1.f / emu::flush(x)); }
 STROBE_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -1,80 +1,32 @@
 // Warp shuffles and votes, block and named barriers.
 #pragma once
 #include <strobe/emu/base.cuh>
+#include <strobe/emu/memory.cuh>
 
 namespace strobe {
 namespace emu {
 
-template <class Pick> inline u32 exchange(u32 value, const char* op, Site site, Pick source_lane) {
-  struct Lane {
-    u32 value, result;
-    int source;
-  } lane{value, 0, source_lane(block().running % 32)};
-  ++block().counters.shuffles;
-  block().converge(Scope::warp, op, false, site, &lane, [](void** lanes) {
-    for (int i = 0; i < 32; ++i) {
-      Lane* mine = static_cast<Lane*>(lanes[i]);
-      mine->result = static_cast<Lane*>(lanes[mine->source & 31])->value;
-    }
-  });
-  return lane.result;
-}
+u32 exchange(u32 value, int source_lane, const char* op, Site site);
+u32 ballot(bool x, const char* op, Site site);
+void sync_warp(Site site);
+void sync_block(Site site);
+void named_barrier(u32 id, u32 threads, bool wait, const char* op, Site site);
+u32 acquire_turn(const u32* counter, Site site);
+void release_turn(u32* counter, Site site);
 
 }  // namespace emu
 
 STROBE_DEVICE float shfl_xor(float x, int lane_mask, Site site = Site::here()) {
-  return as_float(
-      emu::exchange(as_bits(x), "shfl_xor", site, [=](u32 lane) { return static_cast<int>(lane) ^ lane_mask; }));
+  return as_float(emu::exchange(as_bits(x), static_cast<int>(thread_idx() % 32) ^ lane_mask, "shfl_xor", site));
 }
-STROBE_DEVICE u32 shfl(u32 x, int lane, Site site = Site::here()) {
-  return emu::exchange(x, "shfl", site, [=](u32) { return lane; });
-}
-STROBE_DEVICE bool any(bool x, Site site = Site::here()) {
-  struct Lane {
-    bool value;
-  } lane{x};
-  emu::block().converge(emu::Scope::warp, "any", false, site, &lane, [](void** lanes) {
-    bool result = false;
-    for (int i = 0; i < 32; ++i) result = result || static_cast<Lane*>(lanes[i])->value;
-    for (int i = 0; i < 32; ++i) static_cast<Lane*>(lanes[i])->value = result;
-  });
-  return lane.value;
-}
-STROBE_DEVICE u32 ballot(bool x, Site site = Site::here()) {
-  u32 lane = x;
-  emu::block().converge(emu::Scope::warp, "ballot", false, site, &lane, [](void** lanes) {
-    u32 bits = 0;
-    for (int i = 0; i < 32; ++i) bits |= *static_cast<u32*>(lanes[i]) << i;
-    for (int i = 0; i < 32; ++i) *static_cast<u32*>(lanes[i]) = bits;
-  });
-  return lane;
-}
+STROBE_DEVICE u32 shfl(u32 x, int lane, Site site = Site::here()) { return emu::exchange(x, lane, "shfl", site); }
+STROBE_DEVICE bool any(bool x, Site site = Site::here()) { return emu::ballot(x, "any", site) != 0; }
+STROBE_DEVICE u32 ballot(bool x, Site site = Site::here()) { return emu::ballot(x, "ballot", site); }
 STROBE_DEVICE int lanes_where(bool x, Site site = Site::here()) {
-  int lane = x;
-  emu::block().converge(emu::Scope::warp, "lanes_where", false, site, &lane, [](void** lanes) {
-    int count = 0;
-    for (int i = 0; i < 32; ++i) count += *static_cast<int*>(lanes[i]);
-    for (int i = 0; i < 32; ++i) *static_cast<int*>(lanes[i]) = count;
-  });
-  return lane;
+  return __builtin_popcount(emu::ballot(x, "lanes_where", site));
 }
-STROBE_DEVICE void sync_warp(Site site = Site::here()) {
-  emu::Block& b = emu::block();
-  b.converge(emu::Scope::warp, "sync_warp", false, site, nullptr, [&b](void**) {
-    if (!b.async) return;
-    const u32 first = b.running / 32 * 32;
-    std::vector<u32> all(b.slots, 0);
-    for (u32 i = first; i < first + 32; ++i) b.join(all.data(), b.clock(i));
-    for (u32 i = first; i < first + 32; ++i) {
-      memcpy(b.clock(i), all.data(), b.slots * sizeof(u32));
-      b.tick(i);
-    }
-  });
-}
-STROBE_DEVICE void sync_block(Site site = Site::here()) {
-  if (emu::block().running == 0) ++emu::block().counters.block_barriers;
-  emu::named_barrier(0, emu::block().thread_count, true, "sync_block", site);
-}
+STROBE_DEVICE void sync_warp(Site site = Site::here()) { emu::sync_warp(site); }
+STROBE_DEVICE void sync_block(Site site = Site::here()) { emu::sync_block(site); }
 STROBE_DEVICE void bar_sync(u32 id, u32 threads, Site site = Site::here()) {
   emu::named_barrier(id, threads, true, "bar_sync", site);
 }
@@ -91,16 +43,9 @@ STROBE_DEVICE u32 atomic_inc_wrap(u32* counter, u32 last, Site site = Site::here
   return old;
 }
 STROBE_DEVICE u32 acquire_turn(const u32* counter, Site site = Site::here()) {
-  emu::Block& b = emu::block();
-  emu::check_global(counter, 4, 4, false, "acquire_turn", site);
-  b.pause("acquire_turn", site);
-  return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+  return emu::acquire_turn(counter, site);
 }
-STROBE_DEVICE void release_turn(u32* counter, Site site = Site::here()) {
-  emu::check_global(counter, 4, 4, true, "release_turn", site);
-  __atomic_fetch_add(counter, 1u, __ATOMIC_RELEASE);
-  ++emu::block().turns_released;
-}
+STROBE_DEVICE void release_turn(u32* counter, Site site = Site::here()) { emu::release_turn(counter, site); }
 STROBE_DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 }  // namespace strobe

@@ -1,11 +1,12 @@
 // Named barriers and mbarriers: counts, phases, and the happens-before they create.
-#pragma once
-#include <strobe/emu/block.cuh>
+#include <strobe/emu/engine/block.cuh>
+#include <strobe/emu/tma.cuh>
+#include <strobe/emu/warp.cuh>
 
 namespace strobe {
 namespace emu {
 
-STROBE_OUTLINE void named_barrier(u32 id, u32 threads, bool wait, const char* op, Site site) {
+void named_barrier(u32 id, u32 threads, bool wait, const char* op, Site site) {
   Block& b = block();
   const u32 me = b.running;
   if (id > 15) b.fail(format("%s: barrier id %u, but there are 16 (0..15)", op, id), site);
@@ -40,11 +41,11 @@ STROBE_OUTLINE void named_barrier(u32 id, u32 threads, bool wait, const char* op
   }
 }
 
-STROBE_OUTLINE u32 find_mbarrier(u32 address, const char* op, Site site) {
+u32 find_mbarrier(u32 address, const char* op, Site site) {
   Block& b = block();
-  const u32 offset = address - Block::kSharedBase;
+  const u32 offset = address - kSharedBase;
   if (address % 8) b.fail(format("%s: mbarrier at shared offset 0x%x is not 8-byte aligned", op, offset), site);
-  if (address < Block::kSharedBase || offset + 8 > b.smem)
+  if (address < kSharedBase || offset + 8 > b.smem)
     b.fail(format("%s: mbarrier at shared offset 0x%x lies outside shared memory (%u bytes)", op, offset, b.smem),
            site);
   const int at = b.mbarrier_at[offset / 4];
@@ -57,7 +58,7 @@ STROBE_OUTLINE u32 find_mbarrier(u32 address, const char* op, Site site) {
   return static_cast<u32>(at);
 }
 
-STROBE_OUTLINE void complete_phase(u32 at) {
+void complete_phase(u32 at) {
   Block& b = block();
   Mbarrier& barrier = b.mbarriers[at];
   if (barrier.pending != 0 || barrier.bytes != 0) return;
@@ -72,7 +73,7 @@ STROBE_OUTLINE void complete_phase(u32 at) {
   barrier.waiting.clear();
 }
 
-STROBE_OUTLINE void arrive_on_mbarrier(u32 address, u32 bytes, const char* op, Site site) {
+void mbar_arrive(u32 address, u32 bytes, const char* op, Site site) {
   Block& b = block();
   const u32 at = find_mbarrier(address, op, site);
   Mbarrier& barrier = b.mbarriers[at];
@@ -80,7 +81,7 @@ STROBE_OUTLINE void arrive_on_mbarrier(u32 address, u32 bytes, const char* op, S
     b.fail(
         format(
             "%s: one arrival too many on the mbarrier at 0x%x: all %u of phase %u are in, %lld bytes are still to come",
-            op, address - Block::kSharedBase, barrier.count, barrier.phase, barrier.bytes),
+            op, address - kSharedBase, barrier.count, barrier.phase, barrier.bytes),
         site);
   if (b.async) {
     b.join(barrier.arriving.data(), b.clock(b.running));

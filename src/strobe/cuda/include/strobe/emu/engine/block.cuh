@@ -8,6 +8,8 @@
 #include <memory>
 #include <utility>
 #include <vector>
+#include <strobe/emu/engine/fiber.cuh>
+#include <strobe/emu/engine/report.cuh>
 
 namespace strobe {
 namespace emu {
@@ -100,7 +102,7 @@ struct Random {  // xorshift
 struct Wgmmas;  // in-flight products of one warpgroup, wgmma.cuh
 
 struct Block {
-  static constexpr u32 kSharedBase = 1024, kMbarriers = 64, kPoison = 0x7fff7fffu;
+  static constexpr u32 kMbarriers = 64;
   u32 index, grid, thread_count, smem;
   bool async;
   const void* params;
@@ -219,7 +221,7 @@ struct Block {
   [[noreturn]] __attribute__((noinline, cold)) void fail(const std::string& what, Site site, int thread = -1) {
     const u32 who = thread < 0 ? running : static_cast<u32>(thread);
     failure = what + format("\n  block %u, thread %u (warp %u, lane %u)\n  at ", index, who, who / 32, who % 32) +
-              site.text();
+              place_of(site);
     Fiber::change(self().fiber, scheduler);
     __builtin_unreachable();
   }
@@ -244,10 +246,10 @@ struct Block {
       fail(format("%s needs a whole warpgroup; this block has %u threads", op, thread_count), site);
     Group& group = groups[which];
     if (group.arrived == 0) group.op = op, group.site = site;
-    if (strcmp(group.op, op) || (aligned && group.site.line != site.line)) {
+    if ((group.op != op && strcmp(group.op, op)) || (aligned && group.site.line != site.line)) {
       fail(format("divergent %s: this thread reaches %s while %u others wait in %s at ", is_warp ? "warp" : "warpgroup",
                   op, group.arrived, group.op) +
-               group.site.text(),
+               place_of(group.site),
            site);
     }
     group.lanes[running - group.first] = lane;
@@ -307,124 +309,6 @@ inline Block*& current_block() {
 }
 inline Block& block() { return *current_block(); }
 inline Thread& self() { return block().self(); }
-
-inline void Block::enter() {
-  Block& b = block();
-  b.kernel(b.params);
-  Thread& thread = b.self();
-  thread.waiting = Waiting::exited;
-  ++b.finished;
-  b.leave(thread.fiber);
-}
-
-inline void Block::start(const Stacks& stacks) {
-  for (u32 i = 0; i < thread_count; ++i) {
-    threads[i].fiber.start(stacks.top(i), enter);
-    make_ready(i);
-  }
-}
-
-STROBE_OUTLINE bool Block::run() {
-  current_block() = this;
-  paused = false;
-  while (failure.empty() && !paused) {
-    const int next = next_ready();
-    if (next < 0) break;
-    running = static_cast<u32>(next);
-    Fiber::change(scheduler, threads[next].fiber);
-  }
-  if (failure.empty() && paused) return false;
-  for (const Thread& thread : threads)
-    for (const auto& write : thread.writes) write();
-  if (failure.empty()) failure = finished < thread_count ? deadlock() : left_over();
-  for (u32 warp = 0; warp < warps.size(); ++warp) count_bank_conflicts(warp);
-  current_block() = nullptr;
-  return true;
-}
-
-// ---- who waits for what ---------------------------------------------------------------------------------------------
-STROBE_COLD std::string name_threads(const std::vector<u32>& indices) {
-  std::vector<std::pair<u32, u32>> runs;
-  for (u32 i : indices) {
-    if (!runs.empty() && runs.back().second + 1 == i) runs.back().second = i;
-    else runs.emplace_back(i, i);
-  }
-  bool whole = true;
-  for (auto& run : runs) whole = whole && run.first % 32 == 0 && run.second % 32 == 31;
-  std::string text =
-      whole ? (indices.size() == 32 ? "warp " : "warps ") : "thread" + std::string(indices.size() == 1 ? " " : "s ");
-  for (size_t i = 0; i < runs.size() && i < 8; ++i) {
-    const u32 from = runs[i].first / (whole ? 32 : 1), to = runs[i].second / (whole ? 32 : 1);
-    text += (i ? ", " : "") + (from == to ? format("%u", from) : format("%u-%u", from, to));
-  }
-  return text + (runs.size() > 8 ? ", ..." : "") +
-         format(" (%zu thread%s)", indices.size(), indices.size() == 1 ? "" : "s");
-}
-
-STROBE_COLD std::string Block::deadlock() {
-  std::vector<std::pair<std::string, std::vector<u32>>> groups;
-  for (const Thread& thread : threads) {
-    std::string what;
-    switch (thread.waiting) {
-      case Waiting::nothing:
-        continue;
-      case Waiting::another_block:
-        what = std::string(thread.op) + " at " + thread.site.text() + "; no other block ends the wait";
-        break;
-      case Waiting::exited:
-        what = "exited";
-        break;
-      case Waiting::group: {
-        const Group& group = (thread.parity == 32 ? warps : warpgroups)[thread.object];
-        what = std::string(thread.op) + " at " + thread.site.text() +
-               format("; divergent: only %u of the %u lanes of %s %u came", group.arrived, group.size,
-                      thread.parity == 32 ? "warp" : "warpgroup", thread.object);
-        break;
-      }
-      case Waiting::named_barrier: {
-        const NamedBarrier& barrier = named[thread.object];
-        what = (thread.object ? format("%s(%u, %u)", thread.op, thread.object, barrier.expected)
-                              : std::string(thread.op)) +
-               " at " + thread.site.text() + format("; %u of %u threads arrived", barrier.arrived, barrier.expected);
-        break;
-      }
-      case Waiting::mbarrier: {
-        const Mbarrier& barrier = mbarriers[thread.object];
-        what = format("mbar_wait(0x%x, parity %u) at ", barrier.address - kSharedBase, thread.parity) +
-               thread.site.text() +
-               format("; barrier state: %u of %u arrivals, %lld bytes pending%s, phase %u",
-                      barrier.count - barrier.pending, barrier.count, barrier.bytes,
-                      barrier.bytes < 0 ? " (more came than were expected)" : "", barrier.phase);
-        break;
-      }
-    }
-    size_t i = 0;
-    while (i < groups.size() && groups[i].first != what) ++i;
-    if (i == groups.size()) groups.emplace_back(what, std::vector<u32>());
-    groups[i].second.push_back(thread.index);
-  }
-  std::string text = format("deadlock in block %u: no thread can go on", index);
-  for (auto& group : groups) text += "\n  " + name_threads(group.second) + ": " + group.first;
-  return text;
-}
-
-STROBE_COLD std::string Block::left_over() {
-  for (const Mbarrier& barrier : mbarriers)
-    if (barrier.bytes != 0)
-      return format(
-          "block %u ended with %lld bytes pending on the mbarrier at 0x%x (phase %u): expect_tx and the copies do not "
-          "agree, or nobody waited",
-          index, barrier.bytes, barrier.address - kSharedBase, barrier.phase);
-  if (!async) return "";
-  for (const Thread& thread : threads)
-    if (!thread.stores.empty())
-      return format(
-                 "block %u ended while a TMA store of thread %u may still read shared memory (missing "
-                 "tma_store_wait_read)\n  at ",
-                 index, thread.index) +
-             thread.stores[0].site.text();
-  return "";
-}
 
 }  // namespace emu
 }  // namespace strobe

@@ -1,7 +1,7 @@
 // Every access to global or shared memory passes through here: bounds, alignment, and in asynchronous mode
 // happens-before.
-#pragma once
-#include <strobe/emu/block.cuh>
+#include <strobe/emu/engine/block.cuh>
+#include <strobe/emu/memory.cuh>
 
 namespace strobe {
 namespace emu {
@@ -42,7 +42,7 @@ STROBE_COLD void report_global(u64 address, u32 bytes, u32 alignment, bool write
          site);
 }
 
-inline void check_global(const void* p, u32 bytes, u32 alignment, bool write, const char* op, Site site) {
+void check_global(const void* p, u32 bytes, u32 alignment, bool write, const char* op, Site site) {
   Block& b = block();
   const u64 address = reinterpret_cast<u64>(p);
   (write ? b.counters.global_bytes_written : b.counters.global_bytes_read) += bytes;
@@ -58,11 +58,11 @@ inline void check_global(const void* p, u32 bytes, u32 alignment, bool write, co
 }
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
-inline u8* shared_at(u32 address) { return block().shared.get() + (address - Block::kSharedBase); }
+inline u8* shared_at(u32 address) { return block().shared.get() + (address - kSharedBase); }
 
 STROBE_COLD void report_shared(u32 address, u32 bytes, u32 alignment, const char* op, Site site, int thread) {
   Block& b = block();
-  const i64 offset = static_cast<i64>(address) - Block::kSharedBase;
+  const i64 offset = static_cast<i64>(address) - kSharedBase;
   if (offset >= 0 && offset + bytes <= b.smem)
     b.fail(format("%s: misaligned shared offset 0x%llx; must be a multiple of %u", op, offset, alignment), site,
            thread);
@@ -74,13 +74,13 @@ STROBE_COLD void report_shared(u32 address, u32 bytes, u32 alignment, const char
          site, thread);
 }
 
-inline void check_shared(u32 address, u32 bytes, u32 alignment, const char* op, Site site, int thread = -1) {
-  const i64 offset = static_cast<i64>(address) - Block::kSharedBase;
+void check_shared(u32 address, u32 bytes, u32 alignment, const char* op, Site site, int thread) {
+  const i64 offset = static_cast<i64>(address) - kSharedBase;
   if (offset < 0 || offset + bytes > block().smem || address % alignment)
     report_shared(address, bytes, alignment, op, site, thread);
 }
 
-STROBE_OUTLINE u16 site_number(Site site) {
+u16 site_number(Site site) {
   std::vector<Site>& sites = block().sites;
   for (size_t i = 1; i < sites.size(); ++i)
     if (sites[i].line == site.line && sites[i].file == site.file) return static_cast<u16>(i);
@@ -90,21 +90,21 @@ STROBE_OUTLINE u16 site_number(Site site) {
 
 STROBE_COLD std::string name_slot(u16 slot, u16 site) {
   Block& b = block();
-  const std::string where = " at " + b.sites[site].text();
+  const std::string where = " at " + place_of(b.sites[site]);
   if (slot < b.thread_count) return format("thread %u (warp %u, lane %u)", slot, slot / 32, slot % 32) + where;
   return format("the copy that completes on the mbarrier at 0x%x, issued",
-                b.mbarriers[slot - b.thread_count].address - Block::kSharedBase) +
+                b.mbarriers[slot - b.thread_count].address - kSharedBase) +
          where;
 }
 
 enum class Proxy { generic, async };
 
 // `thread` is about to see these bytes.
-STROBE_OUTLINE void note_read(u32 thread, u32 address, u32 bytes, Proxy proxy, const char* op, Site site) {
+void note_read(u32 thread, u32 address, u32 bytes, Proxy proxy, const char* op, Site site) {
   Block& b = block();
   const u32* clock = b.clock(thread);
   const u16 number = site_number(site);
-  const u32 first = (address - Block::kSharedBase) / 4;
+  const u32 first = (address - kSharedBase) / 4;
   for (u32 i = first; i < first + bytes / 4; ++i) {
     Word& word = b.words[i];
     if (word.copy_in_flight) {
@@ -142,10 +142,10 @@ STROBE_OUTLINE void note_read(u32 thread, u32 address, u32 bytes, Proxy proxy, c
 }
 
 // `thread` may write these bytes now. `value`: a race that changes nothing is not reported.
-STROBE_OUTLINE void check_overwrite(u32 thread, u32 address, u32 bytes, const void* value, const char* op, Site site) {
+void check_overwrite(u32 thread, u32 address, u32 bytes, const void* value, const char* op, Site site) {
   Block& b = block();
   const u32* clock = b.clock(thread);
-  const u32 first = (address - Block::kSharedBase) / 4;
+  const u32 first = (address - kSharedBase) / 4;
   for (u32 i = first; i < first + bytes / 4; ++i) {
     const Word& word = b.words[i];
     if (word.copy_in_flight)
@@ -174,10 +174,10 @@ STROBE_OUTLINE void check_overwrite(u32 thread, u32 address, u32 bytes, const vo
 }
 
 // These bytes are now (or, with `in_flight`, will be) those of `slot`.
-STROBE_OUTLINE void note_write(u32 slot, u32 clock, u32 address, u32 bytes, bool in_flight, bool generic, Site site) {
+void note_write(u32 slot, u32 clock, u32 address, u32 bytes, bool in_flight, bool generic, Site site) {
   Block& b = block();
   const u16 number = site_number(site);
-  const u32 first = (address - Block::kSharedBase) / 4;
+  const u32 first = (address - kSharedBase) / 4;
   ++b.stamp;
   for (u32 i = first; i < first + bytes / 4; ++i) {
     Word& word = b.words[i];
@@ -187,20 +187,20 @@ STROBE_OUTLINE void note_write(u32 slot, u32 clock, u32 address, u32 bytes, bool
   }
 }
 
-STROBE_OUTLINE void note_reader_in_flight(u32 address, u32 bytes, int change) {
+void note_reader_in_flight(u32 address, u32 bytes, int change) {
   Block& b = block();
-  const u32 first = (address - Block::kSharedBase) / 4;
+  const u32 first = (address - kSharedBase) / 4;
   for (u32 i = first; i < first + bytes / 4; ++i)
     b.words[i].readers_in_flight = static_cast<u16>(b.words[i].readers_in_flight + change);
 }
 
 inline void poison(u32 address, u32 bytes) {
-  const u32 pattern = Block::kPoison;
+  const u32 pattern = kPoison;
   for (u32 i = 0; i < bytes; i += 4) memcpy(shared_at(address) + i, &pattern, 4);
 }
 
 // A thread's ordinary load and store.
-inline void load_shared(void* to, u32 address, u32 bytes, const char* op, Site site) {
+void load_shared(void* to, u32 address, u32 bytes, const char* op, Site site) {
   Block& b = block();
   check_shared(address, bytes, bytes, op, site);
   if (b.async) note_read(b.running, address, bytes, Proxy::generic, op, site);
@@ -208,7 +208,7 @@ inline void load_shared(void* to, u32 address, u32 bytes, const char* op, Site s
   b.note_banks(address, bytes, site);
   memcpy(to, shared_at(address), bytes);
 }
-inline void store_shared(u32 address, const void* from, u32 bytes, const char* op, Site site) {
+void store_shared(u32 address, const void* from, u32 bytes, const char* op, Site site) {
   Block& b = block();
   check_shared(address, bytes, bytes, op, site);
   if (b.async) {
