@@ -9,6 +9,9 @@ import platform
 # numbers come out on every x86 machine.
 if platform.machine() in ("x86_64", "AMD64"):
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    os.environ.setdefault(
+        "ONEDNN_MAX_CPU_ISA", "AVX2"
+    )  # else ATen asks oneDNN, which has more, and then lacks the code
 
 import contextlib
 import gc

@@ -119,15 +119,15 @@ def _q_in_registers(one_of: int) -> tuple[Edit, ...]:
 # ---- what clusters that share K and V could save at most: two blocks would load half of them each --------------------
 def _without_loads(left_out: str) -> tuple[Edit, ...]:
     """Where `left_out` holds, a buffer keeps what it has: keys and values, since power depends on the numbers."""
-    begin, member = "const u32 full = ring.begin_load(bytes);\n", "  u32 tiles = 0;"
+    begin, member = "const u32 full = ring.begin_load(bytes);\n", "u32 stage = 0, parity;"
     keep = "ring.wait_empty(); mbar_arrive(ring.full_barrier()); ring.next(); return;"
-    counted = f"if (so_far++ >= 2 * Config::kStages && {left_out}) {{ {keep} }}\n      {begin}"
-    return (member, f"  u32 so_far = 0;\n{member}"), (begin, counted)
+    counted = f"if (ring.so_far++ >= 2 * Config::kStages && {left_out}) {{ {keep} }}\n      {begin}"
+    return (member, "u32 stage = 0, so_far = 0, parity;"), (begin, counted)
 
 
 # ---- exponentials of the backward: ptxas moves most of them behind the wait for dP -----------------------------------
 _EXPONENTIALS = {
-    "backward_sm90": "if (Score::kIdentity) exponentials(s, keys, m, masked);\n",
+    "backward_sm90": "if constexpr (Score::kCheapSum) exponentials(score, s, rows, load_next);\n",
     "dq_sm90": "exponentials(s, slope, r, n, masked);\n",
 }
 
@@ -136,7 +136,9 @@ def _exponentials_above(name: str, header: str, count: str = "kScores") -> Idea:
     """So many of them stay above the wait."""
     collect = f"u32 any = 0;\n#pragma unroll\n    for (int i = 0; i < {count}; ++i) any |= as_bits(s[i]);\n"
     after = _EXPONENTIALS[header]
-    return Idea(name, ((after, f"{after}    {{ {collect} keep_above(smem, as_float(any)); }}\n"),), header=header)
+    return Idea(
+        name, ((after, f"{after}    {{ {collect} keep_above(smem_base(), as_float(any)); }}\n"),), header=header
+    )
 
 
 FORWARD = [

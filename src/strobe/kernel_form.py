@@ -34,6 +34,8 @@ def kernel_form(expr: Expr, scale: float) -> KernelForm:
         number = scaled.args[1].args[0]
         before = scale * number if scaled.op == "*" else scale / number
         expr = expr.replaced(scaled, _S)
+    if expr == _S:
+        return KernelForm(1.0, _S, after * before)
     if is_sum(expr) and before:
         return KernelForm(1.0, _divided(expr, before), after * before)
     return KernelForm(before, expr, after)

@@ -51,9 +51,9 @@ def poisoned_outputs(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, to
 
 
 def tensors_of(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
-    names = ("q", "k", "v", "cu_q", "cu_k", "positions")
+    names = ("q", "k", "v", "cu_q", "cu_k", "positions", "bias", "mask_tensor", "seed")
     sinks = None if inputs.sinks is None else inputs.sinks.float()
-    return {name: getattr(inputs, name) for name in names} | {"sinks": sinks, "o": out, "lse": lse, "seed": inputs.seed}
+    return {name: getattr(inputs, name) for name in names} | {"sinks": sinks, "o": out, "lse": lse}
 
 
 def with_source(plan: Plan, edit: Callable[[str], str]) -> Plan:

@@ -224,7 +224,7 @@ def test_copies_that_land_late_do_not_matter(page: int, monkeypatch: pytest.Monk
 def test_splits_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
-    assert plan_work.FIRST_SPLITS == 4 * BLOCK
+    assert plan_work.FIRST_SPLITS == 16 * BLOCK
     expected = attend([CHUNK, OTHERS[0]], check=True)
     assert not differing(attend([*ALONE, Span("long", 4600, 4650)]), expected)
 

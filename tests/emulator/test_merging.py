@@ -197,7 +197,7 @@ MUTATIONS = {
     "every_lane_counts": (None, RESUMED, "neg_inf() && thread_idx() % 4 == 0 ? 1.f", "neg_inf() ? 1.f"),
     "maximum_in_other_units": (None, RESUMED, "lse[r] * p.unscale", "lse[r]"),
     "first_block_not_rescaled": ("sm90", RESUMED, "if (!first || Config::kMerge) f.o.scale", "if (!first) f.o.scale"),
-    "rows_beyond_the_end": (None, RESUMED, "merges() && row < tile.len_q;", "merges();"),
+    "rows_beyond_the_end": (None, RESUMED, "merges() && row < tile.q.length;", "merges();"),
     "other_half_of_the_row": (
         "sm90", RESUMED_SPLIT, "fragment.load_row(r, o(row + 8 * r)", "fragment.load_row(r, o(row)"
     ),

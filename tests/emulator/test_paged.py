@@ -185,7 +185,7 @@ MUTATIONS = {
     "looked_at_after_the_release": Mutation(
         f"{LOOK}\n    {RELEASE}", f"const u32 stage = k.stage;\n    {RELEASE}\n    missing.look(stage);"
     ),
-    "released_for_lanes_that_look": Mutation("sync_warp();  // all lanes have read it before", "//"),
+    "released_for_lanes_that_look": Mutation("sync_warp();  // every lane knows it before", "//"),
     "rows_of_no_page_read": Mutation("page < 0 ? 0 : left, head)", "left, head)"),
     "other_keys_hidden": Mutation("(missing >> 2 * (lane % 4) & 0x0303", "(missing & 0x0303", 1),
 }

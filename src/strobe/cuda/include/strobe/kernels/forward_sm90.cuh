@@ -109,11 +109,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
   STROBE_DEVICE void load_tile(const Tile& tile) {
     const Blocks blocks = blocks_of(tile, tile.row0, kBlockM);
-    const int head_k = quotient(tile.head, p.group);
-    const bool any_keys = blocks.any();
-    int n = blocks.begin();
+    const bool any_keys = blocks.any(), gathers = Config::Keys::kGathered;
+    int n = blocks.begin(), head_k = quotient(tile.head, p.group);
+    if (gathers && leads<Config>()) announce(tile, any_keys);  // first: a warp waits for what it gathers
     if (any_keys) load_keys(tile, head_k, n);
-    if (leads<Config>()) announce(tile, any_keys);
+    if (!gathers && leads<Config>()) announce(tile, any_keys);
     q.next();
     if (parts.merge) parts.load(p, tile, v, q);
 #pragma unroll 1

@@ -22,7 +22,7 @@ template <class Config> struct MissingKeys<Config, true> {
   // Before the buffer of K is released. What is read is needed much later: its latency passes during the products.
   STROBE_DEVICE void look(u32 stage) {
     word = ld_shared(missing_word<Config>(stage));
-    sync_warp();  // all lanes have read it before one of them gives the buffer back
+    sync_warp();  // every lane knows it before one of them gives the buffer back
   }
   // Whether some scores must be hidden: by the mask, or because keys are missing.
   STROBE_DEVICE bool or_any(bool masked) const { return masked || any(word); }
