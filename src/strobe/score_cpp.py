@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from strobe.expression import CTYPES, OPERATIONS, Expr
+from strobe.expression import CTYPES, FLOAT, OPERATIONS, Expr
 from strobe.expression_cpp import Body, Numbers, is_of_head
 from strobe.kernel_form import is_sum
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from strobe.score import Score
 
 _S, _X, _Y = (Expr("var", (name,)) for name in ("s", "x", "y"))
+_OF_PAIRS = {"q", "k", "qi", "ki", "s"}  # variables that differ between the pairs of a head
 _FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of numbers
 
 
@@ -28,6 +29,7 @@ class Entries(NamedTuple):
     size: int = 0  # bytes of an entry
     staged: bool = False  # some kernels read it by whole tiles (pipeline/pair_tile.cuh)
     prefetched: bool = False  # heads do not share it, so that it is not in the L2 when it is read
+    learnt: bool = False  # its gradient is wanted
 
     def cpp(self, number: int) -> str:
         if not self.pairs:
@@ -51,7 +53,8 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
     """x is q.k, y the inner expression of `kernel_form`, of which kernels compute exp2(scale_log2 * y), and `slope` its
     derivative. `at` tells where entry i of a fragment lies (pipeline/scores.cuh). The text does not depend on numbers:
     those are fields, see `numbers`. `entries`: how the captured tensors are read, by their numbers."""
-    made, methods, of_head = _printed(score, 1.0, entries)
+    learnt = tuple(i for i, e in enumerate(entries) if e.learnt)
+    made, methods, of_head = _printed(score, 1.0, entries, learnt)
     inner = score.kernel_form(1.0).inner
     staged = "".join(
         f"  using Staged = {e.element};\n"
@@ -61,7 +64,9 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         if e.staged
     )
     tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in range(len(entries)))
+    tensors += "".join(f"  float* g{i};\n" for i in learnt)
     given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
+    given += "".join(f", p.d{entries[i].name}" for i in learnt)
     integers = ("  const int* n;\n", ", p.score_integers") if made.integers else ("", "")
     may_hide = bool(entries) or any(node.op in OPERATIONS and node.op not in _FINITE for node in score.expr.nodes())
     of_tanh = _arguments_of_tanh(inner)
@@ -75,6 +80,8 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         f"  static constexpr bool kPositional = {str(not score.pointwise).lower()};\n"
         f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
         f"  static constexpr bool kCheapSum = {str(_is_cheap_sum(inner, entries)).lower()};  // s and little more\n"
+        f"  static constexpr bool kLearns = {str(bool(learnt)).lower()};  // tensors that it captures have gradients\n"
+        f"  static constexpr int kSums = {len(_Learnt.of(inner, learnt).summed)};  // of them, in registers\n"
         f"  static constexpr bool kStaged = {str(bool(staged)).lower()};\n"
         f"  static constexpr bool kHasTanh = {str(bool(of_tanh)).lower()};\n"
         f"  const float* c;\n{integers[0]}{tensors}"
@@ -95,19 +102,23 @@ def _is_cheap_sum(inner: Expr, entries: Sequence[Entries]) -> bool:
     """Whether the slope is 1 and no addresses are computed for single scores: the registers for them are taken while dP is
     under way."""
     near = all(e.staged or not e.pairs for e in entries) and all(map(is_of_head, _indices(inner)))
-    return near and inner.op != "where" and inner.derivative("s").is_one
+    learnt = _Learnt.of(inner, tuple(i for i, e in enumerate(entries) if e.learnt))
+    reads_s = any("s" in slope.variables() for slope in learnt.slopes.values())  # which has become P by then
+    return near and inner.op != "where" and inner.derivative("s").is_one and not reads_s
 
 
 def _indices(inner: Expr) -> list[Expr]:
     return [index for load in inner.loads() for index in load.operands]
 
 
-def numbers(score: Score, scale: float) -> Numbers:
-    """What c[i] and n[i] are in the text of `struct`."""
-    return _printed(score, scale, ())[0]
+def numbers(score: Score, scale: float, learnt: Sequence[int] = ()) -> Numbers:
+    """What c[i] and n[i] are in the text of `struct`. `learnt`: the captured tensors whose gradients are wanted."""
+    return _printed(score, scale, (), learnt)[0]
 
 
-def _printed(score: Score, scale: float, entries: Sequence[Entries]) -> tuple[Numbers, str, dict[Expr, str]]:
+def _printed(
+    score: Score, scale: float, entries: Sequence[Entries], learnt: Sequence[int]
+) -> tuple[Numbers, str, dict[Expr, str]]:
     """The numbers, the methods, and what they need of a head."""
     form = score.kernel_form(scale)
     made = Numbers()
@@ -126,7 +137,58 @@ def _printed(score: Score, scale: float, entries: Sequence[Entries]) -> tuple[Nu
             f"  template <class At> STROBE_DEVICE {method.result} {method.name}({method.given}const At& at, int i) const "
             f"{body.function(text)}\n"
         )
+    if learnt:
+        lines += _gradients(_Learnt.of(form.inner, learnt), made, s, elements, of_head)
     return made, "".join(lines), of_head
+
+
+class _Learnt(NamedTuple):
+    """The loads through which gradients of captured tensors flow."""
+
+    slopes: dict[Expr, Expr]  # what is in `kernel_form`, differentiated by each load, where nothing is hidden
+    summed: list[Expr]  # those at one place for all pairs of a head: a thread sums up what they get
+    others: list[Expr]
+
+    @staticmethod
+    def of(inner: Expr, learnt: Sequence[int]) -> _Learnt:
+        while inner.op == "where":  # dS is 0 where it hides
+            inner = inner.args[0]
+        loads = [load for load in inner.loads() if load.args[0] in learnt and load.kind == FLOAT]
+        slopes = {load: inner.derivative(load) for load in loads}
+        slopes = {load: slope for load, slope in slopes.items() if not slope.is_zero}
+        summed = [e for e in slopes if not any(index.variables() & _OF_PAIRS for index in e.operands)]
+        return _Learnt(slopes, summed, [e for e in slopes if e not in summed])
+
+
+def _gradients(
+    learnt: _Learnt, made: Numbers, s: str, elements: Mapping[int, str], of_head: dict[Expr, str]
+) -> Iterator[str]:
+    """`add_gradients` takes dS of an entry, `add_sums` what it left in `sums`, once for many. Where dS is 0 the slope may
+    be infinite. The factor of the kernel form is left to the host."""
+    body = Body(
+        [*learnt.slopes.values(), *(index for e in learnt.others for index in e.operands)],
+        made, {_S: "s"}, elements, of_head,
+    )  # fmt: skip
+    parts = [
+        "ds" if slope.is_one else f"ds == 0.f ? 0.f : ds * {body.text(slope)}"
+        for slope in (learnt.slopes[e] for e in (*learnt.summed, *learnt.others))
+    ]
+    sums = [f"sums[{i}] += {part};" for i, part in enumerate(parts[: len(learnt.summed)])]
+    adds = [
+        f"add_unless_zero(g{e.args[0]} + ({body.place(e)}), {part});"
+        for e, part in zip(learnt.others, parts[len(learnt.summed) :], strict=True)
+    ]
+    lines = [*([f"const float s = {s};"] if body.reads(_S) else []), *body.statements, *sums, *adds]
+    yield (
+        "  template <class At> STROBE_DEVICE void add_gradients(float* sums, float x, float ds, const At& at, int i) const "
+        f"{{ {' '.join(lines)} }}\n"
+    )
+    body = Body([index for e in learnt.summed for index in e.operands], made, {}, elements)
+    adds = [f"add_of_warp(g{e.args[0]} + ({body.place(e)}), sums[{i}]);" for i, e in enumerate(learnt.summed)]
+    yield (
+        "  template <class At> STROBE_DEVICE void add_sums(const float* sums, const At& at) const "
+        f'{{ static_assert(At::kOneHead, "one place for all"); const int i = 0; {" ".join([*body.statements, *adds])} }}\n'
+    )
 
 
 def _methods(inner: Expr, condition: Expr | None) -> list[_Method]:

@@ -13,12 +13,12 @@ import torch
 from strobe.arguments import ROWS, Arguments, Layout, four_axes
 from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import driver, forward_sm90, jit
-from strobe.cuda.backward_plan import group_parts
+from strobe.cuda.backward_plan import Wanted, captured_gradient_scale, group_parts
 from strobe.cuda.families import FAMILIES, Family
 from strobe.cuda.launch import Launcher, Planned, address, allocator, compile_together, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.expression_text import MOST_TENSORS
-from strobe.problem import Problem, Strides
+from strobe.problem import Load, Problem, Strides, captured_strides
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
 _SMEM_OF_HOPPER = 227 << 10
@@ -175,7 +175,7 @@ def prepare_backward(
     if dlse is not None:
         x["dlse"] = _contiguous(dlse)
     wanted, device = problem.gradients, a.q.device
-    if "q" in wanted or "bias" in wanted:  # the gradient of the bias is found on the way to dQ
+    if Wanted.of(problem).dq:
         x["dq"] = torch.empty(a.q.shape, dtype=problem.out_dtype, device=device)
     problem = replace(problem, group_parts=group_parts(problem, sms))
     if "k" in wanted or "v" in wanted:  # one kernel computes both
@@ -189,7 +189,10 @@ def prepare_backward(
     strides: dict[str, Any] = {n: inside_strides(x[n], layout) for n in named if n in x}
     if "bias" in wanted:
         x["dbias"], strides["dbias"] = _bias_gradient(problem, a)
-    return x, with_strides(problem, layout, x), strides
+    for i in problem.learnt:
+        x[f"dscore{i}"], x[f"score{i}"] = _captured_gradient(x[f"score{i}"])
+    loads = tuple(_as_it_lies(load, x.get(load.name)) for load in problem.loads)
+    return x, with_strides(replace(problem, loads=loads), layout, x), strides
 
 
 def _bias_gradient(problem: Problem, a: Arguments) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -199,6 +202,21 @@ def _bias_gradient(problem: Problem, a: Arguments) -> tuple[torch.Tensor, tuple[
     view = four_axes(gradient)
     assert view is not None
     return gradient, view.expand(problem.batch, problem.heads, problem.len_q, problem.len_k).stride()
+
+
+def _captured_gradient(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in which the kernels sum up its gradient, and the tensor: both with the same strides, which lead to an element
+    each."""
+    gradient = torch.zeros_like(t, dtype=torch.float32)
+    if gradient.stride() == t.stride():
+        return gradient, t
+    t = t.clone(memory_format=torch.contiguous_format)
+    return torch.zeros_like(t, dtype=torch.float32), t
+
+
+def _as_it_lies(load: Load, t: torch.Tensor | None) -> Load:
+    """The load of a captured tensor that may have become another one."""
+    return load if t is None or load.name in ("bias", "mask_tensor") else replace(load, strides=captured_strides(t))
 
 
 def _room_for_parts(t: torch.Tensor, layout: Layout, problem: Problem) -> tuple[torch.Size, torch.dtype]:
@@ -223,7 +241,12 @@ def gradients_of(problem: Problem, layout: Layout, x: Mapping[str, Any], a: Argu
     q, k, v = (x.get(f"d{n}") if n in problem.gradients else None for n in ("q", "k", "v"))
     sinks = _sum_of_rows(x["dsink"], layout, a) if "sinks" in problem.gradients else None
     bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
-    return Gradients(q, _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem), bias, sinks)
+    factor = captured_gradient_scale(problem)
+    score = [
+        (x[f"dscore{i}"] * factor).to(t.dtype) if i in problem.learnt else None for i, t in enumerate(a.score_tensors)
+    ]
+    dk, dv = _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem)
+    return Gradients(q, dk, dv, bias, sinks, tuple(score) if problem.learnt else None)
 
 
 def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Tensor:
@@ -335,7 +358,8 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
             plan = module.plan(actual, strides, machine)
             launcher = launchers[key] = Launcher(plan, device, tuple(x))
         launcher(*map(address, x.values()), blocks=a.blocks)
-        if "dbias" not in x and _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
+        sums = "dbias" in x or actual.learnt  # which begin with zeros
+        if not sums and _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
             repeated[seen] = _repeated_backward(launcher, actual, layout, a, x)
         return gradients_of(problem, layout, x, a)
 
@@ -390,6 +414,7 @@ def _backend(name: str, summary: str) -> Backend:
         pages=name == "sm90",
         invariant=name == "sm90",
         merges=True,
+        captured_gradients=True,
         rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.module(p).plan, p)) == 1,
     )
 

@@ -55,10 +55,8 @@ class Wanted:
     @staticmethod
     def of(problem: Problem) -> Wanted:
         names = problem.gradients
-        # What a bias gets is found on the way to dQ.
-        return Wanted(
-            "q" in names or "bias" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic
-        )
+        dq = "q" in names or "bias" in names or bool(problem.learnt)  # what those get is found on the way to dQ
+        return Wanted(dq, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
 
 
 def gradient_strides(strides: dict[str, Strides], *names: str) -> dict[str, int]:
@@ -107,6 +105,11 @@ def grad_scale(problem: Problem) -> float:
     """Of the derivative of a score by q.k, which the kernels leave out."""
     form = problem.logit.kernel_form(problem.scale)
     return form.before * form.after
+
+
+def captured_gradient_scale(problem: Problem) -> float:
+    """Of the sums for captured tensors: that of a logit, which the kernels leave out."""
+    return problem.logit.kernel_form(problem.scale).after
 
 
 LONG_LOOP = 64  # blocks of queries; an estimate: shorter loops are not worth the launches that sum up the parts

@@ -90,6 +90,10 @@ template <class Score> struct Inside {
     return score.inside_slope(x, y, at, i);
   }
   template <class F> STROBE_DEVICE void each_tensor_to_prefetch(F f) const { score.each_tensor_to_prefetch(f); }
+  template <class At> STROBE_DEVICE void add_gradients(float* sums, float x, float ds, const At& at, int i) const {
+    score.add_gradients(sums, x, ds, at, i);
+  }
+  template <class At> STROBE_DEVICE void add_sums(const float* sums, const At& at) const { score.add_sums(sums, at); }
 };
 
 template <class Config, class Score> STROBE_DEVICE auto inside(const Score& score) {
@@ -175,6 +179,29 @@ STROBE_DEVICE void put_bias_gradient(const Params& p, const At& at, int i, float
     if (at.inside(i)) Config::BiasGradient::put(p.dbias, index, ds);
   }
 }
+
+// The gradients of captured tensors are summed up in fp32, too, at the places that the score reads. Hidden pairs add
+// nothing.
+STROBE_DEVICE void add_unless_zero(float* to, float x) {
+  if (x != 0.f) atomic_add(to, x);
+}
+// What the lanes of a warp have for one place.
+STROBE_DEVICE void add_of_warp(float* to, float x) {
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) x += shfl_xor(x, i);
+  if (thread_idx() % 32 == 0) add_unless_zero(to, x);
+}
+// Of a thread, for a block of pairs.
+template <class Score> struct CapturedGradients {
+  float sums[Score::kSums + 1] = {};  // there may be none
+
+  template <class S, class At> STROBE_DEVICE void add(const S& score, float x, float ds, const At& at, int i) {
+    if constexpr (Score::kLearns) score.add_gradients(sums, x, ds, at, i);
+  }
+  template <class S, class At> STROBE_DEVICE void finish(const S& score, const At& at) const {
+    if constexpr (Score::kSums > 0) score.add_sums(sums, at);
+  }
+};
 
 // ---- rows are queries -----------------------------------------------------------------------------------------------
 
