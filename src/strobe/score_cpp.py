@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from strobe.expression import CTYPES, FLOAT, OPERATIONS, Expr
 from strobe.expression_cpp import Body, Numbers, is_of_head
-from strobe.kernel_form import is_sum
+from strobe.kernel_form import KernelForm, is_sum
 
 if TYPE_CHECKING:
     from strobe.score import Score
 
 _S, _X, _Y = (Expr("var", (name,)) for name in ("s", "x", "y"))
+# Operations on places and numbers that have a finite result.
+_BOUNDED = {"+", "-", "*", "abs", "iabs", "float", "int", "min", "max", "select"}
 _OF_PAIRS = {"q", "k", "qi", "ki", "s"}  # variables that differ between the pairs of a head
 _FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of numbers
 
@@ -55,7 +57,9 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
     those are fields, see `numbers`. `entries`: how the captured tensors are read, by their numbers."""
     learnt = tuple(i for i, e in enumerate(entries) if e.learnt)
     made, methods, of_head = _printed(score, 1.0, entries, learnt)
-    inner = score.kernel_form(1.0).inner
+    form = score.kernel_form(1.0)
+    inner = form.inner
+    of_learnt = _Learnt.of(score, form, learnt)
     staged = "".join(
         f"  using Staged = {e.element};\n"
         f"  STROBE_DEVICE const void* staged_tensor() const {{ return t{i}; }}\n"
@@ -79,9 +83,9 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         f"  static constexpr bool kIdentity = {str(inner == _S).lower()};\n"
         f"  static constexpr bool kPositional = {str(not score.pointwise).lower()};\n"
         f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
-        f"  static constexpr bool kCheapSum = {str(_is_cheap_sum(inner, entries)).lower()};  // s and little more\n"
+        f"  static constexpr bool kCheapSum = {str(_is_cheap_sum(inner, entries, of_learnt)).lower()};  // s and little more\n"
         f"  static constexpr bool kLearns = {str(bool(learnt)).lower()};  // tensors that it captures have gradients\n"
-        f"  static constexpr int kSums = {len(_Learnt.of(inner, learnt).summed)};  // of them, in registers\n"
+        f"  static constexpr int kSums = {len(of_learnt.summed)};  // of them, in registers\n"
         f"  static constexpr bool kStaged = {str(bool(staged)).lower()};\n"
         f"  static constexpr bool kHasTanh = {str(bool(of_tanh)).lower()};\n"
         f"  const float* c;\n{integers[0]}{tensors}"
@@ -98,13 +102,11 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
     )
 
 
-def _is_cheap_sum(inner: Expr, entries: Sequence[Entries]) -> bool:
+def _is_cheap_sum(inner: Expr, entries: Sequence[Entries], learnt: _Learnt) -> bool:
     """Whether the slope is 1 and no addresses are computed for single scores: the registers for them are taken while dP is
-    under way."""
+    under way. What tensors learn would take them again."""
     near = all(e.staged or not e.pairs for e in entries) and all(map(is_of_head, _indices(inner)))
-    learnt = _Learnt.of(inner, tuple(i for i, e in enumerate(entries) if e.learnt))
-    reads_s = any("s" in slope.variables() for slope in learnt.slopes.values())  # which has become P by then
-    return near and inner.op != "where" and inner.derivative("s").is_one and not reads_s
+    return near and inner.op != "where" and inner.derivative("s").is_one and not learnt.slopes
 
 
 def _indices(inner: Expr) -> list[Expr]:
@@ -138,41 +140,63 @@ def _printed(
             f"{body.function(text)}\n"
         )
     if learnt:
-        lines += _gradients(_Learnt.of(form.inner, learnt), made, s, elements, of_head)
+        lines += _gradients(_Learnt.of(score, form, learnt), made, s, elements, of_head)
     return made, "".join(lines), of_head
 
 
 class _Learnt(NamedTuple):
     """The loads through which gradients of captured tensors flow."""
 
-    slopes: dict[Expr, Expr]  # what is in `kernel_form`, differentiated by each load, where nothing is hidden
+    slopes: dict[Expr, Expr]  # the derivative by each load, where nothing is hidden
     summed: list[Expr]  # those at one place for all pairs of a head: a thread sums up what they get
     others: list[Expr]
+    factor: float  # of what they get, left to the host
 
     @staticmethod
-    def of(inner: Expr, learnt: Sequence[int]) -> _Learnt:
-        while inner.op == "where":  # dS is 0 where it hides
-            inner = inner.args[0]
-        loads = [load for load in inner.loads() if load.args[0] in learnt and load.kind == FLOAT]
-        slopes = {load: inner.derivative(load) for load in loads}
-        slopes = {load: slope for load, slope in slopes.items() if not slope.is_zero}
+    def of(score: Score, form: KernelForm, learnt: Sequence[int]) -> _Learnt:
+        """Of a sum the logit itself is differentiated: what is added to q.k in the kernel form is divided by a number."""
+        inner, factor = _visible(form.inner), form.after
+        slopes, whole = _slopes(inner, learnt), _slopes(_visible(score.expr), learnt)
+        if is_sum(inner) and not any("s" in slope.variables() for slope in whole.values()):
+            slopes, factor = whole, 1.0
         summed = [e for e in slopes if not any(index.variables() & _OF_PAIRS for index in e.operands)]
-        return _Learnt(slopes, summed, [e for e in slopes if e not in summed])
+        return _Learnt(slopes, summed, [e for e in slopes if e not in summed], factor)
+
+
+def _slopes(e: Expr, learnt: Sequence[int]) -> dict[Expr, Expr]:
+    loads = [load for load in e.loads() if load.args[0] in learnt and load.kind == FLOAT]
+    return {load: slope for load in loads if not (slope := e.derivative(load)).is_zero}
+
+
+def _visible(e: Expr) -> Expr:
+    """Where nothing hides it: elsewhere dS is 0."""
+    return _visible(e.args[0]) if e.op == "where" else e
+
+
+def _is_finite(slope: Expr) -> bool:
+    return all(n.op in _BOUNDED or n.op in ("const", "literal") or (n.op == "var" and n != _S) for n in slope.nodes())
+
+
+def factor_of_gradients(score: Score, scale: float, learnt: Sequence[int]) -> float:
+    """Of what `add_gradients` and `add_sums` add."""
+    return _Learnt.of(score, score.kernel_form(scale), learnt).factor
 
 
 def _gradients(
     learnt: _Learnt, made: Numbers, s: str, elements: Mapping[int, str], of_head: dict[Expr, str]
 ) -> Iterator[str]:
     """`add_gradients` takes dS of an entry, `add_sums` what it left in `sums`, once for many. Where dS is 0 the slope may
-    be infinite. The factor of the kernel form is left to the host."""
+    be infinite."""
     body = Body(
         [*learnt.slopes.values(), *(index for e in learnt.others for index in e.operands)],
         made, {_S: "s"}, elements, of_head,
     )  # fmt: skip
-    parts = [
-        "ds" if slope.is_one else f"ds == 0.f ? 0.f : ds * {body.text(slope)}"
-        for slope in (learnt.slopes[e] for e in (*learnt.summed, *learnt.others))
-    ]
+
+    def part(slope: Expr) -> str:
+        product = f"ds * {body.text(slope)}"
+        return "ds" if slope.is_one else product if _is_finite(slope) else f"ds == 0.f ? 0.f : {product}"
+
+    parts = [part(learnt.slopes[e]) for e in (*learnt.summed, *learnt.others)]
     sums = [f"sums[{i}] += {part};" for i, part in enumerate(parts[: len(learnt.summed)])]
     adds = [
         f"add_unless_zero(g{e.args[0]} + ({body.place(e)}), {part});"

@@ -242,8 +242,10 @@ def gradients_of(problem: Problem, layout: Layout, x: Mapping[str, Any], a: Argu
     sinks = _sum_of_rows(x["dsink"], layout, a) if "sinks" in problem.gradients else None
     bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
     factor = captured_gradient_scale(problem)
+    sums = [x.get(f"dscore{i}") for i in range(problem.captured)]
     score = [
-        (x[f"dscore{i}"] * factor).to(t.dtype) if i in problem.learnt else None for i, t in enumerate(a.score_tensors)
+        None if x is None else (x if factor == 1 else x * factor).to(t.dtype)
+        for x, t in zip(sums, a.score_tensors, strict=True)
     ]
     dk, dv = _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem)
     return Gradients(q, dk, dv, bias, sinks, tuple(score) if problem.learnt else None)

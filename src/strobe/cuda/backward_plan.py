@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strobe import score_cpp
 from strobe.cuda import tuned
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
@@ -108,8 +109,8 @@ def grad_scale(problem: Problem) -> float:
 
 
 def captured_gradient_scale(problem: Problem) -> float:
-    """Of the sums for captured tensors: that of a logit, which the kernels leave out."""
-    return problem.logit.kernel_form(problem.scale).after
+    """Of the sums for captured tensors, which the kernels leave out."""
+    return score_cpp.factor_of_gradients(problem.logit, problem.scale, problem.learnt)
 
 
 LONG_LOOP = 64  # blocks of queries; an estimate: shorter loops are not worth the launches that sum up the parts
