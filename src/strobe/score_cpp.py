@@ -85,7 +85,7 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
         f"  static constexpr bool kCheapSum = {str(_is_cheap_sum(inner, entries, of_learnt)).lower()};  // s and little more\n"
         f"  static constexpr bool kLearns = {str(bool(learnt)).lower()};  // tensors that it captures have gradients\n"
-        f"  static constexpr int kSums = {len(of_learnt.summed)};  // of them, in registers\n"
+        f"  static constexpr int kOfHead = {len(of_learnt.of_head)}, kRunning = {len(of_learnt.running)};  // their sums\n"
         f"  static constexpr bool kStaged = {str(bool(staged)).lower()};\n"
         f"  static constexpr bool kHasTanh = {str(bool(of_tanh)).lower()};\n"
         f"  const float* c;\n{integers[0]}{tensors}"
@@ -148,8 +148,8 @@ class _Learnt(NamedTuple):
     """The loads through which gradients of captured tensors flow."""
 
     slopes: dict[Expr, Expr]  # the derivative by each load, where nothing is hidden
-    summed: list[Expr]  # those at one place for all pairs of a head: a thread sums up what they get
-    others: list[Expr]
+    of_head: list[Expr]  # at one place for all pairs of a head
+    running: list[Expr]  # the others
     factor: float  # of what they get, left to the host
 
     @staticmethod
@@ -159,8 +159,8 @@ class _Learnt(NamedTuple):
         slopes, whole = _slopes(inner, learnt), _slopes(_visible(score.expr), learnt)
         if is_sum(inner) and not any("s" in slope.variables() for slope in whole.values()):
             slopes, factor = whole, 1.0
-        summed = [e for e in slopes if not any(index.variables() & _OF_PAIRS for index in e.operands)]
-        return _Learnt(slopes, summed, [e for e in slopes if e not in summed], factor)
+        of_head = [e for e in slopes if not any(index.variables() & _OF_PAIRS for index in e.operands)]
+        return _Learnt(slopes, of_head, [e for e in slopes if e not in of_head], factor)
 
 
 def _slopes(e: Expr, learnt: Sequence[int]) -> dict[Expr, Expr]:
@@ -178,39 +178,40 @@ def _is_finite(slope: Expr) -> bool:
 
 
 def factor_of_gradients(score: Score, scale: float, learnt: Sequence[int]) -> float:
-    """Of what `add_gradients` and `add_sums` add."""
+    """Of what `add_gradients` and `finish_gradients` add."""
     return _Learnt.of(score, score.kernel_form(scale), learnt).factor
 
 
 def _gradients(
     learnt: _Learnt, made: Numbers, s: str, elements: Mapping[int, str], of_head: dict[Expr, str]
 ) -> Iterator[str]:
-    """`add_gradients` takes dS of an entry, `add_sums` what it left in `sums`, once for many. Where dS is 0 the slope may
-    be infinite."""
-    body = Body(
-        [*learnt.slopes.values(), *(index for e in learnt.others for index in e.operands)],
-        made, {_S: "s"}, elements, of_head,
-    )  # fmt: skip
+    """`add_gradients` takes dS of an entry; what it leaves in `sums` is for `finish_gradients`, once for many. Where dS is 0
+    the slope may be infinite."""
+    roots = [*learnt.slopes.values(), *(index for e in learnt.running for index in e.operands)]
+    body = Body(roots, made, {_S: "s"}, elements, of_head)
 
-    def part(slope: Expr) -> str:
+    def part(load: Expr) -> str:
+        slope = learnt.slopes[load]
         product = f"ds * {body.text(slope)}"
         return "ds" if slope.is_one else product if _is_finite(slope) else f"ds == 0.f ? 0.f : {product}"
 
-    parts = [part(learnt.slopes[e]) for e in (*learnt.summed, *learnt.others)]
-    sums = [f"sums[{i}] += {part};" for i, part in enumerate(parts[: len(learnt.summed)])]
-    adds = [
-        f"add_unless_zero(g{e.args[0]} + ({body.place(e)}), {part});"
-        for e, part in zip(learnt.others, parts[len(learnt.summed) :], strict=True)
-    ]
-    lines = [*([f"const float s = {s};"] if body.reads(_S) else []), *body.statements, *sums, *adds]
+    adds = [f"sums.of_head[{i}] += {part(e)};" for i, e in enumerate(learnt.of_head)]
+    for i, e in enumerate(learnt.running):
+        adds.append(f"sums.running[{i}][fragment_row(i)].add(g{e.args[0]}, int({body.place(e)}), {part(e)});")
+    given_s = [f"const float s = {s};"] if body.reads(_S) else []
     yield (
-        "  template <class At> STROBE_DEVICE void add_gradients(float* sums, float x, float ds, const At& at, int i) const "
-        f"{{ {' '.join(lines)} }}\n"
+        "  template <class Sums, class At> "
+        "STROBE_DEVICE void add_gradients(Sums& sums, float x, float ds, const At& at, int i) const "
+        f"{{ {' '.join([*given_s, *body.statements, *adds])} }}\n"
     )
-    body = Body([index for e in learnt.summed for index in e.operands], made, {}, elements)
-    adds = [f"add_of_warp(g{e.args[0]} + ({body.place(e)}), sums[{i}]);" for i, e in enumerate(learnt.summed)]
+    body = Body([index for e in learnt.of_head for index in e.operands], made, {}, elements)
+    adds = [f"add_of_warp(g{e.args[0]} + ({body.place(e)}), sums.of_head[{i}]);" for i, e in enumerate(learnt.of_head)]
+    adds += [
+        f"for (const RunningSum& of_row : sums.running[{i}]) of_row.finish(g{e.args[0]});"
+        for i, e in enumerate(learnt.running)
+    ]
     yield (
-        "  template <class At> STROBE_DEVICE void add_sums(const float* sums, const At& at) const "
+        "  template <class Sums, class At> STROBE_DEVICE void finish_gradients(const Sums& sums, const At& at) const "
         f'{{ static_assert(At::kOneHead, "one place for all"); const int i = 0; {" ".join([*body.statements, *adds])} }}\n'
     )
 

@@ -19,7 +19,7 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
     ["expression", "dropout", "overlap", "invalid", "merging", "work_list"],
-    ["expression_text", "expression_cpp"],
+    ["expression_text", "expression_cpp", "kernel_form"],
     [
         "mask",
         "score",

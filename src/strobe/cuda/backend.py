@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.arguments import ROWS, Arguments, Layout, four_axes
+from strobe.arguments import ROWS, Arguments, Layout
 from strobe.backends.backend import Backend, Gradients, Pass
-from strobe.cuda import driver, forward_sm90, jit
-from strobe.cuda.backward_plan import Wanted, captured_gradient_scale, group_parts
+from strobe.cuda import driver, forward_sm90, jit, summed_gradients
+from strobe.cuda.backward_plan import Wanted, group_parts
 from strobe.cuda.families import FAMILIES, Family
 from strobe.cuda.launch import Launcher, Planned, address, allocator, compile_together, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
 from strobe.expression_text import MOST_TENSORS
-from strobe.problem import Load, Problem, Strides, captured_strides
+from strobe.problem import Problem, Strides
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
 _SMEM_OF_HOPPER = 227 << 10
@@ -187,36 +187,8 @@ def prepare_backward(
     x |= read_by_kernels(a)
     named = ("o", "d_o", "dq", "dk", "dv")
     strides: dict[str, Any] = {n: inside_strides(x[n], layout) for n in named if n in x}
-    if "bias" in wanted:
-        x["dbias"], strides["dbias"] = _bias_gradient(problem, a)
-    for i in problem.learnt:
-        x[f"dscore{i}"], x[f"score{i}"] = _captured_gradient(x[f"score{i}"])
-    loads = tuple(_as_it_lies(load, x.get(load.name)) for load in problem.loads)
-    return x, with_strides(replace(problem, loads=loads), layout, x), strides
-
-
-def _bias_gradient(problem: Problem, a: Arguments) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The gradient of the bias, 0 where pairs are hidden, and its strides by pair; fp32 where it is summed up."""
-    bias = next(load for load in problem.loads if load.name == "bias")
-    gradient = torch.zeros(a.bias.shape, dtype=torch.float32 if bias.shared else a.bias.dtype, device=a.q.device)
-    view = four_axes(gradient)
-    assert view is not None
-    return gradient, view.expand(problem.batch, problem.heads, problem.len_q, problem.len_k).stride()
-
-
-def _captured_gradient(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros in which the kernels sum up its gradient, and the tensor: both with the same strides, which lead to an element
-    each."""
-    gradient = torch.zeros_like(t, dtype=torch.float32)
-    if gradient.stride() == t.stride():
-        return gradient, t
-    t = t.clone(memory_format=torch.contiguous_format)
-    return torch.zeros_like(t, dtype=torch.float32), t
-
-
-def _as_it_lies(load: Load, t: torch.Tensor | None) -> Load:
-    """The load of a captured tensor that may have become another one."""
-    return load if t is None or load.name in ("bias", "mask_tensor") else replace(load, strides=captured_strides(t))
+    problem, more = summed_gradients.add_room(problem, a, x)
+    return x, with_strides(problem, layout, x), strides | more
 
 
 def _room_for_parts(t: torch.Tensor, layout: Layout, problem: Problem) -> tuple[torch.Size, torch.dtype]:
@@ -240,15 +212,8 @@ def gradients_of(problem: Problem, layout: Layout, x: Mapping[str, Any], a: Argu
     """What was asked for, in the caller's layout and dtypes."""
     q, k, v = (x.get(f"d{n}") if n in problem.gradients else None for n in ("q", "k", "v"))
     sinks = _sum_of_rows(x["dsink"], layout, a) if "sinks" in problem.gradients else None
-    bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
-    factor = captured_gradient_scale(problem)
-    sums = [x.get(f"dscore{i}") for i in range(problem.captured)]
-    score = [
-        None if x is None else (x if factor == 1 else x * factor).to(t.dtype)
-        for x, t in zip(sums, a.score_tensors, strict=True)
-    ]
-    dk, dv = _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem)
-    return Gradients(q, dk, dv, bias, sinks, tuple(score) if problem.learnt else None)
+    bias, score = summed_gradients.results(problem, a, x)
+    return Gradients(q, _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem), bias, sinks, score)
 
 
 def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Tensor:

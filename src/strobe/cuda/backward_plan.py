@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from strobe import score_cpp
 from strobe.cuda import tuned
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
@@ -106,11 +105,6 @@ def grad_scale(problem: Problem) -> float:
     """Of the derivative of a score by q.k, which the kernels leave out."""
     form = problem.logit.kernel_form(problem.scale)
     return form.before * form.after
-
-
-def captured_gradient_scale(problem: Problem) -> float:
-    """Of the sums for captured tensors, which the kernels leave out."""
-    return score_cpp.factor_of_gradients(problem.logit, problem.scale, problem.learnt)
 
 
 LONG_LOOP = 64  # blocks of queries; an estimate: shorter loops are not worth the launches that sum up the parts

@@ -139,13 +139,14 @@ class Scores:
         return ("Mask", self.mask.cpp(positions)), ("Score", self.score.cpp(self.entries))
 
     @property
-    def _learnt(self) -> tuple[int, ...]:
+    def learnt(self) -> tuple[int, ...]:
+        """The numbers of those whose gradients are wanted."""
         return tuple(i for i, e in enumerate(self.entries) if e.learnt)
 
     def fields(self) -> tuple[Field, ...]:
         gradient = [Field("dbias", "void*"), Field("dbias_strides", "i64", 4)] if self.bias_gradient else []
         gradient += [Field(f"d{e.name}", "float*") for e in self.entries if e.learnt]
-        room = number_fields(self.score.numbers(1.0, self._learnt))  # of the printed Score
+        room = number_fields(self.score.numbers(1.0, self.learnt))  # of the printed Score
         sparse = MAP_FIELDS if self.sparse else ()
         return *room, *self.FIELDS, *entry_fields(self.entries), *gradient, *sparse
 
@@ -186,6 +187,8 @@ class Scores:
             return f"{count} captured tensors; the kernels take {MOST_TENSORS}"
         if problem.learnt and problem.deterministic:
             return "deterministic gradients of tensors that a score function captures; the kernels add them up"
+        if any(math.prod(n for n in problem.loads[i].strides[4:] if n) >= 1 << 31 for i in problem.learnt):
+            return "the gradient of a captured tensor of 2^31 numbers or more"
         numbers = problem.logit.numbers(problem.scale, problem.learnt)
         if (count := max(len(numbers.floats), len(numbers.integers))) > MORE_ROOM:
             return f"{count} numbers in a score function; the kernels take {MORE_ROOM}"

@@ -181,9 +181,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     }
     if constexpr (Score::kLearns) captured.finish(score_of(b), where_of(b, 0, 0));
   }
-  STROBE_DEVICE Score score_of(const QueryBlock& b) const {
-    return Score::template of<Config>(p, tile.batch, b.head);
-  }
+  STROBE_DEVICE Score score_of(const QueryBlock& b) const { return Score::template of<Config>(p, tile.batch, b.head); }
   STROBE_DEVICE auto where_of(const QueryBlock& b, int row, int n) const {
     return where<Score, Config>(tile, tile.positions, b.head, b.m * kBlockM + row, tile.key0 + column(n));
   }
