@@ -197,6 +197,10 @@ def by_batch(b: int, h: int, k: int, g: torch.Generator) -> Tensors:
     return {"temperature": 0.5 + torch.rand(b, generator=g).half(), "slope": 0.1 * torch.rand(b, h, generator=g)}
 
 
+def weights(b: int, h: int, k: int, g: torch.Generator) -> Tensors:
+    return {"weight": torch.randn(b, k, generator=g), "gate": torch.randn(h, generator=g).bfloat16()}
+
+
 def positions(b: int, h: int, k: int, g: torch.Generator) -> Tensors:
     """int64, one of them not contiguous; booleans; small integers."""
     at = torch.randint(0, 40, (k, b), generator=g).t()
@@ -250,6 +254,13 @@ def checkerboard(t: Any) -> Made:
 
 def tempered(t: Any) -> Made:
     return lambda s, b, h, q, k: 3.0 * torch.tanh(s / 3.0) * t.temperature[b] - t.slope[b, h] * (q - k).abs()
+
+
+def several(t: Any) -> Made:
+    """Several entries of one tensor, some of them at one place for all pairs of a head."""
+    return lambda s, b, h, q, k: (
+        2.0 * (s * torch.sigmoid(t.gate[h]) + t.weight[b, k] * t.gate[h // 2] - 0.5 * t.weight[b, q])
+    )
 
 
 def piecewise(t: Any) -> Made:
@@ -384,6 +395,7 @@ SCORES: dict[str, FunctionCase] = {
     "tempered_varlen": FunctionCase(
         40, 60, tempered, captured=by_batch, lengths=((17, 33), (40, 60), (0, 3), (17, 33), (5, 9))
     ),
+    "several": FunctionCase(70, 90, several, captured=weights, options=(("mask", strobe.causal),)),
     "piecewise": FunctionCase(70, 70, piecewise, heads_k=4),
     "rounding": FunctionCase(70, 90, rounding),
     "packed": FunctionCase(60, 90, packed, captured=positions),
@@ -420,9 +432,25 @@ MASKS: dict[str, FunctionCase] = {
 CASES = {**SCORES, **{f"mask_{name}": case for name, case in MASKS.items()}}
 
 
-def learning(captured: Tensors) -> Tensors:
-    """The captured tensors, those of floats as parameters that learn."""
-    return {n: t.detach().clone().requires_grad_() if t.is_floating_point() else t for n, t in captured.items()}
+# Cases with captured tensors that may learn -> those that their functions read.
+_READ = {
+    "relative": ("table",),
+    "t5": ("buckets",),
+    "tempered": ("slope", "temperature"),
+    "tempered_varlen": ("slope", "temperature"),
+    "several": ("weight", "gate"),
+    "gaussian": ("sigma",),
+    "swin": ("swin",),
+    "one_query": ("table",),
+    "mask_both": ("table",),
+}
+LEARNING = {**dict.fromkeys(("alibi", "smooth", "log_n", "clamped"), ("slope",)), **_READ}
+
+
+def learning(name: str, captured: Tensors) -> Tensors:
+    """What a case of LEARNING captures; the tensors that its function reads learn. Others would stay without a gradient, as
+    in torch."""
+    return {n: t.detach().requires_grad_() if n in LEARNING[name] else t for n, t in captured.items()}
 
 
 def small(case: FunctionCase) -> FunctionCase:

@@ -101,17 +101,22 @@ class Body:
             return f"{e.op}imum({args[0]}, {args[1]})"
         return OPERATIONS[e.op].cpp.format(*args)
 
+    def place(self, load: Expr, text: Callable[[Expr], str] | None = None) -> str:
+        """Where the entry lies in its tensor. `text`: of an index."""
+        number, text = load.args[0], text or self.text
+        places = [
+            f"i64({text(index)}) * strides{number}[{axis}]"
+            if is_of_head(index)  # checked on the host
+            else f"within({text(index)}, strides{number}[{4 + axis}]) * strides{number}[{axis}]"
+            for axis, index in enumerate(load.operands)
+        ]
+        return " + ".join(places) or "0"
+
     def _load(self, e: Expr) -> str:
         number = e.args[0]
 
         def text(place: Callable[[Expr], str]) -> str:
-            places = [
-                f"i64({place(index)}) * strides{number}[{axis}]"
-                if is_of_head(index)  # checked on the host
-                else f"within({place(index)}, strides{number}[{4 + axis}]) * strides{number}[{axis}]"
-                for axis, index in enumerate(e.operands)
-            ]
-            return f"load_entry<{self._elements[number]}>(t{number}, {' + '.join(places) or '0'}, true)"
+            return f"load_entry<{self._elements[number]}>(t{number}, {self.place(e, place)}, true)"
 
         if self._of_head is None or not all(map(is_of_head, e.operands)):
             return text(self.text)

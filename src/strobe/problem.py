@@ -126,6 +126,11 @@ class Problem:
         """Tensors of the score."""
         return len(self.loads) - self.has_bias - self.has_mask_tensor
 
+    @property
+    def learnt(self) -> tuple[int, ...]:
+        """The numbers of those whose gradients are wanted."""
+        return tuple(i for i in range(self.captured) if f"score{i}" in self.gradients)
+
     @functools.cached_property
     def logit(self) -> Score:
         """The score with the bias and the mask tensor in it, as the kernels compute it; its tensors are `loads`."""
@@ -277,7 +282,7 @@ class Problem:
 def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tuple[Load, ...]:
     """All of them as they are. Captured tensors have the strides and the lengths of their own axes."""
     found = [
-        Load(f"score{number}", t.dtype, (*_padded(t.stride()), *_padded(t.shape)), shared=True, negated=t.is_neg())
+        Load(f"score{number}", t.dtype, captured_strides(t), shared=True, negated=t.is_neg())
         for number, t in enumerate(score.tensors)
     ]
     for name, t in (("bias", a.bias), ("mask_tensor", a.mask_tensor)):
@@ -287,6 +292,10 @@ def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tupl
             strides, shared = view.expand(pairs).stride(), tuple(view.shape) != pairs
             found.append(Load(name, t.dtype, strides, shared, negated=t.is_neg()))
     return tuple(found)
+
+
+def captured_strides(t: torch.Tensor) -> tuple[int, ...]:
+    return (*_padded(t.stride()), *_padded(t.shape))
 
 
 def _padded(axes: Sequence[int]) -> tuple[int, ...]:

@@ -138,8 +138,8 @@ class Score:
     def cpp(self, entries: Sequence[Entries] = ()) -> str:
         return score_cpp.struct(self, entries)
 
-    def numbers(self, scale: float) -> Numbers:
-        return score_cpp.numbers(self, scale)
+    def numbers(self, scale: float, learnt: Sequence[int] = ()) -> Numbers:
+        return score_cpp.numbers(self, scale, learnt)
 
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""

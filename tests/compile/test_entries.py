@@ -22,18 +22,23 @@ from strobe.problem import supposed
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
 IDS = torch.empty(2, 1024, dtype=torch.int32, device="meta")
+SLOPES = torch.empty(8, device="meta")
 DOCUMENTS = strobe.mask_function(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & ((q - k) // 5 % 3 != 1)).over_identity
 CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": (2, 8, 1024, 1024)},
     "bias_of_keys": {"bias": (2, 1, 1, 1024), "mask": strobe.causal},
     "mask": {"mask": (2, 1, 1024, 1024)},
     "documents": {"score": DOCUMENTS},  # with a map of blocks
-    "alibi": {"score": strobe.alibi(torch.empty(8, device="meta")), "mask": strobe.causal},
+    "alibi": {"score": strobe.alibi(SLOPES), "mask": strobe.causal},
+    "learnt_alibi": {"score": strobe.alibi(SLOPES), "mask": strobe.causal},
+    "learnt_table": {"score": strobe.relative_bias(torch.empty(8, 511, device="meta"))},
+    "learnt_decay": {"score": strobe.score_function(lambda s, b, h, q, k: s * SLOPES[h] ** (q - k).abs())},
 }
 EVERYDAY = [
     "sm90 64 bias",
     "sm90 128 documents",
     "sm80 128 bias",
+    "sm90 128 learnt_table",
 ]
 
 
@@ -53,8 +58,12 @@ def launches(family: str, dim: int, call: str) -> list[Launch]:
     given: tuple[Any, ...] = (torch.device("cuda"), torch.bfloat16, shape, shape, shape)
     plain = supposed(*given, **CALLS[call])
     forward = FAMILIES[family].module(plain).plan(plain, strides, machine)
-    gradients = ("q", "k", "v", "bias") if "bias" in CALLS[call] else ("q", "k", "v")
+    more = {"bias": "bias", "bias_of_keys": "bias", **dict.fromkeys((c for c in CALLS if "learnt" in c), "score0")}
+    gradients = ("q", "k", "v", *([more[call]] if call in more else []))
     problem = supposed(*given, gradients=gradients, **CALLS[call])
+    if "learnt" in call and (family, dim) == ("sm90", 256):
+        assert "head dim 256" in str(FAMILIES[family].limits(problem))
+        return list(forward.launches)
     assert FAMILIES[family].limits(problem) is None
     of: dict[str, Any] = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides)
     of["dbias"] = (0, 0, 0, 1)

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import strobe
+from strobe.backends import dispatch
+from strobe.backends.backend import Backend
+from strobe.problem import Problem
 
 LONG = {
     "alibi": (1000, 1500),
@@ -30,6 +33,52 @@ def test_against_plain_torch(name: str, backend: str) -> None:
     if backend == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
     function_cases.check(case, case.tensors("cuda"), backend)
+
+
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+@pytest.mark.parametrize("name", [*function_cases.LEARNING, "alibi long", "relative long", "several long"])
+def test_gradients_of_captured_tensors(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels: no backward pass goes to another backend."""
+    if backend == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    monkeypatch.setattr(dispatch, "choose_backward", _checked)
+    short, _, long = name.partition(" ")
+    case = function_cases.CASES[short]
+    if long:
+        case = replace(case, len_q=1000, len_k=1500)
+    x, captured = case.tensors("cuda")
+    for _ in range(2):
+        function_cases.check(case, (x, function_cases.learning(short, captured)), backend)
+
+
+def _checked(problem: Problem, forward: Backend) -> Backend:
+    assert forward.supports(problem) is None
+    return forward
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_who_computes_gradients_of_captured_tensors(dim: int) -> None:
+    q, k, v = (torch.randn(1, 256, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    table = torch.zeros(4, 511, device="cuda", requires_grad=True)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for deterministic in (False, True):
+        found = strobe.explain(q, k, v, score=strobe.relative_bias(table), deterministic=deterministic)
+        by_kernels = "sm90" if hopper and dim == 64 else "sm80"
+        assert found.backward == ("tiled" if deterministic else by_kernels)
+
+
+def test_a_second_step_learns_from_other_numbers() -> None:
+    """Each backward pass begins with zeros."""
+    q, k, v = (torch.randn(1, 200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    table = torch.randn(4, 399, device="cuda", requires_grad=True)
+    for _ in range(3):
+        gradients = []
+        for backend in (None, "tiled"):
+            out = strobe.attention(q, k, v, score=strobe.relative_bias(table), backend=backend)
+            gradients.append(torch.autograd.grad(out.float().square().sum(), table)[0])
+        assert (gradients[0] - gradients[1]).abs().max() <= 0.02 * gradients[1].abs().max()
+        with torch.no_grad():
+            table += 0.1 * gradients[0]
 
 
 def test_kernels_are_chosen() -> None:

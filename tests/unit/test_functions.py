@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import function_cases
@@ -33,25 +34,15 @@ def test_against_plain_torch(name: str, backend: str) -> None:
 
 # ---- captured tensors that learn -------------------------------------------------------------------------------------
 
-LEARNING = [n for n, c in function_cases.SCORES.items() if c.captured is not None and n not in ("packed", "hidden")]
-
 
 @pytest.mark.parametrize("backend", ["tiled", "reference", None])
-@pytest.mark.parametrize("name", [*LEARNING, "mask_both"])
+@pytest.mark.parametrize("name", function_cases.LEARNING)
 def test_gradients_of_captured_tensors(name: str, backend: str | None) -> None:
-    """Those that no function reads stay without one, as in torch."""
     case = function_cases.small(function_cases.CASES[name])
     x, captured = case.tensors(dtype=torch.float64)
-    used = {n: t.double() if t.is_floating_point() else t for n, t in captured.items() if n in _read_by(name)}
+    captured = {n: t.double() if t.is_floating_point() else t for n, t in captured.items()}
     with strobe.tiled.block_sizes(32, 48):
-        function_cases.check(case, (x, captured | function_cases.learning(used)), backend, 1e-6)
-
-
-def _read_by(name: str) -> tuple[str, ...]:
-    more = {"gaussian": ("sigma",), "swin": ("swin",), "t5": ("buckets",), "mask_both": ("table", "ids")}
-    more |= {"relative": ("table",), "one_query": ("table",)}
-    more |= dict.fromkeys(("tempered", "tempered_varlen"), ("slope", "temperature"))
-    return more.get(name, ("slope",))
+        function_cases.check(case, (x, function_cases.learning(name, captured)), backend, 1e-6)
 
 
 def test_a_captured_gradient_is_deterministic() -> None:
@@ -95,15 +86,27 @@ def test_gradients_of_captured_tensors_beside_a_bias() -> None:
     assert torch.autograd.gradcheck(call, (*x, bias, table))
 
 
-def test_kernels_leave_gradients_of_captured_tensors_to_tiles() -> None:
-    def problem(gradients: tuple[str, ...]) -> Problem:
-        score = strobe.alibi(torch.empty(4, device="meta"))
-        return supposed(torch.device("cuda"), torch.bfloat16, *[(1, 64, 4, 64)] * 3, gradients, score=score)
+def test_which_gradients_of_captured_tensors_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(dim: int = 64, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Problem:
+        score, shape = strobe.alibi(torch.empty(4, device="meta")), (1, 64, 4, dim)
+        return supposed(torch.device("cuda"), dtype, shape, shape, shape, ("q", "score0"), score=score, **options)
 
-    for name in ("sm90", "sm80", "emulator"):
-        assert "captures" in str(dispatch.get(name).supports(problem(("q", "score0"))))
-        assert "captures" not in str(dispatch.get(name).supports(problem(("q",))))
-    assert dispatch.get("tiled").supports(problem(("q", "score0"))) is None
+    def reason(family: str, problem: Problem) -> str | None:
+        monkeypatch.setenv("STROBE_EMULATE", family)
+        found = dispatch.get(family).lacks(problem)
+        assert dispatch.get("emulator").lacks(problem) == found
+        return found
+
+    for family in ("sm90", "sm80"):
+        assert reason(family, problem()) is None and reason(family, problem(128)) is None
+        assert "deterministic gradients of tensors that" in str(reason(family, problem(deterministic=True)))
+    assert "captures with head dim 192; up to 128" in str(reason("sm90", problem(192)))
+    assert reason("sm80", problem(192)) is None
+    assert "float32 inputs with gradients of tensors that" in str(reason("sm90", problem(dtype=torch.float32)))
+    huge = replace(problem().loads[0], strides=(1 << 16, 1, 0, 0, 1 << 15, 1 << 16, 0, 0))
+    assert "2^31 numbers" in str(reason("sm90", replace(problem(), loads=(huge,))))
+    for other in (problem(192), problem(deterministic=True), problem(dtype=torch.float32)):
+        assert dispatch.get("tiled").supports(other) is None
 
 
 # ---- intervals -------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.arguments import ROWS, Arguments, Layout, four_axes
+from strobe.arguments import ROWS, Arguments, Layout
 from strobe.backends.backend import Backend, Gradients, Pass
-from strobe.cuda import driver, forward_sm90, jit
-from strobe.cuda.backward_plan import group_parts
+from strobe.cuda import driver, forward_sm90, jit, summed_gradients
+from strobe.cuda.backward_plan import Wanted, group_parts
 from strobe.cuda.families import FAMILIES, Family
 from strobe.cuda.launch import Launcher, Planned, address, allocator, compile_together, spills
 from strobe.cuda.plan import ALIGN, Machine, Plan
@@ -175,7 +175,7 @@ def prepare_backward(
     if dlse is not None:
         x["dlse"] = _contiguous(dlse)
     wanted, device = problem.gradients, a.q.device
-    if "q" in wanted or "bias" in wanted:  # the gradient of the bias is found on the way to dQ
+    if Wanted.of(problem).dq:
         x["dq"] = torch.empty(a.q.shape, dtype=problem.out_dtype, device=device)
     problem = replace(problem, group_parts=group_parts(problem, sms))
     if "k" in wanted or "v" in wanted:  # one kernel computes both
@@ -187,18 +187,8 @@ def prepare_backward(
     x |= read_by_kernels(a)
     named = ("o", "d_o", "dq", "dk", "dv")
     strides: dict[str, Any] = {n: inside_strides(x[n], layout) for n in named if n in x}
-    if "bias" in wanted:
-        x["dbias"], strides["dbias"] = _bias_gradient(problem, a)
-    return x, with_strides(problem, layout, x), strides
-
-
-def _bias_gradient(problem: Problem, a: Arguments) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The gradient of the bias, 0 where pairs are hidden, and its strides by pair; fp32 where it is summed up."""
-    bias = next(load for load in problem.loads if load.name == "bias")
-    gradient = torch.zeros(a.bias.shape, dtype=torch.float32 if bias.shared else a.bias.dtype, device=a.q.device)
-    view = four_axes(gradient)
-    assert view is not None
-    return gradient, view.expand(problem.batch, problem.heads, problem.len_q, problem.len_k).stride()
+    problem, more = summed_gradients.add_room(problem, a, x)
+    return x, with_strides(problem, layout, x), strides | more
 
 
 def _room_for_parts(t: torch.Tensor, layout: Layout, problem: Problem) -> tuple[torch.Size, torch.dtype]:
@@ -222,8 +212,8 @@ def gradients_of(problem: Problem, layout: Layout, x: Mapping[str, Any], a: Argu
     """What was asked for, in the caller's layout and dtypes."""
     q, k, v = (x.get(f"d{n}") if n in problem.gradients else None for n in ("q", "k", "v"))
     sinks = _sum_of_rows(x["dsink"], layout, a) if "sinks" in problem.gradients else None
-    bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
-    return Gradients(q, _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem), bias, sinks)
+    bias, score = summed_gradients.results(problem, a, x)
+    return Gradients(q, _sum_of_parts(k, layout, problem), _sum_of_parts(v, layout, problem), bias, sinks, score)
 
 
 def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Tensor:
@@ -335,7 +325,8 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
             plan = module.plan(actual, strides, machine)
             launcher = launchers[key] = Launcher(plan, device, tuple(x))
         launcher(*map(address, x.values()), blocks=a.blocks)
-        if "dbias" not in x and _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
+        sums = "dbias" in x or actual.learnt  # which begin with zeros
+        if not sums and _nothing_copied({**_given(a), "o": out, "d_o": dout, "lse": lse, "dlse": dlse}, x):
             repeated[seen] = _repeated_backward(launcher, actual, layout, a, x)
         return gradients_of(problem, layout, x, a)
 
@@ -390,6 +381,7 @@ def _backend(name: str, summary: str) -> Backend:
         pages=name == "sm90",
         invariant=name == "sm90",
         merges=True,
+        captured_gradients=True,
         rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.module(p).plan, p)) == 1,
     )
 

@@ -55,10 +55,8 @@ class Wanted:
     @staticmethod
     def of(problem: Problem) -> Wanted:
         names = problem.gradients
-        # What a bias gets is found on the way to dQ.
-        return Wanted(
-            "q" in names or "bias" in names, "k" in names or "v" in names, "sinks" in names, problem.deterministic
-        )
+        dq = "q" in names or "bias" in names or bool(problem.learnt)  # what those get is found on the way to dQ
+        return Wanted(dq, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
 
 
 def gradient_strides(strides: dict[str, Strides], *names: str) -> dict[str, int]:

@@ -139,6 +139,8 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     tile = tuned.tile(tuned_name(features, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
     if not features.scores.is_unknown:
         return tile
+    if features.scores.learnt:  # sums take registers, and some kernels for 128 queries at a time spill
+        return Tile(64)
     able = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.staged)]
     one_box = may_have_one_box(features)
     return first_without_spills(able, lambda t: kernels(features, t, Wanted(), one_box)[1], machine)

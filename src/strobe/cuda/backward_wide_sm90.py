@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strobe.cuda import tuned
+from strobe.cuda import backward_sm90, tuned
 from strobe.cuda.backward_plan import (
     OTHER_REGISTERS,
     REGISTERS,
@@ -200,7 +200,10 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> DqTile:
 def limits(problem: Problem) -> str | None:
     if not problem.gradients:
         return "no forward kernel"
-    return tma_limits(problem, MAX_DIM_SM90)
+    if (reason := tma_limits(problem, MAX_DIM_SM90)) is None and problem.learnt:
+        dim = max(problem.dim, problem.dim_v)
+        return f"gradients of tensors that a score function captures with head dim {dim}; up to {backward_sm90.DIMS[-1][0]}"
+    return reason
 
 
 def common_config(features: Features, one_box: bool) -> dict[str, int | bool | str]:

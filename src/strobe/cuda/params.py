@@ -23,7 +23,7 @@ _STRIDES = [f"{t}_{axis}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") 
 # parts of a kernel declare fields in any order.
 ORDER = (
     *_FIRST,
-    *(*_SCORED, "mask_tensor", "dbias"),
+    *(*_SCORED, "mask_tensor", "dbias", *(f"d{name}" for name in _SCORED)),
     *(name for name, row in ROWS.items() if row.read is not None and name not in _FIRST),
     *("block_map", "work"),
     *("k_new", "v_new", "slots", "cos", "sin"),

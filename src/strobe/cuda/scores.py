@@ -31,12 +31,13 @@ _CAPTURED = {  # what a score may capture besides _ELEMENTS
 ROOM, MORE_ROOM = 8, 32  # for the numbers of a score in the arguments
 
 
-def _entries(load: Load) -> Entries:
+def _entries(load: Load, learnt: bool) -> Entries:
     pairs = load.name in ("bias", "mask_tensor")
     element = _ELEMENTS.get(load.dtype, "") if pairs else (_ELEMENTS | _CAPTURED)[load.dtype]
     unit = pairs and load.strides[3] == 1
     staged = load.name == "bias" and unit and load.dtype.itemsize == 2
-    return Entries(load.name, element, pairs, unit, load.dtype.itemsize, staged, unit and load.strides[1] != 0)
+    prefetched = unit and load.strides[1] != 0
+    return Entries(load.name, element, pairs, unit, load.dtype.itemsize, staged, prefetched, learnt)
 
 
 # Where the bits of a tile's blocks lie (pipeline/block_bits.cuh).
@@ -85,7 +86,7 @@ class Scores:
 
     @staticmethod
     def of(problem: Problem) -> Scores:
-        entries = tuple(map(_entries, problem.loads))
+        entries = tuple(_entries(load, i in problem.learnt) for i, load in enumerate(problem.loads))
         gradient = ""
         if "bias" in problem.gradients:
             bias = next(load for load in problem.loads if load.name == "bias")
@@ -124,6 +125,7 @@ class Scores:
         """The name of the score; empty if there is none."""
         own = [] if self.score.name == identity.name else [self.score.name.split("(")[0]]
         gradient = [f"dbias_{self.bias_gradient}"] if self.bias_gradient else []
+        gradient += [f"d{e.name}" for e in self.entries if e.learnt]
         own += ["sparse"] if self.sparse else []
         return " ".join([*own, *(f"{e.name}_{e.element}" for e in self.entries if e.pairs), *gradient])
 
@@ -136,9 +138,15 @@ class Scores:
     def types(self, positions: bool) -> tuple[tuple[str, str], ...]:
         return ("Mask", self.mask.cpp(positions)), ("Score", self.score.cpp(self.entries))
 
+    @property
+    def learnt(self) -> tuple[int, ...]:
+        """The numbers of those whose gradients are wanted."""
+        return tuple(i for i, e in enumerate(self.entries) if e.learnt)
+
     def fields(self) -> tuple[Field, ...]:
         gradient = [Field("dbias", "void*"), Field("dbias_strides", "i64", 4)] if self.bias_gradient else []
-        room = number_fields(self.score.numbers(1.0))  # of the printed Score
+        gradient += [Field(f"d{e.name}", "float*") for e in self.entries if e.learnt]
+        room = number_fields(self.score.numbers(1.0, self.learnt))  # of the printed Score
         sparse = MAP_FIELDS if self.sparse else ()
         return *room, *self.FIELDS, *entry_fields(self.entries), *gradient, *sparse
 
@@ -152,7 +160,7 @@ class Scores:
     @staticmethod
     def values(problem: Problem) -> dict[str, Any]:
         found: dict[str, Any] = {
-            **number_values(problem.logit.numbers(problem.scale)),
+            **number_values(problem.logit.numbers(problem.scale, problem.learnt)),
             "scale_log2": problem.logit.kernel_form(problem.scale).after * LOG2E,
             "dropout_scale": 1 / dropout.kept_share(problem.dropout),
             "dropout_threshold": 0x10001
@@ -177,7 +185,11 @@ class Scores:
                 return "a deterministic gradient of a bias that heads, sequences or rows share; the kernels add it up"
         if (count := tensor_count(problem.score.expr)) > MOST_TENSORS:
             return f"{count} captured tensors; the kernels take {MOST_TENSORS}"
-        numbers = problem.logit.numbers(problem.scale)
+        if problem.learnt and problem.deterministic:
+            return "deterministic gradients of tensors that a score function captures; the kernels add them up"
+        if any(math.prod(n for n in problem.loads[i].strides[4:] if n) >= 1 << 31 for i in problem.learnt):
+            return "the gradient of a captured tensor of 2^31 numbers or more"
+        numbers = problem.logit.numbers(problem.scale, problem.learnt)
         if (count := max(len(numbers.floats), len(numbers.integers))) > MORE_ROOM:
             return f"{count} numbers in a score function; the kernels take {MORE_ROOM}"
         if any(not -(1 << 31) <= n < 1 << 31 for n in numbers.integers):

@@ -39,6 +39,7 @@ def limits(problem: Problem) -> str | None:
         "dropout": problem.dropout > 0,
         "paged keys": problem.k.pages is not None,
         "parts of longer sequences": problem.positions,
+        "gradients of tensors that a score function captures": bool(problem.learnt),
         "results that are merged with others": problem.partial or problem.state is not None,
     }
     found = [name for name, there in refused.items() if there]

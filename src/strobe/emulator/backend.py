@@ -137,6 +137,7 @@ BACKENDS = {
         pages=True,
         invariant=True,
         merges=True,
+        captured_gradients=True,
         rounds_states=lambda problem: _chosen() == "sm90",
     )
 }

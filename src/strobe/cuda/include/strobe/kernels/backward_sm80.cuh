@@ -152,6 +152,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   STROBE_DEVICE void gradients(Scores& s, Scores& dp, const QueryBlock& b) const {
     const Target<kBlockM, kWarpsS, kWarpsKeys> to_p(p_tile(), warp() % kWarpsS, warp() / kWarpsS),
         to_ds(ds_tile(), warp() % kWarpsS, warp() / kWarpsS);
+    CapturedGradients<Score> captured;
 #pragma unroll
     for (int t = 0; t < kTilesM; ++t) {
       const int first = row(t);
@@ -160,9 +161,10 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       if (!Score::kIdentity) lse = of_rows(Offset::lse + buffer_q(b.left) * Bytes::lse, first);
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
-        float (&weight)[8] = s[t][n], (&ds)[8] = dp[t][n], slope[8];
+        float (&weight)[8] = s[t][n], (&ds)[8] = dp[t][n], slope[8], kept[8], of_product[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) of_product[i] = weight[i];
         if (!Score::kIdentity) apply_score(weight, slope, lse, b, first, n);
-        float kept[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) kept[i] = weight[i];
         if (Config::kDropout) drop(kept, ds, b, first, n);
@@ -171,18 +173,21 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
         for (int i = 0; i < 8; ++i) {
           ds[i] = weight[i] * (ds[i] - delta.x[fragment_row(i)]);
           put_bias_gradient<Config>(p, where_of(b, first, n), i, ds[i]);
+          if constexpr (Score::kLearns) captured.add(score_of(b), of_product[i], ds[i], where_of(b, first, n), i);
           if (!Score::kIdentity) ds[i] *= slope[i];
         }
         to_ds.template store<T>(ds, t, n);
       }
     }
+    if constexpr (Score::kLearns) captured.finish(score_of(b), where_of(b, 0, 0));
   }
+  STROBE_DEVICE Score score_of(const QueryBlock& b) const { return Score::template of<Config>(p, tile.batch, b.head); }
   STROBE_DEVICE auto where_of(const QueryBlock& b, int row, int n) const {
     return where<Score, Config>(tile, tile.positions, b.head, b.m * kBlockM + row, tile.key0 + column(n));
   }
   STROBE_DEVICE void apply_score(float (&s)[8], float (&slope)[8], const Pair& lse, const QueryBlock& b, int row,
                                  int n) const {
-    logits(s, slope, Score::template of<Config>(p, tile.batch, b.head), where_of(b, row, n));
+    logits(s, slope, score_of(b), where_of(b, row, n));
     if (blocks.masked(b.m)) hide(s, b, row, n);
     exponentials(s, lse);
   }

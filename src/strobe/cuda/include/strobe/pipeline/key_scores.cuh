@@ -79,20 +79,21 @@ template <class Config, class Mask, class Score, class Params> struct KeyScores 
     const auto at = place(rows.head, rows.m);
     [[maybe_unused]] u32 of_bias[4];
     typename Keys::Bounds bounds;
+    CapturedGradients<Score> captured;
     if (!Score::kCheapSum) {
       if (rows.masked) bounds = keys.bounds(rows.m);
       prefetch_queries<Config::kBlockM>(score, at);
     }
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
-      float d[2], l[2], slope[4] = {1.f, 1.f, 1.f, 1.f}, kept[4];
+      float d[2], l[2], slope[4] = {1.f, 1.f, 1.f, 1.f}, kept[4], of_product[4] = {};
       ld_shared_x2(Offset::delta + rows.with_do + 8 * i, d[0], d[1]);
       if (!Score::kCheapSum) ld_shared_x2(Offset::lse + rows.with_q + 8 * i, l[0], l[1]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (!Score::kCheapSum) {
           const float x = s[i + j], y = score(x, at, i + j);
-          slope[j] = score.slope(x, y, at, i + j);
+          slope[j] = score.slope(x, y, at, i + j), of_product[j] = x;
           s[i + j] = rows.masked && bounds.hides(i + j) ? 0.f : exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
         }
         kept[j] = s[i + j];
@@ -110,6 +111,7 @@ template <class Config, class Mask, class Score, class Params> struct KeyScores 
       for (int j = 0; j < 4; ++j) {
         dp[i + j] = s[i + j] * centred<Config::kDropout>(dp[i + j], p.dropout_scale, d[j & 1]);
         if (!kStagesGradient) put_bias_gradient<Config>(p, at, i + j, dp[i + j]);
+        captured.add(score, of_product[j], dp[i + j], at, i + j);
       }
       if constexpr (kStagesGradient) {
         of_bias[i / 2 % 4] = pack2<typename Score::Staged>(dp[i], dp[i + 1]);
@@ -122,6 +124,7 @@ template <class Config, class Mask, class Score, class Params> struct KeyScores 
       slopes[i / 2] = pack2<T>(dp[i], dp[i + 1]);
       slopes[i / 2 + 1] = pack2<T>(dp[i + 2], dp[i + 3]);
     }
+    captured.finish(score, at);
     if constexpr (kStagesGradient) {
       pairs.store(p.dbias, p.dbias_strides, at);
       load_next();

@@ -90,6 +90,13 @@ template <class Score> struct Inside {
     return score.inside_slope(x, y, at, i);
   }
   template <class F> STROBE_DEVICE void each_tensor_to_prefetch(F f) const { score.each_tensor_to_prefetch(f); }
+  template <class Sums, class At>
+  STROBE_DEVICE void add_gradients(Sums& sums, float x, float ds, const At& at, int i) const {
+    score.add_gradients(sums, x, ds, at, i);
+  }
+  template <class Sums, class At> STROBE_DEVICE void finish_gradients(const Sums& sums, const At& at) const {
+    score.finish_gradients(sums, at);
+  }
 };
 
 template <class Config, class Score> STROBE_DEVICE auto inside(const Score& score) {
@@ -175,6 +182,49 @@ STROBE_DEVICE void put_bias_gradient(const Params& p, const At& at, int i, float
     if (at.inside(i)) Config::BiasGradient::put(p.dbias, index, ds);
   }
 }
+
+// The gradients of captured tensors are summed up in fp32, too, at the places that the score reads. Hidden pairs add
+// nothing.
+STROBE_DEVICE void add_unless_zero(float* to, float x) {
+  if (x != 0.f) atomic_add(to, x);
+}
+// What all lanes of a warp have for one place.
+STROBE_DEVICE void add_of_warp(float* to, float x) {
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) x += shfl_xor(x, i);
+  if (thread_idx() % 32 == 0) add_unless_zero(to, x);
+}
+// For places that differ between pairs: what goes to the same one without a change is summed up first. Far pairs share
+// the last entry of a table, and millions of sums at one address would wait for one another.
+struct RunningSum {
+  int place = -1;
+  float sum = 0.f;
+
+  STROBE_DEVICE void add(float* tensor, int at, float x) {
+    if (x != 0.f && at != place) {
+      add_unless_zero(tensor + place, sum);
+      place = at, sum = 0.f;
+    }
+    sum += x;
+  }
+  STROBE_DEVICE void finish(float* tensor) const {
+    const int first = int(shfl(u32(place), 0));
+    if (any(place != first)) add_unless_zero(tensor + place, sum);
+    else add_of_warp(tensor + first, sum);
+  }
+};
+// Of a thread, for a block of pairs; one more of each, since there may be none. Each of its two rows has a running sum.
+template <class Score> struct CapturedGradients {
+  float of_head[Score::kOfHead + 1] = {};
+  RunningSum running[Score::kRunning + 1][2];
+
+  template <class S, class At> STROBE_DEVICE void add(const S& score, float x, float ds, const At& at, int i) {
+    if constexpr (Score::kLearns) score.add_gradients(*this, x, ds, at, i);
+  }
+  template <class S, class At> STROBE_DEVICE void finish(const S& score, const At& at) const {
+    if constexpr (Score::kLearns) score.finish_gradients(*this, at);
+  }
+};
 
 // ---- rows are queries -----------------------------------------------------------------------------------------------
 
