@@ -60,12 +60,13 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
     form = score.kernel_form(1.0)
     inner = form.inner
     of_learnt = _Learnt.of(score, form, learnt)
+    cheap = _is_cheap_sum(inner, entries, of_learnt)
     staged = "".join(
         f"  using Staged = {e.element};\n"
         f"  STROBE_DEVICE const void* staged_tensor() const {{ return t{i}; }}\n"
         f"  STROBE_DEVICE const i64* staged_strides() const {{ return strides{i}; }}\n"
         for i, e in enumerate(entries)
-        if e.staged
+        if e.staged and cheap
     )
     tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in range(len(entries)))
     tensors += "".join(f"  float* g{i};\n" for i in learnt)
@@ -83,7 +84,7 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         f"  static constexpr bool kIdentity = {str(inner == _S).lower()};\n"
         f"  static constexpr bool kPositional = {str(not score.pointwise).lower()};\n"
         f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
-        f"  static constexpr bool kCheapSum = {str(_is_cheap_sum(inner, entries, of_learnt)).lower()};  // s and little more\n"
+        f"  static constexpr bool kCheapSum = {str(cheap).lower()};  // s and little more\n"
         f"  static constexpr bool kLearns = {str(bool(learnt)).lower()};  // tensors that it captures have gradients\n"
         f"  static constexpr int kOfHead = {len(of_learnt.of_head)}, kRunning = {len(of_learnt.running)};  // their sums\n"
         f"  static constexpr bool kStaged = {str(bool(staged)).lower()};\n"
@@ -107,6 +108,13 @@ def _is_cheap_sum(inner: Expr, entries: Sequence[Entries], learnt: _Learnt) -> b
     under way. What tensors learn would take them again."""
     near = all(e.staged or not e.pairs for e in entries) and all(map(is_of_head, _indices(inner)))
     return near and inner.op != "where" and inner.derivative("s").is_one and not learnt.slopes
+
+
+def stages(score: Score, entries: Sequence[Entries]) -> bool:
+    """Whether kernels that can read a bias by whole tiles do so: before dP is there, which a cheap sum alone allows."""
+    form = score.kernel_form(1.0)
+    learnt = _Learnt.of(score, form, tuple(i for i, e in enumerate(entries) if e.learnt))
+    return any(e.staged for e in entries) and _is_cheap_sum(form.inner, entries, learnt)
 
 
 def _indices(inner: Expr) -> list[Expr]:

@@ -96,6 +96,7 @@ def test_learning_in_blocks_that_a_condition_lets_through(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("only_kernels")
 def test_learning_beside_a_bias(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROBE_EMULATE", family)
+    monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
     torch.manual_seed(0)
     tensors = [torch.randn(2, n, h, 64).bfloat16() for n, h in ((70, 4), (90, 2), (90, 2))]
     given = [*tensors, torch.randn(2, 4, 70, 90).bfloat16(), torch.randn(4, 9)]

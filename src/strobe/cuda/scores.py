@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strobe import dropout
+from strobe import dropout, score_cpp
 from strobe.cuda.params import Field
 from strobe.expression_cpp import Numbers
 from strobe.expression_text import MOST_TENSORS
@@ -118,7 +118,7 @@ class Scores:
     @property
     def staged(self) -> bool:
         """Whether some kernels read a bias by whole tiles."""
-        return any(e.staged for e in self.entries)
+        return score_cpp.stages(self.score, self.entries)
 
     @property
     def name(self) -> str:
