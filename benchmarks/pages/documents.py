@@ -12,11 +12,11 @@ from benchmarks.pages import (
     backward_page,
     figures,
     forward_page,
-    functions_page,
     method_page,
     paged_page,
     readme_page,
     training_page,
+    variants_page,
     wide_page,
 )
 from benchmarks.pages.generated import replace_between
@@ -52,7 +52,8 @@ def texts(root: Path) -> dict[Path, str]:
         (hopper_backward, backward_page.BEGIN, backward_page.END, backward_page.block(root)),
         (hopper_backward, backward_page.TURNS_BEGIN, backward_page.TURNS_END, backward_page.turns_block(root)),
         (root / "benchmarks" / "README.md", method_page.BEGIN, method_page.END, method_page.block(root)),
-        (root / functions_page.PAGE, functions_page.BEGIN, functions_page.END, functions_page.block(root)),
+        (root / variants_page.PAGE, variants_page.BEGIN, variants_page.END, variants_page.block(root)),
+        (root / variants_page.PAGE, variants_page.BESIDE_BEGIN, variants_page.BESIDE_END, variants_page.beside(root)),
         (root / paged_page.PAGE, paged_page.BEGIN, paged_page.END, paged_page.block(root)),
         (root / wide_page.PAGE, wide_page.BEGIN, wide_page.END, wide_page.block(root)),
         (root / training_page.PAGE, training_page.BEGIN, training_page.END, training_page.block(root)),

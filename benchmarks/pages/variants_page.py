@@ -1,21 +1,23 @@
-"""The speed of functions, biases, masks and unusual inputs in docs/variants.md, from the suite `variants`."""
+"""Two blocks of docs/variants.md: functions beside FlexAttention, from the suite `variants`; what else a call may have, from
+studies in which calls took turns."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from benchmarks import committed
 from strobe.bench.results import Results
 
-BEGIN, END = "<!-- variants: begin (python -m benchmarks.pages --write) -->", "<!-- variants: end -->"
+BEGIN, END = "<!-- functions: begin (python -m benchmarks.pages --write) -->", "<!-- functions: end -->"
+BESIDE_BEGIN, BESIDE_END = "<!-- beside: begin (python -m benchmarks.pages --write) -->", "<!-- beside: end -->"
 PAGE = Path("docs", "variants.md")
-OURS, PLAIN = "strobe-sm90", "causal"
-PEERS = {"flex": "FlexAttention", "torch-efficient": "efficient"}
-FILES = {"forward": "variants", "backward": "variants-backward"}
-FUNCTIONS = ("alibi", "tanh", "relative-table", "documents", "prefix", "window", "neighbourhood", "decay")
+OURS, PEER = "strobe-sm90", "flex"
+FILES = {"forward": "variants-functions", "backward": "variants-functions-backward"}
+OTHER = "softcap"  # among the functions, but an argument of its own here
 
-Times = dict[str, dict[str, float]]  # case -> provider -> ms
+Times = dict[str, dict[str, float]]  # case or call -> provider or direction -> ms
 
 
 def times(run: Results) -> Times:
@@ -23,7 +25,7 @@ def times(run: Results) -> Times:
     for row in run.rows:
         if row.timed and row.ms is not None:
             found.setdefault(row.case.label, {})[row.provider] = row.ms
-    return {label: ms for label, ms in found.items() if OURS in ms}
+    return {label: ms for label, ms in found.items() if {OURS, PEER} <= ms.keys()}
 
 
 def block(root: Path) -> str:
@@ -32,47 +34,52 @@ def block(root: Path) -> str:
     if not runs:
         return ""
     found = {direction: times(run) for direction, run in runs.items()}
-    run = next(iter(runs.values()))
+    provenance = next(iter(runs.values())).provenance
+    device = provenance["device"]["name"].removeprefix("NVIDIA ")
     lines = [
-        f"Ours on an {run.provenance['device']['name'].removeprefix('NVIDIA ')}, commit {run.provenance['git']['commit']}, "
-        "and the times of others over it, in short turns. FlexAttention is compiled by torch.compile; efficient is PyTorch's "
-        "memory-efficient backend, which takes functions as a bias or a mask in memory.",
+        f"FlexAttention's time over ours on an {device}, commit {provenance['git']['commit']}, in short turns; batch 2, 16 "
+        "heads, head dim 128, bfloat16. FlexAttention is compiled by torch.compile; its block masks were made before.",
         f"Data: {', '.join(f'`{FILES[direction]}.json`' for direction in runs)}.",
         "",
-        f"| case | {' | '.join(f'{d}, ms | {shown}' for d in runs for shown in [' | '.join(PEERS.values())])} |",
-        f"|---{'|---' * (1 + len(PEERS)) * len(runs)}|",
+        f"| function | {' | '.join(runs)} |",
+        f"|---{'|---' * len(runs)}|",
     ]
     for label in dict.fromkeys(label for ms in found.values() for label in ms):
-        cells = [cell for direction in runs for cell in _cells(found[direction].get(label, {}))]
+        cells = [_cell(ms[label]) if label in ms else "–" for ms in found.values()]
         lines.append(f"| {label} | {' | '.join(cells)} |")
-    lines.append(f"| geometric mean of the eight functions | {' | '.join(c for d in runs for c in _means(found[d]))} |")
-    return "\n".join([*lines, "", *_beside_plain(found), ""])
+    means = [[ms[PEER] / ms[OURS] for label, ms in of.items() if not label.startswith(OTHER)] for of in found.values()]
+    shown = [f"**{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} ×**" for ratios in means]
+    lines.append(f"| geometric mean without {OTHER} | {' | '.join(shown)} |")
+    return "\n".join([*lines, ""])
 
 
-def _cells(ms: dict[str, float]) -> list[str]:
-    if not ms:
-        return ["–"] * (1 + len(PEERS))
-    return [f"{ms[OURS]:.2f}", *(f"{ms[p] / ms[OURS]:.2f} ×" if p in ms else "–" for p in PEERS)]
+def _cell(ms: dict[str, float]) -> str:
+    return f"{ms[PEER] / ms[OURS]:.2f} × ({ms[OURS]:.2f} ms)"
 
 
-def _means(found: Times) -> list[str]:
-    """Over those functions that the peer has, if it has them all."""
-    cells = [""]
-    for peer in PEERS:
-        of = [ms for label, ms in found.items() if label.startswith(FUNCTIONS) and label.endswith("8k")]
-        ratios = [ms[peer] / ms[OURS] for ms in of if peer in ms]
-        whole = ratios and len(ratios) == len(FUNCTIONS)
-        cells.append(f"**{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} ×**" if whole else "")
-    return cells
+def beside(root: Path) -> str:
+    study, learnt = (committed.study(root, name) for name in ("beside", "learnt"))
+    if study is None or learnt is None:
+        return ""
+    lines = [f"On an {committed.where(study)}. {study['note']}", "Data: `studies/beside.json`.", ""]
+    lines += ["| call | ours forward, ms | efficient | ours backward, ms | efficient |", "|---|---|---|---|---|"]
+    lines += [_against_efficient(row) for row in study["rows"] if "efficient" in row["ms"]["forward"]]
+    lines += ["", "| time over that of the same mask alone | forward | backward |", "|---|---|---|"]
+    for row in study["rows"]:
+        for name in row["ms"]["forward"]:
+            if "plain" in row["ms"]["forward"] and name != "plain":
+                ratios = [f"{ms[name] / ms['plain']:.2f}" for ms in row["ms"].values()]
+                lines.append(f"| {row['name']}, {name} | {' | '.join(ratios)} |")
+    lines += ["", f"On an {committed.where(learnt)}. {learnt['note']}", "Data: `studies/learnt.json`.", ""]
+    names = list(learnt["rows"][0]["ms"])
+    lines += [f"| backward, ms | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
+    for row in learnt["rows"]:
+        lines.append(f"| {row['name']} | {' | '.join(f'{ms:.2f}' for ms in row['ms'].values())} |")
+    return "\n".join([*lines, ""])
 
 
-def _beside_plain(found: dict[str, Times]) -> list[str]:
-    """What a score costs beside the same mask without one."""
-    lines = ["| time over that of a plain causal mask | " + " | ".join(found) + " |", "|---" * (1 + len(found)) + "|"]
-    for label in next(iter(found.values())):
-        name, _, shape = label.partition("-")
-        if name == PLAIN or not all({label, f"{PLAIN}-{shape}"} <= ms.keys() for ms in found.values()):
-            continue
-        ratios = [f"{ms[label][OURS] / ms[f'{PLAIN}-{shape}'][OURS]:.2f}" for ms in found.values()]
-        lines.append(f"| {label} | {' | '.join(ratios)} |")
-    return lines if len(lines) > 2 else []
+def _against_efficient(row: dict[str, Any]) -> str:
+    cells = [
+        cell for ms in row["ms"].values() for cell in (f"{ms['strobe']:.2f}", f"{ms['efficient'] / ms['strobe']:.2f} ×")
+    ]
+    return f"| {row['name']} | {' | '.join(cells)} |"
