@@ -13,11 +13,11 @@
 
 namespace strobe {
 
-// kOneHead: all entries are of one head. kStaged: entries of the bias are at hand, see pair_tile.cuh.
 // Entry i of a fragment is the score of query q(i) with key k(i). Both count positions, as masks do, in a sequence of
 // len_q queries and len_k keys. `row` and `column` are the thread's first in memory.
 template <bool kTransposed, int kPackGqa = 1> struct Where {
-  static constexpr bool kOneHead = kPackGqa == 1, kStaged = false;
+  static constexpr bool kOneHead = kPackGqa == 1;  // all entries are of one head
+  static constexpr bool kStaged = false;           // whether those of a bias are at hand: see pair_tile.cuh
   int batch, first_head, row, column, offset_q, offset_k, len_q, len_k;
 
   STROBE_DEVICE int along_rows(int i) const { return row + 8 * fragment_row(i); }
