@@ -46,10 +46,10 @@ lint: $(READY) ## ruff, clang-format and mypy
 # and fixtures, which two workers would both make; files begin in the order of TIERS, not those with the most tests first.
 PYTEST := $(VENV)/bin/python -m pytest $(TIERS) -q -rfEs -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
-test: lint ## lint, types and the tests for every day that need no GPU, in about 20 minutes on two cores
+test: lint ## lint, types and the tests for every day that need no GPU, in about 10 minutes on two cores
 	$(PYTEST) -m "not thorough"
 
-test-all: lint ## lint, types and every test that needs no GPU
+test-all: lint ## lint, types and every test that needs no GPU, in about 20 minutes on two cores
 	$(PYTEST)
 
 # Most of the time goes into compiling. So files run side by side if the python3 at hand has pytest-xdist.

@@ -148,6 +148,8 @@ def allowed_stack(kernel: TemplateKernel) -> int:
         return 0
     if kernel.facts["dropout"]:
         return 56 if kernel.facts.get("rotate") else 24  # deterministic sums without a mask at head dim 64
+    if kernel.template == "backward_sm80" and kernel.arch == "sm_90" and kernel.element == "fp16":
+        return 48  # a diagonal at head dim 64; in bf16 there are none
     backward = "backward" in kernel.template
     crowded = kernel.facts.get("deterministic") or (backward and kernel.facts["softcap"])
     if backward and has(kernel, "kPartialOut"):
