@@ -52,8 +52,9 @@ test: lint ## lint, types and the tests for every day that need no GPU, in about
 test-all: lint ## lint, types and every test that needs no GPU, in about 20 minutes on two cores
 	$(PYTEST)
 
-# Most of the time goes into compiling. So files run side by side if the python3 at hand has pytest-xdist.
-GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -rs --durations=15
+# Most of the time goes into compiling. So files run side by side if the python3 at hand has pytest-xdist. -v: a run that is cut off
+# has named what failed.
+GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -v -rfEs --durations=15
 
 gpu-test: ## the tests in tests/gpu, with the python3 at hand; installs nothing
 	$(GPU_PYTEST) -m "not alone" $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n $(GPU_WORKERS) --dist loadfile")
