@@ -7,12 +7,14 @@ from dataclasses import replace
 import function_cases
 import pytest
 import torch
+from gpu.kernels import hopper
 
 import strobe
 from strobe.backends import dispatch
 from strobe.backends.backend import Backend
 from strobe.problem import Problem
 
+BACKENDS = [pytest.param("sm90", marks=pytest.mark.skipif(not hopper(), reason="not a Hopper GPU")), "sm80"]
 LONG = {
     "alibi": (1000, 1500),
     "packed": (700, 900),
@@ -23,24 +25,20 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [*function_cases.CASES, *(f"{name} long" for name in LONG)])
 def test_against_plain_torch(name: str, backend: str) -> None:
     short, _, long = name.partition(" ")
     case = function_cases.CASES[short]
     if long:
         case = replace(case, len_q=LONG[short][0], len_k=LONG[short][1])
-    if backend == "sm90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
     function_cases.check(case, case.tensors("cuda"), backend)
 
 
-@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [*function_cases.LEARNING, "alibi long", "relative long", "several long"])
 def test_gradients_of_captured_tensors(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels: no backward pass goes to another backend."""
-    if backend == "sm90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
     monkeypatch.setattr(dispatch, "choose_backward", _checked)
     short, _, long = name.partition(" ")
     case = function_cases.CASES[short]
@@ -60,10 +58,9 @@ def _checked(problem: Problem, forward: Backend) -> Backend:
 def test_who_computes_gradients_of_captured_tensors(dim: int) -> None:
     q, k, v = (torch.randn(1, 256, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     table = torch.zeros(4, 511, device="cuda", requires_grad=True)
-    hopper = torch.cuda.get_device_capability() == (9, 0)
     for deterministic in (False, True):
         found = strobe.explain(q, k, v, score=strobe.relative_bias(table), deterministic=deterministic)
-        by_kernels = "sm90" if hopper and dim == 64 else "sm80"
+        by_kernels = "sm90" if hopper() and dim == 64 else "sm80"
         assert found.backward == ("tiled" if deterministic else by_kernels)
 
 

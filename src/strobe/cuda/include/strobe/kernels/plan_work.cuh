@@ -39,9 +39,9 @@ template <class Config, class Mask, class Params> struct PlanWork {
   u64 line, tiles;   // lengths of one head's tiles in all, and how many they are
   u64 total, count;  // of all heads, and pieces that are not empty
 
-  // ---- the line
-  // ------------------------------------------------------------------------------------------------------ Sums of all
-  // threads before this one, and of all.
+  // ---- the line -----------------------------------------------------------------------------------------------------
+
+  // Sums of all threads before this one, and of all.
   STROBE_DEVICE static u32 sum_before(u32 mine, u32 buffer, u32& all) {
     const int lane = thread_idx() % 32, warp = thread_idx() / 32;
     const u32 upto = sum_of_lanes(mine, lane);
@@ -75,9 +75,9 @@ template <class Config, class Mask, class Params> struct PlanWork {
   }
   STROBE_DEVICE static int length_of(const KeyBlocks& b) { return max(1, b.end - b.first); }
 
-  // ---- pieces and items
-  // ---------------------------------------------------------------------------------------------- Where every tile
-  // would be cut, nearly as many pieces as there are blocks, but the same number for each tile.
+  // ---- pieces and items ---------------------------------------------------------------------------------------------
+
+  // Where every tile would be cut, nearly as many pieces as there are blocks, but the same number for each tile.
   STROBE_DEVICE u64 pieces() const {
     const u64 most = u64(p.pieces), all = tiles * p.heads;
     if (all == 0) return 0;
