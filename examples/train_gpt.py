@@ -208,7 +208,7 @@ def train(o: argparse.Namespace, name: str, seed: int) -> tuple[dict[str, Any], 
     except KeyboardInterrupt:
         print(f"stopped after step {len(losses)}", flush=True)
     run["loss"] = [round(x, 7) for x in torch.stack(losses).tolist()] if losses else []
-    run["seconds"] = round(time.perf_counter() - start, 2)
+    run["seconds"] = max(0.01, round(time.perf_counter() - start, 2))
     run["tokens_per_s"] = round(len(losses) * tokens / run["seconds"])
     return run, model
 

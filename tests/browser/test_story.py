@@ -333,6 +333,7 @@ def test_scrolling_moves_the_figure(page: Page) -> None:
         page.wait_for_timeout(20)
     expect(page.locator("#words.active")).to_have_count(0)
     assert page.locator(".step.active").count() == 1
+    page.wait_for_function("location.hash")  # set once the scrolling has ended
     assert page.evaluate("location.hash.slice(1)") in [*page.evaluate("strobePage.steps"), "words"]
 
 
