@@ -66,20 +66,28 @@ def test_against_fp64(name: str) -> None:
         assert (f.double() - e).norm() <= 0.01 * e.norm() + 1e-6
 
 
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Bit for bit, but for dQ: blocks of keys add to it in any order, so it may be rounded to the number beside it."""
+    for name, f, e in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert not f.isnan().any(), name
+        if name == "dq":
+            torch.testing.assert_close(f, e, rtol=2**-7, atol=1e-6)
+        else:
+            assert torch.equal(f, e), name
+
+
 def test_hidden_blocks_are_not_computed() -> None:
     """A key of NaN with a weight of 0 would still be NaN."""
     q, k, v = tensors()
     clean = results([q, k, v], "emulator", CASES["gap"])
     k[:, 128:256] = v[:, 128:256] = torch.nan
-    for f, e in zip(results([q, k, v], "emulator", CASES["gap"]), clean, strict=True):
-        assert torch.equal(f, e)
+    assert_same(results([q, k, v], "emulator", CASES["gap"]), clean)
 
 
 def test_a_block_mask_keeps_its_maps() -> None:
     x = tensors()
     mask = strobe.block_mask(CASES["documents"]["mask"], 2, None, 200, 400)
-    for f, e in zip(results(x, "emulator", {"mask": mask}), results(x, "emulator", CASES["documents"]), strict=True):
-        assert torch.equal(f, e)
+    assert_same(results(x, "emulator", {"mask": mask}), results(x, "emulator", CASES["documents"]))
     assert len(mask.maps) == 2  # of each direction
     for bits in mask.maps.values():
         bits.zero_()
