@@ -171,9 +171,7 @@ class Mutation(NamedTuple):
 
 TELL = "if (tells) tell(ring, missing);"
 LOOK, RELEASE = "missing.look(k.stage);", "wgmma_wait<kIssuedSince>();\n    pin(s);\n    k.release_and_advance();"
-GATHERED = (
-    "cp_async_commit();\n    cp_async_wait<0>();\n    fence_proxy_async();\n    mbar_arrive(ring.full_barrier());"
-)
+GATHERED = "cp_async_wait<0>();\n    fence_proxy_async();\n    mbar_arrive(ring.full_barrier());"
 MUTATIONS = {
     "told_of_none": Mutation(
         "st_shared(missing_word<Config>(ring.stage), u32(some))", "st_shared(missing_word<Config>(ring.stage), 0u)"
@@ -181,6 +179,7 @@ MUTATIONS = {
     "told_of_a_buffer_in_use": Mutation(f"ring.wait_empty();\n    {TELL}", f"{TELL}\n    ring.wait_empty();"),
     # Of pages, the first thread announces more before consumers look: there it would be early enough.
     "told_after_the_arrival": Mutation(GATHERED, f"{GATHERED} if (t.tells) tell(ring, true);", 1),
+    "entries_of_another_block": Mutation("if (asked.row != row)", "if (asked.row < 0)", 1),
     "not_looked_at": Mutation(LOOK, ""),
     "looked_at_after_the_release": Mutation(
         f"{LOOK}\n    {RELEASE}", f"const u32 stage = k.stage;\n    {RELEASE}\n    missing.look(stage);"

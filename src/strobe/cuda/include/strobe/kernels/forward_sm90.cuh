@@ -78,11 +78,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
 
   // ---- producer: one thread, or, of pages, all that `loads` says --------------------------------------------------
-  STROBE_DEVICE void load_keys(const Tile& tile, int head, int n) {
-    KeyLoader<Config>::template load<kBlockN, kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), tile, head, n);
+  STROBE_DEVICE void load_keys(KeyLoader<Config>& loader, int n) {
+    loader.template load<kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), n);
   }
-  STROBE_DEVICE void load_values(const Tile& tile, int head, int n) {
-    KeyLoader<Config>::template load<kBlockN, kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), tile, head, n);
+  STROBE_DEVICE void load_values(KeyLoader<Config>& loader, int n) {
+    loader.template load<kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), n);
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
@@ -110,17 +110,18 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   STROBE_DEVICE void load_tile(const Tile& tile) {
     const Blocks blocks = blocks_of(tile, tile.row0, kBlockM);
     const bool any_keys = blocks.any(), gathers = Config::Keys::kGathered;
-    int n = blocks.begin(), head_k = quotient(tile.head, p.group);
+    int n = blocks.begin();
+    KeyLoader<Config> loader{tile, quotient(tile.head, p.group), blocks.first * kBlockN};
     if (gathers && leads<Config>()) announce(tile, any_keys);  // first: a warp waits for what it gathers
-    if (any_keys) load_keys(tile, head_k, n);
+    if (any_keys) load_keys(loader, n);
     if (!gathers && leads<Config>()) announce(tile, any_keys);
     q.next();
     if (parts.merge) parts.load(p, tile, v, q);
 #pragma unroll 1
     for (; blocks.has(n); n = blocks.next(n)) {  // V one block behind K: the order in which the consumers need them
-      if (blocks.has_next(n)) load_keys(tile, head_k, blocks.next(n));
+      if (blocks.has_next(n)) load_keys(loader, blocks.next(n));
       if (parts.merge) parts.make_room(blocks.before(n), q);
-      load_values(tile, head_k, n);
+      load_values(loader, n);
     }
   }
 

@@ -16,6 +16,7 @@ template <int kStages> struct Ring {
   // barrier).
   STROBE_DEVICE Ring(u32 barriers, bool producer) : full(barriers), empty(barriers + 8 * kStages), parity(producer) {}
 
+  static constexpr int kBuffers = kStages;
   static constexpr u32 kBytes = 16 * kStages;
   STROBE_DEVICE static void init(u32 barriers, u32 arrivals_to_empty, u32 arrivals_to_full = 1) {
     for (int i = 0; i < kStages; ++i) {

@@ -151,12 +151,17 @@ template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
   return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v, 2, false};
 }
 
-// Entry `index` of a sequence's table, or -1 if it is no page of the pool: its keys are missing, as no query sees them.
-// An entry that no key in use has is not read.
-template <class Params> STROBE_DEVICE int page_of(const Params& p, int batch, int index, bool in_use) {
+// Entry `index` of a sequence's table. An entry that no key in use has is not read: -1.
+template <class Params> STROBE_DEVICE int entry_of(const Params& p, int batch, int index, bool in_use) {
   const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + batch) : batch * p.table_width);
-  const int page = in_use ? ld_global(entries + index) : -1;
-  return u32(page) < u32(p.pages) ? page : -1;
+  return in_use ? ld_global(entries + index) : -1;
+}
+// The page of an entry, or -1 if it is none of the pool: its keys are missing, as no query sees them.
+template <class Params> STROBE_DEVICE int page_of(const Params& p, int entry) {
+  return u32(entry) < u32(p.pages) ? entry : -1;
+}
+template <class Params> STROBE_DEVICE int page_of(const Params& p, int batch, int index, bool in_use) {
+  return page_of(p, entry_of(p, batch, index, in_use));
 }
 
 // Where the producer tells of a buffer of K whether keys in it are missing; see missing_keys.cuh.
@@ -164,23 +169,45 @@ template <class Config> STROBE_DEVICE u32 missing_word(u32 stage) {
   return smem_base() + Config::Offset::missing + 4 * stage;
 }
 
-// Loads blocks of kRows keys, each to the next buffer of a ring. Rows of missing keys, and those behind the last key in
-// use, become 0 and nothing is read for them: their weight is 0, and 0 times NaN would come out.
+// Entries of rows [row, row + kRows) that a warp has asked for. A lane has one row of each group: the entry, and which
+// row of that page it is. What does not depend on the entries is worked out at once, and the rest when they are needed.
+template <int kRows> struct Entries {
+  static constexpr int kGroup = kRows % 32 == 0 ? 32 : 16, kGroups = kRows / kGroup;
+  int row = -1, entries[kGroups], rows[kGroups];
+
+  STROBE_DEVICE static int lane_row(int group) { return group * kGroup + thread_idx() % kGroup; }
+  STROBE_DEVICE bool in_use(const Sequence& s, int group) const { return row + lane_row(group) < s.k.used; }
+  template <class Params> STROBE_DEVICE void read(const Params& p, const Sequence& s, int first_row) {
+    row = first_row;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int mine = row + lane_row(g), index = quotient(mine, p.page_size);
+      entries[g] = entry_of(p, s.batch, index, in_use(s, g));
+      rows[g] = mine - index * p.page_size;
+    }
+  }
+};
+
+// Loads the blocks of keys that a tile visits, each to the next buffer of a ring. Rows of missing keys, and those behind
+// the last key in use, become 0 and nothing is read for them: their weight is 0, and 0 times NaN would come out.
 template <class Config> struct KeyLoader {
   using Keys = typename Config::Keys;
-  static constexpr int kArrivals = Keys::kGathered ? 32 : 1;  // that announce a tile
+  static constexpr int kRows = Config::kBlockN;
+  static constexpr int kArrivals = Keys::kGathered ? 32 : 1;  // that announce a block
 
-  template <int kRows, int kColumns, class Ring, class Params>
-  STROBE_DEVICE static void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t,
-                                 const Sequence& s, int head, int block) {
+  const Sequence& s;
+  int head, first_row;     // of the first block
+  Entries<kRows> asked{};  // for the block that this warp gathers next
+
+  template <int kColumns, class Ring, class Params>
+  STROBE_DEVICE void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t, int block) {
     const int row = block * kRows;
     if constexpr (!Keys::kPaged) {
       const u32 full = ring.begin_load(bytes);
       tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, t.map, full,
                                                              Keys::template box<kRows>(s.k, head, row, t.batch_rows));
-    } else if constexpr (Keys::kGathered)
-      gather<kRows, kColumns>(p, ring, buffers + ring.stage * bytes, t, s, head, row);
-    else load_pages<kRows, kColumns>(p, ring, buffers + ring.stage * bytes, bytes, t, s, head, row);
+    } else if constexpr (Keys::kGathered) gather<kColumns>(p, ring, buffers + ring.stage * bytes, t, row);
+    else load_pages<kColumns>(p, ring, buffers + ring.stage * bytes, bytes, t, row);
     ring.next();
   }
 
@@ -188,9 +215,9 @@ template <class Config> struct KeyLoader {
   // Boxes, of which neighbours go to different warps: a warp issues them one by one. A table entry is read before the
   // wait for the buffer, so that its latency is hidden. The first warp, whose first thread announces the tile, reads
   // all of its entries to tell whether keys are missing.
-  template <int kRows, int kColumns, class Ring, class Params>
-  STROBE_DEVICE static void load_pages(const Params& p, const Ring& ring, u32 buffer, u32 bytes, const KeyTensor& t,
-                                       const Sequence& s, int head, int row) {
+  template <int kColumns, class Ring, class Params>
+  STROBE_DEVICE void load_pages(const Params& p, const Ring& ring, u32 buffer, u32 bytes, const KeyTensor& t,
+                                int row) const {
     constexpr int kBox = Keys::box_rows(kRows), kPanels = panels(kColumns), kBoxes = kRows / kBox * kPanels;
     constexpr int kEach = (kBoxes + 127) / 128;
     static_assert(kRows / kBox <= 32, "a lane for each entry");
@@ -222,35 +249,31 @@ template <class Config> struct KeyLoader {
   }
 
   // Row by row, 16 bytes a lane at a time. Each buffer belongs to a warp: it waits until its copies have landed, sees
-  // to the fence towards wgmma's proxy and announces the tile, while those of the other warps are under way. It waits
-  // for its own buffers alone: of another one it could miss a phase, and wait for ever. A lane knows where one of
-  // kGroup rows begins.
-  template <int kRows, int kColumns, class Ring, class Params>
-  STROBE_DEVICE static void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, const Sequence& s,
-                                   int head, int row) {
-    constexpr int kGroup = kRows % 32 == 0 ? 32 : 16, kGroups = kRows / kGroup, kChunks = kColumns / 8;
+  // to the fence towards wgmma's proxy and announces the block, while those of the other warps are under way. It waits
+  // for its own buffers alone: of another one it could miss a phase, and wait for ever. While its copies are under way,
+  // it asks for the entries of its next block. A lane knows where one of kGroup rows begins.
+  template <int kColumns, class Ring, class Params>
+  STROBE_DEVICE void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, int row) {
+    constexpr int kGroups = Entries<kRows>::kGroups, kGroup = kRows / kGroups, kChunks = kColumns / 8;
     static_assert(kRows % kGroup == 0 && kGroup * kChunks % 32 == 0, "whole passes over the rows of a group");
     if ((ring.stage + t.first_warp) % 4 != thread_idx() / 32) return;
-    const int lane = thread_idx() % 32;
+    if (asked.row != row) asked.read(p, s, row);
     u32 begins[kGroups];  // in units of 16 bytes, so that 32 bits suffice
-    bool missing = false;
+    bool missing = false, whole = 32 % kChunks == 0 && t.dim == kColumns;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int mine = row + g * kGroup + lane % kGroup, index = quotient(mine, p.page_size);
-      const bool in_use = mine < s.k.used;
-      const int page = page_of(p, s.batch, index, in_use);
-      const i64 at = page * t.page_stride + head * t.head_stride + (mine - index * p.page_size) * t.row_stride;
+      const int page = page_of(p, asked.entries[g]);
+      const i64 at = page * t.page_stride + head * t.head_stride + asked.rows[g] * t.row_stride;
       begins[g] = page < 0 ? kNowhere : u32(at / 8);
-      missing |= in_use && page < 0;
+      missing |= page < 0 && asked.in_use(s, g);
+      whole = whole && page >= 0;
     }
-    bool whole = 32 % kChunks == 0 && t.dim == kColumns;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) whole = whole && begins[g] != kNowhere;
     ring.wait_empty();
     if (t.tells) tell(ring, missing);
-    if (any(!whole)) copy_part<kRows, kChunks>(buffer, t, begins);
-    else copy_whole<kRows, kChunks>(buffer, t, begins);
+    if (any(!whole)) copy_part<kChunks>(buffer, t, begins);
+    else copy_whole<kChunks>(buffer, t, begins);
     cp_async_commit();
+    if (const int next = row - Ring::kBuffers * kRows; next >= first_row) asked.read(p, s, next);
     cp_async_wait<0>();
     fence_proxy_async();
     mbar_arrive(ring.full_barrier());
@@ -259,7 +282,7 @@ template <class Config> struct KeyLoader {
 
   // A lane has one chunk of every kAtOnce-th row. The rest of its addresses is known when this is compiled: a copy that
   // is slow to begin makes the tile late.
-  template <int kRows, int kChunks, int kGroups>
+  template <int kChunks, int kGroups>
   STROBE_DEVICE static void copy_whole(u32 buffer, const KeyTensor& t, const u32 (&begins)[kGroups]) {
     constexpr int kGroup = kRows / kGroups, kAtOnce = kChunks < 32 ? 32 / kChunks : 1;
     const int lane = thread_idx() % 32, own = lane / kChunks, chunk = lane % kChunks;
@@ -273,7 +296,7 @@ template <class Config> struct KeyLoader {
                     reinterpret_cast<const u16*>(from + 16 * i64(shfl(begins[g], r + own))));
   }
   // Rows that are nowhere, and columns that the tensor does not have, become zero.
-  template <int kRows, int kChunks, int kGroups>
+  template <int kChunks, int kGroups>
   STROBE_DEVICE static void copy_part(u32 buffer, const KeyTensor& t, const u32 (&begins)[kGroups]) {
     constexpr int kGroup = kRows / kGroups;
 #pragma unroll
