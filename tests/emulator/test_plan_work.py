@@ -14,7 +14,7 @@ import strobe
 from strobe.arguments import Arguments
 from strobe.cuda import forward_sm90
 from strobe.cuda.plan import Plan
-from strobe.cuda.plan_work import Work
+from strobe.cuda.plan_work import RECORD, Work
 from strobe.emulator import compiler
 from strobe.emulator.backend import launch
 from strobe.mask import Mask, Positions
@@ -42,9 +42,9 @@ def planned(
     problem, _ = Problem.of(a)
     plan = forward_sm90.plan(problem, (1, 1, 1), H200)
     first = plan.launches[0]
-    work = torch.full((plan.workspace["work"] // 4,), -1, dtype=torch.int32)
+    work = torch.full((-(-plan.workspace["work"] // RECORD), 16), -1, dtype=torch.int32)
     launch(Plan((first,)), {"work": work, "lengths": used, "cu_q": cu, "table": table, "starts": first_positions})
-    return work.view(-1, 8), plan
+    return work, plan
 
 
 def visible(mask: Mask, count: int, length: int, row: int, start: int = 0) -> tuple[int, int]:
@@ -54,6 +54,12 @@ def visible(mask: Mask, count: int, length: int, row: int, start: int = 0) -> tu
     first, end = mask.bounds(row // GROUP, count, length, at)[0], mask.bounds(last // GROUP, count, length, at)[1]
     first, end = max(0, -start, first) // BLOCK_N, -(-min(length, end) // BLOCK_N)
     return first, max(first + 1, end)
+
+
+def sequence_of(batch: int, lengths: list[int], counts: list[int] | None, start: int = 0) -> list[int]:
+    """What a record says of it: its first query and its rows, the position of its first key, and its keys."""
+    first, count = (0, 1) if counts is None else (sum(counts[:batch]), counts[batch])
+    return [first, count * GROUP, start, lengths[batch]]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -76,9 +82,13 @@ def test_every_block_is_in_one_item(name: str) -> None:
     pieces, slots = plan.launches[1].grid, plan.workspace["partial"] // (4 * BLOCK_M * (128 + 2))
     found: dict[tuple[int, int, int], list[list[int]]] = {}
     loads, used = [], []
-    for piece, (first, end) in enumerate(records[:pieces, :2].tolist()):
+    for piece, (first, end) in enumerate(records[:pieces, 12:14].tolist()):
         load = 0
-        for batch, head, row, slot, start, stop, first_slot, parts in records[pieces + first : pieces + end].tolist():
+        own = records[piece, :12].tolist()
+        assert own == (records[pieces + first, :12].tolist() if first < end else [0] * 12)  # its first item
+        items_of_piece = records[pieces + first : pieces + end, :12].tolist()
+        for batch, head, row, slot, start, stop, first_slot, parts, *sequence in items_of_piece:
+            assert sequence == sequence_of(batch, lengths, counts)
             found.setdefault((batch, head, row), []).append([start, stop, slot, first_slot, parts])
             load += max(1, stop - start)
             assert slot // 2 == piece
@@ -100,7 +110,6 @@ def test_every_block_is_in_one_item(name: str) -> None:
     assert len(set(used)) == len(used) and all(slot < slots for slot in used)
     busy = [load for load in loads if load]
     assert max(busy) - min(busy) <= 1
-    assert int(records[0, 7]) == pieces
 
 
 # ---- invariant calls: keys are cut where the rule says ---------------------------------------------------------------
@@ -137,14 +146,15 @@ def test_invariant_calls_are_cut_where_the_rule_says(name: str) -> None:
                 inside = [first, *(cut for cut in moved[1:] if first < cut < end), end]
                 item = len(expected)
                 for b0, b1 in itertools.pairwise(inside):
-                    expected.append([batch, head, row, len(expected), b0, b1, item, len(inside) - 1])
+                    part = [len(expected), b0, b1, item, len(inside) - 1]
+                    expected.append([batch, head, row, *part, *sequence_of(batch, lengths, counts, start)])
     items = len(expected)
-    assert records[pieces : pieces + items].tolist() == expected
+    assert records[pieces : pieces + items, :12].tolist() == expected
     assert items <= work["items"] and plan.workspace["partial"] == 4 * work["items"] * work["slot_rows"] * (128 + 2)
     assert work["slot_rows"] >= min(BLOCK_M, GROUP * max(rows))
-    assert not records.view(-1)[8 * (pieces + work["items"]) :].view(-1, 4)[:items].any()  # counters
-    sizes = [max(1, b1 - b0) for *_, b0, b1, _, _ in expected]
-    spans = [(a, b) for a, b in records[:pieces, :2].tolist() if a < b]
+    assert not records.view(-1)[16 * (pieces + work["items"]) :].view(-1, 4)[:items].any()  # counters
+    sizes = [max(1, b1 - b0) for _, _, _, _, b0, b1, *_ in expected]
+    spans = [(a, b) for a, b in records[:pieces, 12:14].tolist() if a < b]
     assert spans[0][0] == 0 and spans[-1][1] == items and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
     loads, share = [sum(sizes[a:b]) for a, b in spans], sum(sizes) / pieces
     assert max(loads) <= share + max(sizes)

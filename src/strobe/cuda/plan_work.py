@@ -19,7 +19,7 @@ from strobe.cuda.shared_memory import Region, SharedMemory
 from strobe.problem import Problem
 
 THREADS = 1024
-RECORD = 32  # bytes
+RECORD = 64  # bytes
 COUNTED = 16  # bytes of the counters of an item, which invariant kernels count in
 NAME = "plan_work"
 

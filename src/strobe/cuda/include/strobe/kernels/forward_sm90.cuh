@@ -1,9 +1,8 @@
 // FlashAttention forward for Hopper: TMA, mbarriers, wgmma, warp specialisation.
 //
-// A block is one producer warpgroup, of which a single thread issues every load (of pages: all threads), and kConsumers
-// consumer warpgroups that own 64 query rows each. It is persistent: it takes tile after tile from a counter in global
-// memory (of pages: from its piece of a work list). The rings of K and V buffers run on across tiles, so the next
-// tile's first keys arrive while the last one is being written. In a consumer, block n of the keys goes like this:
+// A block is one producer warpgroup, of which one thread issues every load (of pages: all threads), and kConsumers
+// consumer warpgroups that own 64 query rows each. It is persistent: it takes tile after tile from a counter (of pages:
+// from its piece of a work list). The rings of K and V run on across tiles. In a consumer, block n goes like this:
 //     issue S_n = Q K_n^T            both in flight together; P is the register operand
 //     issue O  += P_{n+1} V_{n+1}
 //     wait for S_n:  the first kExpsBeforeWait weights, exp(S_n - m), overlapped with P V
@@ -92,11 +91,11 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
 
   STROBE_DEVICE void produce() {
-    using Work = WorkOf<Config::Keys::kPaged>;
+    using Work = WorkOf<Config>;
 #pragma unroll 1
     for (int index = Work::first(p), end = Work::end(p), next; index < end; index = next) {
       next = Work::next(p, index);  // early: its latency passes during the copies
-      const Tile tile = Work::template tile<Config>(index, p);
+      const Tile tile = Work::tile(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
     }
     if (leads<Config>()) announce(Tile{Sequence{}, -1, 0, 0, Part{}}, false);  // no more

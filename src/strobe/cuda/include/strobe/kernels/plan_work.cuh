@@ -2,6 +2,7 @@
 //
 // A tile is kBlockM rows of one head of one sequence; its length is the key blocks that they see, at least one. All
 // tiles, heads outermost, form a line, which is cut into equal pieces, one for each block of the kernel that follows.
+// The list has a record for each piece and for each item (pipeline/schedule.cuh).
 // An item is what a piece has of a tile. Piece c leaves the result of its first item in slot 2 c and that of its last
 // one in slot 2 c + 1, since it cuts no others. Tile t in piece c is item t + c: along the line one of the two grows.
 //
@@ -62,16 +63,15 @@ template <class Config, class Mask, class Params> struct PlanWork {
   STROBE_DEVICE u64 begin(u64 piece) const { return piece * total / count; }
   STROBE_DEVICE u64 piece_of(u64 position) const { return ((position + 1) * count - 1) / total; }
 
-  // Calls visit(row0, blocks, at) for each tile of a sequence, whose table begins at position `at`, in blocks.
+  // Calls visit(tile, blocks, at) for each tile of a sequence, whose table begins at position `at`, in blocks.
   template <class Visit> STROBE_DEVICE void for_each_tile(int batch, Visit visit) const {
     Tile tile{};
     static_cast<Sequence&>(tile) = sequence_of<Config>(p, batch);
-    tile.k.length = tile.k.used;
     const Mask mask = mask_of<Mask, Config>(p, tile.q.length, tile.k.length, tile.positions);
     const int start = tile.positions.offset_k, at = (start - (start < 0) * (Config::kBlockN - 1)) / Config::kBlockN;
 #pragma unroll 1
-    for (int row = 0; row < tile.q.length; row += Config::kBlockM)
-      visit(row, blocks_of_rows<Config>(mask, tile, row, Config::kBlockM), at);
+    for (tile.row0 = 0; tile.row0 < tile.q.length; tile.row0 += Config::kBlockM)
+      visit(tile, blocks_of_rows<Config>(mask, tile, tile.row0, Config::kBlockM), at);
   }
   STROBE_DEVICE static int length_of(const KeyBlocks& b) { return max(1, b.end - b.first); }
 
@@ -85,11 +85,17 @@ template <class Config, class Mask, class Params> struct PlanWork {
     const u64 wanted = even * 32 >= most * 31 ? even : most;
     return total < wanted ? total : wanted;
   }
-  STROBE_DEVICE void write_record(int record, u32x4 x, u32x4 y) const {
-    st_global(static_cast<void*>(p.work + 8 * record), x);
-    st_global(static_cast<void*>(p.work + 8 * record + 4), y);
+  STROBE_DEVICE void store(int record, int part, u32x4 x) const {  // one of four parts of a record
+    st_global(static_cast<void*>(p.work + kRecord * record + 4 * part), x);
   }
-  STROBE_DEVICE void write_tile(int batch, int head, int row0, const KeyBlocks& blocks, u64 tile, u64 start) const {
+  STROBE_DEVICE void write_item(int record, const Tile& t, u32 slot, u32x4 part) const {
+    store(record, 0, u32x4{u32(t.batch), block_idx(), u32(t.row0), slot});
+    store(record, 1, part);
+    store(record, 2, u32x4{u32(t.q.first), u32(t.q.length), u32(t.positions.offset_k), u32(t.k.used)});
+  }
+  STROBE_DEVICE void begin_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + 12, item); }
+  STROBE_DEVICE void end_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + 13, item); }
+  STROBE_DEVICE void write_tile(const Tile& t, const KeyBlocks& blocks, u64 tile, u64 start) const {
     const u64 end = start + length_of(blocks);
     const int first = int(piece_of(start)), last = int(piece_of(end - 1));
     const u32 parts = last - first + 1, first_slot = parts == 1 || begin(first) != start ? 2 * first + 1 : 2 * first;
@@ -99,10 +105,11 @@ template <class Config, class Mask, class Params> struct PlanWork {
       const int item = int(tile) + c;
       const u32 b0 = blocks.first + (from > start ? u32(from - start) : 0),
                 b1 = to < end ? blocks.first + u32(to - start) : blocks.end;
-      write_record(p.pieces + item, u32x4{u32(batch), u32(head), u32(row0), c == first ? first_slot : 2 * c},
-                   u32x4{b0, b1, first_slot, parts});
-      if (from >= start) st_global(p.work + 8 * c, u32(item));
-      if (to <= end) st_global(p.work + 8 * c + 1, u32(item + 1));
+      const u32 slot = c == first ? first_slot : 2 * c;
+      const u32x4 part{b0, b1, first_slot, parts};
+      write_item(p.pieces + item, t, slot, part);
+      if (from >= start) begin_piece(c, item), write_item(c, t, slot, part);
+      if (to <= end) end_piece(c, item + 1);
     }
   }
 
@@ -110,49 +117,45 @@ template <class Config, class Mask, class Params> struct PlanWork {
   STROBE_DEVICE static int splits_of(const KeyBlocks& b, int at) {
     return b.any() ? Splits::of(b.end - 1 + at) - Splits::of(b.first + at) + 1 : 1;
   }
-  STROBE_DEVICE void write_splits(int batch, int head, int row0, const KeyBlocks& b, int at, u64 first,
-                                  u64 start) const {
+  STROBE_DEVICE void write_splits(const Tile& t, const KeyBlocks& b, int at, u64 first, u64 start) const {
     const int splits = splits_of(b, at), split0 = Splits::of(b.first + at);
 #pragma unroll 1
     for (int i = 0; i < splits; ++i) {
       const u32 item = u32(first) + i;
       const int b0 = i == 0 ? b.first : Splits::begin(split0 + i) - at,
                 b1 = i == splits - 1 ? b.end : Splits::begin(split0 + i + 1) - at;
-      write_record(p.pieces + item, u32x4{u32(batch), u32(head), u32(row0), item},
-                   u32x4{u32(b0), u32(b1), u32(first), u32(splits)});
-      st_global(static_cast<void*>(p.work + 8 * (p.pieces + p.items) + 4 * item), u32x4{0, 0, 0, 0});
+      write_item(p.pieces + item, t, item, u32x4{u32(b0), u32(b1), u32(first), u32(splits)});
+      st_global(static_cast<void*>(p.work + kRecord * (p.pieces + p.items) + 4 * item), u32x4{0, 0, 0, 0});
       const u64 end = start + max(1, b1 - b0);
       for (u64 c = start == 0 ? 0 : piece_of(start - 1) + 1; c < count && begin(c) < end; ++c)
-        begin_piece(c, 2 * (begin(c) - start) <= end - start ? item : item + 1);
-      if (end == total) st_global(p.work + 8 * (count - 1) + 1, item + 1);
+        cut_line(c, 2 * (begin(c) - start) <= end - start ? item : item + 1);
+      if (end == total) end_piece(count - 1, item + 1);
       start = end;
     }
   }
-  STROBE_DEVICE void begin_piece(u64 c, u32 item) const {
-    st_global(p.work + 8 * c, item);
-    if (c > 0) st_global(p.work + 8 * (c - 1) + 1, item);
+  STROBE_DEVICE void cut_line(u64 c, u32 item) const {
+    begin_piece(c, item);
+    if (c > 0) end_piece(c - 1, item);
   }
 
   STROBE_DEVICE void run() {
     const int each = (p.batch + kThreads - 1) / kThreads, from = thread_idx() * each, to = min(from + each, p.batch);
     u32 length = 0, number = 0, splits = 0, all_length, all_number, all_splits = 0;
     for (int batch = from; batch < to; ++batch)
-      for_each_tile(batch, [&](int, const KeyBlocks& b, int at) {
+      for_each_tile(batch, [&](const Tile&, const KeyBlocks& b, int at) {
         length += length_of(b), ++number;
         if (kInvariant) splits += splits_of(b, at);
       });
     u64 start = sum_before(length, smem_base(), all_length), tile = sum_before(number, smem_base() + 128, all_number);
     u64 item = kInvariant ? sum_before(splits, smem_base() + 256, all_splits) : 0;
     line = all_length, tiles = all_number, total = line * p.heads, count = pieces();
-    for (int c = int(count) + thread_idx(); block_idx() == 0 && c < p.pieces; c += kThreads) {
-      st_global(p.work + 8 * c, 0u), st_global(p.work + 8 * c + 1, 0u);  // empty
-    }
-    if (block_idx() == 0 && thread_idx() == 0) st_global(p.work + 7, u32(p.pieces));  // for those who read the list
+    for (int c = int(count) + thread_idx(); block_idx() == 0 && c < p.pieces; c += kThreads)
+      for (int part = 0; part < 4; ++part) store(c, part, u32x4{0, 0, 0, 0});  // empty: a tile without rows
     start += line * block_idx(), tile += tiles * block_idx(), item += u64(all_splits) * block_idx();
     for (int batch = from; batch < to; ++batch)
-      for_each_tile(batch, [&](int row0, const KeyBlocks& b, int at) {
-        if constexpr (kInvariant) write_splits(batch, block_idx(), row0, b, at, item, start);
-        else write_tile(batch, block_idx(), row0, b, tile, start);
+      for_each_tile(batch, [&](const Tile& t, const KeyBlocks& b, int at) {
+        if constexpr (kInvariant) write_splits(t, b, at, item, start);
+        else write_tile(t, b, tile, start);
         if (kInvariant) item += splits_of(b, at);
         start += length_of(b), ++tile;
       });

@@ -42,7 +42,7 @@ template <class Config> struct MissingKeys<Config, true> {
       for (int i = 0; i < 4 && begin + 16 * i < N; ++i) {
         const int key = first_key + 2 * begin + 32 * i + lane;
         const bool in_use = key < tile.k.length;
-        const u32 missing = ballot(in_use && page_of(p, tile.batch, quotient(key, p.page_size), in_use) < 0);
+        const u32 missing = ballot(in_use && page_of(p, tile.k, quotient(key, p.page_size), in_use) < 0);
         bits |= (missing >> 2 * (lane % 4) & 0x03030303u) << 2 * i;
       }
 #pragma unroll

@@ -107,6 +107,20 @@ template <class Config, class Params> STROBE_DEVICE Span queries_of(const Params
   if constexpr (Config::Queries::kVarlen) return Config::Queries::span(p.cu_q, batch, 0);
   else return Config::Queries::span(nullptr, batch, p.len_q);
 }
+// `length` keys of a sequence in pages, if its part of the table has room for them. `first` is its first entry there.
+template <class Params> STROBE_DEVICE Span paged_keys(const Params& p, int batch, int length) {
+  int first = batch * p.table_width, room = p.len_k;
+  if (p.indptr) {
+    first = ld_global(p.indptr + batch);
+    room = (ld_global(p.indptr + batch + 1) - first) * p.page_size;
+  }
+  const int keys = max(0, min(room, length));
+  return Span{batch, first, keys, keys};
+}
+// The first key in the table has position `start`, and the last query that of the last key.
+template <class Config> STROBE_DEVICE Positions positions_in_pages(const Sequence& s, int start) {
+  return Positions{0, s.q.length / Config::kPackGqa, start, start + s.k.used};
+}
 template <class Config, class Params> STROBE_DEVICE Sequence sequence_of(const Params& p, int batch) {
   Sequence s;
   s.batch = batch;
@@ -115,11 +129,8 @@ template <class Config, class Params> STROBE_DEVICE Sequence sequence_of(const P
   else s.k = Config::Keys::span(nullptr, batch, p.len_k);
   s.positions = Positions{};
   if constexpr (Config::Keys::kPaged) {
-    const int start = p.starts ? ld_global(p.starts + batch) : 0;
-    int room = p.len_k;
-    if (p.indptr) room = (ld_global(p.indptr + batch + 1) - ld_global(p.indptr + batch)) * p.page_size;
-    s.k.used = max(0, min(room, ld_global(p.lengths + batch)));
-    s.positions = Positions{0, s.q.length / Config::kPackGqa, start, start + s.k.used};
+    s.k = paged_keys(p, batch, ld_global(p.lengths + batch));
+    s.positions = positions_in_pages<Config>(s, p.starts ? ld_global(p.starts + batch) : 0);
   } else if constexpr (Config::kPositions) {
     const int* at = p.positions + 4 * batch;
     s.positions = Positions{ld_global(at), ld_global(at + 1), ld_global(at + 2), ld_global(at + 3)};
@@ -151,17 +162,16 @@ template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
   return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v, 2, false};
 }
 
-// Entry `index` of a sequence's table. An entry that no key in use has is not read: -1.
-template <class Params> STROBE_DEVICE int entry_of(const Params& p, int batch, int index, bool in_use) {
-  const int* const entries = p.table + (p.indptr ? ld_global(p.indptr + batch) : batch * p.table_width);
-  return in_use ? ld_global(entries + index) : -1;
+// Entry `index` of a sequence. An entry that no key in use has is not read: -1.
+template <class Params> STROBE_DEVICE int entry_of(const Params& p, const Span& keys, int index, bool in_use) {
+  return in_use ? ld_global(p.table + keys.first + index) : -1;
 }
 // The page of an entry, or -1 if it is none of the pool: its keys are missing, as no query sees them.
 template <class Params> STROBE_DEVICE int page_of(const Params& p, int entry) {
   return u32(entry) < u32(p.pages) ? entry : -1;
 }
-template <class Params> STROBE_DEVICE int page_of(const Params& p, int batch, int index, bool in_use) {
-  return page_of(p, entry_of(p, batch, index, in_use));
+template <class Params> STROBE_DEVICE int page_of(const Params& p, const Span& keys, int index, bool in_use) {
+  return page_of(p, entry_of(p, keys, index, in_use));
 }
 
 // Where the producer tells of a buffer of K whether keys in it are missing; see missing_keys.cuh.
@@ -182,7 +192,7 @@ template <int kRows> struct Entries {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int mine = row + lane_row(g), index = quotient(mine, p.page_size);
-      entries[g] = entry_of(p, s.batch, index, in_use(s, g));
+      entries[g] = entry_of(p, s.k, index, in_use(s, g));
       rows[g] = mine - index * p.page_size;
     }
   }
@@ -228,13 +238,13 @@ template <class Config> struct KeyLoader {
     if (tells) {
       const int r = row + thread_idx() * kBox;
       const bool in_use = thread_idx() < kRows / kBox && r < s.k.used;
-      missing = in_use && page_of(p, s.batch, quotient(r, p.page_size), in_use) < 0;
+      missing = in_use && page_of(p, s.k, quotient(r, p.page_size), in_use) < 0;
     }
     Box boxes[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int r = row + (first + 128 * i) / kPanels * kBox, index = quotient(r, p.page_size), left = s.k.used - r;
-      const int page = page_of(p, s.batch, index, first + 128 * i < kBoxes && left > 0);
+      const int page = page_of(p, s.k, index, first + 128 * i < kBoxes && left > 0);
       boxes[i] = clipped_box<kBox>(page * t.batch_rows + r - index * p.page_size, page < 0 ? 0 : left, head);
     }
     ring.wait_empty();

@@ -48,30 +48,45 @@ template <class Params> STROBE_DEVICE int take_tile(const Params& p) {
   return grid_dim() + atomic_inc_wrap(p.counter, p.tiles - 1);
 }
 
-// The tiles that a block works on: taken from the counter or, with paged keys, those of its piece of the work list. A
-// record of the list is 8 numbers. First come the pieces, [first, end) of the items each; then the items.
-template <bool kListed> struct WorkOf {
+// The tiles that a block works on: taken from the counter or, with paged keys, those of its piece of the work list.
+template <class Config, bool kListed = Config::Keys::kPaged> struct WorkOf {
   template <class Params> STROBE_DEVICE static int first(const Params&) { return block_idx(); }
   template <class Params> STROBE_DEVICE static int end(const Params& p) { return p.tiles; }
   template <class Params> STROBE_DEVICE static int next(const Params& p, int) { return take_tile(p); }
-  template <class Config, class Params> STROBE_DEVICE static Tile tile(int index, const Params& p) {
+  template <class Params> STROBE_DEVICE static Tile tile(int index, const Params& p) {
     return decode_tile<Config>(index, p);
   }
 };
-template <> struct WorkOf<true> {
+// A record of the list is kRecord numbers. The pieces come first, then the items. That of an item says all that a tile
+// needs to know of its sequence; that of a piece says which items it has and, since a block would begin with one latency
+// after the other, what the first of them says. Invariant kernels look there: their planner does not know it yet when it
+// writes the piece. `index` is a record's.
+constexpr int kRecord = 16;
+template <class Config> struct WorkOf<Config, true> {
+  static constexpr int kNoMore = 0x7fffffff;
+  // [x, y).
+  template <class Params> STROBE_DEVICE static u32x4 items_of_piece(const Params& p) {
+    return ld_global_x4(p.work + kRecord * block_idx() + 12);
+  }
+  template <class Params> STROBE_DEVICE static int record_of(const Params& p, int item) {
+    return item < int(items_of_piece(p).y) ? int(grid_dim()) + item : kNoMore;
+  }
   template <class Params> STROBE_DEVICE static int first(const Params& p) {
-    return ld_global(p.work + 8 * block_idx());
+    return Config::kInvariant ? record_of(p, items_of_piece(p).x) : int(block_idx());
   }
-  template <class Params> STROBE_DEVICE static int end(const Params& p) {
-    return ld_global(p.work + 8 * block_idx() + 1);
+  template <class Params> STROBE_DEVICE static int end(const Params&) { return kNoMore; }
+  template <class Params> STROBE_DEVICE static int next(const Params& p, int index) {
+    const int own = index - int(grid_dim());
+    return record_of(p, (own < 0 ? items_of_piece(p).x : own) + 1);
   }
-  template <class Params> STROBE_DEVICE static int next(const Params&, int index) { return index + 1; }
-  template <class Config, class Params> STROBE_DEVICE static Tile tile(int index, const Params& p) {
-    const int* const item = p.work + 8 * (grid_dim() + index);
-    const u32x4 x = ld_global_x4(item), y = ld_global_x4(item + 4);
+  template <class Params> STROBE_DEVICE static Tile tile(int index, const Params& p) {
+    const int* const at = p.work + kRecord * index;
+    const u32x4 x = ld_global_x4(at), y = ld_global_x4(at + 4), z = ld_global_x4(at + 8);
     Tile t{Sequence{}, int(x.z), int(x.y), int(x.w), Part{int(y.x), int(y.y), int(y.z), int(y.w)}};
-    static_cast<Sequence&>(t) = sequence_of<Config>(p, int(x.x));
-    t.k.length = t.k.used;
+    t.batch = int(x.x);
+    t.q = Span{Config::Queries::kVarlen ? 0 : t.batch, int(z.x), int(z.y), int(z.y)};
+    t.k = paged_keys(p, t.batch, int(z.w));
+    t.positions = positions_in_pages<Config>(t, int(z.z));
     return t;
   }
 };

@@ -57,7 +57,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
   }
   STROBE_DEVICE u32* counter() const {  // of the tile: those of invariant kernels lie behind the list
     if constexpr (kInvariant)
-      return reinterpret_cast<u32*>(p.work) + 8 * (grid_dim() + p.items) + 4 * tile.part.first_slot + staging.consumer;
+      return reinterpret_cast<u32*>(p.work) + kRecord * (grid_dim() + p.items) + 4 * tile.part.first_slot + staging.consumer;
     else return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
   }
 
