@@ -153,6 +153,22 @@ def test_entries_that_are_no_pages(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("page", [16, 1])
+def test_lengths_beyond_the_table(page: int) -> None:
+    """They are cut to the entries that a sequence has: behind them lie those of others."""
+    p = pool([48, 0, 304, 16], page, dim=64, dim_v=64, dtype=torch.bfloat16)
+    used = p.lengths // page
+    ends = torch.cat([torch.zeros(1), used.cumsum(0)]).int()
+    ragged = (ends, torch.cat([entries[:n] for entries, n in zip(p.table, used.tolist(), strict=True)]))
+    q, _ = queries([2] * 4, dim=64, dtype=torch.bfloat16)
+    found, want = (
+        strobe.attention_paged(q.view(4, 2, 4, 64), p.k, p.v, ragged, n, return_lse=True, backend="emulator")
+        for n in (p.lengths + 300, p.lengths)
+    )
+    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_splits_without_keys() -> None:
     p = pool([3000, 1, 2100], 64, dim=128, dim_v=128, dtype=torch.bfloat16)
     p = without_keys(p, {0: range(2000), 2: range(2100)})
