@@ -90,9 +90,19 @@ template <class Config, class Params, class Staging> struct SplitKV {
     return last;
   }
 
-  // Merges and stores the tile. A thread merges kFours times four columns of a row, its neighbours the columns beside
-  // them: merging is nothing but waiting for loads, so all threads take part, whosever rows they are.
+  // Merges and stores the tile. Merging is nothing but waiting for loads, so a thread has 16 under way: of four splits
+  // or, where there are more for an invariant kernel, whose splits are many, of 16.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
+    if (kInvariant && splits() > 4) merge_by<1, 16>(map, box);
+    else merge_by<4, 4>(map, box);
+  }
+
+ private:
+  using T = typename Config::Element;
+
+  // A thread merges kFours times four columns of a row, its neighbours the columns beside them: all threads take part,
+  // whosever rows they are.
+  template <int kFours, int kAtOnce> STROBE_DEVICE void merge_by(const TensorMap* map, const Box& box) const {
     constexpr int kMost = kPanel * Staging::kPanelsAtOnce;
     const int there = min(64, tile.q.length - first_row()), rows = kInvariant ? min(there, room()) : there;
     const float* partials = partial(first_slot());
@@ -105,7 +115,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
       for (int i = thread_idx() % 128; i < rows * threads; i += 128) {
         const int row = i / threads, column = i % threads * 4;
         float o[kFours][4] = {}, m, l;
-        merge_columns(partials, row, panel * kPanel + column, stride, o, m, l);
+        merge_columns<kFours, kAtOnce>(partials, row, panel * kPanel + column, stride, o, m, l);
         float lse;
         const float top = kInvariant ? mul_rn(m, p.scale_log2) : m * p.scale_log2, sink = out.sink(first_row() + row);
         const float inverse = normaliser<Config::kSinks, kInvariant>(l, top, sink, lse);
@@ -126,16 +136,13 @@ template <class Config, class Params, class Staging> struct SplitKV {
     }
   }
 
- private:
-  using T = typename Config::Element;
-  // Splits that are read at once, since a load takes long, and how many of them share a maximum. Invariant kernels have
-  // more splits, and take them one by one: which of its neighbours a row sees must not matter.
-  static constexpr int kFours = kInvariant ? 1 : 4, kAtOnce = kInvariant ? 16 : 4, kTogether = kInvariant ? 1 : kAtOnce;
-
   // O, m and l of a row under the maximum of all splits, which moves on from splits to splits as it does from key block
-  // to key block. A split in which the row sees nothing changes no bit.
+  // to key block. kAtOnce are read at once and share a maximum. Invariant kernels take them one by one: which of its
+  // neighbours a row sees must not matter, and a split in which the row sees nothing changes no bit.
+  template <int kFours, int kAtOnce>
   STROBE_DEVICE void merge_columns(const float* partials, int row, int column, int stride, float (&o)[kFours][4],
                                    float& m, float& l) const {
+    constexpr int kTogether = kInvariant ? 1 : kAtOnce;
     const int behind_o = kInvariant ? statistics_of_rows() : 64 * kDimV;
     const float *values = partials + row * kDimV + column, *statistics = partials + behind_o + 2 * row;
     const int step = kInvariant ? slot_floats() : kStep;
