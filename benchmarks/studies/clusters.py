@@ -130,9 +130,11 @@ _TAKE_NEXT = """next = Work::next(p, index);  // early: its latency passes durin
       const Tile tile = Work::template tile<Config>(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
 """
-EDITS: tuple[Edit, ...] = (
+_HARDWARE: tuple[Edit, ...] = (
     ('extern "C" __global__ void', 'extern "C" __global__ void __cluster_dims__(2, 1, 1)'),
     _before("STROBE_DEVICE void tma_store_commit()", _INSTRUCTIONS),
+)
+PROTOCOL: tuple[Edit, ...] = (
     # A buffer of K or V is released to both producers, by two lanes.
     (
         "if (elected()) release();\n",
@@ -161,6 +163,7 @@ EDITS: tuple[Edit, ...] = (
     ("  sync_block();\n  const u32 warpgroup", "  sync_cluster();\n  const u32 warpgroup"),
     ("- 1).consume();\n  }\n", "- 1).consume();\n  }\n  sync_cluster();\n"),
 )
+MAILBOX = Region("mailbox", ring_bytes(1) + 16)
 
 
 @dataclass(frozen=True)
@@ -168,13 +171,13 @@ class Clusters(Idea):
     """For one head dim of Q, K and V, a multiple of 64."""
 
     name: str = "clusters of two share K and V"
-    edits: tuple[Edit, ...] = EDITS
+    edits: tuple[Edit, ...] = _HARDWARE + PROTOCOL
 
     def applied(self, kernel: TemplateKernel, target: jit.Target = "ptx") -> KernelSpec:
         facts = kernel.facts
         if facts["split"] or facts["pack_gqa"] > 1 or not facts["one_box"]:
             raise ValueError(f"{self.name}: for plain dense kernels, not for {kernel.name}")
-        memory = SharedMemory([*kernel.memory.regions, Region("mailbox", ring_bytes(1) + 16)])
+        memory = SharedMemory([*kernel.memory.regions, MAILBOX])
         return super().applied(replace(kernel, memory=memory, smem=memory.size), target)
 
     def planned(self, made: Plan) -> Plan:

@@ -1,10 +1,13 @@
 """Clusters that share K and V, as an idea: it applies to the kernels as they are now, compiles, and covers the tiles of a
-problem. Whether it is right, a GPU says: a process of its own checks it there."""
+problem. The emulator has no clusters. Here one is a block of twice the threads and twice the shared memory, so that races
+and deadlocks between its halves are found as those of any block. The rest a GPU says: see the study's own check."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,15 @@ from everyday import everyday
 from fake_gpu import H200
 
 from benchmarks.studies import clusters
-from benchmarks.studies.ideas import ForwardCase, Idea, forward_cases
-from strobe.cuda import jit
-from strobe.cuda.plan import Launch
-from strobe.mask import full
+from benchmarks.studies.ideas import Edit, ForwardCase, Idea, forward_cases
+from strobe.cuda import forward_sm90, jit
+from strobe.cuda.forward_sm90 import Tile
+from strobe.cuda.kernel import TemplateKernel, TextKernel
+from strobe.cuda.plan import Launch, Plan
+from strobe.cuda.shared_memory import SharedMemory
+from strobe.emulator import backend, compiler
+from strobe.emulator.program import EmulatorError
+from strobe.mask import Mask, causal, full
 from strobe.tools import tune
 
 KERNELS = [f"{dim} {kind}" for dim, _ in clusters.DIMS for kind in clusters.KINDS]
@@ -38,7 +46,7 @@ def launches(name: str) -> tuple[Launch, Launch]:
 def test_each_edit_finds_one_place_in_each_kernel(name: str) -> None:
     in_use, shared = launches(name)
     text = jit.flatten(in_use.kernel.source)
-    places = {old: text.count(old) for old, _ in clusters.EDITS}
+    places = {old: text.count(old) for old, _ in clusters.Clusters().edits}
     assert places == {old: 2 if old.startswith(("blocks_of(", ", 4 * kConsumers")) else 1 for old in places}
     changed = shared.kernel.source
     assert len(re.findall(r"mbar_arrive_in_cluster\(released", changed)) == 1
@@ -91,6 +99,114 @@ def test_what_is_checked_has_all_kinds_of_pairs(kind: str) -> None:
         assert all(2 * launch.values["row_blocks"] >= in_use.values["row_blocks"] for launch in shared)
         grids |= {launch.grid for launch in shared}
     assert {2, 6, 132} <= grids
+
+
+# With the switches of the tiles in use, and so few keys that the memory of two blocks is that of one.
+SMALL = {
+    64: Tile(3, 64, stages=3, exps_before_wait=8, skips_after=True),
+    128: Tile(2, 32, exps_before_wait=8, ping_pong=True),
+    256: Tile(2, 16, q_slots=1, store_panels=1),
+}
+_INSTRUCTIONS = """}}  // namespace strobe
+namespace strobe::emu {{
+void named_barrier(u32, u32, bool, const char*, Site);
+void store_shared(u32, const void*, u32, const char*, Site);
+}}
+namespace strobe {{
+inline u32 in_block(u32 rank, u32 address) {{
+  return (address - emu::kSharedBase) % {smem} + rank * {smem} + emu::kSharedBase;
+}}
+inline void sync_cluster() {{ emu::named_barrier(0, 2 * {threads}, true, "sync_cluster", Site::here()); }}
+inline void mbar_arrive_in_cluster(u32 bar) {{ mbar_arrive(bar); }}
+inline void st_async(u32 address, u32 x, u32 bar) {{
+  emu::store_shared(address, &x, 4, "st_async", Site::here());
+  mbar_arrive(bar);
+}}
+inline void tma_load_5d_to_both(u32 to, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3, int c4) {{
+  for (u32 i = 0; i < 2; ++i) tma_load_5d(in_block(i, to), map, in_block(i, bar), c0, c1, c2, c3, c4);
+}}
+"""
+
+
+def as_one_block(launch: Launch, kernel: TemplateKernel, mistakes: Sequence[Edit] = ()) -> Launch:
+    """A launch of clusters, for the emulator. `kernel` is the one without them."""
+    memory = SharedMemory([*kernel.memory.regions, clusters.MAILBOX])
+    threads, smem = kernel.threads, -(-memory.size // 1024) * 1024
+    rank = f"inline u32 cluster_rank() {{ return emu::thread_index() / {threads}; }}\n"
+    start, commit = "STROBE_DEVICE u32 thread_idx() {", "STROBE_DEVICE void tma_store_commit()"
+    edits = [
+        (start, rank + start),
+        ("return emu::thread_index(); }", f"return emu::thread_index() % {threads}; }}"),
+        ("return emu::block_index(); }", "return 2 * emu::block_index() + cluster_rank(); }"),
+        ("return emu::grid_size(); }", "return 2 * emu::grid_size(); }"),
+        ("return emu::kSharedBase; }", f"return emu::kSharedBase + cluster_rank() * {smem}; }}"),
+        ("emu::named_barrier(id,", "emu::named_barrier(id + 8 * cluster_rank(),"),
+        (f"STROBE_KERNEL({threads},", f"STROBE_KERNEL({2 * threads},"),
+        (commit, _INSTRUCTIONS.format(smem=smem, threads=threads) + commit),
+        *clusters.PROTOCOL,
+        # st_async arrives instead of counting bytes.
+        ("Offset::mailbox, 1)", "Offset::mailbox, 1, 2)"),
+        ("mbar_arrive_expect_tx(ring.full, 4)", "mbar_arrive(ring.full)"),
+        # Lane 0 arrives at both: the emulator takes it for the only one that has waited for a wgmma.
+        (
+            "if (thread_idx() % 32 < 2) mbar_arrive_in_cluster(released + 8 * stage);",
+            "if (elected())\nfor (u32 i = 0; i < 2; ++i) mbar_arrive(in_block(i, empty + 8 * stage));",
+        ),
+        *mistakes,
+    ]
+    text = jit.flatten(replace(kernel, memory=memory).source, "emu")
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new)
+    doubled = TextKernel(f"{kernel.name} clusters", kernel.arch, kernel.params, 2 * threads, 2 * smem, text=text)
+    return replace(launch, kernel=doubled, grid=launch.grid // 2)
+
+
+def emulated_bits_agree(dim: int, mask: Mask, lengths: tuple[int, int], mistakes: Sequence[Edit] = ()) -> bool:
+    """Of the kernel without clusters, and of two clusters that share the tiles of two heads."""
+    len_q, len_k = lengths
+    case = ForwardCase("", len_q, len_k, batch=1, heads=2, heads_k=2, dim=dim, dim_v=dim, mask=mask, kind="bounded")
+    q, k, v, out = case.tensors("cpu")
+    lse = torch.empty(1, 2, len_q)
+    strides = (len_q * 2 * dim, dim, 2 * dim)
+    in_use = forward_sm90.plan(case.problem, strides, replace(H200, sms=1), SMALL[dim])
+    shared = clusters.on_clusters(clusters.Clusters().planned(in_use), 2)
+    kernel = in_use.launches[0].kernel
+    assert isinstance(kernel, TemplateKernel)
+    shared = replace(shared, launches=(as_one_block(shared.launches[0], kernel, mistakes),))
+
+    def results(plan: Plan, seed: int) -> list[torch.Tensor]:
+        found = [t.fill_(torch.nan) for t in (out, lse)]
+        tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "seed": 0}
+        backend.launch(plan, tensors, mode="async", seed=seed, workers=1)
+        return [t.clone() for t in found]
+
+    expected = results(in_use, 0)
+    return all(torch.equal(*pair) for seed in range(3) for pair in zip(results(shared, seed), expected, strict=True))
+
+
+# One tile; an odd number of them, whose last has a single row; more queries than keys, so that rows see none.
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("lengths", [(70, 200), (385, 385), (385, 100)], ids=str)
+@pytest.mark.parametrize("dim", SMALL)
+def test_a_cluster_computes_the_same(dim: int, lengths: tuple[int, int]) -> None:
+    assert all(emulated_bits_agree(dim, mask, lengths) for mask in (full, causal))
+
+
+MISTAKES = {
+    "one block's arrivals suffice": (", 8 * kConsumers, KeyLoader", ", 4 * kConsumers, KeyLoader"),
+    "each releases its own alone": ("mbar_arrive(in_block(i, empty", "mbar_arrive(in_block(cluster_rank(), empty"),
+    "the mailbox is overwritten": ("    ring.wait_empty();\n    st_async", "    st_async"),
+    "a block visits what its own tile sees": ("tile.row0 - kBlockM * int(cluster_rank()), 2 *", "tile.row0,"),
+    "both load the first half": ("+ rank * (bytes / 2), t.map", ", t.map"),
+}
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("mistake", everyday(list(MISTAKES), ["the mailbox is overwritten"]))
+def test_a_mistake_between_the_blocks_is_caught(mistake: str) -> None:
+    with pytest.raises(EmulatorError):
+        emulated_bits_agree(128, causal, (610, 610), [MISTAKES[mistake]])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
