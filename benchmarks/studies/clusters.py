@@ -127,7 +127,7 @@ def _before(anchor: str, text: str) -> Edit:
 _LOAD_TILE = """tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, t.map, full,
                                                              Keys::template box<kRows>(s.k, head, row, t.batch_rows));"""
 _TAKE_NEXT = """next = Work::next(p, index);  // early: its latency passes during the copies
-      const Tile tile = Work::template tile<Config>(index, p);
+      const Tile tile = Work::tile(index, p);
       if (tile.row0 < tile.q.length) load_tile(tile);
 """
 _HARDWARE: tuple[Edit, ...] = (
