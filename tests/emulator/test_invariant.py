@@ -268,8 +268,8 @@ MUTATIONS = {
         "Score::kHasTanh && !kByEntry", "Score::kHasTanh", OPTIONS["window_softcap_sinks"] | {"partial": True}
     ),
     "splits_merged_by_fours": Mutation(
-        "kAtOnce = kInvariant ? 16 : 4, kTogether = kInvariant ? 1 : kAtOnce",
-        "kAtOnce = 4, kTogether = 4",
+        "kTogether = kInvariant ? 1 : kAtOnce",
+        "kTogether = 4",
         {"partial": True, "mask": strobe.window(1500, 0)},
         Span("long", 4560, 4600),
         [Span("long", 4580, 4581)],
