@@ -274,6 +274,10 @@ MUTATIONS = {
         Span("long", 4560, 4600),
         [Span("long", 4580, 4581)],
     ),
+    "splits_added_with_other_weights": Mutation("past, weight);", "weight, past);"),
+    "splits_added_under_another_maximum": Mutation(
+        "const float m = fmax(ml[0], softmax.m[r]), safe", "const float m = ml[0], safe"
+    ),
     "cuts_that_follow_the_length": Mutation(
         "at = (start - (start < 0) * (Config::kBlockN - 1)) / Config::kBlockN;",
         "at = tile.k.length / Config::kBlockN % 2;",

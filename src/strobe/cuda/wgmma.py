@@ -65,6 +65,25 @@ def accumulators(element: str, n: int, steps: int) -> str:
 
     loaded = [moved(row, "ld.global.cg.v2.f32 {pair}, {address}") for row in (0, 1)]
     stored = [moved(row, "st.global.v2.f32 {address}, {pair}") for row in (0, 1)]
+
+    def added(row: int) -> str:
+        """What `loaded` would replace is multiplied by a factor, and so is what comes from memory: operands 3 and 2. So
+        many loads are under way at once."""
+        texts, at_once = [], 16
+        for first in range(0, n // 8, at_once):
+            pairs = range(first, min(n // 8, first + at_once))
+            texts.append(f"{{ .reg .pred there; .reg .f32 x<{2 * at_once}>;")
+            for i, pair in enumerate(pairs):
+                x, y = f"x{2 * i}", f"x{2 * i + 1}"
+                texts.append(f"mov.f32 {x}, 0f00000000; mov.f32 {y}, 0f00000000; setp.gt.s32 there, %1, {8 * pair};")
+                texts.append(f"@there ld.global.cg.v2.f32 {{{x}, {y}}}, [%0 + {32 * pair}];")
+            for i, pair in enumerate(pairs):
+                for j in (0, 1):
+                    x, own = f"x{2 * i + j}", d[4 * pair + 2 * row + j]
+                    texts.append(f"mul.ftz.f32 {x}, {x}, %2; fma.rn.ftz.f32 {own}, {own}, %3, {x};")
+            texts.append("}")
+        return " ".join(texts)
+
     # Operands: the address, a factor for either row, then the numbers of eight registers.
     pairs = [
         f"mul.ftz.f32 x, d%{3 + 2 * i}, %{1 + i % 2}; mul.ftz.f32 y, d%{4 + 2 * i}, %{1 + i % 2}; "
@@ -120,15 +139,19 @@ def accumulators(element: str, n: int, steps: int) -> str:
         "  }\n"
         f"{_of_row('load_row', 'const float* from', loaded)}"
         f"{_of_row('store_row', 'float* to', stored)}"
+        f"{_of_row('add_row', 'const float* from', list(map(added, (0, 1))), 'by_there', 'by_here')}"
         "};\n"
     )
 
 
-def _of_row(name: str, address: str, texts: list[str]) -> str:
+def _of_row(name: str, address: str, texts: list[str], *factors: str) -> str:
     """A function of a row r: the statement `texts[r]`."""
-    operands = f'"l"({address.split()[-1]}), "r"(columns) : "memory"'
+    operands = (
+        ", ".join([f'"l"({address.split()[-1]})', '"r"(columns)', *(f'"f"({x})' for x in factors)]) + ' : "memory"'
+    )
+    arguments = ", ".join(["int r", address, "int columns", *(f"float {x}" for x in factors)])
     return (
-        f"  static STROBE_DEVICE void {name}(int r, {address}, int columns) {{\n"
+        f"  static STROBE_DEVICE void {name}({arguments}) {{\n"
         f'    if (r == 0) asm volatile("{texts[0]}" ::{operands});\n'
         f'    else asm volatile("{texts[1]}" ::{operands});\n'
         "  }\n"

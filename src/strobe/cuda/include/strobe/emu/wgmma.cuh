@@ -151,6 +151,13 @@ template <class T, int N> struct Accumulators {
       sum[4 * i + 2 * r] = x[0], sum[4 * i + 2 * r + 1] = x[1];
     }
   }
+  void add_row(int r, const float* from, int columns, float by_there, float by_here, Site site = Site::here()) {
+    for (int i = 0; i < N / 8; ++i) {
+      float x[2];
+      ld_global_l2(x, from + 8 * i, 8 * i < columns, site);
+      for (int j = 0; j < 2; ++j) sum[4 * i + 2 * r + j] = fma(sum[4 * i + 2 * r + j], by_here, x[j] * by_there);
+    }
+  }
   void store_row(int r, float* to, int columns, Site site = Site::here()) const {
     for (int i = 0; i < min(columns, N) / 8; ++i)
       st_global_x2(to + 8 * i, sum[4 * i + 2 * r], sum[4 * i + 2 * r + 1], site);

@@ -241,7 +241,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   }
   STROBE_DEVICE void store(Fragments& f, const Tile& tile, int row) const {
     if constexpr (Config::kSplit)
-      if (is_split<Config>(tile)) return store_split<Config>(p, tile, staging(), f.o, f.softmax);
+      if (is_split<Config>(tile) && !store_split<Config>(p, tile, staging(), f.o, f.softmax)) return;
     if constexpr (!Config::kSplit || (Config::Keys::kPaged && !Config::kPartialOut)) {
       float inverse[2];
       OutputRows<Config, Params>{p, tile}.finish(f.softmax, row, inverse);

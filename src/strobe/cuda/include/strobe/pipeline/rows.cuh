@@ -198,8 +198,8 @@ template <int kRows> struct Entries {
   }
 };
 
-// Loads the blocks of keys that a tile visits, each to the next buffer of a ring. Rows of missing keys, and those behind
-// the last key in use, become 0 and nothing is read for them: their weight is 0, and 0 times NaN would come out.
+// Loads the blocks of keys that a tile visits, each to the next buffer of a ring. Rows of missing keys, and those
+// behind the last key in use, become 0 and nothing is read for them: their weight is 0, and 0 times NaN would come out.
 template <class Config> struct KeyLoader {
   using Keys = typename Config::Keys;
   static constexpr int kRows = Config::kBlockN;
@@ -225,9 +225,9 @@ template <class Config> struct KeyLoader {
   // Boxes, of which neighbours go to different warps: a warp issues them one by one. A table entry is read before the
   // wait for the buffer, so that its latency is hidden. The first warp, whose first thread announces the tile, reads
   // all of its entries to tell whether keys are missing.
-  template <int kColumns, class Ring, class Params>
-  STROBE_DEVICE void load_pages(const Params& p, const Ring& ring, u32 buffer, u32 bytes, const KeyTensor& t,
-                                int row) const {
+  template <int kColumns, class Ring, class Params> STROBE_DEVICE void load_pages(const Params& p, const Ring& ring,
+                                                                                  u32 buffer, u32 bytes,
+                                                                                  const KeyTensor& t, int row) const {
     constexpr int kBox = Keys::box_rows(kRows), kPanels = panels(kColumns), kBoxes = kRows / kBox * kPanels;
     constexpr int kEach = (kBoxes + 127) / 128;
     static_assert(kRows / kBox <= 32, "a lane for each entry");

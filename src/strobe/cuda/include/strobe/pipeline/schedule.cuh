@@ -58,26 +58,29 @@ template <class Config, bool kListed = Config::Keys::kPaged> struct WorkOf {
   }
 };
 // A record of the list is kRecord numbers. The pieces come first, then the items. That of an item says all that a tile
-// needs to know of its sequence; that of a piece says which items it has and, since a block would begin with one latency
-// after the other, what the first of them says. Invariant kernels look there: their planner does not know it yet when it
-// writes the piece. `index` is a record's.
+// needs to know of its sequence; that of a piece says which items it has and, since a block would begin with one
+// latency after the other, what the first of them says. Invariant kernels look there: their planner does not know it
+// yet when it writes the piece. `index` is a record's.
 constexpr int kRecord = 16;
 template <class Config> struct WorkOf<Config, true> {
   static constexpr int kNoMore = 0x7fffffff;
-  // [x, y).
-  template <class Params> STROBE_DEVICE static u32x4 items_of_piece(const Params& p) {
-    return ld_global_x4(p.work + kRecord * block_idx() + 12);
+  // This block's.
+  template <class Params> STROBE_DEVICE static int first_item(const Params& p) {
+    return ld_global(p.work + kRecord * block_idx() + 12);
+  }
+  template <class Params> STROBE_DEVICE static int end_of_items(const Params& p) {
+    return ld_global(p.work + kRecord * block_idx() + 13);
   }
   template <class Params> STROBE_DEVICE static int record_of(const Params& p, int item) {
-    return item < int(items_of_piece(p).y) ? int(grid_dim()) + item : kNoMore;
+    return item < end_of_items(p) ? int(grid_dim()) + item : kNoMore;
   }
   template <class Params> STROBE_DEVICE static int first(const Params& p) {
-    return Config::kInvariant ? record_of(p, items_of_piece(p).x) : int(block_idx());
+    return Config::kInvariant ? record_of(p, first_item(p)) : int(block_idx());
   }
   template <class Params> STROBE_DEVICE static int end(const Params&) { return kNoMore; }
   template <class Params> STROBE_DEVICE static int next(const Params& p, int index) {
     const int own = index - int(grid_dim());
-    return record_of(p, (own < 0 ? items_of_piece(p).x : own) + 1);
+    return record_of(p, (own < 0 ? first_item(p) : own) + 1);
   }
   template <class Params> STROBE_DEVICE static Tile tile(int index, const Params& p) {
     const int* const at = p.work + kRecord * index;

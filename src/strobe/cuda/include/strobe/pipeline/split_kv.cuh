@@ -1,5 +1,9 @@
 // Split-KV: several blocks share the keys of a tile. Each stores its partial result, O, m and l, in memory and counts
 // itself in; the last one merges all of them, always in the same order, so that the bits do not depend on who is last.
+//
+// Invariant kernels cut keys at fixed places, so a block has several splits of a tile in a row. Those from the first
+// one on it adds up itself, as merging would, in the first one's slot; nobody waits for that. All splits may be among
+// them.
 #pragma once
 #include <strobe/pipeline/output_rows.cuh>
 #include <strobe/pipeline/staging.cuh>
@@ -12,11 +16,13 @@ template <class Config, class Params, class Staging> struct SplitKV {
   // One consumer's partial result: O, row by row, and behind it m and l of every row.
   static constexpr int kFloats = 64 * kDimV + 2 * 64, kSplitStride = kConsumers * kFloats;
   static_assert(kSplitStride == Config::kPartialFloats, "the workspace that Python asks for");
+  static_assert(!Config::kInvariant || kConsumers <= 2, "an item has two counters for each");
 
   const Params& p;
   const Tile& tile;
   const Staging& staging;  // of this consumer
   OutputRows<Config, Params> out{p, tile};
+  int added = 0;  // splits behind the first one that are in its slot
 
   // Results lie in slots. Splits of equal size have neighbours, and so have those of invariant kernels; parts of listed
   // work have every other slot behind the first.
@@ -45,55 +51,87 @@ template <class Config, class Params, class Staging> struct SplitKV {
   STROBE_DEVICE int my_slot() const {
     return kListed ? tile.work : tile_index() * p.splits + remainder(tile.work, p.splits);
   }
+  STROBE_DEVICE int parts() const { return splits() - added; }  // to be merged
   // A tile that is not cut is not counted: others may count in its slot already.
   STROBE_DEVICE bool alone() const { return kListed && splits() == 1; }
   STROBE_DEVICE int ahead(int split) const {  // the first part may lie in the odd slot of its piece
-    return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
+    if constexpr (kInvariant) return split == 0 ? 0 : added * slot_floats();
+    else return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
   }
   STROBE_DEVICE int first_row() const { return tile.row0 + 64 * staging.consumer; }
+  STROBE_DEVICE int rows() const {  // of this consumer: more than 64 if others follow
+    const int there = tile.q.length - first_row();
+    return kInvariant ? min(there, room()) : there;
+  }
   STROBE_DEVICE float* partial(int slot) const {
     if constexpr (kInvariant) return p.partial + i64(slot) * slot_floats() + 64 * staging.consumer * kDimV;
     else return p.partial + (i64(slot) * kConsumers + staging.consumer) * kFloats;
   }
-  STROBE_DEVICE u32* counter() const {  // of the tile: those of invariant kernels lie behind the list
-    if constexpr (kInvariant)
-      return reinterpret_cast<u32*>(p.work) + kRecord * (grid_dim() + p.items) + 4 * tile.part.first_slot + staging.consumer;
-    else return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
+  // Of the tile. Those of invariant kernels lie behind the list; `added` of the first slot lies kConsumers further.
+  STROBE_DEVICE u32* counter() const {
+    if constexpr (kInvariant) {
+      u32* const counters = reinterpret_cast<u32*>(p.work) + kRecord * (grid_dim() + p.items);
+      return counters + 4 * tile.part.first_slot + staging.consumer;
+    } else return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
   }
 
-  // Stores this split's partial result and returns whether it was the last one.
-  template <class O> STROBE_DEVICE bool store_partial(const O& o, const Softmax<>& softmax) const {
-    const int there = tile.q.length - first_row(), rows = kInvariant ? min(there, room()) : there;
+  // O becomes the sum of this split and those before, which this thread has stored.
+  template <class O> STROBE_DEVICE void add_splits_before(O& o, Softmax<>& softmax) const {
+    const float* sum = partial(first_slot());
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = thread_idx() % 128 / 32 * 16 + 8 * r + thread_idx() % 32 / 4;
+      const bool exists = row < rows();
+      float ml[2];
+      ld_global_l2(ml, sum + statistics_of_rows() + 2 * row, exists);
+      const float m = fmax(ml[0], softmax.m[r]), safe = m == neg_inf() ? 0.f : m;
+      const float past = exp2_approx((ml[0] - safe) * p.scale_log2),
+                  weight = exp2_approx((softmax.m[r] - safe) * p.scale_log2);
+      const float l = fma(quad_sum(softmax.l[r]), weight, ml[1] * past);
+      softmax.m[r] = m, softmax.l[r] = thread_idx() % 4 == 0 ? l : 0.f;  // a quad adds its four up
+      o.add_row(r, sum + row * kDimV + 2 * (thread_idx() % 4), exists ? kDimV : 0, past, weight);
+    }
+  }
+  // Stores O, m and l where others, or this thread, find them.
+  template <class O> STROBE_DEVICE void store_rows(const O& o, const Softmax<>& softmax) const {
     const int tid = thread_idx() % 128, lane = tid % 32;
-    const int behind_o = kInvariant ? statistics_of_rows() : 64 * kDimV;
-    float* mine = partial(my_slot());
+    const int behind_o = statistics_of_rows();
+    float* mine = partial(added ? first_slot() : my_slot());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int eight = tid / 32 * 16 + 8 * r, row = eight + lane / 4;
-      if (!warp_uniform(eight < rows)) continue;  // without this hint ptxas takes the rings for divergent from here on
-      const bool has_room = !kInvariant || row < rows;
+      if (!warp_uniform(eight < rows())) continue;  // else ptxas takes the rings for divergent from here on
+      const bool has_room = !kInvariant || row < rows();
       o.store_row(r, mine + row * kDimV + 2 * (lane % 4), has_room ? kDimV : 0);
       const float l = quad_sum(softmax.l[r]);
       if (lane % 4 == 0 && has_room) st_global_x2(mine + behind_o + 2 * row, softmax.m[r], l);
     }
+  }
+  // Stores this split's partial result and returns whether it was the last one.
+  template <class O> STROBE_DEVICE bool store_partial(const O& o, const Softmax<>& softmax) {
+    store_rows(o, softmax);
     const u32 splits_before = staging.buffer;
     staging.acquire();
-    if (tid == 0) {
+    if (thread_idx() % 128 == 0) {
+      if (kInvariant && added) st_global(counter() + kConsumers, u32(added));
       fence_device();
       st_shared(splits_before, alone() ? 0 : atomic_inc_wrap(counter(), splits() - 1));
       fence_device();
+      if (kInvariant) st_shared(splits_before + 4, alone() ? 0 : acquire_turn(counter() + kConsumers));
     }
     sync_warpgroup(staging.consumer);
-    const bool last = ld_shared(splits_before) == u32(splits() - 1);
+    if (kInvariant) added = int(ld_shared(splits_before + 4));
+    const bool last = int(ld_shared(splits_before)) + added == splits() - 1;
     sync_warpgroup(staging.consumer);  // all have read it
     if (!last) fence_proxy_async();    // a bulk copy may write there next
+    else if (kInvariant && thread_idx() % 128 == 0) st_global(counter(), 0u), st_global(counter() + kConsumers, 0u);
     return last;
   }
 
   // Merges and stores the tile. Merging is nothing but waiting for loads, so a thread has 16 under way: of four splits
   // or, where there are more for an invariant kernel, whose splits are many, of 16.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
-    if (kInvariant && splits() > 4) merge_by<1, 16>(map, box);
+    if (kInvariant && parts() > 4) merge_by<1, 16>(map, box);
     else merge_by<4, 4>(map, box);
   }
 
@@ -104,7 +142,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
   // whosever rows they are.
   template <int kFours, int kAtOnce> STROBE_DEVICE void merge_by(const TensorMap* map, const Box& box) const {
     constexpr int kMost = kPanel * Staging::kPanelsAtOnce;
-    const int there = min(64, tile.q.length - first_row()), rows = kInvariant ? min(there, room()) : there;
+    const int rows = min(64, this->rows());
     const float* partials = partial(first_slot());
 #pragma unroll 1
     for (int panel = 0; panel < panels(kDimV); panel += Staging::kPanelsAtOnce) {
@@ -139,20 +177,20 @@ template <class Config, class Params, class Staging> struct SplitKV {
   // O, m and l of a row under the maximum of all splits, which moves on from splits to splits as it does from key block
   // to key block. kAtOnce are read at once and share a maximum. Invariant kernels take them one by one: which of its
   // neighbours a row sees must not matter, and a split in which the row sees nothing changes no bit.
-  template <int kFours, int kAtOnce>
-  STROBE_DEVICE void merge_columns(const float* partials, int row, int column, int stride, float (&o)[kFours][4],
-                                   float& m, float& l) const {
+  template <int kFours, int kAtOnce> STROBE_DEVICE void merge_columns(const float* partials, int row, int column,
+                                                                      int stride, float (&o)[kFours][4], float& m,
+                                                                      float& l) const {
     constexpr int kTogether = kInvariant ? 1 : kAtOnce;
-    const int behind_o = kInvariant ? statistics_of_rows() : 64 * kDimV;
+    const int behind_o = statistics_of_rows();
     const float *values = partials + row * kDimV + column, *statistics = partials + behind_o + 2 * row;
     const int step = kInvariant ? slot_floats() : kStep;
     m = neg_inf(), l = 0.f;
 #pragma unroll 1
-    for (int split = 0; split < splits(); split += kAtOnce) {
+    for (int split = 0; split < parts(); split += kAtOnce) {
       float x[kAtOnce][kFours][4], ml[kAtOnce][2];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const bool exists = split + j < splits();
+        const bool exists = split + j < parts();
         ld_global_l2(ml[j], statistics + j * step + ahead(split + j), exists);
         if (!exists) ml[j][0] = neg_inf();
 #pragma unroll
@@ -186,12 +224,26 @@ template <class Config, class Params, class Staging> struct SplitKV {
 template <class Config> STROBE_DEVICE bool is_split(const Tile& tile) {
   return !Config::Keys::kPaged || Config::kPartialOut || warp_uniform(tile.part.count) > 1;
 }
-// The epilogue of a consumer's 64 rows: the partial result of this split and, by the last one, the merge.
+// The epilogue of a consumer's 64 rows: the partial result of this split and, by the last one, the merge. Returns
+// whether the tile is complete and still to be stored, because this block has added up all splits.
 template <class Config, class Params, class Staging, class O>
-STROBE_DEVICE void store_split(const Params& p, const Tile& tile, const Staging& staging, const O& o,
-                               const Softmax<>& softmax) {
-  const SplitKV<Config, Params, Staging> split{p, tile, staging};
+STROBE_DEVICE bool store_split(const Params& p, const Tile& tile, const Staging& staging, O& o, Softmax<>& softmax) {
+  SplitKV<Config, Params, Staging> split{p, tile, staging};
+  if constexpr (Config::kInvariant) {
+    const int number = tile.work - tile.part.first_slot;  // of this split
+    if (warp_uniform(WorkOf<Config>::first_item(p) <= tile.part.first_slot)) {
+      split.added = number;
+      if (number > 0) split.add_splits_before(o, softmax);
+      if (number == tile.part.count - 1 && !Config::kPartialOut) return true;
+      if (number < tile.part.count - 1 && warp_uniform(tile.work + 1 < WorkOf<Config>::end_of_items(p))) {
+        split.store_rows(o, softmax);
+        sync_warpgroup(staging.consumer);  // all are done with Q; a quad reads what one of its lanes has stored
+        return false;
+      }
+    }
+  }
   if (split.store_partial(o, softmax)) split.merge(&p.map_o, box_of_consumer<Config>(tile, staging.consumer));
+  return false;
 }
 
 }  // namespace strobe
