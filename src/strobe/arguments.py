@@ -107,16 +107,13 @@ GRADIENTS = tuple(name for name, row in ROWS.items() if row.gradient)  # what ca
 TENSORS = GRADIENTS + tuple(
     n for n, row in ROWS.items() if row.tensor and not (row.gradient or row.written or row.forward)
 )  # that autograd sees
-_others = operator.attrgetter(*TENSORS[3:])  # besides q, k and v
+_others = operator.attrgetter(*("mask_tensor" if n == "mask" else n for n in TENSORS[3:]))  # besides q, k and v
 
 
 def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
     """In the order of TENSORS, those of a score behind them; q, k and v alone if there are no others, since each costs
     autograd time."""
-    others = _others(a)
-    if a.mask is not None and not isinstance(a.mask, torch.Tensor):
-        others = _others(a._replace(mask=None))
-    of_score = a.score_tensors
+    others, of_score = _others(a), a.score_tensors
     for t in others:
         if t is not None:
             return *a[:3], *others, *of_score
