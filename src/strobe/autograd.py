@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import GRADIENTS, Arguments, Layout, behind_tensors, tensors_of, with_tensors
+from strobe.arguments import GRADIENTS, Arguments, Layout, behind_tensors, tensors_of, with_tensors, without_tensors
 from strobe.bound_call import BoundCall, bind
 from strobe.second_derivatives import second_derivatives
 
@@ -86,7 +86,7 @@ class _InTransforms(_Attention):
     @staticmethod
     def forward(bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:  # type: ignore[override]
         same = a.q is tensors[0]  # a transformation hands over others
-        return bound.forward.run(a if same else with_tensors(a, a.seed, tensors))
+        return bound.forward.run(a if same else _with_others(a, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -114,9 +114,13 @@ def _fitted(gradients: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     return (gradients + (None,) * count)[:count]
 
 
+def _with_others(a: Arguments, tensors: Sequence[_Maybe]) -> Arguments:
+    return with_tensors(without_tensors(a), a.seed, tensors)
+
+
 def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to tensors of other shapes than those that the call was bound for."""
-    a = with_tensors(a, a.seed, tensors)
+    a = _with_others(a, tensors)
     return attention_in_transforms(bind(a, needs_grad=True), a)
 
 

@@ -61,7 +61,7 @@ class BoundCall:
         for."""
         if seed is None and len(tensors) == 3 and blocks is None:
             return Arguments._make((*tensors, *self._behind_qkv))
-        return with_tensors(self._template, seed, tensors)._replace(blocks=blocks)
+        return with_tensors(self._template, seed, tensors, blocks)
 
     def backward(
         self,
