@@ -384,6 +384,19 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
         assert len(prepared) == (1, 1, 2)[turn]
 
 
+def test_a_repeated_backward_tells_gradients_of_the_lse_apart(addresses) -> None:
+    """None, and one whose memory holds the negated numbers, which is copied."""
+    q = torch.randn(2, 150, 4, 64).bfloat16()
+    a, lse = Arguments(q, q, q), torch.zeros(2, 4, 150)
+    problem, layout = Problem.of(a, needs_grad=True)
+    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    for dlse in (None, None, lse, lse, torch._neg_view(lse), None):
+        found, sent = bound.run(a, q, lse, q, dlse), Addresses.calls[-1]
+        assert [sent[f"d{n}"] for n in "qkv"] == [t.data_ptr() for t in found[:3]]
+        copied = dlse is not None and dlse.is_neg()
+        assert (sent["dlse"] == (0 if dlse is None else lse.data_ptr())) != copied
+
+
 def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch) -> None:
     """While another one is current, which stays so. Memory is allocated on the current device, the workspace too."""
     current, used = 1, []

@@ -312,8 +312,8 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
                 return run(a, out, lse, dout, dlse)
         seen = (
             out.is_contiguous() or out.stride(), out.dtype, lse.is_contiguous() or lse.stride(),
-            dout.is_contiguous() or dout.stride(), dout.dtype, dout.is_neg(), dlse is None or dlse.is_contiguous(),
-            dlse is None or dlse.is_neg(),
+            dout.is_contiguous() or dout.stride(), dout.dtype, dout.is_neg(),
+            dlse is None or (dlse.is_contiguous(), dlse.is_neg()),
         )  # fmt: skip
         again = repeated.get(seen)
         if again is not None and not (out.data_ptr() | dout.data_ptr()) & (ALIGN - 1):
