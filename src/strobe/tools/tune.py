@@ -22,7 +22,8 @@ from strobe.cuda.plan import Dims, Machine, Plan
 from strobe.cuda.tuned import tile_name
 from strobe.measure import provenance
 from strobe.measure.clocks import Monitor
-from strobe.measure.method import SUSTAINED, TURNS
+from strobe.measure.do_bench import do_bench
+from strobe.measure.method import DO_BENCH, SUSTAINED, TURNS
 from strobe.measure.statistics import summarise_turns
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
 from strobe.measure.sustained import Settings as SustainedSettings, SustainedCall, sustain
@@ -135,6 +136,8 @@ def _measured(
     running: list[TimedCall] = list(calls.values())
     if method == SUSTAINED:
         sustain(list(calls.values()), watch, monitor, SustainedSettings(repeats=1))
+    elif method == DO_BENCH:
+        do_bench(running)
     else:
         interleave(running, watch)
     done = {name: call for name, call in calls.items() if call.problem is None}
