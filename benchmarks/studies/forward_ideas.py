@@ -9,6 +9,10 @@ fewer instructions if its wide products are said in PTX: else ptxas adds a zero 
 Tiles. With 192 queries a key is loaded for half as many rows again, and at the power limit loads cost most. Tiles with
 more keys have fewer and longer products. Other tiles of 192 queries (96 keys at head dim 128, 144 at 64, any at 256) spill.
 
+Row sums. With head dim 64 the product P V can have eight columns more, in which V is 1. They come from a buffer of their own,
+because the panels of V's tile may lie anywhere; at other head dims a panel follows the one before. Then nothing is added up
+beside the exponentials: the vote needs the weights' top bits alone.
+
 Not here: exponentials in pairs (`ex2.approx.ftz.bf16x2`, `f16x2`). ptxas makes two MUFU.EX2 and a PRMT of each."""
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ import torch
 
 from benchmarks.studies.ideas import BOUND, Edit, Idea
 from strobe.bench import results
+from strobe.cuda import jit
 from strobe.cuda.forward_sm90 import Tile, table_tile
+from strobe.cuda.kernel import KernelSpec, TemplateKernel
 from strobe.cuda.plan import Machine, Plan
 from strobe.measure.method import METHODS, TURNS
 from strobe.measure.stopwatch import Call
@@ -120,6 +126,88 @@ def dropout_ideas(dim: int, dim_v: int, kind: str) -> list[Candidate]:
     return found
 
 
+# ---- row sums by the tensor cores ------------------------------------------------------------------------------------
+_ACCEPTED = "    for (int i = 0; i < N / 2; ++i) weights[i] = packed[i];\n"
+_BITS = """    u32 all = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) all |= packed[i];
+    if (any((all & 0x40004000u) != 0)) {  // 2 or more, or NaN
+"""
+_DESC = "mn_major(smem + Offset::v, kBlockN) + u64(v.stage * (Bytes::v / 16))"
+_DESC_ONES = """wgmma_desc(smem + Offset::v, %d - Offset::v, kGroupBytes) +
+                                             v.stage * (Bytes::v / 16) * (1ll - 65536)"""  # their distance shrinks
+_FILL = """  if (thread_idx() < 128) {
+    const u32 ones = 0x3f803f80u;
+    st_shared(smem_base() + %d + 16 * thread_idx(), u32x4{ones, ones, ones, ones});
+    fence_proxy_async();
+  }
+  sync_block();
+  const u32 warpgroup"""
+# Weights are 2^-8 of what they were: 2 is too large where 2^9 was, in their sums or alone.
+_ROW_SUMS: tuple[Edit, ...] = (
+    ("i * (16 * int(kPanelRowBytes) / 16)", "i * int(kPanelRowBytes) * (1 - 65536)"),
+    ("    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) {\n", _BITS),
+    ("    past.l[0] += sum[0];\n    past.l[1] += sum[1];\n", ""),
+    (_ACCEPTED, f"{_ACCEPTED}    pin(weights);  // else ptxas packs into the operand of the product before\n"),
+    (
+        "usable(-past.m[0] * past.scale), usable(-past.m[1] * past.scale)",
+        "usable(-past.m[0] * past.scale) - 8.f, usable(-past.m[1] * past.scale) - 8.f",
+    ),
+    ("      shift[row] = -safe * scale;\n", "      shift[row] = -safe * scale - 8.f;\n"),
+    ("if (is_meant(row)) shift[row] = 0.f;", "if (is_meant(row)) shift[row] = -8.f;"),
+    (": m[row] * scale;\n    return normaliser", ": m[row] * scale + 8.f;\n    return normaliser"),
+    (
+        "      store(f, tile, row);\n",
+        "      for (int r = 0; r < 2; ++r) f.softmax.l[r] = 0.25f * f.o.row_sum(r);  // four threads have it\n"
+        "      store(f, tile, row);\n",
+    ),
+)
+_ROW_SUMS_EMULATED: tuple[Edit, ...] = (
+    (
+        "  float sum[N / 2];\n  Accu",
+        "  float row_sum(int row) const { return sum[N / 2 + 2 * row]; }\n  float sum[N / 2 + 4];\n  Accu",
+    ),
+    ("i < N / 2; ++i) sum[i] *=", "i < N / 2 + 4; ++i) sum[i] *="),
+    ("Wgmma<T, N>::template rs_t<kSteps, B>(sum,", "Wgmma<T, N + 8>::template rs_t<kSteps, B>(sum,"),
+)
+
+
+def _row_sums_printed(dim: int) -> tuple[Edit, ...]:
+    """In the text of Accumulators."""
+    o, sums = ([f"d{i}" for i in range(begin, end)] for begin, end in ((0, dim // 2), (dim // 2, dim // 2 + 4)))
+    last, product = o[-1], f'm64n%dk16.f32.bf16.bf16\\n"\n{" " * 17}"{{%s}}'
+    zeros = "".join(f" mov.f32 {d}, 0f00000000;" for d in sums)
+    scaled = "".join(f" mul.ftz.f32 {d}, {d}, %{i // 2};" for i, d in enumerate(sums))
+    row_sum = f"""  static STROBE_DEVICE float row_sum(int row) {{
+    float x[2];
+    asm volatile("mov.f32 %0, {sums[0]}; mov.f32 %1, {sums[2]};" : "=f"(x[0]), "=f"(x[1]));
+    return x[row];
+  }}
+"""
+    return (
+        (f".reg .f32 d<{len(o)}>;", f".reg .f32 d<{len(o) + 4}>;"),
+        (f"mov.f32 {last}, 0f00000000;", f"mov.f32 {last}, 0f00000000;{zeros}"),
+        (f"mul.ftz.f32 {last}, {last}, %1;", f"mul.ftz.f32 {last}, {last}, %1;{scaled}"),
+        (product % (dim, ", ".join(o)), product % (dim + 8, ", ".join(o + sums))),
+        ("  static STROBE_DEVICE void zero()", f"{row_sum}  static STROBE_DEVICE void zero()"),
+    )
+
+
+@dataclass(frozen=True)
+class RowSums(Candidate):
+    def applied(self, kernel: TemplateKernel, target: jit.Target = "ptx") -> KernelSpec:
+        ones = -(-kernel.smem // 1024) * 1024
+        edits = _ROW_SUMS_EMULATED if target == "emu" else _row_sums_printed(int(kernel.member("kDimV")))
+        edits += (*_ROW_SUMS, (_DESC, _DESC_ONES % ones), ("  sync_block();\n  const u32 warpgroup", _FILL % ones))
+        return replace(Idea(self.name, edits).applied(kernel, target), smem=ones + 16 * 128)
+
+
+def row_sum_ideas(dim: int, dim_v: int, kind: str) -> list[Candidate]:
+    plain = table_tile(dim, dim_v, kind == "bounded")
+    held = (replace(plain, exps_before_wait=n) for n in (plain.exps_before_wait, 24))
+    return [Candidate("in use"), *(RowSums(f"row sums by products, {tile}", tile=tile) for tile in held)]
+
+
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 _WIDE = functools.partial(Tile, 3, stages=3, q_slots=1, store_panels=1)
 _LONG = functools.partial(Tile, 2, skips_after=True)
@@ -189,6 +277,7 @@ _cases_with_dropout = functools.partial(cases, dropout=DROPOUT)
 KINDS = ("full", "bounded")
 SUBJECTS = {
     "dropout": tune.Subject([(64, 64), (128, 128), (256, 256)], KINDS, _cases_with_dropout, dropout_ideas, calls),
+    "row sums": tune.Subject([(64, 64)], KINDS, cases, row_sum_ideas, calls),
     "tiles": tune.Subject([(64, 64), (128, 128)], KINDS, cases, tile_ideas, calls),
 }
 LENGTHS = (4096, 16384)

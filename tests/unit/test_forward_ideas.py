@@ -49,27 +49,37 @@ def test_no_idea_spills(name: str, dims: tuple[int, int], kind: str) -> None:
     assert tune.unable(subject.candidates(*dims, kind), subject.cases(*dims, kind, [4096]), H200) == {}
 
 
-def _emulated(idea: forward_ideas.Candidate, dim: int, mask: Mask) -> torch.Tensor:
-    shape: dict[str, Any] = {"dim": dim, "dim_v": dim, "mask": mask, "dropout": 0.3, "kind": "full"}
+def _emulated(idea: forward_ideas.Candidate, dim: int, mask: Mask, dropout: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """Output and LSE."""
+    shape: dict[str, Any] = {"dim": dim, "dim_v": dim, "mask": mask, "dropout": dropout, "kind": "full"}
     case = forward_ideas.Case("small", 100, 500, batch=1, heads=1, heads_k=1, **shape)
     torch.manual_seed(0)
     q, k, v, out = case.tensors("cpu")
     k[:, 200:230] *= 5  # so that a maximum rises
+    lse = torch.full((1, 1, case.len_q), torch.nan)
     plan = case.plan(forward_ideas.Candidate("in use", tile=idea.tile), dataclasses.replace(H200, sms=1))
     (launch,) = plan.launches
     assert isinstance(launch.kernel, TemplateKernel)
     made = dataclasses.replace(plan, launches=(dataclasses.replace(launch, kernel=idea.applied(launch.kernel, "emu")),))
-    backend.launch(made, {"q": q, "k": k, "v": v, "o": out, "seed": 7}, mode="async", seed=1)
-    return out
+    backend.launch(made, {"q": q, "k": k, "v": v, "o": out, "lse": lse, "seed": 7}, mode="async", seed=1)
+    return out, lse
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("dim", "mask"), [(64, causal), pytest.param(128, full, marks=pytest.mark.thorough)], ids=str)
 def test_what_is_dropped_stays_the_same(dim: int, mask: Mask) -> None:
-    expected = _emulated(DROPOUT[0], dim, mask)
+    expected, _ = _emulated(DROPOUT[0], dim, mask, 0.3)
     assert expected.isfinite().all()
     for idea in DROPOUT[1:]:
-        assert torch.equal(_emulated(dataclasses.replace(idea, tile=None), dim, mask), expected), idea
+        assert torch.equal(_emulated(dataclasses.replace(idea, tile=None), dim, mask, 0.3)[0], expected), idea
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_row_sums_by_products_are_those_of_the_weights() -> None:
+    in_use, by_products, _ = forward_ideas.row_sum_ideas(64, 64, "bounded")
+    (expected, lse), (out, found) = (_emulated(idea, 64, causal) for idea in (in_use, by_products))
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(found, lse, rtol=0, atol=0.004)  # of rounded weights
 
 
 def _timed(outputs: dict[str, Callable[[torch.Tensor], torch.Tensor]], ideas: list[forward_ideas.Candidate]) -> Any:
@@ -114,9 +124,8 @@ def test_the_command_writes_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     out = tmp_path / "ideas.json"
     assert forward_ideas.main(["--method", "do_bench", "-o", str(out)]) == 0
-    rows = [{"of": "dropout", "dim": dim} for dim in (64, 128, 256)] + [
-        {"of": "tiles", "dim": dim} for dim in (64, 128)
-    ]
+    dims = {"dropout": (64, 128, 256), "row sums": (64,), "tiles": (64, 128)}
+    rows = [{"of": name, "dim": dim} for name, found in dims.items() for dim in found]
     assert json.loads(out.read_text()) == {"kind": "ideas", "method": "do_bench", "rows": rows}
 
 
