@@ -1,5 +1,5 @@
-"""Ideas for the Hopper forward, timed beside the kernels in use: what dropout costs, and tiles that `strobe tune` does not
-try. Results are compared with those of the kernel in use first.
+"""Ideas for the Hopper forward, timed beside the kernels in use: what dropout costs, row sums, tiles that `strobe tune` does
+not try. Results are compared with those of the kernel in use first.
 `python -m benchmarks.studies.forward_ideas --method sustained -o benchmarks/results/MACHINE/studies/forward-ideas.json`
 
 Dropout. ptxas moves all hashes of a block behind its vote on the maximum, where the warpgroup has no product in flight.
@@ -7,7 +7,8 @@ What is to be dropped depends on no score, so it can be found while the tensor c
 fewer instructions if its wide products are said in PTX: else ptxas adds a zero to the upper half of each.
 
 Tiles. With 192 queries a key is loaded for half as many rows again, and at the power limit loads cost most. Tiles with
-more keys have fewer and longer products. Other tiles of 192 queries (96 keys at head dim 128, 144 at 64, any at 256) spill.
+more keys have fewer and longer products. Other tiles of 192 queries spill (96 keys at head dim 128, 144 at 64), and at head
+dim 256 ptxas has no registers for their O.
 
 Row sums. With head dim 64 the product P V can have eight columns more, in which V is 1. They come from a buffer of their own,
 because the panels of V's tile may lie anywhere; at other head dims a panel follows the one before. Then nothing is added up
@@ -162,6 +163,21 @@ _ROW_SUMS: tuple[Edit, ...] = (
         "      store(f, tile, row);\n",
     ),
 )
+# Every eighth exponential by FMAs, which have time for it where nothing is added up: 2^n in the exponent, the rest a cubic
+# that is off by 1e-4 at most.
+_EXP2 = "exp2_approx(fma(s[i + 1], scale, shift[row]));\n"
+_STRUCT = "template <class T, int N> struct SpeculativeSoftmax {\n"
+_CUBIC = """STROBE_DEVICE float exp2_fma(float x) {
+  x = fmax(x, -126.f);
+  const float whole = add_rn(x, 12582912.f), rest = x - add_rn(whole, -12582912.f);
+  const float y = fma(fma(fma(rest, 0.05517111f, 0.24260981f), rest, 0.69326096f), rest, 0.99992816f);
+  return as_float(as_bits(y) + (as_bits(whole) << 23));
+}
+"""
+_EIGHTH: tuple[Edit, ...] = (
+    (_STRUCT, _CUBIC + _STRUCT),
+    (_EXP2, f"i % 8 == 6 ? exp2_fma(fma(s[i + 1], scale, shift[row])) : {_EXP2}"),
+)
 _ROW_SUMS_EMULATED: tuple[Edit, ...] = (
     (
         "  float sum[N / 2];\n  Accu",
@@ -198,14 +214,20 @@ class RowSums(Candidate):
     def applied(self, kernel: TemplateKernel, target: jit.Target = "ptx") -> KernelSpec:
         ones = -(-kernel.smem // 1024) * 1024
         edits = _ROW_SUMS_EMULATED if target == "emu" else _row_sums_printed(int(kernel.member("kDimV")))
-        edits += (*_ROW_SUMS, (_DESC, _DESC_ONES % ones), ("  sync_block();\n  const u32 warpgroup", _FILL % ones))
+        edits += (
+            *_ROW_SUMS,
+            *self.edits,
+            (_DESC, _DESC_ONES % ones),
+            ("  sync_block();\n  const u32 warpgroup", _FILL % ones),
+        )
         return replace(Idea(self.name, edits).applied(kernel, target), smem=ones + 16 * 128)
 
 
 def row_sum_ideas(dim: int, dim_v: int, kind: str) -> list[Candidate]:
     plain = table_tile(dim, dim_v, kind == "bounded")
     held = (replace(plain, exps_before_wait=n) for n in (plain.exps_before_wait, 24))
-    return [Candidate("in use"), *(RowSums(f"row sums by products, {tile}", tile=tile) for tile in held)]
+    found = [RowSums(f"row sums by products, {tile}", tile=tile) for tile in held]
+    return [Candidate("in use"), *found, RowSums("and an eighth of the exponentials by FMAs", _EIGHTH, tile=plain)]
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------

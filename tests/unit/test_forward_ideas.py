@@ -76,10 +76,12 @@ def test_what_is_dropped_stays_the_same(dim: int, mask: Mask) -> None:
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_row_sums_by_products_are_those_of_the_weights() -> None:
-    in_use, by_products, _ = forward_ideas.row_sum_ideas(64, 64, "bounded")
-    (expected, lse), (out, found) = (_emulated(idea, 64, causal) for idea in (in_use, by_products))
-    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
-    torch.testing.assert_close(found, lse, rtol=0, atol=0.004)  # of rounded weights
+    in_use, by_products, _, by_fma = forward_ideas.row_sum_ideas(64, 64, "bounded")
+    expected, lse = _emulated(in_use, 64, causal)
+    for idea in (by_products, by_fma):
+        out, found = _emulated(idea, 64, causal)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
+        torch.testing.assert_close(found, lse, rtol=0, atol=0.004)  # of rounded weights
 
 
 def _timed(outputs: dict[str, Callable[[torch.Tensor], torch.Tensor]], ideas: list[forward_ideas.Candidate]) -> Any:

@@ -22,6 +22,8 @@ from strobe.cuda.launch import addresses_of
 from strobe.cuda.plan import Machine, Plan
 from strobe.emulator import backend as emulated, compiler
 from strobe.measure import sustained
+from strobe.measure.method import METHODS
+from strobe.measure.stopwatch import TimedCall
 from strobe.measure.sustained import SustainedCall
 from strobe.tools import cli, tune, tune_backward, tune_forward, tune_table
 
@@ -144,8 +146,8 @@ class FakeMonitor:
         return 700.0
 
 
-@pytest.mark.parametrize("method", ["turns", "sustained"])
-def test_both_methods_give_rows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_rows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times from a GPU that is made up; sustained ones have their energy, and whoever fails is left out."""
     gpu = FakeGpu(monkeypatch, cpu_ms=0.001)
     monkeypatch.setattr(sustained.time, "perf_counter", gpu.now)
@@ -158,13 +160,21 @@ def test_both_methods_give_rows(method: str, monkeypatch: pytest.MonkeyPatch) ->
         "b": SustainedCall(fails),
         "cudnn": SustainedCall(lambda: gpu.run(0.6)),
     }
+
+    def do_bench(running: list[TimedCall]) -> None:
+        for call, ms in zip(running, (0.5, 0.0, 0.6), strict=True):
+            with call.guarded():
+                call.call()
+                call.turns_ms.append([ms] * 5)
+
+    monkeypatch.setattr(tune, "do_bench", do_bench)
     monkeypatch.setattr(tune, "sustain", lambda c, w, m, s: sustained.sustain(c, w, m, s, gpu.now))
     found = tune._measured(calls, 10**12, gpu.watch(budget_ms=40, rounds=8, graph_below_ms=0), method, FakeMonitor())  # type: ignore[arg-type]
     ours, cudnn = found
     assert [row["tile"] for row in found] == ["a", "cudnn"] and ours["ms"] == pytest.approx(0.5)
     assert ours["tflops"] == pytest.approx(2000) and ours["vs_cudnn"] == pytest.approx(1.2) and cudnn["vs_cudnn"] == 1.0
     assert ("joules_per_tflop" in ours) == (method == "sustained")
-    assert method == "turns" or ours["joules_per_tflop"] == pytest.approx(0.35)
+    assert method != "sustained" or ours["joules_per_tflop"] == pytest.approx(0.35)
 
 
 # ---- the backward
