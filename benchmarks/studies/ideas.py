@@ -68,12 +68,13 @@ class Idea:
             f"{kernel.name} {self.name}", kernel.arch, kernel.params, kernel.threads, kernel.smem, text=text
         )
 
-    def planned(self, made: Plan) -> Plan:
+    def planned(self, made: Plan, target: jit.Target = "ptx") -> Plan:
         launches = []
         for launch in made.launches:
             kernel = launch.kernel
             assert isinstance(kernel, TemplateKernel)
-            launches.append(replace(launch, kernel=self.applied(kernel)) if kernel.header == self.header else launch)
+            edited = self.applied(kernel, target) if kernel.header == self.header else kernel
+            launches.append(replace(launch, kernel=edited))
         return replace(made, launches=tuple(launches))
 
 
