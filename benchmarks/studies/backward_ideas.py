@@ -8,6 +8,7 @@ waits for ever is reported, and left out."""
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,8 +19,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.studies import backward_stamps
-from benchmarks.studies.backward_stamps import ROLES, WORDS, stages, table
+from benchmarks.studies.backward_stamps import EDITS as STAMPS, ROLES, WORDS, stages, table
 from benchmarks.studies.ideas import Edit, GradientCase, Idea, backward_cases
 from strobe.bench import results
 from strobe.bench.inputs import make_tensors
@@ -67,13 +67,12 @@ _PLACES = """  STROBE_DEVICE static int own_consumer() { return thread_idx_again
     KeyTile tile;
     int head, m, part;
   };
-  STROBE_DEVICE Place at(int left, int consumer) const {
+  STROBE_DEVICE Place at(int left, int consumer, const KeyTile& tile) const {
     static_assert(!Config::kSparse);
-    const KeyTile again = tile_again<Config>(p);
-    const int count = blocks.count(), head = head_at(left, again.head_k);
+    const int count = blocks.count(), head = head_at(left, tile.head_k);
     int m = (Config::kRotate ? start() + count : blocks.end) - 1 - remainder(left - 1, count);
     if (Config::kRotate && m >= blocks.end) m -= count;
-    return Place{again, head, m, int(dq_part<Config>(p, again, head, m, consumer))};
+    return Place{tile, head, m, int(dq_part<Config>(p, tile, head, m, consumer))};
   }
   STROBE_DEVICE int all_blocks() const { return blocks.any() ? blocks.count() * p.group : 0; }
 """
@@ -89,14 +88,15 @@ _ADD_DQ = """  STROBE_DEVICE void add_dq() const {
     [[maybe_unused]] int sent = -1;
 """
 _COUNTED_ADD = """  STROBE_DEVICE void add_and_count() const {
+    const int last_part = opaque(int(dq_part<Config>(p, tile, (tile.head_k + 1) * p.group - 1, 0, own_consumer())));
     wait_for_previous_grid();  // the sums and the counters are zero now
 #pragma unroll 1
     for (int left = all_blocks(); left > -2; --left) {
       if (left > 0) dq_sum(own_consumer()).offer();
       // While the consumer computes this block: the sums of two blocks before have been written by now.
-      if (left + 2 <= all_blocks()) count_in(left + 2, left > 0);
+      if (left + 2 <= all_blocks()) count_in(left + 2, last_part, left > 0);
       if (left <= 0) continue;
-      const int part = at(left, own_consumer()).part;
+      const int part = step(left, last_part).part;
       dq_sum(own_consumer()).await_full();
       if (elected()) {
         bulk_add(p.dq_sum + i64(part) * kDqFloats, dq_sum(own_consumer()).buffer, kDqBytes);
@@ -106,18 +106,26 @@ _COUNTED_ADD = """  STROBE_DEVICE void add_and_count() const {
       sync_warp();
     }
   }
+  struct Step {
+    int m, part;
+  };
+  STROBE_DEVICE Step step(int left, int last_part) const {
+    static_assert(!Config::kSparse && !Config::kRotate && !Config::kPartialDq);
+    const int heads = quotient(left - 1, blocks.count()), m = blocks.end - left + heads * blocks.count();
+    return Step{m, last_part - heads * (int(p.stat_rows) / kBlockM * 2) + 2 * m};
+  }
   // How many blocks of keys add to block m of the queries.
-  STROBE_DEVICE u32 adders(const Place& to) const {
+  STROBE_DEVICE u32 adders(const Step& to) const {
     const Mask seen = mask();
-    const int last_query = min((to.m + 1) * kBlockM, to.tile.q.length) - 1;
+    const int last_query = min((to.m + 1) * kBlockM, tile.q.length) - 1;
     return u32((seen.hi(last_query) + kBlockN - 1) / kBlockN - seen.lo(to.m * kBlockM) / kBlockN);
   }
   // Counts this block of keys once its sums are written. The last to be counted rounds them. `more`: a group behind them may
   // still be on its way.
-  STROBE_DEVICE void count_in(int left, bool more) const {
+  STROBE_DEVICE void count_in(int left, int last_part, bool more) const {
     bool last = false;
     if (elected()) {
-      const Place to = at(left, own_consumer());
+      const Step to = step(left, last_part);
       const u32 others = adders(to) - 1;
       if (more) wait_written<1>();
       else wait_written<0>();
@@ -141,8 +149,8 @@ _COUNTED_ADD = """  STROBE_DEVICE void add_and_count() const {
   STROBE_DEVICE void round_dq(int left) const {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      fetch_half(p.dq_sum + i64(at(left, own_consumer()).part) * kDqFloats + half * (kDqFloats / 2));
-      const Place to = at(left, own_consumer());
+      fetch_half(p.dq_sum + i64(at(left, own_consumer(), tile_again<Config>(p)).part) * kDqFloats + half * (kDqFloats / 2));
+      const Place to = at(left, own_consumer(), tile_again<Config>(p));
       const int lane = thread_idx_again() % 32, chunk = lane % 4, from = opaque(int(landing()) + 2064 * chunk + lane / 4 * 64),
                 column = DqRows<kBlockM>::column(own_consumer()) + 32 * half + 8 * chunk;
       const int row = DqRows<kBlockM>::first(to.m, own_consumer()) + lane / 4;
@@ -205,12 +213,12 @@ _WAITING = """  STROBE_DEVICE Turn turn(const Place& at) const {
 #pragma unroll 1
     for (int left = 2 * all_blocks(); left > 0; --left) {
       const int consumer = left % 2;
-      const Place to = at((left + 1) / 2, consumer);
+      const Place to = at((left + 1) / 2, consumer, tile);
       const u32 number = turn(to).number;
       if (number == 0) continue;
       if (elected()) await_turn(p.turns + to.part, number);
       sync_warp();
-      bar_sync(kBarrierTurnCame + left % 2, 64);
+      bar_sync(kBarrierConsumers + 1 + left % 2, 64);  // the first two that nobody uses
     }
   }
   STROBE_DEVICE void add_in_turns() const {
@@ -218,27 +226,22 @@ _WAITING = """  STROBE_DEVICE Turn turn(const Place& at) const {
     wait_for_previous_grid();
 #pragma unroll 1
     for (int left = all_blocks(); left > 0; --left) {
-      const Place to = at(left, own_consumer());
+      const Place to = at(left, own_consumer(), tile);
       add_in_turn<Config>(p, to.tile, dq_sum(own_consumer()), to.head, to.m, turn(to), sent);
     }
     pass_turn(p, sent);
   }
 """
-_LAST_BARRIER = "  kBarrierConsumers = kBarrierDqEmpty + 2,             // both consumers meet\n"
 _LOOK = """  const bool waits = thread_idx() % 32 == 0 && turn.number > 0;
   const bool came = kLooks && waits && acquire_turn(p.turns + part) == turn.number;
 """
 _AWAITED: tuple[Edit, ...] = (
-    (_LAST_BARRIER, f"{_LAST_BARRIER}  kBarrierTurnCame = kBarrierConsumers + 1,  // + consumer\n"),
     (_ADD_DQ, f"{_PLACES}{_WAITING}{_ADD_DQ}"),
-    (
-        _WARPS,
-        f"{_WARPS.replace('add_dq', 'add_in_turns')}    else if (Config::kWantQ && warp == 3) work.await_turns();\n",
-    ),
+    (_WARPS, _WARPS.replace("add_dq", "add_in_turns") + "    else if (warp == 3) work.await_turns();\n"),
     (_LOOK, ""),
     (
         "if (waits && !came) await_turn(p.turns + part, turn.number);",
-        "if (turn.number > 0) bar_sync(kBarrierTurnCame + sum.consumer, 64);",
+        "if (turn.number > 0) bar_sync(kBarrierConsumers + 1 + sum.consumer, 64);",
     ),
 )
 
@@ -250,8 +253,12 @@ IDEAS = [
     BackwardIdea("by turns", turns=True),
     BackwardIdea("by turns, another warp waits for them", _AWAITED, turns=True),
 ]
-STAMPED = BackwardIdea("stamped", backward_stamps.EDITS, turns=False)
-STAMPED_TURNS = BackwardIdea("stamped, by turns", backward_stamps.EDITS, turns=True)
+ROUNDS = next(idea for idea in IDEAS if idea.last_rounds)
+STAMPED = [
+    BackwardIdea("stamped", STAMPS, turns=False),
+    replace(ROUNDS, name=f"stamped, {ROUNDS.name}", edits=STAMPS + _COUNTED),
+    BackwardIdea("stamped, by turns", STAMPS, turns=True),
+]
 
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
@@ -333,13 +340,11 @@ def timed_ideas(device: torch.device, method: str) -> dict[str, Any]:
             wrong[idea.name] = reason
         print(f"{idea}: {reason or 'right'}", flush=True)
 
-    def report(what: str, done: int, of: int) -> None:
-        print(f"{done}/{of} {what}", flush=True)
-
     able = [idea for idea in IDEAS if idea.name not in wrong]
     subject = tune.Subject(DIMS, (KIND,), cases, lambda *_: able, tune_backward.calls)
     with mock.patch.object(tune, "compiles", compiles):
-        found = tune.sweep(subject, DIMS, (KIND,), LENGTHS, device, report, method)
+        say: tune.Report = functools.partial(print, flush=True)
+        found = tune.sweep(subject, DIMS, (KIND,), LENGTHS, device, say, method)
     del found["best"]
     refused = [{"tile": name, "reason": reason} for name, reason in wrong.items()]
     return {"kind": "backward-ideas", **found, "rows": refused + found["rows"]}
@@ -348,8 +353,8 @@ def timed_ideas(device: torch.device, method: str) -> dict[str, Any]:
 def stamped(device: torch.device) -> dict[str, Any]:
     machine, rows = backend.machine_of(device), []
     watch = Stopwatch(device, Settings(budget_ms=40, rounds=8, graph_below_ms=0))
-    for idea in (STAMPED, STAMPED_TURNS):
-        for case in STAMPED_CASES[: None if idea is STAMPED else 2]:
+    for idea in STAMPED:
+        for case in STAMPED_CASES if idea is STAMPED[0] else STAMPED_CASES[:2]:
             tensors = kernel_tensors(case, make_tensors(case, device, seed=0))
             plan = case.plan(idea, machine)
             block_m = int(str(plan.details["backward tile"]).split()[0])
@@ -363,8 +368,8 @@ def stamped(device: torch.device) -> dict[str, Any]:
             ms = medians(timed, watch)
             words.zero_()
             call()
-            row: dict[str, Any] = {"case": str(case), "by turns": idea.turns, "ms": ms, "cycles": stages(words)}
-            print(f"{case}{', by turns' if idea.turns else ''}: {ms}\n{table(row['cycles'])}", flush=True)
+            row: dict[str, Any] = {"case": str(case), "idea": idea.name, "ms": ms, "cycles": stages(words)}
+            print(f"{case}, {idea}: {ms}\n{table(row['cycles'])}", flush=True)
             rows.append(row)
     return {"kind": "backward-stages", "provenance": provenance.collect(device, seed=0), "rows": rows}
 
@@ -379,10 +384,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", choices=[idea.name for idea in IDEAS], help="only whether its gradients are right")
     parser.add_argument("-o", "--out", type=Path, help="the JSON file to write")
     chosen = parser.parse_args(arguments)
-    if chosen.out is None and chosen.check is None:
-        parser.error("-o is missing")
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU")
+    if not torch.cuda.is_available() or (chosen.out is None and chosen.check is None):
+        parser.error("there is no GPU, or no file to write")
     device = torch.device("cuda", torch.cuda.current_device())
     if chosen.check:
         reason = check(next(idea for idea in IDEAS if idea.name == chosen.check), device)

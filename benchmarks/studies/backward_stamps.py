@@ -203,6 +203,8 @@ def stages(words: torch.Tensor) -> dict[str, Any]:
     for role, (name, of_role) in enumerate(ROLES.items()):
         rows = words[:, role, 2:]
         there = rows[..., 0] != 0
+        if not there.any():  # an idea has another loop for it
+            continue
         whole, after = there[:, :-1] & there[:, 1:], rows[:, 1:, 0]
         means = {stage: _mean((rows[..., i] - rows[..., i - 1])[there]) for i, stage in enumerate(of_role) if stage}
         means["until the next"] = _mean((after - rows[:, :-1, len(of_role) - 1])[whole])

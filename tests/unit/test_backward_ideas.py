@@ -26,8 +26,7 @@ from strobe.emulator import EmulatorError, backend, compiler
 from strobe.mask import causal
 from strobe.tools import tune
 
-EVERY = [*ideas.IDEAS, ideas.STAMPED, ideas.STAMPED_TURNS]
-EDITED = [idea for idea in EVERY if idea.edits]
+EDITED = [idea for idea in (*ideas.IDEAS, *ideas.STAMPED) if idea.edits]
 GROUP = Case("group", 200, 300, batch=1, heads=4, heads_k=2, dim=64, mask=causal)
 CASES = [
     GROUP,
@@ -46,10 +45,9 @@ def test_an_idea_compiles(idea: ideas.BackwardIdea, dim: int) -> None:
 
 
 def test_the_last_block_rounds_instead_of_a_launch() -> None:
-    (idea,) = (idea for idea in ideas.IDEAS if idea.last_rounds)
     case, *_ = ideas.cases(64, 64, ideas.KIND, [512])
     assert len(case.plan(ideas.IN_USE, H200).launches) == 2  # by turns
-    in_order, plan = (case.plan(i, H200) for i in (replace(ideas.IN_USE, turns=False), idea))
+    in_order, plan = (case.plan(i, H200) for i in (replace(ideas.IN_USE, turns=False), ideas.ROUNDS))
     assert len(in_order.launches) == 3 and len(plan.launches) == 2
     assert plan.workspace["turns"] == 2 * 4 * case.batch * case.heads * case.len_q // 128
     assert "kTurns = true" in plan.launches[0].kernel.source and "kDqFloats = 8192" in plan.launches[0].kernel.source
@@ -98,7 +96,7 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_stamp_costs_no_branch() -> None:
     """The order of products and exponentials is the same with stamps: no atomic sums, which ptxas branches around."""
     case = ideas.STAMPED_CASES[0]
-    source = case.plan(ideas.STAMPED, H200).launches[1].kernel.source
+    source = case.plan(ideas.STAMPED[0], H200).launches[1].kernel.source
     assert source.count('asm volatile("mov.u32 %0, %clock;"') == 1
     assert jit.compile(source, backward_sm90.ARCH).log.count("spill stores") == 1
     used = {int(n) for n in source.replace("stamps.at(", "\0").split("\0")[1:] for n in [n.split(")")[0]]}
@@ -140,10 +138,9 @@ def test_gradients_are_compared_with_those_in_use(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ideas.backend, "machine_of", lambda device: H200)
     monkeypatch.setattr(ideas, "CHECKED", [ideas.case_of(64, causal, 300, 1, 2, 1)])
     monkeypatch.setattr(ideas, "REPEATS", 1)
-    (idea,) = (idea for idea in ideas.IDEAS if idea.last_rounds)
-    assert ideas.check(idea, torch.device("cpu")) == ""
-    (places, warps) = idea.edits
-    wrong = replace(idea, edits=((places[0], places[1].replace("p.scale_grad", "1.1f * p.scale_grad")), warps))
+    assert ideas.check(ideas.ROUNDS, torch.device("cpu")) == ""
+    places, warps = ideas.ROUNDS.edits
+    wrong = replace(ideas.ROUNDS, edits=((places[0], places[1].replace("p.scale_grad", "1.1f * p.scale_grad")), warps))
     assert "run 0: dQ is off by 0.0" in ideas.check(wrong, torch.device("cpu"))
 
 
@@ -163,8 +160,9 @@ def test_stamps_are_read_behind_what_is_timed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ideas, "kernel_tensors", lambda case, x: {})
     monkeypatch.setattr(ideas.backend, "machine_of", lambda device: H200)
     monkeypatch.setattr(ideas, "STAMPED_CASES", [ideas.case_of(128, causal, 256, 1, 4, 2)])
-    in_order, by_turns = ideas.stamped(torch.device("cpu"))["rows"]
-    assert (in_order["by turns"], by_turns["by turns"]) == (False, True)
+    rows = ideas.stamped(torch.device("cpu"))["rows"]
+    assert [row["idea"] for row in rows] == [idea.name for idea in ideas.STAMPED]
+    in_order = rows[0]
     assert in_order["cycles"]["consumer 1"]["issue dQ"] == 1 and set(in_order["ms"]) == {"in use", "stamped"}
 
 
