@@ -12,6 +12,7 @@ from strobe.backends import dispatch
 from strobe.checks import with_longest
 from strobe.function_arguments import resolved
 from strobe.hints import unknown_word
+from strobe.mask import causal
 from strobe.problem import Problem, any_requires_grad
 
 
@@ -55,10 +56,26 @@ def _si(value: float, base: int) -> str:
     return f"{value:.3g} {unit}{'i' if base == 1024 and unit else ''}"
 
 
+def _of_pages(
+    k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The arguments of `attention_paged`, with its defaults, as an `Arguments` has them."""
+    given = {"mask": causal, **given}
+    if given.pop("layout", None) == "hnd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if isinstance(given.get("table"), (tuple, list)):
+        given["indptr"], given["table"] = given["table"]
+    return k, v, given
+
+
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor, **arguments: Any) -> Explanation:
-    """Takes the arguments of `strobe.attention`, `attention_varlen` or, with `table` and `lengths`, `attention_paged`, and
-    computes nothing."""
+    """Takes the arguments of `strobe.attention` or `attention_varlen`, and computes nothing. With `table=` and `lengths=`, by
+    name, it takes those of `attention_paged` but `tail` and `shared`."""
     paged = arguments.get("lengths") is not None
+    if paged:
+        k, v, arguments = _of_pages(k, v, arguments)
+    elif cu and getattr(cu[0], "ndim", None) != 1:
+        raise ValueError("after v, explain takes cu_q and cu_k by position; give table= and lengths= by name")
     if not paged and ((arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2)):
         raise ValueError("cu_q and cu_k go together: give both, or neither")
     if wrong := [name for name in arguments if name not in ROWS]:

@@ -102,3 +102,13 @@ def test_explain_and_the_hint() -> None:
     p, (q, cu) = pool([37, 20, 5], 8), queries([1, 2, 1])
     said = strobe.explain(q, p.k, p.v, table=p.table, lengths=p.lengths, cu_q=cu, mask=strobe.causal)
     assert said.backend == "tiled" and said.rejected["aten_cpu"] == "no paged keys" and "paged" in said.problem
+    indptr = torch.arange(4, dtype=torch.int32) * p.table.shape[1]
+    for k, v, more in (
+        (p.k, p.v, {"table": p.table}),  # causal, as attention_paged is
+        (p.k, p.v, {"table": (indptr, p.table.flatten())}),
+        (p.k.transpose(1, 2), p.v.transpose(1, 2), {"table": p.table, "layout": "hnd"}),
+    ):
+        again = strobe.explain(q, k, v, lengths=p.lengths, cu_q=cu, **more)
+        assert "causal" in again.problem and again.ideal_bytes == said.ideal_bytes
+    with pytest.raises(ValueError, match="give table= and lengths= by name"):
+        strobe.explain(q, p.k, p.v, p.table, p.lengths)
