@@ -143,7 +143,7 @@ def _symbols(x: Any) -> Iterator[Symbol]:
             yield from _symbols(item)
 
 
-_NOT_THE_USER = (__file__, os.path.dirname(torch.__file__))
+_NOT_THE_USER = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 
 
 class Tracer:
@@ -357,7 +357,10 @@ def trace(
         raise CannotTrace(f"a {what} function takes ({takes}); {name} does not: {error}") from None
     except ValueError:  # one without a signature
         pass
-    found = tracer.operand(function(*(Symbol(tracer, e) for e in given)))
-    if kind == BOOL and found.kind != BOOL:
-        raise tracer.error(f"a mask function must return a bool, this one returns {CTYPES[found.kind]}")
+    result = function(*(Symbol(tracer, e) for e in given))
+    found = None if result is None else tracer.operand(result)
+    if found is None or (kind == BOOL) != (found.kind == BOOL):
+        wanted = "a bool" if kind == BOOL else "a number (a condition goes in mask=)"
+        returned = "None" if found is None else CTYPES[found.kind]
+        raise tracer.error(f"a {what} function must return {wanted}, this one returns {returned}")
     return tracer.cast(found, kind), tuple(tracer.tensors), name

@@ -268,6 +268,9 @@ def test_wrong_arguments_of_functions() -> None:
         strobe.attention(q, k, v, score=lambda b, h, q, k: q - k)
     with pytest.raises(TypeError, match="must return a bool"):
         strobe.attention(q, k, v, mask=lambda b, h, q, k: q - k)
+    for wrong in (lambda s, b, h, q, k: q >= k, lambda s, b, h, q, k: None):
+        with pytest.raises(TypeError, match=r"must return a number .a condition goes in mask=.*\n.*test_functions.py"):
+            strobe.attention(q, k, v, score=wrong)
     few, elsewhere = torch.ones(1), torch.ones(9, device="meta")
     with pytest.raises(ValueError, match="axis 0 is for 2 heads"):
         strobe.attention(q, k, v, score=lambda s, b, h, q, k: s * few[h])
