@@ -79,8 +79,8 @@ def append(
     k, v          the pool, (pages, page, heads_k, dim), or (pages, heads_k, page, dim) with `layout="hnd"`; any strides
     slots         (…) int64 or int32: page · page size + row, where each row goes; negative: it is not written. Slots that
                   are written must differ
-    rotary        (cos, sin, positions, interleaved): rotate the new keys first, `strobe.paged.Rotary` k_scale       and
-    v_scale: of 8-bit pools, which are not built yet
+    rotary        (cos, sin, positions, interleaved), a `strobe.paged.Rotary`: rotate the new keys first
+    k_scale       and v_scale: of 8-bit pools, which are not built yet
 
     On a GPU it is one launch for bfloat16 and float16 pools whose rows are aligned to 16 bytes; nothing is read back, so it
     may be captured in a CUDA graph. Slots that the pool does not have are skipped there, and positions that the rotary

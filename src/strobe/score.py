@@ -180,7 +180,8 @@ def alibi(slopes: torch.Tensor) -> Score:
     """Attention with linear biases: scores fall by slopes[head] (or slopes[batch, head]) for every position between
     query and key. The last query stands opposite the last key."""
     if not isinstance(slopes, torch.Tensor) or slopes.dim() not in (1, 2) or not slopes.dtype.is_floating_point:
-        raise ValueError("slopes must be a floating-point tensor (heads,) or (batch, heads)")
+        found = f"{slopes.dtype} of shape {tuple(slopes.shape)}" if isinstance(slopes, torch.Tensor) else repr(slopes)
+        raise ValueError(f"slopes must be a floating-point tensor (heads,) or (batch, heads), got {found}")
     q, k, len_q, len_k = (Expr("var", (name,)) for name in ("q", "k", "len_q", "len_k"))
     distance = Expr("abs", (q + (len_k - len_q) - k,))
     index = (_h,) if slopes.dim() == 1 else (Expr("var", ("b",)), _h)

@@ -110,6 +110,9 @@ def _entries(table: Any) -> tuple[Any, Any]:
     if isinstance(table, (tuple, list)):
         if len(table) != 2:
             raise ValueError(f"table must be a tensor or (indptr, indices), got {len(table)} tensors")
+        for name, part in zip(("indptr", "indices"), table, strict=True):
+            if not isinstance(part, torch.Tensor):
+                raise TypeError(f"table must be a tensor or (indptr, indices); {name} is {type(part).__name__}")
         return table[1], table[0]
     return table, None
 
