@@ -462,7 +462,7 @@ def test_doctor_lists_the_hosts(strobe_command, monkeypatch: pytest.MonkeyPatch)
     assert found["vllm"]["version"] == real("vllm")
     lines = [line.split() for line in strobe_command("doctor").out.splitlines()]
     assert ["transformers", "5.17.0", "not", "active"] in lines
-    assert ["host", "installed", "strobe"] in lines
+    assert ["host", "installed", "strobe,", "in", "this", "process"] in lines
 
 
 def test_doctor_asks_compat(strobe_command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def show_doctor(found: dict[str, Any]) -> None:
 def _hosts_table(hosts: dict[str, dict[str, str | None]]) -> Table:
     """Installed hosts first."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("host", "installed", "strobe"):
+    for heading in ("host", "installed", "strobe, in this process"):
         table.add_column(heading)
     for name, host in sorted(hosts.items(), key=lambda item: item[1]["version"] is None):
         label = "torch (SDPA)" if name == "torch" else name
