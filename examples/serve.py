@@ -3,7 +3,7 @@
     python examples/serve.py                  # 24 requests to a small model with random weights
     python examples/serve.py --check          # and each answer is compared with that of the request alone
 
-Requests arrive while others run. Every step takes one token of each running request and pieces of new prompts, in one call
+Requests arrive while others run. Every step takes one token of each running request and chunks of new prompts, in one call
 of attention per layer. Pages that hold the same beginning of a prompt are computed once and shared.
 """
 
@@ -63,13 +63,13 @@ class Model(nn.Module):
         self.register_buffer("sin", angles(torch.arange(LONGEST), DIM)[1])
 
     def alone(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits behind a whole sequence, (length,), without a cache."""
+        """Logits behind each token of a sequence, (length, vocabulary), without a cache."""
         x, cos, sin = self.embedding(tokens)[None], self.cos[: len(tokens)], self.sin[: len(tokens)]
         for layer in self.layers:
             q, k, v = layer.split(x)
             q, k = (rotate(t, cos, sin) for t in (q, k))
             x = layer.rest(x, strobe.attention(q, k, v, mask=strobe.causal, layout="bshd"))
-        return self.head(x[0, -1])
+        return self.head(x[0])
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Server:
             self.running.append(self.waiting.popleft())
 
     def step(self) -> list[Request]:
-        """One token for whoever decodes and pieces of prompts up to the budget. The requests that are done now."""
+        """One token for whoever decodes and chunks of prompts up to the budget. The requests that are done now."""
         self.admit()
         room, batch = self.budget, []
         for request in sorted(self.running, key=lambda r: len(r.tokens) - r.computed):  # decodes first
@@ -226,12 +226,12 @@ def requests(count: int, new: int) -> list[Request]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=24, help="how many requests arrive, two in every step")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
-    parser.add_argument("--pages", type=int, default=128, help=f"of {PAGE} tokens")
-    parser.add_argument("--budget", type=int, default=64, help="tokens of a step")
+    parser.add_argument("--pages", type=int, default=128, help=f"pages of the cache, of {PAGE} tokens each")
+    parser.add_argument("--budget", type=int, default=64, help="tokens of a step, prompts and answers together")
     parser.add_argument("--check", action="store_true", help="compare each answer with that of the request alone")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = Model().to(options.device).eval()
@@ -261,11 +261,12 @@ def main() -> None:
 @torch.inference_mode()
 def check(model: Model, request: Request) -> None:
     """Every token is the likeliest one, or as likely within rounding."""
-    for at in range(len(request.prompt), len(request.tokens)):
-        logits = model.alone(torch.tensor(list(request.tokens[:at]), device=model.cos.device))
-        behind = float(logits.max() - logits[request.tokens[at]])
-        if behind > 1e-3:
-            sys.exit(f"{bytes(request.tokens[:at])!r} goes on with another token than alone, which is {behind} behind")
+    tokens = torch.tensor(list(request.tokens), device=model.cos.device)
+    logits = model.alone(tokens[:-1])
+    behind = logits.amax(-1) - logits.gather(-1, tokens[1:, None])[:, 0]
+    for at in range(len(request.prompt), len(tokens)):
+        if (gap := float(behind[at - 1])) > 1e-3:
+            sys.exit(f"{bytes(request.tokens[:at])!r} goes on with another token than alone, which is {gap} behind")
 
 
 if __name__ == "__main__":
