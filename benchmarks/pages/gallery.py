@@ -119,7 +119,7 @@ weights = strobe.attention(q, k, v, mask=strobe.causal & strobe.documents(ids))
     Example(
         "tree",
         "Tree",
-        "Draft tokens of speculative decode, in several ways: each sees those that lead to it, and all that came before the tree.",
+        "Draft tokens of speculative decode: each sees those that lead to it, and all that came before the tree.",
         """
 parents = [-1, 0, 0, 1, 1, 2, 2, 3]
 weights = strobe.attention(q, k, v, mask=strobe.causal & strobe.tree(parents, first=n - 8))
