@@ -180,8 +180,8 @@ class Clusters(Idea):
         memory = SharedMemory([*kernel.memory.regions, MAILBOX])
         return super().applied(replace(kernel, memory=memory, smem=memory.size), target)
 
-    def planned(self, made: Plan) -> Plan:
-        (launch,) = super().planned(made).launches
+    def planned(self, made: Plan, target: jit.Target = "ptx") -> Plan:
+        (launch,) = super().planned(made, target).launches
         tiles, rows = launch.values["tiles"], launch.values["row_blocks"]
         pairs = -(-rows // 2)
         values = {**launch.values, "row_blocks": pairs, "tiles": tiles // rows * pairs}
