@@ -15,6 +15,7 @@ from strobe.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, lay
 from strobe.mask import MAX_CONSTANTS, Mask, full
 from strobe.overlap import overlaps_itself, share_memory
 from strobe.score import LOG2E, Score, identity, softcap
+from strobe.user_function import ROW, B, H, K, Q
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -211,7 +212,7 @@ def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> 
     return mask
 
 
-def check_score(a: Arguments, batch: int, heads: int) -> Score:
+def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) -> Score:
     if a.softcap is not None:
         cap = checked_number("softcap", a.softcap)
         if cap <= 0:
@@ -228,11 +229,13 @@ def check_score(a: Arguments, batch: int, heads: int) -> Score:
     for t in a.score.tensors:
         if t.device != a.q.device:
             raise ValueError(f"a tensor of {a.score!r} is on {t.device}, q is on {a.q.device}")
-    sizes = {"b": (batch, "sequences"), "h": (heads, "heads")}
+    sizes = {B: (batch, "sequences"), H: (heads, "heads")}
+    if a.cu_q is None and a.positions is None and not a.paged:  # else lengths are at most so long
+        sizes |= {ROW: (len_q, "queries"), Q: (len_k, "positions"), K: (len_k, "keys")}
     for load in a.score.expr.loads():
         shape = tuple(a.score.tensors[load.args[0]].shape)
         for axis, index in enumerate(load.operands):
-            count, what = sizes.get(index.args[0], (0, "")) if index.op == "var" else (0, "")
+            count, what = sizes.get(index, (0, ""))
             if count > shape[axis] or (count and a.score.title == "alibi" and count != shape[axis]):
                 raise ValueError(f"a tensor of {a.score!r} has shape {shape}; axis {axis} is for {count} {what}")
             if not shape[axis]:

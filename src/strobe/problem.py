@@ -229,7 +229,7 @@ class Problem:
             mask = mask & used_keys
         elif a.cu_q is None and a.positions is None and mask.hides_nothing(len_q, len_k):
             mask = full  # as a causal one does of a single query
-        score = check_score(a, batch, heads)
+        score = check_score(a, *pairs)
         if a.bias is not None:
             if not checked_tensor("bias", a.bias).dtype.is_floating_point:
                 raise TypeError(f"bias must be floating point, got {a.bias.dtype}; booleans go in mask")

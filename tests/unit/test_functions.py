@@ -274,6 +274,12 @@ def test_wrong_arguments_of_functions() -> None:
     few, elsewhere = torch.ones(1), torch.ones(9, device="meta")
     with pytest.raises(ValueError, match="axis 0 is for 2 heads"):
         strobe.attention(q, k, v, score=lambda s, b, h, q, k: s * few[h])
+    ids = torch.zeros(2, 3, dtype=torch.int32)
+    for mask in (strobe.documents(ids), strobe.documents(ids[0]), lambda b, h, q, k: ids[b, k] == 0):
+        with pytest.raises(ValueError, match=r"has shape \((2, )?3,?\); axis [01] is for 4 (keys|positions)"):
+            strobe.attention(q, k, v, mask=mask)
+    with pytest.raises(ValueError, match="axis 0 is for 4 queries"):
+        strobe.attention(q, k, v, mask=strobe.mask_function(lambda b, h, q, k: ids[0][q] == 0, rows=True))
     with pytest.raises(ValueError, match="softcap and score cannot be given together"):
         strobe.attention(q, k, v, score=lambda s, b, h, q, k: s, softcap=3.0)
     with pytest.raises(ValueError, match="is on meta, q is on cpu"):
