@@ -238,10 +238,14 @@ MUTATIONS = [
         Mutation(*m, SPLIT, tile="sm90")
         for m in [
             ("splits_all_the_same", "remainder(tile.work, p.splits), p.splits);", "0, p.splits);"),
-            ("first_split_taken_for_the_last", "== u32(splits() - 1);", "== 0u;"),
+            ("first_split_taken_for_the_last", "+ added == splits() - 1;", "+ added == 0;"),
             ("splits_not_weighted", "l = fma(ml[j][1], weight, l);", "l += ml[j][1];"),
-            ("rows_of_a_split_left_out", "warp_uniform(eight < rows)", "warp_uniform(eight + 8 <= rows)"),
-            ("count_not_published", "sync_warpgroup(staging.consumer);\n    const bool last", "const bool last"),
+            ("rows_of_a_split_left_out", "warp_uniform(eight < rows())", "warp_uniform(eight + 8 <= rows())"),
+            (
+                "count_not_published",
+                "sync_warpgroup(staging.consumer);\n    if (kInvariant) added",
+                "if (kInvariant) added",
+            ),
         ]
     ),
     *(
