@@ -8,7 +8,6 @@ waits for ever is reported, and left out."""
 from __future__ import annotations
 
 import argparse
-import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from unittest import mock
 import torch
 
 from benchmarks.studies.backward_stamps import EDITS as STAMPS, ROLES, WORDS, stages, table
-from benchmarks.studies.ideas import Edit, GradientCase, Idea, backward_cases
+from benchmarks.studies.ideas import Edit, GradientCase, Idea, backward_cases, report, the_gpu
 from strobe.bench import results
 from strobe.bench.inputs import make_tensors
 from strobe.cuda import backend, backward_sm90, jit, ptxas_log
@@ -341,10 +340,8 @@ def timed_ideas(device: torch.device, method: str) -> dict[str, Any]:
         print(f"{idea}: {reason or 'right'}", flush=True)
 
     able = [idea for idea in IDEAS if idea.name not in wrong]
-    subject = tune.Subject(DIMS, (KIND,), cases, lambda *_: able, tune_backward.calls)
-    with mock.patch.object(tune, "compiles", compiles):
-        say: tune.Report = functools.partial(print, flush=True)
-        found = tune.sweep(subject, DIMS, (KIND,), LENGTHS, device, say, method)
+    subject = tune.Subject(DIMS, (KIND,), cases, lambda *_: able, tune_backward.calls, compiles)
+    found = tune.sweep(subject, DIMS, (KIND,), LENGTHS, device, report, method)
     del found["best"]
     refused = [{"tile": name, "reason": reason} for name, reason in wrong.items()]
     return {"kind": "backward-ideas", **found, "rows": refused + found["rows"]}
@@ -384,9 +381,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", choices=[idea.name for idea in IDEAS], help="only whether its gradients are right")
     parser.add_argument("-o", "--out", type=Path, help="the JSON file to write")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or (chosen.out is None and chosen.check is None):
-        parser.error("there is no GPU, or no file to write")
-    device = torch.device("cuda", torch.cuda.current_device())
+    if chosen.out is None and chosen.check is None:
+        parser.error("-o says which file to write")
+    device = the_gpu(parser)
     if chosen.check:
         reason = check(next(idea for idea in IDEAS if idea.name == chosen.check), device)
         print(reason)

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies.ideas import BOUND, DIMS, FORWARD, Edit, ForwardCase, Idea, forward_cases
+from benchmarks.studies.ideas import BOUND, DIMS, FORWARD, Edit, ForwardCase, Idea, forward_cases, report, the_gpu
 from strobe.bench import results
 from strobe.cuda import backend, driver, jit, launch
 from strobe.cuda.driver import TensorMapSpec
@@ -336,13 +336,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--method", choices=METHODS, default="both", help="how to time; none: only check")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-
-    def report(what: str, done: int, of: int) -> None:
-        print(f"{done}/{of} {what}", flush=True)
-
+    device = the_gpu(parser)
     found: dict[str, Any] = {"kind": "clusters", "checked": {}, "clusters_at_once": {}, "rows": []}
     right = []
     for (dim, _), kind in itertools.product(DIMS, KINDS):

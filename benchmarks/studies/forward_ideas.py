@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies.ideas import BOUND, Edit, Idea
+from benchmarks.studies.ideas import BOUND, Edit, Idea, report, the_gpu
 from strobe.bench import results
 from strobe.cuda import jit
 from strobe.cuda.forward_sm90 import Tile, table_tile
@@ -314,13 +314,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--method", choices=METHODS, default=TURNS)
     parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-
-    def report(what: str, done: int, of: int) -> None:
-        print(f"{done}/{of} {what}", flush=True)
-
+    device = the_gpu(parser)
     rows: list[dict[str, Any]] = []
     for name in chosen.of:
         subject = SUBJECTS[name]

@@ -213,6 +213,16 @@ PASSES: dict[str, tuple[tune.Subject, tuple[int, ...]]] = {  # and the lengths
 }
 
 
+def the_gpu(parser: argparse.ArgumentParser) -> torch.device:
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def report(what: str, done: int, of: int) -> None:
+    print(f"{done}/{of} {what}", flush=True)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.ideas",
@@ -222,13 +232,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--method", choices=[TURNS, SUSTAINED], default=TURNS)
     parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = the_gpu(parser)
     subject, lengths = PASSES[chosen.direction]
-
-    def report(what: str, done: int, of: int) -> None:
-        print(f"{done}/{of} {what}", flush=True)
 
     found = tune.sweep(subject, subject.dims, subject.kinds, lengths, device, report, chosen.method)
     del found["best"]  # whether one is kept is not a matter of speed alone

@@ -13,6 +13,7 @@ from strobe.checks import with_longest
 from strobe.function_arguments import resolved
 from strobe.hints import unknown_word
 from strobe.mask import causal
+from strobe.page_checks import entries_of, in_order
 from strobe.problem import Problem, any_requires_grad
 
 
@@ -57,15 +58,11 @@ def _si(value: float, base: int) -> str:
 
 
 def _of_pages(
-    k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]
+    k: torch.Tensor, v: torch.Tensor, table: Any = None, layout: str = "nhd", **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """The arguments of `attention_paged`, with its defaults, as an `Arguments` has them."""
-    given = {"mask": causal, **given}
-    if given.pop("layout", None) == "hnd":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if isinstance(given.get("table"), (tuple, list)):
-        given["indptr"], given["table"] = given["table"]
-    return k, v, given
+    entries, indptr = entries_of(table)
+    return *in_order(k, v, layout), {"mask": causal, "indptr": indptr, **given, "table": entries}
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor, **arguments: Any) -> Explanation:
@@ -73,7 +70,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
     name, it takes those of `attention_paged` but `tail` and `shared`."""
     paged = arguments.get("lengths") is not None
     if paged:
-        k, v, arguments = _of_pages(k, v, arguments)
+        k, v, arguments = _of_pages(k, v, **arguments)
     elif cu and getattr(cu[0], "ndim", None) != 1:
         raise ValueError("after v, explain takes cu_q and cu_k by position; give table= and lengths= by name")
     if not paged and ((arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2)):

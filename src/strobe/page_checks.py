@@ -15,11 +15,35 @@ from strobe.checks import check_queries, checked_tensor
 from strobe.expression import Expr
 from strobe.mask import Mask, Positions
 
+LAYOUTS = ("nhd", "hnd")  # of a pool
 MOST_TAIL = 64  # the bits of a row of `tail`
 NO_GRADIENTS = (
     "attention_paged has no gradients: gather the keys, k[table].flatten(1, 2), and call strobe.attention_varlen or "
     "strobe.attention, which have them; or call it under torch.no_grad()"
 )
+
+
+def in_order(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pools as views (pages, page, heads_k, dim)."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor) or t.dim() != 4:
+            found = f"{t.dim()} axes" if isinstance(t, torch.Tensor) else type(t).__name__
+            raise ValueError(f"{name} must be a pool of pages with 4 axes, (pages, page, heads_k, dim); got {found}")
+    return (k, v) if layout == "nhd" else (k.transpose(1, 2), v.transpose(1, 2))
+
+
+def entries_of(table: Any) -> tuple[Any, Any]:
+    """(table, None) or (indices, indptr)."""
+    if isinstance(table, (tuple, list)):
+        if len(table) != 2:
+            raise ValueError(f"table must be a tensor or (indptr, indices), got {len(table)} tensors")
+        for name, part in zip(("indptr", "indices"), table, strict=True):
+            if not isinstance(part, torch.Tensor):
+                raise TypeError(f"table must be a tensor or (indptr, indices); {name} is {type(part).__name__}")
+        return table[1], table[0]
+    return table, None
 
 
 def check_paged(a: Arguments) -> tuple[int, int, int]:

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.page_checks import check_contents
+from strobe.page_checks import check_contents, in_order
 from strobe.problem import Unsupported
 from strobe.work_list import Plan
 
 __all__ = ["Level", "Plan", "append", "check", "slots"]
 
 Table = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # (sequences, width), or (indptr, indices)
-LAYOUTS = ("nhd", "hnd")
 
 
 class Level(NamedTuple):
@@ -34,17 +33,6 @@ class Rotary(NamedTuple):
     sin: torch.Tensor
     positions: torch.Tensor
     interleaved: bool = False
-
-
-def in_order(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pools as views (pages, page, heads_k, dim)."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    for name, t in (("k", k), ("v", v)):
-        if not isinstance(t, torch.Tensor) or t.dim() != 4:
-            found = f"{t.dim()} axes" if isinstance(t, torch.Tensor) else type(t).__name__
-            raise ValueError(f"{name} must be a pool of pages with 4 axes, (pages, page, heads_k, dim); got {found}")
-    return (k, v) if layout == "nhd" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
 def slots(

@@ -14,8 +14,8 @@ from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask, causal, full
 from strobe.mask_function import MaskFunction, mask_function, with_tail
 from strobe.merge_states import merge
-from strobe.page_checks import check_tail
-from strobe.paged import Level, Plan, Table, in_order
+from strobe.page_checks import check_tail, entries_of, in_order
+from strobe.paged import Level, Plan, Table
 from strobe.problem import Unsupported
 from strobe.score import Score
 
@@ -84,7 +84,7 @@ def attention_paged(
     k, v = in_order(k, v, layout)
     if plan is not None:
         plan.check_call()
-    entries, indptr = (table, None) if isinstance(table, torch.Tensor) else _entries(table)
+    entries, indptr = (table, None) if isinstance(table, torch.Tensor) else entries_of(table)
     if lengths is None:
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
     a = Arguments(
@@ -105,18 +105,6 @@ def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
     return with_tail(mask, tail, a.cu_q) if isinstance(mask, (Mask, MaskFunction)) else mask
 
 
-def _entries(table: Any) -> tuple[Any, Any]:
-    """(table, None) or (indices, indptr)."""
-    if isinstance(table, (tuple, list)):
-        if len(table) != 2:
-            raise ValueError(f"table must be a tensor or (indptr, indices), got {len(table)} tensors")
-        for name, part in zip(("indptr", "indices"), table, strict=True):
-            if not isinstance(part, torch.Tensor):
-                raise TypeError(f"table must be a tensor or (indptr, indices); {name} is {type(part).__name__}")
-        return table[1], table[0]
-    return table, None
-
-
 def _with_levels(a: Arguments, own: Arguments, levels: Sequence[Level]) -> Any:
     """A state over each sequence's own keys and one for each level, merged. Sinks enter once, in the merge. `own`: the
     arguments, with the mask of the own keys."""
@@ -133,7 +121,7 @@ def _with_levels(a: Arguments, own: Arguments, levels: Sequence[Level]) -> Any:
     dense, q = a.cu_q is None, a.q
     rows = q.flatten(0, 1) if dense else q
     for i, level in enumerate(levels):
-        entries, indptr = _entries(level.table)
+        entries, indptr = entries_of(level.table)
         found, lse = attend(
             own._replace(
                 q=rows, cu_q=level.cu_q, max_q=None if rows.is_cpu else rows.shape[0], mask=full, table=entries,

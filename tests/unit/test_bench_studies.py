@@ -70,9 +70,10 @@ def test_promotions_are_those_of_the_maps_that_are_named() -> None:
     with promotions.fetched(("k", "v")):
         assert planned() == before | {"k": 128, "v": 128} != before
     assert planned() == before
-    for shape in promotions.SHAPES:
-        tensors = shape.tensors(torch.device("meta"))
-        assert tensors["q"].shape[-2] == shape.group * tensors["k"].shape[-2]
+    assert len({(case.dim, case.name) for case in promotions.CASES}) == len(promotions.CASES)
+    for case in promotions.CASES:
+        x = promotions.tensors(case, torch.device("meta"))
+        assert x["q"].shape[-2] == case.group * x["k"].shape[-2] and ("cu_q" in x) == (case.lengths is not None)
 
 
 def test_inputs_differ_from_plain_bf16_in_one_thing() -> None:

@@ -22,7 +22,7 @@ from strobe.backends import dispatch
 from strobe.cuda import jit
 from strobe.learn import worked_example
 from strobe.measure.tolerance import Verdict
-from strobe.tools import cli, demo, demo_inputs, doctor
+from strobe.tools import cli, demo, demo_inputs, doctor, terminal
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 
@@ -36,6 +36,8 @@ class Result:
 def strobe_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     for name, value in WIDE.items():
         monkeypatch.setenv(name, value)
+    for console in (terminal.stdout, terminal.stderr):  # made before, perhaps, by a test without that environment
+        monkeypatch.setattr(console, "width", int(WIDE["COLUMNS"]))
 
     def run(*arguments: str) -> Result:
         monkeypatch.setattr(sys, "argv", ["strobe", *arguments])

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from fake_gpu import H200
 
-from benchmarks.studies import ideas
+from benchmarks.studies import backward_ideas, clusters, forward_ideas, ideas
 from strobe.arguments import Inputs
 from strobe.backends.tiled import forward as tiled
 from strobe.cuda.kernel import TemplateKernel, TextKernel
@@ -82,10 +83,11 @@ def test_the_command_writes_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_
         assert json.loads(out.read_text()) == {"kind": "ideas", "method": "sustained", "rows": []}
 
 
+@pytest.mark.parametrize("study", [ideas, backward_ideas, clusters, forward_ideas], ids=lambda study: study.__name__)
 def test_the_command_needs_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    study: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        ideas.main(["-o", str(tmp_path / "ideas.json")])
+        study.main(["-o", str(tmp_path / "ideas.json")])
     assert "there is no GPU" in capsys.readouterr().err

@@ -121,11 +121,10 @@ def test_head_dims_are_filtered() -> None:
     assert tune_forward.FORWARD.dims_of([7]) == []
 
 
-def test_the_tile_in_use_may_spill_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "compiles", lambda kernel: "spills")
-    tiles = tune_forward.candidates(64, 64, "full")[:3]
-    group = tune_forward.cases(64, 64, "full", [4096])
-    assert tune.unable(tiles, group, H200) == dict.fromkeys(tiles[1:], "spills")
+def test_the_tile_in_use_may_spill_a_little() -> None:
+    subject = replace(tune_forward.FORWARD, compiles=lambda kernel: "spills")
+    tiles, group = subject.candidates(64, 64, "full")[:3], subject.cases(64, 64, "full", [4096])
+    assert tune.unable(subject, tiles, group, H200) == dict.fromkeys(tiles[1:], "spills")
 
 
 def test_a_cached_kernel_that_spills_is_still_out_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +310,7 @@ def test_a_sweep_of_the_backward(monkeypatch: pytest.MonkeyPatch, no_overrides) 
         made = {name: SustainedCall(lambda name=name: gpu.run(times[name])) for name in names}
         return made, {} if str(wrong) in names else {str(wrong): "wrong: dq"}
 
-    monkeypatch.setattr(tune, "unable", lambda tiles, group, machine: {spilling: "spills"})
+    monkeypatch.setattr(tune, "unable", lambda subject, tiles, group, machine: {spilling: "spills"})
     monkeypatch.setattr(tune, "Stopwatch", lambda device, settings: gpu.watch(budget_ms=40, rounds=8, graph_below_ms=0))
     monkeypatch.setattr(tune, "Monitor", lambda device, energy: FakeMonitor())
     monkeypatch.setattr(tune.backend, "machine_of", lambda device: H200)

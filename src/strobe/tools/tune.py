@@ -53,20 +53,6 @@ class TuneCase(Protocol):
 Calls = tuple[dict[str, SustainedCall], dict[str, str]]  # by tile: what is timed, and why others are not
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The kernels of one pass on one architecture."""
-
-    dims: list[Dims]
-    kinds: tuple[str, ...]  # as they stand in the file
-    cases: Callable[[int, int, str, Sequence[int]], list[Any]]  # TuneCases of a head dim and kind at these lengths
-    candidates: Callable[[int, int, str], list[Any]]  # tiles; the first is in use
-    calls: Callable[[list[Any], Any, torch.device, Machine], Calls]  # checked, and ready to be timed
-
-    def dims_of(self, head_dims: Sequence[int] | None) -> list[Dims]:
-        return [pair for pair in self.dims if not head_dims or pair[0] in head_dims]
-
-
 def compiles(variant: KernelSpec) -> str | None:
     """None, or why a candidate is out of the question: it does not compile, or spills registers."""
     try:
@@ -78,14 +64,29 @@ def compiles(variant: KernelSpec) -> str | None:
     return "spills" if ptxas_log.spills(log) else warnings[0] if warnings else None
 
 
-def unable(tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dict[Any, str]:
+@dataclass(frozen=True)
+class Subject:
+    """The kernels of one pass on one architecture."""
+
+    dims: list[Dims]
+    kinds: tuple[str, ...]  # as they stand in the file
+    cases: Callable[[int, int, str, Sequence[int]], list[Any]]  # TuneCases of a head dim and kind at these lengths
+    candidates: Callable[[int, int, str], list[Any]]  # tiles; the first is in use
+    calls: Callable[[list[Any], Any, torch.device, Machine], Calls]  # checked, and ready to be timed
+    compiles: Callable[[KernelSpec], str | None] = compiles
+
+    def dims_of(self, head_dims: Sequence[int] | None) -> list[Dims]:
+        return [pair for pair in self.dims if not head_dims or pair[0] in head_dims]
+
+
+def unable(subject: Subject, tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dict[Any, str]:
     """Tiles that cannot be used for all of a group of cases, and why. The first is in use: whether its kernels may spill a
     little is decided elsewhere (tests/compile)."""
     plans = [(tile, case.plan(tile, machine)) for tile in tiles for case in group]
     wanted = {(tile, launch.kernel) for tile, plan in plans for launch in plan.launches}
     kernels = list(dict.fromkeys(kernel for _, kernel in wanted))  # tiles share the smaller ones
     with ThreadPoolExecutor() as pool:
-        found = dict(zip(kernels, pool.map(compiles, kernels), strict=True))
+        found = dict(zip(kernels, pool.map(subject.compiles, kernels), strict=True))
     reasons = {tile: reason for tile, kernel in wanted if (reason := found[kernel]) is not None}
     return {tile: reason for tile, reason in reasons.items() if (tile, reason) != (tiles[0], "spills")}
 
@@ -109,7 +110,7 @@ def sweep(
     for (dim, dim_v, kind), group in groups.items():
         tiles = subject.candidates(dim, dim_v, kind)
         report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}, {kind}", done, total)
-        reasons = unable(tiles, group, machine)
+        reasons = unable(subject, tiles, group, machine)
         rows += [{"dim": dim, "dim_v": dim_v, "kind": kind, "tile": str(t), "reason": r} for t, r in reasons.items()]
         for case in group:
             report(f"head dim {dim}/{dim_v}, {kind}: {case}", done, total)

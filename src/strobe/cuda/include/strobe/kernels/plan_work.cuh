@@ -93,8 +93,8 @@ template <class Config, class Mask, class Params> struct PlanWork {
     store(record, 1, part);
     store(record, 2, u32x4{u32(t.q.first), u32(t.q.length), u32(t.positions.offset_k), u32(t.k.used)});
   }
-  STROBE_DEVICE void begin_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + 12, item); }
-  STROBE_DEVICE void end_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + 13, item); }
+  STROBE_DEVICE void begin_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + kFirstItem, item); }
+  STROBE_DEVICE void end_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + kEndOfItems, item); }
   STROBE_DEVICE void write_tile(const Tile& t, const KeyBlocks& blocks, u64 tile, u64 start) const {
     const u64 end = start + length_of(blocks);
     const int first = int(piece_of(start)), last = int(piece_of(end - 1));

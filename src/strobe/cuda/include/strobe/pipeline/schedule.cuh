@@ -61,15 +61,15 @@ template <class Config, bool kListed = Config::Keys::kPaged> struct WorkOf {
 // needs to know of its sequence; that of a piece says which items it has and, since a block would begin with one
 // latency after the other, what the first of them says. Invariant kernels look there: their planner does not know it
 // yet when it writes the piece. `index` is a record's.
-constexpr int kRecord = 16;
+constexpr int kRecord = 16, kFirstItem = 12, kEndOfItems = 13;
 template <class Config> struct WorkOf<Config, true> {
   static constexpr int kNoMore = 0x7fffffff;
   // This block's.
   template <class Params> STROBE_DEVICE static int first_item(const Params& p) {
-    return ld_global(p.work + kRecord * block_idx() + 12);
+    return ld_global(p.work + kRecord * block_idx() + kFirstItem);
   }
   template <class Params> STROBE_DEVICE static int end_of_items(const Params& p) {
-    return ld_global(p.work + kRecord * block_idx() + 13);
+    return ld_global(p.work + kRecord * block_idx() + kEndOfItems);
   }
   template <class Params> STROBE_DEVICE static int record_of(const Params& p, int item) {
     return item < end_of_items(p) ? int(grid_dim()) + item : kNoMore;

@@ -39,10 +39,6 @@ template <class Config, class Params, class Staging> struct SplitKV {
     if constexpr (kInvariant) return p.slot_rows * kDimV - 64 * staging.consumer * (kDimV - 2);
     else return 64 * kDimV;
   }
-  STROBE_DEVICE int room() const {  // of this consumer's rows in a slot, should a sequence have more than was said
-    if constexpr (kInvariant) return p.slot_rows - 64 * staging.consumer;
-    else return 64;
-  }
   STROBE_DEVICE int tile_index() const { return quotient(tile.work, p.splits); }
   STROBE_DEVICE int splits() const { return kListed ? tile.part.count : p.splits; }
   STROBE_DEVICE int first_slot() const {
@@ -59,9 +55,12 @@ template <class Config, class Params, class Staging> struct SplitKV {
     else return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
   }
   STROBE_DEVICE int first_row() const { return tile.row0 + 64 * staging.consumer; }
-  STROBE_DEVICE int rows() const {  // of this consumer: more than 64 if others follow
+  // Of this consumer: more than 64 if others follow. A slot has room for no more, should a sequence have more than was
+  // said.
+  STROBE_DEVICE int rows() const {
     const int there = tile.q.length - first_row();
-    return kInvariant ? min(there, room()) : there;
+    if constexpr (kInvariant) return min(there, p.slot_rows - 64 * staging.consumer);
+    else return there;
   }
   STROBE_DEVICE float* partial(int slot) const {
     if constexpr (kInvariant) return p.partial + i64(slot) * slot_floats() + 64 * staging.consumer * kDimV;
