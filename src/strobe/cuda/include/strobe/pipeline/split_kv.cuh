@@ -122,7 +122,9 @@ template <class Config, class Params, class Staging> struct SplitKV {
     if (kInvariant) added = int(ld_shared(splits_before + 4));
     const bool last = int(ld_shared(splits_before)) + added == splits() - 1;
     sync_warpgroup(staging.consumer);  // all have read it
-    if (!last) fence_proxy_async();    // a bulk copy may write there next
+    // A bulk copy may write there next. `Staging::send` has a fence of its own, but the fp32 rows of partial output do
+    // not go through it.
+    if (!last || Config::kPartialOut) fence_proxy_async();
     else if (kInvariant && thread_idx() % 128 == 0) st_global(counter(), 0u), st_global(counter() + kConsumers, 0u);
     return last;
   }
