@@ -357,7 +357,14 @@ def trace(
         raise CannotTrace(f"a {what} function takes ({takes}); {name} does not: {error}") from None
     except ValueError:  # one without a signature
         pass
-    result = function(*(Symbol(tracer, e) for e in given))
+    try:
+        result = function(*(Symbol(tracer, e) for e in given))
+    except Exception as error:
+        if not isinstance(error, CannotTrace):
+            error.add_note(
+                f"{name} was called with symbols for ({takes}): they index tensors, but neither arrays nor lists"
+            )
+        raise
     found = None if result is None else tracer.operand(result)
     if found is None or (kind == BOOL) != (found.kind == BOOL):
         wanted = "a bool" if kind == BOOL else "a number (a condition goes in mask=)"

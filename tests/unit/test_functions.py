@@ -260,6 +260,13 @@ def test_an_error_names_the_operation_and_the_line(name: str) -> None:
     assert what in str(caught.value) and f'"{name}": (lambda' in str(caught.value)
 
 
+def test_errors_of_the_function_itself_say_what_it_was_called_with() -> None:
+    slopes = torch.ones(2).numpy()
+    with pytest.raises(IndexError) as caught:
+        strobe.score_function(lambda s, b, h, q, k: s + slopes[h])
+    assert "symbols for (score, b, h, q, k)" in caught.value.__notes__[0]
+
+
 def test_wrong_arguments_of_functions() -> None:
     q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
     with pytest.raises(TypeError, match="a mask function takes .b, h, q, k."):
