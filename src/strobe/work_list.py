@@ -13,16 +13,21 @@ from typing import Any
 
 import torch
 
-# Fills a list: (lengths, cu_q, starts, memory).
-Planner = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor], None]
+from strobe.page_checks import entries_of
+
+Ints = torch.Tensor | None
+# Fills a list: (lengths, cu_q, starts, indptr, memory).
+Planner = Callable[[torch.Tensor, Ints, Ints, Ints, torch.Tensor], None]
 
 
 @dataclass
 class WorkList:
     fill: Planner
+    describe: Callable[[torch.Tensor], str]
     memory: torch.Tensor  # the list, and behind it room for partial results
     sequences: int
     packed: bool  # queries have a cu_q
+    ragged: bool  # the table has an indptr
     step: int = -1  # of the plan, in which it was filled
 
 
@@ -44,15 +49,18 @@ class Plan:
         cu_q: torch.Tensor | None = None,
         *,
         starts: torch.Tensor | None = None,
+        indptr: torch.Tensor | None = None,
         shared: Sequence[Any] = (),
     ) -> None:
-        """A new step, with the `lengths`, `cu_q`, `starts` and `shared` that its calls will have. Without `shared`, the levels
-        (`strobe.paged.Level`), each call lists the work of its levels itself."""
+        """A new step, with the `lengths`, `cu_q`, `starts` and `shared` that its calls will have. `indptr`, that of their
+        table, clamps lengths to it; without it they must fit. Without `shared`, the levels (`strobe.paged.Level`), each call
+        lists the work of its levels itself."""
         if lengths.dim() != 1 or lengths.dtype != torch.int32:
             raise ValueError(
                 f"lengths must be int32, (sequences,); got {lengths.dtype} of shape {tuple(lengths.shape)}"
             )
-        for name, t, size in (("cu_q", cu_q, len(lengths) + 1), ("starts", starts, len(lengths))):
+        more = len(lengths) + 1
+        for name, t, size in (("cu_q", cu_q, more), ("starts", starts, len(lengths)), ("indptr", indptr, more)):
             if t is not None and (tuple(t.shape) != (size,) or t.dtype != torch.int32 or t.device != lengths.device):
                 found = f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
                 raise ValueError(f"{name} must be int32 of shape ({size},) on {lengths.device}; got {found}")
@@ -60,12 +68,12 @@ class Plan:
         for known in self._lists.values():
             same = known.sequences == len(lengths) and known.packed == (cu_q is not None)
             if same and known.memory.device == lengths.device:
-                known.fill(lengths, cu_q, starts, known.memory)
+                known.fill(lengths, cu_q, starts, indptr if known.ragged else None, known.memory)
                 known.step = self.step
         self._levels += [Plan() for _ in shared[len(self._levels) :]]
         self._levels_used = len(shared)
         for plan, level in zip(self._levels, shared, strict=False):
-            plan.update(level.lengths, level.cu_q)
+            plan.update(level.lengths, level.cu_q, indptr=entries_of(level.table)[1])
 
     def of_level(self, index: int) -> Plan | None:
         """The work of a level of keys that sequences share, if this step was told of it."""
@@ -79,18 +87,22 @@ class Plan:
         self,
         key: Hashable,
         fill: Planner,
+        describe: Callable[[torch.Tensor], str],
         size: int,
         lengths: torch.Tensor,
-        cu_q: torch.Tensor | None,
-        starts: torch.Tensor | None,
+        cu_q: Ints,
+        starts: Ints,
+        indptr: Ints,
     ) -> WorkList:
         """The list of calls with this key, in `size` bytes; filled now if this step has not met such a call."""
         known = self._lists.get(key)
         if known is None:
             memory = torch.empty(size // 4, dtype=torch.int32, device=lengths.device)
-            known = self._lists[key] = WorkList(fill, memory, len(lengths), cu_q is not None)
+            known = self._lists[key] = WorkList(
+                fill, describe, memory, len(lengths), packed=cu_q is not None, ragged=indptr is not None
+            )
         if known.step != self.step:
-            known.fill(lengths, cu_q, starts, known.memory)
+            known.fill(lengths, cu_q, starts, indptr, known.memory)
             known.step = self.step
         return known
 
@@ -99,12 +111,4 @@ class Plan:
         lists = [known for plan in (self, *self._levels) for known in plan._lists.values()]
         if not lists:
             return "no lists yet: no kernel has asked for one"
-        return "\n".join(_described(known.memory.view(-1, 8).cpu()) for known in lists)
-
-
-def _described(records: torch.Tensor) -> str:
-    pieces = records[: int(records[0, 7])]  # the first one says how many there are
-    used = pieces[pieces[:, 1] > pieces[:, 0]]
-    items = torch.cat([records[len(pieces) + int(a) : len(pieces) + int(b)] for a, b in used[:, :2]] or [records[:0]])
-    blocks, cut = (items[:, 5] - items[:, 4]), int((items[:, 7] > 1).sum())
-    return f"{len(items)} items of {int(blocks.sum())} blocks of keys in {len(used)} pieces; {cut} are parts of tiles"
+        return "\n".join(known.describe(known.memory) for known in lists)

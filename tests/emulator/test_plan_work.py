@@ -14,7 +14,7 @@ import strobe
 from strobe.arguments import Arguments
 from strobe.cuda import forward_sm90
 from strobe.cuda.plan import Plan
-from strobe.cuda.plan_work import RECORD, Work
+from strobe.cuda.plan_work import RECORD, Work, described
 from strobe.emulator import compiler
 from strobe.emulator.backend import launch
 from strobe.mask import Mask, Positions
@@ -45,6 +45,26 @@ def planned(
     work = torch.full((-(-plan.workspace["work"] // RECORD), 16), -1, dtype=torch.int32)
     launch(Plan((first,)), {"work": work, "lengths": used, "cu_q": cu, "table": table, "starts": first_positions})
     return work, plan
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_list_that_is_too_short_is_not_overrun(invariant: bool) -> None:
+    """A plan fills the list of a decode step in a step with prefill, too."""
+    small, plan = planned([9000, 9000], [1, 1], strobe.causal, invariant=invariant)
+    room = plan.launches[0].values["items"]
+    work = torch.full((len(small) + 4096, 16), -1, dtype=torch.int32)
+    lengths, cu = torch.tensor([9000, 9000]).int(), torch.tensor([0, 4000, 8000]).int()
+    launch(Plan(plan.launches[:1]), {"work": work, "lengths": lengths, "cu_q": cu, "table": None, "starts": None})
+    pieces = plan.launches[1].grid
+    assert (work[len(small) :] == -1).all()
+    assert (work[pieces + room - 1, :12] != -1).all()
+    assert work[:pieces, 12:14].min() >= 0 and work[:pieces, 13].max() == room
+
+
+def test_a_list_describes_itself() -> None:
+    work, plan = planned([5, 0, 30000, 128], None, strobe.causal)
+    text = described(work.view(-1), plan.launches[1].grid, plan.launches[0].values["items"])
+    assert text == "134 items of 474 blocks of keys in 128 pieces; 128 are parts of tiles"
 
 
 def visible(mask: Mask, count: int, length: int, row: int, start: int = 0) -> tuple[int, int]:

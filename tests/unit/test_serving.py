@@ -208,10 +208,10 @@ def test_lists_are_filled_once_a_step() -> None:
     lengths, cu, filled = torch.ones(3).int(), torch.arange(4).int(), []
 
     def fill(name: str) -> Any:
-        return lambda *tensors: filled.append((name, tensors[0].data_ptr(), tensors[3].data_ptr()))
+        return lambda *tensors: filled.append((name, tensors[0].data_ptr(), tensors[4].data_ptr()))
 
     def call(plan: strobe.paged.Plan, name: str, lengths: torch.Tensor, cu: torch.Tensor | None) -> int:
-        return plan.list_for(name, fill(name), 64, lengths, cu, None).memory.data_ptr()
+        return plan.list_for(name, fill(name), str, 64, lengths, cu, None, None).memory.data_ptr()
 
     plan = strobe.paged.Plan()
     plan.update(lengths, cu)
@@ -245,14 +245,44 @@ def test_levels_have_lists_of_their_own() -> None:
     assert plan.of_level(1) is None
     of_level = plan.of_level(0)
     assert of_level is not None
-    at = of_level.list_for("full", fill, 64, first.lengths, first.cu_q, None).memory.data_ptr()
+    at = of_level.list_for("full", fill, str, 64, first.lengths, first.cu_q, None, None).memory.data_ptr()
     assert filled == [first.lengths.data_ptr()]
     plan.update(lengths)
     assert plan.of_level(0) is None and len(filled) == 1
     plan.update(lengths, shared=[second])
     assert plan.of_level(0) is of_level and filled[1:] == [second.lengths.data_ptr()]
-    assert of_level.list_for("full", fill, 64, second.lengths, second.cu_q, None).memory.data_ptr() == at
+    assert of_level.list_for("full", fill, str, 64, second.lengths, second.cu_q, None, None).memory.data_ptr() == at
     assert len(filled) == 2
+
+
+def test_lengths_are_clamped_to_the_table_that_update_is_told_of() -> None:
+    """Lists of calls with another kind of table do not get it."""
+    lengths, indptr, plan, given = torch.ones(3).int(), torch.arange(4).int(), strobe.paged.Plan(), {}
+
+    def call(name: str, indptr: torch.Tensor | None) -> None:
+        def fill(lengths: Any, cu_q: Any, starts: Any, indptr: Any, memory: Any) -> None:
+            given[name] = indptr
+
+        plan.list_for(name, fill, lambda memory: f"{name}: {len(memory)}", 64, lengths, None, None, indptr)
+
+    plan.update(lengths)
+    call("dense", None)
+    call("ragged", indptr)
+    assert given == {"dense": None, "ragged": indptr} and plan.describe() == "dense: 16\nragged: 16"
+    newer = indptr.clone()
+    plan.update(lengths, indptr=newer)
+    assert given["dense"] is None and given["ragged"] is newer
+    with pytest.raises(ValueError, match=r"indptr must be int32 of shape \(4,\)"):
+        plan.update(lengths, indptr=indptr[1:])
+    table = (torch.tensor([0, 2]).int(), torch.zeros(2).int())
+    level = strobe.paged.Level(table, torch.ones(1).int(), torch.tensor([0, 3]).int())
+    plan.update(lengths, shared=[level])
+    of_level = plan.of_level(0)
+    assert of_level is not None
+    of_level.list_for("ragged", lambda *tensors: given.update(level=tensors[3]), str, 64, *level[1:], None, table[0])
+    given.clear()
+    plan.update(lengths, shared=[level])
+    assert given["level"] is table[0]
 
 
 def test_a_call_with_levels_takes_the_plan_of_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from strobe.cuda import driver, jit
 from strobe.cuda.kernel import KernelSpec
 from strobe.cuda.params import COUNTER, COUNTERS
 from strobe.cuda.plan import MAP, Launch, Plan, laid_out
+from strobe.cuda.plan_work import described
 
 _SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each call moves them to its own
 
@@ -149,7 +150,8 @@ class Planned:
         self.names = tuple(sizes)
         self._offsets, self._size = laid_out(sizes.values())
         self._key = (device, first.kernel, first.grid, tuple(sorted(first.values.items())), self._size)
-        self._launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "work"))
+        self._launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "indptr", "work"))
+        self._describe = functools.partial(described, pieces=first.values["pieces"], items=first.values["items"])
         self.rest = dataclasses.replace(plan, launches=tuple(others), workspace={})
         self._last: tuple[Any, Any] = (None, None)  # a plan, and its list: looking one up takes long
 
@@ -157,7 +159,8 @@ class Planned:
         """The addresses of `names`, for a call with these arguments."""
         plan, known = self._last
         if plan is not a.plan or known.step != plan.step:
-            known = a.plan.list_for(self._key, self._fill, self._size, a.lengths, a.cu_q, a.starts)
+            tensors = (a.lengths, a.cu_q, a.starts, a.indptr)
+            known = a.plan.list_for(self._key, self._fill, self._describe, self._size, *tensors)
             self._last = a.plan, known
         start = known.memory.data_ptr()
         return [start + offset for offset in self._offsets]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from strobe.cuda.features import Features
 from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.params import COUNTERS, Field, params
@@ -20,7 +22,8 @@ from strobe.problem import Problem
 
 THREADS = 1024
 RECORD = 64  # bytes
-COUNTED = 16  # bytes of the counters of an item, which invariant kernels count in
+COUNTED = 16  # bytes of the counters of an item, which invariant kernels count in: two for each consumer
+MOST_CONSUMERS = COUNTED // 8
 NAME = "plan_work"
 
 # Where invariant kernels cut keys (`FixedSplits` in plan_work.cuh): twice FOR_EACH_DOUBLING splits of FIRST_SPLITS keys,
@@ -93,10 +96,8 @@ class Work:
         return {"items": self.items, "slot_rows": self.slot_rows} if self.problem.invariant else {}
 
     def launch(self, features: Features, arch: str) -> Launch:
-        own: dict[str, Any] = {"mask": Scores.values(self.problem)["mask"], "pieces": self.pieces}
-        if self.problem.invariant:
-            own["items"] = self.items
-        values = {**features.rows.values(self.problem, tma=False), **own}
+        own = {"mask": Scores.values(self.problem)["mask"], "pieces": self.pieces, "items": self.items}
+        values: dict[str, Any] = {**features.rows.values(self.problem, tma=False), **own}
         return Launch(self._kernel(features, arch), self.problem.heads, values)
 
     def _kernel(self, features: Features, arch: str) -> TemplateKernel:
@@ -107,7 +108,7 @@ class Work:
             "kThreads": THREADS,
             "kSplitBlocks": self.split_blocks,
         }
-        own = [Field("work", "u32*"), Field("pieces", "int"), *([Field("items", "int")] if self.split_blocks else [])]
+        own = [Field("work", "u32*"), Field("pieces", "int"), Field("items", "int")]
         mask = [f for f in Scores.FIELDS if f.name == "mask"]
         memory = SharedMemory([Region("sums", 128, 3)])
         invariant = " invariant" if self.split_blocks else ""
@@ -125,6 +126,15 @@ class Work:
             memory=memory,
             types=features.types()[:1],  # the mask
         )
+
+
+def described(memory: torch.Tensor, pieces: int, items: int) -> str:
+    """A list in `memory` of int32, with room for so many items. Waits for the device."""
+    records = memory[: RECORD // 4 * (pieces + items)].view(-1, RECORD // 4).cpu()
+    spans = [(int(first), int(end)) for first, end in records[:pieces, 12:14] if end > first]
+    found = torch.cat([records[pieces + first : pieces + end] for first, end in spans] or [records[:0]])
+    blocks, cut = int((found[:, 5] - found[:, 4]).sum()), int((found[:, 7] > 1).sum())
+    return f"{len(found)} items of {blocks} blocks of keys in {len(spans)} pieces; {cut} are parts of tiles"
 
 
 def split_of(block: int, unit: int) -> int:

@@ -10,6 +10,9 @@
 // positions. Items are the splits of all tiles along the line, slot i is that of item i, and pieces begin with the
 // split that begins nearest to where they should. Behind the items lie counters, four for each item.
 //
+// A plan fills its lists for the lengths of each step, also those that the step's calls do not read, whose room is
+// for other lengths: an item for which there is no room is left out.
+//
 // One thread block a head; each adds up all sequences, of which a thread has neighbours.
 #pragma once
 #include <strobe/pipeline/blocks.cuh>
@@ -88,13 +91,16 @@ template <class Config, class Mask, class Params> struct PlanWork {
   STROBE_DEVICE void store(int record, int part, u32x4 x) const {  // one of four parts of a record
     st_global(static_cast<void*>(p.work + kRecord * record + 4 * part), x);
   }
+  STROBE_DEVICE bool fits(u32 item) const { return item < u32(p.items); }
   STROBE_DEVICE void write_item(int record, const Tile& t, u32 slot, u32x4 part) const {
     store(record, 0, u32x4{u32(t.batch), block_idx(), u32(t.row0), slot});
     store(record, 1, part);
     store(record, 2, u32x4{u32(t.q.first), u32(t.q.length), u32(t.positions.offset_k), u32(t.k.used)});
   }
   STROBE_DEVICE void begin_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + kFirstItem, item); }
-  STROBE_DEVICE void end_piece(u64 c, u32 item) const { st_global(p.work + kRecord * c + kEndOfItems, item); }
+  STROBE_DEVICE void end_piece(u64 c, u32 item) const {
+    st_global(p.work + kRecord * c + kEndOfItems, fits(item) ? item : u32(p.items));
+  }
   STROBE_DEVICE void write_tile(const Tile& t, const KeyBlocks& blocks, u64 tile, u64 start) const {
     const u64 end = start + length_of(blocks);
     const int first = int(piece_of(start)), last = int(piece_of(end - 1));
@@ -107,7 +113,7 @@ template <class Config, class Mask, class Params> struct PlanWork {
                 b1 = to < end ? blocks.first + u32(to - start) : blocks.end;
       const u32 slot = c == first ? first_slot : 2 * c;
       const u32x4 part{b0, b1, first_slot, parts};
-      write_item(p.pieces + item, t, slot, part);
+      if (fits(item)) write_item(p.pieces + item, t, slot, part);
       if (from >= start) begin_piece(c, item), write_item(c, t, slot, part);
       if (to <= end) end_piece(c, item + 1);
     }
@@ -124,8 +130,10 @@ template <class Config, class Mask, class Params> struct PlanWork {
       const u32 item = u32(first) + i;
       const int b0 = i == 0 ? b.first : Splits::begin(split0 + i) - at,
                 b1 = i == splits - 1 ? b.end : Splits::begin(split0 + i + 1) - at;
-      write_item(p.pieces + item, t, item, u32x4{u32(b0), u32(b1), u32(first), u32(splits)});
-      st_global(static_cast<void*>(p.work + kRecord * (p.pieces + p.items) + 4 * item), u32x4{0, 0, 0, 0});
+      if (fits(item)) {
+        write_item(p.pieces + item, t, item, u32x4{u32(b0), u32(b1), u32(first), u32(splits)});
+        st_global(static_cast<void*>(p.work + kRecord * (p.pieces + p.items) + 4 * item), u32x4{0, 0, 0, 0});
+      }
       const u64 end = start + max(1, b1 - b0);
       for (u64 c = start == 0 ? 0 : piece_of(start - 1) + 1; c < count && begin(c) < end; ++c)
         cut_line(c, 2 * (begin(c) - start) <= end - start ? item : item + 1);
