@@ -20,6 +20,7 @@ from strobe.bench import results, tile_speeds
 from strobe.cuda import backward_sm80, backward_sm90, backward_wide_sm90, forward_sm90, jit, tuned
 from strobe.cuda.launch import addresses_of
 from strobe.cuda.plan import Machine, Plan
+from strobe.cuda.plan_work import MOST_CONSUMERS
 from strobe.emulator import backend as emulated, compiler
 from strobe.measure import sustained
 from strobe.measure.method import METHODS
@@ -46,6 +47,8 @@ def test_candidates_fit_and_begin_with_the_tile_in_use(dims: tuple[int, int], ki
     assert case.plan(None, H200) == case.plan(found[0], H200)
     assert len(found) == len(set(found)) > 5
     assert all(tile.smem(*dims) <= SMEM for tile in found)
+    if "split" in kind:  # an invariant call must compile
+        assert all(tile.consumers <= MOST_CONSUMERS for tile in found)
 
 
 @pytest.mark.parametrize("dims", forward_sm90.DIMS)

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from strobe.cuda.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, plan, table_tile
 from strobe.cuda.launch import Launcher, addresses_of
 from strobe.cuda.plan import Machine, Plan
+from strobe.cuda.plan_work import MOST_CONSUMERS
 from strobe.mask import causal, full
 from strobe.measure.cases import Case, problem_of
 from strobe.measure.sustained import SustainedCall
@@ -74,10 +75,14 @@ def candidates(dim: int, dim_v: int, kind: str) -> list[Tile]:
     near += [replace(best, stages=stages) for stages in (2, 3)]
     near += [replace(best, block_n=best.block_n + step) for step in (-32, -16, 16, 32)]
     near += [replace(best, consumers=consumers) for consumers in (1, 2, 3)]
+    most_consumers = MOST_CONSUMERS if "split" in KINDS[kind] else 3
     return [
         tile
         for tile in dict.fromkeys([best, *near])
-        if tile.block_n >= 32 and tile.exps_before_wait < tile.block_n // 2 and tile.smem(dim, dim_v) <= SMEM_BYTES
+        if tile.block_n >= 32
+        and tile.exps_before_wait < tile.block_n // 2
+        and tile.smem(dim, dim_v) <= SMEM_BYTES
+        and tile.consumers <= most_consumers
     ]
 
 
