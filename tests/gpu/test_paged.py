@@ -110,6 +110,24 @@ def test_invariant_rows_have_the_same_bits(options: dict[str, Any], dim: int) ->
             assert all(map(torch.equal, rows, expected[at])), at
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
+def test_a_plan_serves_decodes_and_prefill_in_turns(invariant: bool) -> None:
+    """An update fills all lists of as many sequences, also those that have no room for this step's work."""
+    lengths, plan = [3000, 5000], strobe.paged.Plan()
+    p = pool(lengths, 16, dim=128, dim_v=128, dtype=torch.bfloat16)
+    a = on_gpu(p.k, p.v, p.table, p.lengths)
+    for counts in ([1, 1], [2000, 2000], [1, 1], [2000, 1]):
+        q, cu = queries(counts, dim=128, dtype=torch.bfloat16)
+        q_, cu_ = on_gpu(q, cu)
+        plan.update(a[3], cu_)
+        found = strobe.attention_paged(
+            q_, *a, cu_, max_q=max(counts), plan=plan, invariant=invariant, return_lse=True, backend="sm90"
+        )
+        close(found, dense(q, cu, p, mask=strobe.causal))
+    assert len(plan.describe().splitlines()) == 3
+
+
 @pytest.mark.parametrize("page", [1, 16, 100])
 @pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
 def test_it_computes_what_the_textbook_does(mask: strobe.Mask | None, page: int) -> None:
