@@ -137,7 +137,7 @@ def without_tensors(a: Arguments) -> Arguments:
     """What a call is besides its tensors and seed; nothing is written to, and the LSE is returned."""
     none = {name: None for name, row in ROWS.items() if row.tensor and isinstance(getattr(a, name), torch.Tensor)}
     score = a.score.structure if isinstance(a.score, Score) else a.score
-    return a._replace(**none, score=score, seed=None, return_lse=True, blocks=None)
+    return a._replace(**none, score=score, seed=None, return_lse=True, blocks=None, plan=None)
 
 
 def with_tensors(a: Arguments, seed: int | None, tensors: Sequence[Any], blocks: Any = None) -> Arguments:

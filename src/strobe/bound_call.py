@@ -81,7 +81,7 @@ class BoundCall:
         return found.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
 
 
-_SPECIAL = ("q", "k", "v", "mask", "score", "seed", "blocks")
+_SPECIAL = ("q", "k", "v", "mask", "score", "seed", "blocks", "plan")
 _tensors = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and n not in _SPECIAL))
 _values = operator.attrgetter(*(n for n, row in ROWS.items() if not row.tensor and n not in _SPECIAL))
 _read = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and not row.written), "state_out")
@@ -122,7 +122,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     return (
         q.shape, q.is_contiguous() or q.stride(), k.shape, k.is_contiguous() or k.stride(),
         v.shape, v.is_contiguous() or v.stride(), dtype, place, needs_grad, mask, score, values,
-        tuple(map(type, values)), a.seed.__class__, more,
+        tuple(map(type, values)), a.seed.__class__, a.plan is None, more,
     )  # fmt: skip
 
 

@@ -15,41 +15,60 @@ import torch
 
 from strobe.page_checks import entries_of
 
+KEPT_STEPS = 64  # that a list is kept for without being used
 Ints = torch.Tensor | None
-# Fills a list: (lengths, cu_q, starts, indptr, memory).
-Planner = Callable[[torch.Tensor, Ints, Ints, Ints, torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Calls that can share a list, as a prepared call sees them: those with an equal `key`."""
+
+    key: Hashable
+    size: int  # bytes of a list
+    room: int  # bytes for partial results
+    fill: Callable[[torch.Tensor, Ints, Ints, Ints, torch.Tensor], None]  # (lengths, cu_q, starts, indptr, list)
+    describe: Callable[[torch.Tensor], str]
 
 
 @dataclass
 class WorkList:
-    fill: Planner
-    describe: Callable[[torch.Tensor], str]
-    memory: torch.Tensor  # the list, and behind it room for partial results
+    kind: Kind  # of the call that it was made for
+    memory: torch.Tensor
+    room: torch.Tensor
     sequences: int
-    packed: bool  # queries have a cu_q
-    ragged: bool  # the table has an indptr
+    given: tuple[bool, ...]  # whether calls have a cu_q, starts, an indptr
     step: int = -1  # of the plan, in which it was filled
+    used: int = -1  # step in which a call last asked for it
+    captured: bool = False  # a graph may read or fill it
+
+    def fill(self, step: int, lengths: torch.Tensor, cu_q: Ints, starts: Ints, indptr: Ints) -> None:
+        cu_q, starts, indptr = (t if t is None else t.contiguous() for t in (cu_q, starts, indptr))
+        self.kind.fill(lengths.contiguous(), cu_q, starts, indptr, self.memory)
+        self.step = step
 
 
 class Plan:
     """The work of a step, for all layers. Call `update` once a step, and pass the plan as `plan=`: the first call of each kind
-    (mask, heads, head dim, page size) makes its list, later layers and steps find it. Lists stay where they are, so a
-    captured CUDA graph finds them, whether `update` is captured or called before each replay. Nothing is read back. Calls
-    that share a plan run one after the other, on one stream. Backends that need no list ignore it."""
+    (mask, heads, head dim, page size) makes its list, later layers find it, and `update` fills it for the next step. Lists
+    stay where they are, so a captured CUDA graph finds them, whether `update` is captured or called before each replay; keep
+    the plan as long as the graph. Nothing is read back. Calls that share a plan run one after the other, on one stream.
+    Backends that need no list ignore it."""
 
     def __init__(self) -> None:
         self._lists: dict[Hashable, WorkList] = {}
+        self._rooms: dict[torch.device, torch.Tensor] = {}  # the largest so far: calls leave nothing there
         self._levels: list[Plan] = []
         self._levels_used = 0  # in this step; the others keep their lists, which captured graphs may read
+        self.found: dict[Kind, WorkList] = {}  # what `list_for` returned
         self.step = -1  # how often it was updated, less one
 
     def update(
         self,
         lengths: torch.Tensor,
-        cu_q: torch.Tensor | None = None,
+        cu_q: Ints = None,
         *,
-        starts: torch.Tensor | None = None,
-        indptr: torch.Tensor | None = None,
+        starts: Ints = None,
+        indptr: Ints = None,
         shared: Sequence[Any] = (),
     ) -> None:
         """A new step, with the `lengths`, `cu_q`, `starts` and `shared` that its calls will have. `indptr`, that of their
@@ -65,11 +84,21 @@ class Plan:
                 found = f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
                 raise ValueError(f"{name} must be int32 of shape ({size},) on {lengths.device}; got {found}")
         self.step += 1
-        for known in self._lists.values():
-            same = known.sequences == len(lengths) and known.packed == (cu_q is not None)
-            if same and known.memory.device == lengths.device:
-                known.fill(lengths, cu_q, starts, indptr if known.ragged else None, known.memory)
-                known.step = self.step
+        capturing = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+        for key, known in [*self._lists.items()]:
+            idle = self.step - known.used
+            *packed_and_moved, ragged = known.given
+            if idle > KEPT_STEPS and not known.captured:
+                del self._lists[key]
+                self.found = {kind: other for kind, other in self.found.items() if other is not known}
+            elif (
+                (idle == 1 or known.captured)
+                and known.sequences == len(lengths)
+                and packed_and_moved == [cu_q is not None, starts is not None]
+                and known.memory.device == lengths.device
+            ):
+                known.fill(self.step, lengths, cu_q, starts, indptr if ragged else None)
+                known.captured |= capturing
         self._levels += [Plan() for _ in shared[len(self._levels) :]]
         self._levels_used = len(shared)
         for plan, level in zip(self._levels, shared, strict=False):
@@ -83,32 +112,31 @@ class Plan:
         if self.step < 0:
             raise ValueError("plan has no work yet: call plan.update(lengths, cu_q) first")
 
-    def list_for(
-        self,
-        key: Hashable,
-        fill: Planner,
-        describe: Callable[[torch.Tensor], str],
-        size: int,
-        lengths: torch.Tensor,
-        cu_q: Ints,
-        starts: Ints,
-        indptr: Ints,
-    ) -> WorkList:
-        """The list of calls with this key, in `size` bytes; filled now if this step has not met such a call."""
-        known = self._lists.get(key)
+    def list_for(self, kind: Kind, lengths: torch.Tensor, cu_q: Ints, starts: Ints, indptr: Ints) -> WorkList:
+        """The list of calls of this kind, filled now if this step has not met such a call."""
+        given = tuple(t is not None for t in (cu_q, starts, indptr))
+        known = self._lists.get((kind.key, given))
         if known is None:
-            memory = torch.empty(size // 4, dtype=torch.int32, device=lengths.device)
-            known = self._lists[key] = WorkList(
-                fill, describe, memory, len(lengths), packed=cu_q is not None, ragged=indptr is not None
-            )
+            memory = torch.empty(kind.size // 4, dtype=torch.int32, device=lengths.device)
+            known = WorkList(kind, memory, self._room(kind.room, lengths.device), len(lengths), given)
+            self._lists[kind.key, given] = known
         if known.step != self.step:
-            known.fill(lengths, cu_q, starts, indptr, known.memory)
-            known.step = self.step
+            known.fill(self.step, lengths, cu_q, starts, indptr)
+        self.found[kind] = known
         return known
+
+    def _room(self, size: int, device: torch.device) -> torch.Tensor:
+        """For partial results, which are merged before the next call begins. Lists that were made before keep theirs; it
+        doubles, so that there are few."""
+        room = self._rooms.get(device)
+        if room is None or room.numel() < size:
+            size = max(size, 2 * room.numel()) if room is not None else size
+            room = self._rooms[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return room
 
     def describe(self) -> str:
         """The lists that there are. Waits for the device."""
         lists = [known for plan in (self, *self._levels) for known in plan._lists.values()]
         if not lists:
             return "no lists yet: no kernel has asked for one"
-        return "\n".join(known.describe(known.memory) for known in lists)
+        return "\n".join(known.kind.describe(known.memory) for known in lists)

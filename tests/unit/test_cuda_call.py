@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,32 @@ def test_counters_belong_to_streams_and_graphs_get_their_own(monkeypatch: pytest
     assert launching.zeros(0, 1)[1] is not None and allocated == [4 * size]
     capture = 0
     assert launching.zeros(0, 3)[0] >= 2 << 30 and launching.zeros(1, 1)[0] >= 3 << 30  # a new reserve; another GPU's
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_layers_share_a_list_of_work(invariant: bool, no_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer fills it, from whole tensors; later steps fill it in `update`. A plan is not kept by the calls."""
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    pool, q = torch.empty(40, 16, 2, 64).bfloat16(), torch.empty(3, 1, 8, 64).bfloat16()
+    lengths, table = torch.arange(1, 7).int().view(3, 2)[:, 0], torch.zeros(3, 12).int()
+    a = Arguments(q, pool, pool, mask=strobe.causal, table=table, lengths=lengths, invariant=invariant)
+    bound, plan = cuda_backend._bind_forward(forward_sm90.plan, *Problem.of(a)), strobe.paged.Plan()
+    for step in range(2):
+        plan.update(lengths)
+        for layer in range(3):
+            bound.run(a._replace(plan=plan))
+            filling, attention = Recorder.made
+            assert (len(filling.sent), len(attention.sent)) == (step + 1, 3 * step + layer + 1)
+    (known,) = plan.found.values()
+    fields, (_, sent) = forward_sm90.plan(Problem.of(a)[0], (1, 1, 1), H200).launches, filling.sent[-1]
+    at = [struct.unpack_from("<Q", sent, fields[0].kernel.params.offsets[name])[0] for name in ("work", "lengths")]
+    assert at[0] == known.memory.data_ptr() and at[1] != lengths.data_ptr()
+    offsets, (_, sent) = fields[1].kernel.params.offsets, attention.sent[-1]
+    at = [struct.unpack_from("<Q", sent, offsets[name])[0] for name in ("work", "partial")]
+    assert at == [known.memory.data_ptr(), known.room.data_ptr()]
+    alive = weakref.ref(plan)
+    del plan, known
+    assert alive() is None
 
 
 class Addresses:

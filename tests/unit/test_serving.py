@@ -12,6 +12,7 @@ from paged_cases import dense, pool, queries
 import strobe
 from strobe import serving
 from strobe.nn.rotary import angles, rotate
+from strobe.work_list import KEPT_STEPS, Kind
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -203,39 +204,90 @@ def test_a_plan_is_updated_first_and_changes_nothing() -> None:
         plan.update(p.lengths.long())
 
 
-def test_lists_are_filled_once_a_step() -> None:
-    """By the first call of a kind, or by `update`, where it knows the kind."""
-    lengths, cu, filled = torch.ones(3).int(), torch.arange(4).int(), []
+Given = dict[str, tuple[Any, ...]]
 
-    def fill(name: str) -> Any:
-        return lambda *tensors: filled.append((name, tensors[0].data_ptr(), tensors[4].data_ptr()))
+
+def kind(name: str, filled: Given | None = None, room: int = 256) -> Kind:
+    """Of calls that keep in `filled` what their lists are made from, and where."""
+    given: Given = {} if filled is None else filled
+    return Kind(name, 64, room, lambda *tensors: given.update({name: tensors}), lambda memory: f"{name}: {len(memory)}")
+
+
+def test_lists_are_filled_once_a_step() -> None:
+    """By the first call of a kind, or by `update`, where the last step had one."""
+    lengths, cu, filled = torch.ones(3).int(), torch.arange(4).int(), {}
+    kinds = {name: kind(name, filled) for name in ("full", "window")}
 
     def call(plan: strobe.paged.Plan, name: str, lengths: torch.Tensor, cu: torch.Tensor | None) -> int:
-        return plan.list_for(name, fill(name), str, 64, lengths, cu, None, None).memory.data_ptr()
+        found = plan.list_for(kinds[name], lengths, cu, None, None)
+        found.used = plan.step
+        return found.memory.data_ptr()
 
     plan = strobe.paged.Plan()
     plan.update(lengths, cu)
-    assert filled == []
+    assert filled == {}
     at = call(plan, "full", lengths, cu)
-    assert call(plan, "full", lengths, cu) == at and filled == [("full", lengths.data_ptr(), at)]
-    other = call(plan, "window", lengths, cu)
+    assert [t.data_ptr() for t in (filled["full"][0], filled["full"][4])] == [lengths.data_ptr(), at]
     filled.clear()
+    assert call(plan, "full", lengths, cu) == at and filled == {}
+    other = call(plan, "window", lengths, cu)
     newer = torch.ones(3).int()
     plan.update(newer, cu)
-    assert filled == [("full", newer.data_ptr(), at), ("window", newer.data_ptr(), other)]
-    plan.update(torch.ones(2).int())  # other sequences: lists of three are of no use
-    assert len(filled) == 2
-    plan.update(newer, cu)
+    assert {name: (t[0].data_ptr(), t[4].data_ptr()) for name, t in filled.items()} == {
+        "full": (newer.data_ptr(), at),
+        "window": (newer.data_ptr(), other),
+    }
     filled.clear()
-    assert call(plan, "window", newer, cu) == other and filled == []
+    assert call(plan, "full", newer, cu) == at and filled == {}
+    plan.update(newer, cu)  # the last step had no window
+    assert list(filled) == ["full"] and call(plan, "window", newer, cu) == other and list(filled) == ["full", "window"]
+    filled.clear()
+    plan.update(torch.ones(2).int())  # other sequences: lists of three are of no use
+    assert filled == {}
+
+
+def test_lists_that_no_call_uses_are_dropped_but_for_those_of_graphs() -> None:
+    plan, lengths, filled = strobe.paged.Plan(), torch.ones(3).int(), {}
+    plan.update(lengths)
+    for name in ("dropped", "captured", "used"):
+        plan.list_for(kind(name, filled), lengths, None, None, None).used = 0
+    lists = {known.kind.key: known for known in plan.found.values()}
+    lists["captured"].captured = True
+    for _ in range(KEPT_STEPS + 1):
+        filled.clear()
+        plan.update(lengths)
+        assert "captured" in filled
+        lists["used"].used = plan.step
+    assert plan.describe() == "captured: 16\nused: 16" and [known.key for known in plan.found] == ["captured", "used"]
+
+
+def test_lists_share_the_room_for_partial_results() -> None:
+    plan, lengths = strobe.paged.Plan(), torch.ones(3).int()
+    plan.update(lengths)
+
+    def room(size: int) -> torch.Tensor:
+        return plan.list_for(kind(f"{size}", room=size), lengths, None, None, None).room
+
+    small = room(1000)
+    assert room(900) is small and room(1001).numel() == 2000 and room(1500) is room(1001)
+    assert room(1000) is small  # a graph may have it
+
+
+def test_lists_are_made_from_whole_tensors() -> None:
+    """Kernels read numbers that lie one after the other."""
+    columns, plan, filled = torch.arange(12).int().view(4, 3), strobe.paged.Plan(), {}
+    lengths, starts, cu, of_four = columns[:, 0], columns[:, 1], torch.zeros(5, 2).int()[:, 0], kind("four", filled)
+    for _ in range(2):
+        plan.update(lengths, cu, starts=starts)
+        plan.list_for(of_four, lengths, cu, starts, None).used = plan.step
+        found = [t for t in filled.pop("four") if t is not None]
+        assert all(t.is_contiguous() for t in found) and found[0].tolist() == [0, 3, 6, 9]
 
 
 def test_levels_have_lists_of_their_own() -> None:
     """Filled from the level's lengths; those of a level that a step does not have are kept, but not used."""
-    lengths, filled = torch.ones(3).int(), []
-
-    def fill(*tensors: Any) -> None:
-        filled.append(tensors[0].data_ptr())
+    lengths, filled = torch.ones(3).int(), {}
+    full = kind("full", filled)
 
     def level() -> strobe.paged.Level:
         return strobe.paged.Level(torch.zeros(1, 2).int(), torch.ones(1).int(), torch.tensor([0, 3]).int())
@@ -245,44 +297,47 @@ def test_levels_have_lists_of_their_own() -> None:
     assert plan.of_level(1) is None
     of_level = plan.of_level(0)
     assert of_level is not None
-    at = of_level.list_for("full", fill, str, 64, first.lengths, first.cu_q, None, None).memory.data_ptr()
-    assert filled == [first.lengths.data_ptr()]
+    known = of_level.list_for(full, first.lengths, first.cu_q, None, None)
+    known.used = of_level.step
+    assert filled.pop("full")[0] is first.lengths
     plan.update(lengths)
-    assert plan.of_level(0) is None and len(filled) == 1
+    assert plan.of_level(0) is None and filled == {}
     plan.update(lengths, shared=[second])
-    assert plan.of_level(0) is of_level and filled[1:] == [second.lengths.data_ptr()]
-    assert of_level.list_for("full", fill, str, 64, second.lengths, second.cu_q, None, None).memory.data_ptr() == at
-    assert len(filled) == 2
+    assert plan.of_level(0) is of_level and filled.pop("full")[0] is second.lengths
+    assert of_level.list_for(full, second.lengths, second.cu_q, None, None) is known and filled == {}
 
 
-def test_lengths_are_clamped_to_the_table_that_update_is_told_of() -> None:
-    """Lists of calls with another kind of table do not get it."""
-    lengths, indptr, plan, given = torch.ones(3).int(), torch.arange(4).int(), strobe.paged.Plan(), {}
+def test_calls_with_other_tensors_have_other_lists() -> None:
+    """`update` gives a list no tensor that its calls lack, nor leaves out the starts that they have."""
+    lengths, indptr, starts = torch.ones(3).int(), torch.arange(4).int(), torch.zeros(3).int()
+    plan, filled = strobe.paged.Plan(), {}
+    calls = {"plain": (None, None), "moved": (starts, None), "ragged": (None, indptr)}
+    kinds = {name: kind(name, filled) for name in calls}
 
-    def call(name: str, indptr: torch.Tensor | None) -> None:
-        def fill(lengths: Any, cu_q: Any, starts: Any, indptr: Any, memory: Any) -> None:
-            given[name] = indptr
-
-        plan.list_for(name, fill, lambda memory: f"{name}: {len(memory)}", 64, lengths, None, None, indptr)
+    def call_all() -> None:
+        for name, (starts, indptr) in calls.items():
+            plan.list_for(kinds[name], lengths, None, starts, indptr).used = plan.step
 
     plan.update(lengths)
-    call("dense", None)
-    call("ragged", indptr)
-    assert given == {"dense": None, "ragged": indptr} and plan.describe() == "dense: 16\nragged: 16"
+    call_all()
+    filled.clear()
     newer = indptr.clone()
     plan.update(lengths, indptr=newer)
-    assert given["dense"] is None and given["ragged"] is newer
+    assert {name: t[2:4] for name, t in filled.items()} == {"plain": (None, None), "ragged": (None, newer)}
+    call_all()
+    assert filled["moved"][2] is starts
+    plan.update(lengths)  # without the indptr: lengths must fit
+    assert filled["ragged"][3] is None
     with pytest.raises(ValueError, match=r"indptr must be int32 of shape \(4,\)"):
         plan.update(lengths, indptr=indptr[1:])
-    table = (torch.tensor([0, 2]).int(), torch.zeros(2).int())
-    level = strobe.paged.Level(table, torch.ones(1).int(), torch.tensor([0, 3]).int())
+    level = strobe.paged.Level((torch.tensor([0, 2]).int(), torch.zeros(2).int()), lengths[:1], torch.ones(2).int())
     plan.update(lengths, shared=[level])
     of_level = plan.of_level(0)
     assert of_level is not None
-    of_level.list_for("ragged", lambda *tensors: given.update(level=tensors[3]), str, 64, *level[1:], None, table[0])
-    given.clear()
+    of_level.list_for(kind("level", filled), *level[1:], None, level.table[0]).used = of_level.step
+    filled.clear()
     plan.update(lengths, shared=[level])
-    assert given["level"] is table[0]
+    assert filled["level"][3] is level.table[0]
 
 
 def test_a_call_with_levels_takes_the_plan_of_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from strobe.cuda.kernel import KernelSpec
 from strobe.cuda.params import COUNTER, COUNTERS
 from strobe.cuda.plan import MAP, Launch, Plan, laid_out
 from strobe.cuda.plan_work import described
+from strobe.work_list import Kind
 
 _SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each call moves them to its own
 
@@ -142,31 +143,33 @@ class _Map(NamedTuple):
 
 class Planned:
     """The launch of a plan that makes a list of work (cuda/plan_work.py), apart from the others: calls that share a
-    `strobe.paged.Plan` fill the list once. The plan keeps the list, then the workspace of the others."""
+    `strobe.paged.Plan` fill the list once. That plan has the memory for it, and for the workspace of the others."""
+
+    names = ("work", "partial")
 
     def __init__(self, plan: Plan, device: int) -> None:
         first, *others = plan.launches
-        sizes = {"work": plan.workspace["work"], **plan.workspace}
-        self.names = tuple(sizes)
-        self._offsets, self._size = laid_out(sizes.values())
-        self._key = (device, first.kernel, first.grid, tuple(sorted(first.values.items())), self._size)
-        self._launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "indptr", "work"))
-        self._describe = functools.partial(described, pieces=first.values["pieces"], items=first.values["items"])
+        size, room = (plan.workspace[name] for name in self.names)
+        launcher = Launcher(Plan((first,)), device, ("lengths", "cu_q", "starts", "indptr", "work"))
+        self._kind = Kind(
+            key=(device, first.kernel, first.grid, tuple(sorted(first.values.items())), size, room),
+            size=size,
+            room=room,
+            fill=lambda *tensors: launcher(*map(address, tensors)),
+            describe=functools.partial(described, pieces=first.values["pieces"], items=first.values["items"]),
+        )
         self.rest = dataclasses.replace(plan, launches=tuple(others), workspace={})
-        self._last: tuple[Any, Any] = (None, None)  # a plan, and its list: looking one up takes long
 
     def addresses(self, a: Any) -> list[int]:
         """The addresses of `names`, for a call with these arguments."""
-        plan, known = self._last
-        if plan is not a.plan or known.step != plan.step:
-            tensors = (a.lengths, a.cu_q, a.starts, a.indptr)
-            known = a.plan.list_for(self._key, self._fill, self._describe, self._size, *tensors)
-            self._last = a.plan, known
-        start = known.memory.data_ptr()
-        return [start + offset for offset in self._offsets]
-
-    def _fill(self, *tensors: Any) -> None:
-        self._launcher(*map(address, tensors))
+        plan = a.plan
+        known = plan.found.get(self._kind)
+        if known is None or known.step != plan.step:
+            known = plan.list_for(self._kind, a.lengths, a.cu_q, a.starts, a.indptr)
+        known.used = plan.step
+        if torch._C._cuda_isCurrentStreamCapturing():
+            known.captured = True
+        return [known.memory.data_ptr(), known.room.data_ptr()]
 
 
 # A launch, its parameters as words, and which of all addresses go to which word, or into which tensor map that the driver
