@@ -101,7 +101,10 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     elif q.is_neg() or k.is_neg() or v.is_neg():
         return None  # memory holds the negated numbers, which kernels must not read
     else:
-        place = q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        ends: Any = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        if ends:  # the ones that are not aligned are copied, so it counts which they are
+            ends = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+        place = q.device, k.device, v.device, ends
     needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     mask, score, more = a.mask, a.score, None
     for t in _tensors(a):

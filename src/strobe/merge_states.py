@@ -20,7 +20,8 @@ def merge(
 
     outs   one output per part, each (…, rows, heads, dim) as `strobe.attention` returns them; or one tensor with a first
            axis for the parts
-    lses   their LSEs, each (…, heads, rows), natural log; -inf for a row that sees no key of a part
+    lses   their LSEs, each (…, heads, rows), natural log; -inf for a row that sees no key of a part. Its output may hold
+           anything, NaN too
     sinks  (heads,): enter once, here. Parts that go into a merge must not have had them
     out    write the merged output here, rounded to its dtype
 

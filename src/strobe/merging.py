@@ -14,19 +14,26 @@ import torch
 def merged(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: torch.Tensor | None, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`strobe.merge` by PyTorch's operations; its arguments are checked."""
+    """`strobe.merge` by PyTorch's operations; its arguments are checked. Rows of a part that see no key (LSE -inf) count
+    as 0: nobody may have written them, and weight 0 times NaN would be NaN."""
     wide = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
-    total, total_lse = outs[0].to(wide, copy=True), lses[0].to(wide, copy=True)
+    total, total_lse = _with_zeros(outs[0].to(wide), lses[0]), lses[0].to(wide, copy=True)
     for part, lse in zip(outs[1:], lses[1:], strict=True):
-        merge_(total, total_lse, part.to(wide), lse.to(wide))
+        merge_(total, total_lse, _with_zeros(part.to(wide), lse), lse.to(wide))
     if sinks is not None:
         add_sinks_(total, total_lse, sinks)
     return total if out is None else out.copy_(total), total_lse
 
 
+def _with_zeros(part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """A copy, with zeros in rows that see no key."""
+    return part.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), 0)
+
+
 def merge_(out: torch.Tensor, lse: torch.Tensor, out_new: torch.Tensor, lse_new: torch.Tensor) -> None:
     """Update (out, lse) by a result over other keys. Weights of the two sum to 1, so one `lerp` does it: it reads each
-    output once. A part whose rows see no key (LSE -inf) has weight 0, also beside another such part."""
+    output once. A part whose rows see no key (LSE -inf) has weight 0, also beside another such part; its output must be
+    finite."""
     weight = torch.where(lse_new == -torch.inf, 0, torch.sigmoid(lse_new - lse))
     out.lerp_(out_new, weight.mT.unsqueeze(-1))
     torch.logaddexp(lse, lse_new, out=lse)

@@ -53,7 +53,10 @@ def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: in
 
 def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> MaskFunction:
     """Positions are the pixels of a picture, row by row. A query sees the square of pixels around its own, `radius` in each
-    direction; at a border the square is moved inside, so that all queries see as many. A pair of radii: down, across."""
+    direction; at a border the square is moved inside, so that all queries see as many. A pair of radii: down, across.
+
+    The picture is not compared with the call: queries behind its last pixel see a square in its last rows, and keys
+    behind it are not seen."""
     down, across = (radius, radius) if isinstance(radius, int) else radius
     for what, size, r in (("height", height, down), ("width", width, across)):
         if not 0 <= 2 * r < size:

@@ -10,6 +10,7 @@ import torch
 from strobe.api import attend
 from strobe.arguments import LAYOUTS, Arguments
 from strobe.block_mask import BlockMask
+from strobe.checks import with_longest
 from strobe.hints import shows_known_keywords, unknown_keyword
 from strobe.mask import Mask, causal, full
 from strobe.mask_function import MaskFunction, mask_function, with_tail
@@ -18,6 +19,7 @@ from strobe.page_checks import check_tail, entries_of, in_order
 from strobe.paged import Level, Plan, Table
 from strobe.problem import Unsupported
 from strobe.score import Score
+from strobe.traced import is_tracing
 
 
 @shows_known_keywords
@@ -91,6 +93,8 @@ def attention_paged(
         q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
         backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, plan=plan, invariant=invariant,
     )  # fmt: skip
+    if tail is not None and cu_q is not None and max_q is None and not is_tracing(q):
+        a = with_longest(a)  # `tail` has no bits for more; the call would read it back later
     own = a if tail is None else a._replace(mask=_with_tail(a, tail))
     return attend(own) if not shared else _with_levels(a, own, shared)
 

@@ -58,6 +58,14 @@ def is_traced(t: Any) -> bool:
     return isinstance(t, (FakeTensor, FunctionalTensor))
 
 
+def is_tracing(t: Any) -> bool:
+    """Whether a call with this tensor is traced, so that no contents may be read. `api.attend` asks the same, spelled out
+    where a call would cost time."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or is_traced(t))
+
+
 def attention(a: Arguments) -> Any:
     """`strobe.attention`, or `attention_varlen` if there is a `cu_q`, for a tracer."""
     if torch.is_autocast_enabled(a.q.device.type):

@@ -173,6 +173,30 @@ def test_what_packed_sequences_cannot_have() -> None:
         attention(layer(), q, k, v, documents, position_bias=torch.zeros(1, 4, LENGTH, LENGTH))
 
 
+@pytest.mark.parametrize("is_causal", [None, False, True])
+@pytest.mark.parametrize("of_layer", [None, False, True])
+def test_packed_sequences_without_a_mask(of_layer: bool | None, is_causal: bool | None) -> None:
+    """What a call says of causality counts before what its layer says, as without packed sequences."""
+    q, k, v = qkv(batch=1)
+    cu = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
+    described = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    module = layer() if of_layer is None else layer(is_causal=of_layer)
+    found = attention(module, q, k, v, None, is_causal=is_causal, **described)[0]
+    parts = zip(*(t.split((5, 7), 2) for t in (q, k, v)), strict=True)
+    alone = [attention(module, *part, None, is_causal=is_causal)[0] for part in parts]
+    torch.testing.assert_close(found, torch.cat(alone, 1))
+
+
+def test_windows_of_packed_sequences_that_are_not_causal() -> None:
+    """They reach as far to both sides, as in transformers' own flash attention."""
+    q, k, v = qkv(batch=1)
+    cu = torch.tensor([0, LENGTH], dtype=torch.int32)
+    described = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": LENGTH, "max_length_k": LENGTH}
+    found = attention(layer(), q, k, v, None, is_causal=False, sliding_window=3, **described)[0]
+    at = torch.arange(LENGTH)
+    torch.testing.assert_close(found, sdpa(q, k, v, attn_mask=(at[:, None] - at).abs() < 3))
+
+
 def test_booleans_and_packed_sequences() -> None:
     """Under a tracer a mask is booleans; cu_seq_lens still say where sequences end."""
     q, k, v = qkv(batch=1)

@@ -74,7 +74,7 @@ def test_views() -> None:
 
 
 def test_numbers_that_are_none() -> None:
-    """What an infinite LSE, an NaN and an NaN beside a weight of 0 do, they do here as well."""
+    """What an infinite LSE and an NaN do, they do here as well."""
     special = (torch.nan, torch.inf, -torch.inf, 3.0)
     pairs = [(a, b) for a in special for b in special]
     lses = [torch.tensor([[pair[i] for pair in pairs]]) for i in range(2)]
@@ -83,7 +83,19 @@ def test_numbers_that_are_none() -> None:
     compare(outs, lses, torch.tensor([1.5]))
     outs[1][:, 0, 3] = torch.nan
     found, _ = compare(outs, lses)
-    assert math.isnan(found[-2, 0, 3])
+    assert math.isnan(found[-1, 0, 3])
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+@pytest.mark.parametrize("hole", [torch.nan, torch.inf])
+def test_rows_that_see_no_key_may_hold_anything(hole: float, sinks: torch.Tensor | None) -> None:
+    outs, lses = states(2, 2, 9, 3, 16)
+    expected = compare(outs, lses, sinks)
+    for out, lse in zip(outs, lses, strict=True):
+        out.masked_fill_((lse == -torch.inf).mT.unsqueeze(-1), hole)
+    assert all(out[:, i].isinf().all() or out[:, i].isnan().all() for i, out in enumerate(outs))
+    for found, want in zip(compare(outs, lses, sinks), expected, strict=True):
+        assert torch.equal(found, want)
 
 
 def refused() -> dict[str, Any]:

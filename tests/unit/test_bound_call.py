@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from decimal import Decimal
 from typing import Any
@@ -84,6 +85,17 @@ def test_varlen_calls_are_remembered_by_their_longest_sequences() -> None:
     assert made[0] == made[1] != made[2]
     results = [strobe.attention_varlen(q[0], q[0], q[0], c, c) for c in cu]
     assert not torch.equal(results[0], results[1])  # contents are inputs
+
+
+def test_it_counts_which_tensor_is_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call on a GPU copies that one, and a plan has the strides of the copy."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if it were memory of a GPU
+    moved = torch.zeros(2, 20, 4, 24)[..., 1:9]
+    plain = torch.zeros(2, 20, 4, 24)[..., 4:12]
+    assert moved.data_ptr() % 16 and not plain.data_ptr() % 16 and moved.stride() == plain.stride()
+    kinds = list(itertools.product((plain, moved), repeat=3))
+    signatures = [bound_call.signature(Arguments(*qkv)) for qkv in kinds]
+    assert None not in signatures and len(set(signatures)) == len(kinds)
 
 
 @pytest.mark.parametrize("kind", [Decimal, complex, np.bool_, bool])

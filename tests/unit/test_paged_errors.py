@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from paged_cases import pool, queries
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import strobe
+from strobe import serving
+from strobe.checks import with_longest
 
 
 def call(change: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -84,6 +87,40 @@ def test_gradients_are_refused_with_the_way_to_get_them() -> None:
     compiled = torch.compile(lambda q: call(q=q), backend="eager")
     with pytest.raises(Exception, match="gather the keys"):
         compiled(q)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tail_has_64_bits_without_max_q_too(compiled: bool) -> None:
+    p, (q, cu) = pool([80], 8), queries([65])
+
+    def step(q: torch.Tensor) -> Any:
+        return strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, tail=torch.zeros(65).long())
+
+    with pytest.raises(Exception if compiled else ValueError, match="tail has 64 bits"):
+        (torch.compile(step, backend="eager") if compiled else step)(q)
+
+
+def test_a_tail_on_a_gpu_reads_the_longest_sequence_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, (q, cu) = pool([80, 80], 8), queries([64, 3])
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if it were memory of a GPU
+    read, passed, to_list = [], [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t), to_list(t))[1])
+    monkeypatch.setattr(serving, "attend", lambda a: passed.append(with_longest(a)))  # as a call begins
+    for max_q in (None, 64):
+        strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, max_q=max_q, tail=torch.zeros(67).long())
+    assert len(read) == 1 and read[0] is cu and [a.max_q for a in passed] == [64, 64]
+    q, cu = queries([65, 2])
+    with pytest.raises(ValueError, match="tail has 64 bits.* there are 65"):
+        strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, tail=torch.zeros(67).long())
+
+
+def test_a_tail_of_fakes_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a tracer nobody knows the longest sequence."""
+    p, (q, cu) = pool([80], 8), queries([3])
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if it were memory of a GPU
+    with FakeTensorMode() as mode:
+        *given, tail = map(mode.from_tensor, (q, p.k, p.v, p.table, p.lengths, cu, torch.zeros(3).long()))
+        assert strobe.attention_paged(*given, tail=tail).shape == q.shape
 
 
 def test_check_names_sequence_and_entry() -> None:

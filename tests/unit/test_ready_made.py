@@ -79,6 +79,8 @@ def test_neighbourhood(radius: Any) -> None:
     assert (found.sum((2, 3)) == (2 * down + 1) * (2 * across + 1)).all()
     assert found[2, 3, 2 - down : 3 + down, 3 - across : 4 + across].all()
     assert found[0, 5, : 2 * down + 1, 5 - 2 * across :].all()
+    longer = strobe.neighbourhood(height, width, radius).dense(30, 30)[0, 0]
+    assert not longer[:, 24:].any() and torch.equal(longer[24:, :24], longer[18:24, :24])  # as the last row sees
 
 
 def test_tree() -> None:

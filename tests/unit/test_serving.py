@@ -44,6 +44,22 @@ def test_rows_without_keys_merge_to_rows_without_keys() -> None:
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_that_see_no_key_may_hold_anything(dtype: torch.dtype) -> None:
+    """A part that saw no key may be memory that nobody wrote, be it the first one or a later one."""
+    outs, lses = torch.randn(3, 2, 5, 4, 8).to(dtype), torch.randn(3, 2, 4, 5)
+    for i in range(3):
+        lses[i, ..., i], lses[i, ..., 4] = -torch.inf, -torch.inf
+    dead = (lses == -torch.inf).mT.unsqueeze(-1)
+    expected, expected_lse = strobe.merge(outs.masked_fill(dead, 0), lses)
+    before = outs.masked_fill(dead, torch.nan)
+    given = before.clone()
+    found, lse = strobe.merge(given, lses)
+    assert torch.equal(found, expected) and torch.equal(lse, expected_lse)
+    assert found[:, :4].isfinite().all() and not found[:, 4].any()
+    assert torch.equal(given.isnan(), before.isnan())  # parts are not written
+
+
 def test_errors_of_merge() -> None:
     out, lse = torch.zeros(3, 2, 4), torch.zeros(2, 3)
     with pytest.raises(ValueError, match="outs and lses must be as many, and at least one; got 1 and 2"):

@@ -73,7 +73,7 @@ def attention(
         if isinstance(attention_mask, LayerMask) and cache is None:
             mask = attention_mask.mask
         else:
-            mask = _mask_of(module, is_causal or cache is not None or None, sliding_window)
+            mask = _mask_of(module, True if cache is not None else is_causal, sliding_window)
         a = Arguments(
             query, key, value, mask=mask, scale=scaling, softcap=softcap, dropout=dropout, sinks=s_aux,
             deterministic=deterministic,

@@ -36,6 +36,9 @@ template <class Config, class Params> STROBE_DEVICE void merge(const Params& p) 
   for (int i = 0; i < kParts; ++i) {
     part_lse[i] = ld_global(lses[i] + offset(p.part_lse_strides + 3 * i));
     load_chunk<Part>(part[i], parts[i] + offset(p.part_strides + 3 * i) + column);
+    // Nobody may have written the rows of a part that saw no key, and weight 0 times NaN would be NaN.
+#pragma unroll
+    for (int j = 0; j < 8; ++j) part[i][j] = part_lse[i] == neg_inf() ? 0.f : part[i][j];
   }
   float (&o)[8] = part[0];
   float lse = part_lse[0];
