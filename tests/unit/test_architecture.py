@@ -18,7 +18,7 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
-    ["expression", "dropout", "overlap", "invalid", "merging", "work_list"],
+    ["expression", "dropout", "overlap", "invalid", "merging"],
     ["expression_text", "expression_cpp", "kernel_form"],
     [
         "mask",
@@ -34,7 +34,7 @@ LAYERS = [
     ["arguments"],
     ["checks", "hints", "function_arguments"],
     ["page_checks"],
-    ["problem"],
+    ["problem", "work_list"],
     ["backends.backend"],
     ["backends", "cuda", "emulator"],
     ["backends.dispatch", "second_derivatives"],
