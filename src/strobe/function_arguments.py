@@ -6,8 +6,9 @@ import torch
 
 from strobe.arguments import Arguments, layout_of
 from strobe.block_mask import BlockMask
+from strobe.flex_mask import of_block_mask
 from strobe.mask import Mask, full
-from strobe.mask_function import MaskFunction, mask_function, of_block_mask, score_function
+from strobe.mask_function import MaskFunction, mask_function, score_function
 from strobe.score import Score, softcap
 
 

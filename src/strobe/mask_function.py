@@ -55,16 +55,23 @@ class MaskFunction:
 
     def dense(self, len_q: int, len_k: int, batch: int = 1, heads: int = 1) -> torch.Tensor:
         """The mask as booleans, (batch, heads, len_q, len_k). For small pictures."""
-        seen = self.interval.dense(len_q, len_k)
+        return self.seen(range(len_q), len_q, len_k, batch, heads, torch.device("cpu"))
+
+    def seen(self, rows: range, len_q: int, len_k: int, batch: int, heads: int, device: torch.device) -> torch.Tensor:
+        """The booleans of some rows, (batch, heads, rows, len_k)."""
+        row, key, head, sequence = (
+            torch.arange(r.start, r.stop, device=device) for r in (rows, range(len_k), range(heads), range(batch))
+        )
+        seen = self.interval.block(row, key, len_q, len_k)
         if self.rest is not None:
-            rows, keys = torch.arange(len_q)[:, None], torch.arange(len_k)
-            env: dict[Any, Any] = {"qi": rows, "ki": keys, "len_qi": len_q, "len_ki": len_k}
-            env |= {"q": rows.float(), "k": keys.float(), "len_q": len_q, "len_k": len_k}
-            env |= {"h": torch.arange(heads)[:, None, None], "b": torch.arange(batch)[:, None, None, None]}
+            row = row[:, None]
+            env: dict[Any, Any] = {"qi": row, "ki": key, "len_qi": len_q, "len_ki": len_k}
+            env |= {"q": row.float(), "k": key.float(), "len_q": len_q, "len_k": len_k}
+            env |= {"h": head[:, None, None], "b": sequence[:, None, None, None]}
             env |= {WORKING_DTYPE: torch.float32}
-            env |= enumerate(t.cpu() for t in self.tensors)
+            env |= enumerate(t.to(device) for t in self.tensors)
             seen = seen & self.rest.evaluate(env)
-        return seen.expand(batch, heads, len_q, len_k)
+        return seen.expand(batch, heads, len(rows), len_k)
 
 
 def mask_function(function: Callable[..., Any], *, rows: bool = False) -> MaskFunction:
@@ -82,21 +89,6 @@ def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score
     given = (user_function.S, user_function.B, user_function.H, q, user_function.K)
     expr, tensors, name = user_function.trace(function, given, FLOAT, None)
     return Score(expr, name, tensors)
-
-
-def of_block_mask(mask: Any) -> MaskFunction:
-    """FlexAttention's `BlockMask`. Its function says all, unless it was made from blocks alone: then they do."""
-    function = mask.mask_mod
-    if getattr(function, "__name__", "") != "noop_mask":
-        return mask_function(function, rows=True)
-    rows, keys = mask.BLOCK_SIZE
-    blocks = mask.to_dense().bool()  # (batch, heads, blocks of rows, blocks of keys), each perhaps 1
-    batch, heads = (n > 1 for n in blocks.shape[:2])
-
-    def in_a_block(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return blocks[b if batch else 0, h if heads else 0, q // rows, k // keys]
-
-    return mask_function(in_a_block, rows=True)
 
 
 def as_function(mask: Mask | MaskFunction) -> MaskFunction:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import flex_attention as host
 
 import strobe
+from strobe import flex_mask
 from strobe.compat import flex
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -70,6 +71,33 @@ def test_blocks_without_a_function() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     torch.testing.assert_close(flex.flex_attention(q, k, v, block_mask=blocks), want)
     torch.testing.assert_close(strobe.attention(q, k, v, mask=blocks, layout="bhsd"), want)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_blocks_beside_a_function(whole: bool) -> None:
+    """The function is for the partial blocks that are listed; it hides nothing in whole ones."""
+    q, k, v = tensors()
+    counts = torch.tensor([[[1, 1, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 0, 0], [1, 0, 0], [0, 2, 1]]]], dtype=torch.int32)
+    others = torch.tensor([[[0, 1, 0]]], dtype=torch.int32), torch.tensor([[[[0, 0, 0], [2, 0, 0], [0, 0, 0]]]]).int()
+    made = host.BlockMask.from_kv_blocks(
+        counts, indices, *(others if whole else (None, None)), BLOCK_SIZE=32, mask_mod=MASKS["causal"]
+    )
+    seen = torch.zeros(96, 96, dtype=torch.bool)
+    for i, j in ((0, 0), (1, 1), (2, 0), (2, 2)):
+        seen[32 * i : 32 * i + 32, 32 * j : 32 * j + 32] = True
+    seen &= torch.ones(96, 96).tril().bool()
+    seen[32:64, 64:] |= whole
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(flex.flex_attention(q, k, v, block_mask=made), want)
+    torch.testing.assert_close(strobe.attention(q, k, v, mask=made, layout="bhsd"), want)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "heads"])
+def test_blocks_that_a_function_made_add_nothing_to_it(name: str) -> None:
+    made = host.create_block_mask(MASKS[name], 2, 4, 90, 96, device="cpu", BLOCK_SIZE=16)
+    found, alone = flex_mask.of_block_mask(made), strobe.mask_function(MASKS[name], rows=True)
+    assert (found.interval, found.rest) == (alone.interval, alone.rest)
 
 
 def test_gradients() -> None:

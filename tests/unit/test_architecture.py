@@ -28,6 +28,7 @@ LAYERS = [
         "user_function",
         "interval_part",
         "mask_function",
+        "flex_mask",
         "block_mask",
         "ready_made",
     ],

@@ -15,7 +15,8 @@ from torch.nn.attention import flex_attention as _host
 from strobe.api import attend
 from strobe.arguments import Arguments
 from strobe.compat.patch import Patch
-from strobe.mask_function import mask_function, of_block_mask, score_function
+from strobe.flex_mask import of_block_mask
+from strobe.mask_function import mask_function, score_function
 
 _original = _host.flex_attention
 
