@@ -96,7 +96,8 @@ class _InTransforms(_Attention):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, a: Arguments, *tensors: _Maybe) -> Any:
         dims = in_dims[2:]
-        if bound.layout in (Layout.BSHD, Layout.BHSD) and not a.dropout and len(tensors) == 3:
+        counted = a.dropout or "b" in bound.problem.score.expr.variables()  # sequences are, and would be once more
+        if bound.layout in (Layout.BSHD, Layout.BHSD) and not counted and len(tensors) == 3:
             q, k, v = (_batched(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))
             found = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)))
             return tuple(t.view(*q.shape[:2], *t.shape[1:]) for t in found), (0, 0)

@@ -79,11 +79,12 @@ OPERATIONS: dict[str, Operation] = {
     "max": Operation(
         functools.partial(_minmax, max, torch.maximum), "max({0}, {1})", chain=lambda a, b, da, db: _select(a >= b, da, db)
     ),
-    "abs": Operation(abs, "fabs({0})", chain=lambda a, da: _select(a >= _ZERO, da, _MINUS_ONE * da)),
+    "abs": Operation(abs, "fabs({0})", chain=lambda a, da: _select(a > _ZERO, da, _select(a < _ZERO, _MINUS_ONE * da, _ZERO))),
     "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
     "tanh_near": Operation(torch.tanh, "tanh_near({0}, 1.f)"),  # for kernels: near 0
     # A score and its bias, for kernels: see biased() in pipeline/scores.cuh.
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
+    "biased_if_seen": Operation(lambda a, b: a + b, "biased_if_seen({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     # A score where the second operand is true; elsewhere -inf.
     "where": Operation(
         lambda a, b: _selected(b, a, -math.inf), "({1} ? {0} : neg_inf())",
@@ -108,7 +109,11 @@ OPERATIONS: dict[str, Operation] = {
     "sigmoid": _function(torch.sigmoid, "sigmoid_fast({0})", lambda a, y: y * (_ONE - y)),
     "pow": Operation(
         lambda a, b: a**b, "pow_fast({0}, {1})",
-        lambda a, b, y: (b * Expr("pow", (a, b - _ONE)), y * Expr("log", (a,))), kind=FLOAT,
+        lambda a, b, y: (
+            _select(Expr("==", (b, _ZERO)), _ZERO, b * Expr("pow", (a, b - _ONE))),
+            _select(Expr("==", (a, _ZERO)), _ZERO, y * Expr("log", (a,))),
+        ),
+        kind=FLOAT,
     ),
     "floor": Operation(_of_tensor(torch.floor), "round_down({0})", kind=FLOAT, flat=True),
     "ceil": Operation(_of_tensor(torch.ceil), "round_up({0})", kind=FLOAT, flat=True),
@@ -234,12 +239,13 @@ class Expr:
         if self not in known:
             values = [a.evaluate(env, known) for a in self.operands]
             if self.op == "load":
-                known[self] = _loaded(env[self.args[0]], values, self.kind, env)
+                known[self] = _of_kind(env[self.args[0]][places(env[self.args[0]], values)], self.kind, env)
             else:
+                if any(a.kind == LONG for a in self.operands):
+                    values = [_of_kind(v, LONG, env) for v in values]
                 found = OPERATIONS[self.op].evaluate(*values)
-                if self.op in ("float", "select") and self.kind == FLOAT and isinstance(found, torch.Tensor):
-                    found = found.to(env[WORKING_DTYPE])
-                known[self] = found
+                converts = self.kind == INT or (self.kind == FLOAT and self.op in ("float", "select"))
+                known[self] = _of_kind(found, self.kind, env) if converts else found
         return known[self]
 
     @functools.cached_property
@@ -368,9 +374,15 @@ def places(tensor: torch.Tensor, index: list[Value]) -> tuple[torch.Tensor, ...]
     )
 
 
-def _loaded(tensor: torch.Tensor, index: list[Value], kind: int, env: Mapping[Any, Value]) -> torch.Tensor:
-    found = tensor[places(tensor, index)]
-    return found.to(env[WORKING_DTYPE]) if kind == FLOAT else found
+def _of_kind(value: Value, kind: int, env: Mapping[Any, Value]) -> Value:
+    """The value as kernels hold it: an integer of a score has 32 bits, unless something with 64 takes part."""
+    if not isinstance(value, torch.Tensor) or WORKING_DTYPE not in env or kind == BOOL:
+        return value
+    if kind == FLOAT:
+        return value.to(env[WORKING_DTYPE])
+    if value.is_floating_point() or value.dtype == torch.bool:
+        return value
+    return value.to(torch.int32 if kind == INT else torch.int64)
 
 
 def _product(a: Expr, b: Expr) -> Expr:

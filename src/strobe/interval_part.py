@@ -6,7 +6,7 @@ lies inside. What is left over is evaluated for each pair.
 
 from __future__ import annotations
 
-from strobe.expression import INT, Expr
+from strobe.expression import FLOAT, INT, Expr
 from strobe.mask import never_moves_left
 
 _TO_MASK = {"qi": "q", "len_qi": "len_q", "len_ki": "len_k"}  # names of the same positions in the ends of a mask
@@ -61,8 +61,13 @@ def renamed(e: Expr, names: dict[str, str]) -> Expr:
     return Expr(e.op, tuple(renamed(a, names) for a in e.args)) if e.operands else e
 
 
+def _has_opposite(e: Expr) -> bool:
+    """Not an order of floats: NaN is neither less than a number nor at least as large."""
+    return e.op in ("==", "!=") or (e.op in _OPPOSITE and FLOAT not in (a.kind for a in e.args))
+
+
 def negated(e: Expr) -> Expr:
-    if e.op in _OPPOSITE:
+    if _has_opposite(e):
         return Expr(_OPPOSITE[e.op], e.args)
     if e.op in ("&", "|"):
         return Expr("|" if e.op == "&" else "&", tuple(map(negated, e.args)))
@@ -72,7 +77,7 @@ def negated(e: Expr) -> Expr:
 def conjuncts(e: Expr) -> list[Expr]:
     if e.op == "&":
         return [part for a in e.args for part in conjuncts(a)]
-    if e.op == "not" and e.args[0].op in ("&", "|", "not", *_OPPOSITE):
+    if e.op == "not" and (e.args[0].op in ("&", "|", "not") or _has_opposite(e.args[0])):
         return conjuncts(negated(e.args[0]))
     return [] if e == Expr("literal", (True,)) else [e]
 

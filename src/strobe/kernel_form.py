@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from strobe.expression import OPERATIONS, Expr
+from strobe.expression import Expr
 
 _S = Expr("var", ("s",))
 _PLACES = {"q", "k", "qi", "ki"}  # variables that differ within a fragment of scores
@@ -72,17 +72,7 @@ def _positive(x: Expr) -> float | None:
 
 def _only_parent_of_s(expr: Expr) -> Expr | None:
     """`s * c` or `s / c` if `s` occurs nowhere but in this one subexpression."""
-    parents: set[Expr] = set()
-
-    def visit(e: Expr) -> None:
-        if e.op not in OPERATIONS:
-            return
-        if _S in e.args:
-            parents.add(e)
-        for a in e.args:
-            visit(a)
-
-    visit(expr)
+    parents = {e for e in expr.nodes() if _S in e.operands}
     found = parents.pop() if len(parents) == 1 else None
     if found is not None and found.op in ("*", "/") and found.args[0] == _S and found.args[1].op == "const":
         return found

@@ -22,6 +22,7 @@ from strobe.expression_text import Grammar, parse, parse_name
 from strobe.kernel_form import KernelForm, kernel_form
 from strobe.score_cpp import Entries
 
+_FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of finite numbers
 LOG2E = math.log2(math.e)
 _s, _h = (Expr("var", (name,)) for name in ("s", "h"))
 # dtypes of the tensors that a function may capture -> the kind of their elements
@@ -100,6 +101,11 @@ class Score:
         """d score / d s. It shares its subexpressions with `expr`: evaluate both with the same `known`."""
         return self.expr.derivative("s")
 
+    @functools.cached_property
+    def may_hide(self) -> bool:
+        """Whether its operations may make -inf of finite numbers."""
+        return any(n.op in OPERATIONS and n.op not in _FINITE for n in self.expr.nodes())
+
     def kernel_form(self, scale: float) -> KernelForm:
         return kernel_form(self.expr, scale)
 
@@ -122,7 +128,8 @@ class Score:
         """The score with a bias added, and what a mask hides hidden: two more tensors, indexed by (batch, head, q, k)."""
         expr, number = self.expr, tensor_count(self.expr)
         if bias:
-            expr, number = Expr("biased", (expr, Expr("tensor", (number,)))), number + 1
+            biased = "biased_if_seen" if self.may_hide else "biased"
+            expr, number = Expr(biased, (expr, Expr("tensor", (number,)))), number + 1
         if mask:
             expr = Expr("where", (expr, Expr("tensor", (number,))))
         return Score(expr, self.title, (), self.sizes) if bias or mask else self
@@ -164,7 +171,7 @@ def tensor_count(expr: Expr) -> int:
 
 _GRAMMAR = Grammar(
     frozenset(("s", "q", "k", "len_q", "len_k", *KINDS)),
-    frozenset(OPERATIONS) - {"//", "biased", "tanh_near"},
+    frozenset(OPERATIONS) - {"//", "biased", "biased_if_seen", "tanh_near"},
     tensors=True,
 )
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from strobe.expression import CTYPES, FLOAT, OPERATIONS, Expr
+from strobe.expression import CTYPES, FLOAT, Expr
 from strobe.expression_cpp import Body, Numbers, is_of_head
 from strobe.kernel_form import KernelForm, is_sum
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _S, _X, _Y = (Expr("var", (name,)) for name in ("s", "x", "y"))
 # Operations on places and numbers that have a finite result.
 _BOUNDED = {"+", "-", "*", "abs", "iabs", "float", "int", "min", "max", "select"}
+_UNBOUNDED = {"/", "exp", "log", "pow", "sqrt"}  # that may have an infinite result, or NaN
 _OF_PAIRS = {"q", "k", "qi", "ki", "s"}  # variables that differ between the pairs of a head
-_FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of numbers
 
 
 class Entries(NamedTuple):
@@ -73,7 +73,7 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
     given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
     given += "".join(f", p.d{entries[i].name}" for i in learnt)
     integers = ("  const int* n;\n", ", p.score_integers") if made.integers else ("", "")
-    may_hide = bool(entries) or any(node.op in OPERATIONS and node.op not in _FINITE for node in score.expr.nodes())
+    steep = _may_be_infinite(inner.derivative("s"))
     of_tanh = _arguments_of_tanh(inner)
     reach = "reach * fabs(c[0])" if of_tanh == [_S] else "reach"
     members = "".join(f"  {CTYPES[e.kind]} h{i};\n" for i, e in enumerate(of_head))
@@ -83,8 +83,9 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         "struct Score {\n"
         f"  static constexpr bool kIdentity = {str(inner == _S).lower()};\n"
         f"  static constexpr bool kPositional = {str(not score.pointwise).lower()};\n"
-        f"  static constexpr bool kMayHide = {str(may_hide).lower()};  // a logit may be -inf\n"
+        f"  static constexpr bool kMayHide = {str(score.may_hide or bool(entries)).lower()};  // a logit may be -inf\n"
         f"  static constexpr bool kCheapSum = {str(cheap).lower()};  // s and little more\n"
+        f"  static constexpr bool kSteep = {str(steep).lower()};  // a slope may be infinite where a mask hides the pair\n"
         f"  static constexpr bool kLearns = {str(bool(learnt)).lower()};  // tensors that it captures have gradients\n"
         f"  static constexpr int kOfHead = {len(of_learnt.of_head)}, kRunning = {len(of_learnt.running)};  // their sums\n"
         f"  static constexpr bool kStaged = {str(bool(staged)).lower()};\n"
@@ -183,6 +184,12 @@ def _visible(e: Expr) -> Expr:
 
 def _is_finite(slope: Expr) -> bool:
     return all(n.op in _BOUNDED or n.op in ("const", "literal") or (n.op == "var" and n != _S) for n in slope.nodes())
+
+
+def _may_be_infinite(slope: Expr) -> bool:
+    """Where the score and the entries of tensors are finite."""
+    by_number = [n for n in slope.nodes() if n.op == "/" and n.args[1].op in ("const", "literal")]
+    return any(n.op in _UNBOUNDED and n not in by_number for n in slope.nodes())
 
 
 def factor_of_gradients(score: Score, scale: float, learnt: Sequence[int]) -> float:

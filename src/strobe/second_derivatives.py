@@ -82,11 +82,16 @@ def _dense_rows(slab: Slab, rows: range, leaves: Sequence[Any]) -> tuple[torch.T
     problem, (q, k, v, bias, sinks, *captured) = slab.problem, leaves
     keys = range(slab.len_k)
     where = slab.environment(rows, keys) | {i: t for i, t in enumerate(captured) if t is not None}
-    s = scores(problem, q @ k.unsqueeze(2).mT, where, bias)
+    product = q @ k.unsqueeze(2).mT
+    s = scores(problem, product, where, bias)
     index = [torch.arange(r.start, r.stop, device=s.device) for r in (rows, keys)]
     visible = problem.mask.block(index[0], index[1], slab.len_q, slab.len_k, slab.positions) & (s != -torch.inf)
     if slab.mask is not None:
         visible = visible & tile_of(slab.mask, rows, keys)
+    if not problem.score.is_identity:  # hidden pairs may have an infinite slope
+        for t in (product, s):
+            if t.requires_grad:
+                t.register_hook(lambda g: torch.where(visible, g, 0))
     p, lse = probabilities(s, visible, None if sinks is None else sinks[:, :, None, None])
     if problem.dropout:
         p = torch.where(slab.spread(slab.kept(rows, keys), rows), p / dropout.kept_share(problem.dropout), 0)

@@ -230,7 +230,7 @@ class Tracer:
         if name == "softplus":  # without overflow
             return x.clamp(min=0) + (-x.abs()).exp().log1p()
         if name == "relu":
-            return Symbol(self, self.apply("max", x._expr, self.operand(0)))
+            return Symbol(self, self.apply("max", self.operand(0), x._expr))  # at 0 its slope is that of the 0
         return Symbol(self, self.apply("-", self.cast(self.apply(">", x._expr, _literal(0)), x._expr.kind),
                                        self.cast(self.apply("<", x._expr, _literal(0)), x._expr.kind)))  # fmt: skip
 

@@ -87,7 +87,7 @@ def scores(
         s = torch.as_tensor(found, dtype=s.dtype, device=s.device).expand(
             s.shape
         )  # it may not depend on all, or on `s`
-    return s if bias is None else s + bias
+    return s if bias is None else torch.where(s == -torch.inf, s, s + bias)  # hidden is hidden, even from NaN
 
 
 def probabilities(

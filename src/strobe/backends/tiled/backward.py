@@ -159,7 +159,7 @@ def _block_of_rows(
             if totals.captured:
                 slopes.add_captured_(totals.captured, slab.spread(ds, rows) * slab.captured_factor)
             if (slope := slopes.of_score()) is not None:
-                ds.mul_(slope.view_as(ds))
+                ds = torch.where(ds == 0, 0, ds * slope.view_as(ds))  # hidden pairs may have an infinite slope
         ds = ds.to(slab.operand)
         if totals.q is not None:
             add_product_(dq, ds, k)

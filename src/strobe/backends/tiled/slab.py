@@ -20,6 +20,7 @@ from strobe.arguments import Inputs
 from strobe.backends.tiled.captured import Slopes, spread_over
 from strobe.backends.tiled.sequences import alike, sequences_differ
 from strobe.expression import WORKING_DTYPE
+from strobe.kernel_form import KernelForm
 from strobe.mask import Positions, full
 from strobe.problem import Problem
 from strobe.score import LOG2E
@@ -109,6 +110,8 @@ class Slab:
         self.narrow = problem.device.type == "cuda" and problem.dtype.itemsize == 2
         self.operand = problem.dtype if self.narrow else self.accumulate
         form = problem.score.kernel_form(problem.scale)
+        if form.after <= 0 and form.inner.op == "where":  # -inf times it is not -inf
+            form = KernelForm(problem.scale, problem.score.expr, 1.0)
         self._inner = None if problem.score.is_identity else form.inner
         self.slope_factor = form.before * form.after  # of the score's derivative
         self.captured_factor = form.after  # of its derivatives by entries of captured tensors
@@ -206,8 +209,11 @@ class Slab:
         if self._inner is not None:
             s, slopes = self._scored(s, rows, keys)
         if self.bias is not None:
-            into = self.spread(s, rows)
-            s = torch.add(into, tile_of(self.bias, rows, keys).to(self.accumulate), out=into).view_as(s)
+            into, hidden = self.spread(s, rows), None
+            if self.problem.score.may_hide:  # whatever the bias says there, even NaN
+                hidden = into == -torch.inf
+            torch.add(into, tile_of(self.bias, rows, keys).to(self.accumulate), out=into)
+            s = (into if hidden is None else into.masked_fill_(hidden, -torch.inf)).view_as(s)
         if not whole:
             s = self._within_bounds(s, rows, keys)
         if self.mask is not None:

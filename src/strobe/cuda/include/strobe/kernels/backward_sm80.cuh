@@ -174,7 +174,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
           ds[i] = weight[i] * (ds[i] - delta.x[fragment_row(i)]);
           put_bias_gradient<Config>(p, where_of(b, first, n), i, ds[i]);
           if constexpr (Score::kLearns) captured.add(score_of(b), of_product[i], ds[i], where_of(b, first, n), i);
-          if (!Score::kIdentity) ds[i] *= slope[i];
+          if (!Score::kIdentity) ds[i] = times_slope<Score>(ds[i], slope[i]);
         }
         to_ds.template store<T>(ds, t, n);
       }

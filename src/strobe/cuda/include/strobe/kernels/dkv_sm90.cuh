@@ -120,7 +120,9 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
       for (int j = 0; j < 4; ++j) {
         const float y = score(s[i + j], at, i + j), weight = exp2_approx(fma(y, p.scale_log2, -l[j & 1]));
         const bool hidden = masked && bounds.hides(i + j);
-        x[j] = hidden ? 0.f : Score::kIdentity ? weight : weight * score.slope(s[i + j], y, at, i + j);
+        x[j] = hidden             ? 0.f
+               : Score::kIdentity ? weight
+                                  : times_slope<Score>(weight, score.slope(s[i + j], y, at, i + j));
         s[i + j] = hidden ? 0.f : weight;
       }
       st_shared(exchange(i), u32x4{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});

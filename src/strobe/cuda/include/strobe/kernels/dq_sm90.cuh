@@ -127,7 +127,7 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
     for (int i = 0; i < kScores; ++i) {
       dp[i] = s[i] * centred<Config::kDropout>(dp[i], p.dropout_scale, r.delta[fragment_row(i)]);
       if (part_of(consumer) == 0) put_bias_gradient<Config>(p, at, i, dp[i]);
-      if (!Score::kIdentity) dp[i] *= slope[i];
+      if (!Score::kIdentity) dp[i] = times_slope<Score>(dp[i], slope[i]);
     }
   }
 

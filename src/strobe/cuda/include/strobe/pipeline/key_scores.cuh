@@ -120,7 +120,7 @@ template <class Config, class Mask, class Score, class Params> struct KeyScores 
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (!Score::kCheapSum) dp[i + j] *= slope[j];
+        if (!Score::kCheapSum) dp[i + j] = times_slope<Score>(dp[i + j], slope[j]);
       slopes[i / 2] = pack2<T>(dp[i], dp[i + 1]);
       slopes[i / 2 + 1] = pack2<T>(dp[i + 2], dp[i + 3]);
     }

@@ -78,6 +78,10 @@ STROBE_DEVICE void logits(float (&s)[N], float (&slope)[N], const Score& score, 
     }
   }
 }
+// dS of q.k, given that of the logit. Where a pair is hidden that is 0, and it stays so.
+template <class Score> STROBE_DEVICE float times_slope(float ds, float slope) {
+  return Score::kSteep && ds == 0.f ? 0.f : ds * slope;
+}
 
 // A score in a block where its condition hides nothing.
 template <class Score> struct Inside {
@@ -157,6 +161,8 @@ constexpr float kLeastBias = -65536.f;
 STROBE_DEVICE float biased(float s, float bias) {
   return bias < kLeastBias && bias > neg_inf() ? kLeastBias : s + bias;
 }
+// What a function hides stays hidden, even beside a bias of NaN.
+STROBE_DEVICE float biased_if_seen(float s, float bias) { return s == neg_inf() ? s : biased(s, bias); }
 
 // The gradient of a bias is dS. Where pairs share an entry it is summed up in fp32.
 struct NoBiasGradient {
