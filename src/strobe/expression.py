@@ -110,7 +110,7 @@ OPERATIONS: dict[str, Operation] = {
     "pow": Operation(
         lambda a, b: a**b, "pow_fast({0}, {1})",
         lambda a, b, y: (
-            _select(Expr("==", (b, _ZERO)), _ZERO, b * Expr("pow", (a, b - _ONE))),
+            b * Expr("min", (Expr("pow", (a, b - _ONE)), _LARGEST)),  # finite, where b may be 0
             _select(Expr("==", (a, _ZERO)), _ZERO, y * Expr("log", (a,))),
         ),
         kind=FLOAT,
@@ -356,6 +356,7 @@ class Expr:
 _ZERO: Expr = Expr("literal", (0.0,))
 _ONE: Expr = Expr("literal", (1.0,))
 _MINUS_ONE: Expr = Expr("literal", (-1.0,))
+_LARGEST: Expr = Expr("literal", (3e38,))
 
 
 def kind_of_number(value: Any) -> int:

@@ -155,3 +155,7 @@ def test_a_power_of_zero_learns() -> None:
     distance = (torch.arange(6)[:, None] + 2 - torch.arange(8)).abs().double()
     expected = dense(x, lambda s: s + distance ** exponent[:, None, None], torch.tensor(True))
     torch.testing.assert_close(gradients(found, [exponent]), gradients(expected, [exponent]))
+    base = torch.tensor([0.5, 0.0], dtype=torch.float64, requires_grad=True)
+    found = strobe.attention(*x, score=lambda s, b, h, q, k: s * base[h] ** (q - k).abs())
+    expected = dense(x, lambda s: s * base[:, None, None] ** distance, torch.tensor(True))
+    torch.testing.assert_close(gradients(found, [base]), gradients(expected, [base]))
