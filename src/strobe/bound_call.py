@@ -114,7 +114,9 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
                 return None
             needs_grad = needs_grad or more[0]
             break
-    if mask is not None and mask.__class__ in PLAIN:
+    if isinstance(mask, torch.Tensor):
+        if mask.__class__ not in PLAIN:
+            return None
         mask = tensor_facts(mask)
     if score is not None:
         if not isinstance(score, Score) or not all(t.__class__ in PLAIN for t in score.tensors):

@@ -379,11 +379,9 @@ def _of_kind(value: Value, kind: int, env: Mapping[Any, Value]) -> Value:
     """The value as kernels hold it: an integer of a score has 32 bits, unless something with 64 takes part."""
     if not isinstance(value, torch.Tensor) or WORKING_DTYPE not in env or kind == BOOL:
         return value
-    if kind == FLOAT:
-        return value.to(env[WORKING_DTYPE])
-    if value.is_floating_point() or value.dtype == torch.bool:
+    if kind != FLOAT and (value.is_floating_point() or value.dtype == torch.bool):
         return value
-    return value.to(torch.int32 if kind == INT else torch.int64)
+    return value.to({INT: torch.int32, LONG: torch.int64, FLOAT: env[WORKING_DTYPE]}[kind])
 
 
 def _product(a: Expr, b: Expr) -> Expr:

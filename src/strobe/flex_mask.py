@@ -36,6 +36,14 @@ def of_block_mask(mask: Any) -> MaskFunction:
     return mask_function(in_a_block, rows=True)
 
 
+def check_lengths(mask: Any, len_q: int, len_k: int) -> None:
+    """A mask for other lengths has blocks for other rows and keys, unless it is one of no blocks: those that
+    FlexAttention makes in the place of None are wider than any sequence."""
+    made, wide = tuple(mask.seq_lengths), min(mask.BLOCK_SIZE) >= 1 << 30
+    if made != (len_q, len_k) and not wide:
+        raise ValueError(f"the BlockMask was created for {made[0]} queries and {made[1]} keys, got {len_q} and {len_k}")
+
+
 def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The blocks in a list, (batch, heads, blocks of rows, blocks of keys)."""
     used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]

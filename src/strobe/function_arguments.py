@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from strobe.arguments import Arguments, layout_of
 from strobe.block_mask import BlockMask
-from strobe.flex_mask import of_block_mask
+from strobe.flex_mask import check_lengths, of_block_mask
 from strobe.mask import Mask, full
 from strobe.mask_function import MaskFunction, mask_function, score_function
 from strobe.score import Score, softcap
@@ -24,7 +26,7 @@ def resolved(a: Arguments) -> Arguments:
         known = mask is None or isinstance(mask, (Mask, torch.Tensor))
         if known or not (callable(mask) or hasattr(mask, "kv_indices")):
             return a
-        mask = of_block_mask(mask) if hasattr(mask, "kv_indices") else mask_function(mask)
+        mask = _of_flex(mask, a) if hasattr(mask, "kv_indices") else mask_function(mask)
     interval = None if mask.interval == full else mask.interval
     if mask.rest is None:
         return a._replace(mask=interval)
@@ -36,12 +38,26 @@ def resolved(a: Arguments) -> Arguments:
     return a._replace(mask=interval, softcap=None, score=base.hiding(mask.rest, mask.tensors, mask.title))
 
 
+def _of_flex(mask: Any, a: Arguments) -> MaskFunction:
+    if a.cu_q is not None or a.paged:
+        raise ValueError("mask is a BlockMask, and this call has sequences of different lengths; pass its function")
+    if (shapes := _shapes(a)) is not None:
+        check_lengths(mask, shapes[0][2], shapes[1][2])
+    return of_block_mask(mask)
+
+
 def _check_sizes(mask: BlockMask, a: Arguments) -> None:
     if a.cu_q is not None or a.paged:
         raise ValueError("mask is a block mask, and this call has sequences of different lengths; pass its function")
+    if (shapes := _shapes(a)) is not None:
+        q, k = shapes
+        mask.check(q[0], q[1], q[2], k[2])
+
+
+def _shapes(a: Arguments) -> tuple[torch.Size, torch.Size] | None:
+    """Of q and k, (batch, heads, length, dim); None: the checks say what is wrong."""
     try:
         layout = layout_of(a)
     except (AttributeError, KeyError):
-        return  # the checks say what is wrong
-    q, k = layout.inside(a.q).shape, layout.inside(a.k).shape
-    mask.check(q[0], q[1], q[2], k[2])
+        return None
+    return layout.inside(a.q).shape, layout.inside(a.k).shape

@@ -100,6 +100,19 @@ def test_blocks_that_a_function_made_add_nothing_to_it(name: str) -> None:
     assert (found.interval, found.rest) == (alone.interval, alone.rest)
 
 
+def test_blocks_for_other_lengths_are_refused() -> None:
+    q, k, v = tensors()
+    made = host.create_block_mask(MASKS["causal"], None, None, 64, 96, device="cpu", BLOCK_SIZE=32)
+    for call in (
+        lambda: flex.flex_attention(q, k, v, block_mask=made),
+        lambda: strobe.attention(q, k, v, mask=made, layout="bhsd"),
+    ):
+        with pytest.raises(ValueError, match="created for 64 queries and 96 keys, got 96 and 96"):
+            call()
+    empty = host._create_empty_block_mask(q, k)
+    torch.testing.assert_close(flex.flex_attention(q, k, v, block_mask=empty), flex.flex_attention(q, k, v))
+
+
 def test_gradients() -> None:
     found = []
     for function in (flex.flex_attention, host.flex_attention):

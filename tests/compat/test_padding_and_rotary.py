@@ -213,6 +213,14 @@ def test_rotary_module() -> None:
     q, kv = module(qkv[:, :, 0].clone(), qkv[:, :, 1:].clone(), seqlen_offset=3)
     torch.testing.assert_close(torch.cat((q[:, :, None], kv), 2), expected)
     assert not module.state_dict()
+    slower = rotary.RotaryEmbedding(16)
+    slower.inv_freq.mul_(0.25)
+    cos, sin = angles(torch.arange(9) / 4, 16)
+    expected = rotary.apply_rotary_emb_qkv_(qkv.clone(), cos, sin, seqlen_offsets=3)
+    torch.testing.assert_close(slower(qkv.clone(), seqlen_offset=3), expected)
+    torch.testing.assert_close(
+        rotary.RotaryEmbedding(16).bfloat16()(qkv.clone()), rotary.RotaryEmbedding(16)(qkv.clone())
+    )  # frequencies are not rounded with the module
     with pytest.raises(ValueError, match="XPos"):
         rotary.RotaryEmbedding(16, scale_base=512)
 

@@ -16,7 +16,7 @@ import torch
 from rank_pool import ROOT, RankPool
 
 import strobe
-from strobe.distributed import ShardPlan, attention, decode, merge, simulator, unshard
+from strobe.distributed import ShardPlan, agreement, attention, decode, merge, simulator, unshard
 
 
 @pytest.mark.parametrize(
@@ -218,3 +218,15 @@ def test_decoding_needs_positions_for_a_mask() -> None:
             decode(q, q, q, mesh=mesh, plan=ShardPlan(5, ranks=1))
 
     simulator.run(1, work)
+
+
+def test_the_seed_of_a_step_is_not_another_kind_of_call() -> None:
+    """What ranks have agreed on does not grow with a training run; seeds that differ are found where they ask."""
+
+    class Alone:
+        rank, size = 0, 1
+
+    alone = Alone()
+    for seed in (1, 2, 3):
+        agreement.agree([alone], {"function": "f", "seed": seed}, None, torch.device("cpu"), None)  # type: ignore[list-item]
+    assert len(agreement._agreed[alone]) == 1

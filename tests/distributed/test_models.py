@@ -110,6 +110,15 @@ def test_what_a_model_of_transformers_cannot_have() -> None:
     no_mask(batch_size=1, attention_mask=torch.ones(1, 4))
     with pytest.raises(strobe.Unsupported, match=r"attention_mask of shape \(1, 4\) hides tokens"):
         no_mask(batch_size=1, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    from transformers import masking_utils as host
+
+    documents = torch.tensor([[0, 0, 1, 1]])
+    no_mask(mask_function=host.sliding_window_causal_mask_function(4))
+    no_mask(mask_function=host.and_masks(host.causal_mask_function, host.packed_sequence_mask_function(documents)))
+    image = lambda b, h, q, k: (q < 2) & (k < 2)  # noqa: E731
+    for part in (host.or_masks, host.and_masks):
+        with pytest.raises(strobe.Unsupported, match="neither its layers nor a plan say"):
+            no_mask(mask_function=part(host.causal_mask_function, image))
     q, module = torch.randn(1, 2, 4, 8), torch.nn.Module()
 
     def fails(match: str, mask: torch.Tensor | None = None, **options: object) -> None:

@@ -135,6 +135,16 @@ def test_the_cache_does_not_grow_without_bounds(monkeypatch: pytest.MonkeyPatch)
     assert 0 < len(bound_call.remembered.calls) <= 3
 
 
+def test_a_mask_of_a_class_of_the_users_is_not_kept() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    before = len(bound_call.remembered.calls)
+    for _ in range(3):
+        strobe.attention(q, q, q, mask=torch.ones(20, 20, dtype=torch.bool).as_subclass(Named))
+    assert len(bound_call.remembered.calls) == before
+
+
 def test_tensors_of_a_call_are_not_kept() -> None:
     import gc
     import weakref

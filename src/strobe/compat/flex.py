@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as _host
 from strobe.api import attend
 from strobe.arguments import Arguments
 from strobe.compat.patch import Patch
-from strobe.flex_mask import of_block_mask
+from strobe.flex_mask import check_lengths, of_block_mask
 from strobe.mask_function import mask_function, score_function
 
 _original = _host.flex_attention
@@ -44,6 +44,8 @@ def flex_attention(
         raise ValueError("return_aux: strobe keeps no maxima of scores; ask for lse alone")
     wants_lse = return_lse or (return_aux is not None and getattr(return_aux, "lse", False))
     score = None if score_mod is None else score_function(score_mod, rows=True)
+    if hasattr(block_mask, "kv_indices"):
+        check_lengths(block_mask, query.shape[-2], key.shape[-2])
     mask = block_mask if block_mask is None else mask_of(block_mask)
     a = Arguments(query, key, value, mask=mask, scale=scale, score=score, layout="bhsd", return_lse=wants_lse)
     found = attend(a)

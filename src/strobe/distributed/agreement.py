@@ -30,27 +30,27 @@ def agree(
     check: bool | None,
 ) -> None:
     """`facts`: the name of the function first. `error`: what this rank would raise on its own, and raises here. `check`:
-    True, at each call; False, never; None, at each call on a CPU and elsewhere at each new kind of call."""
+    True, at each call; False, never; None, at each call on a CPU and elsewhere at each new kind of call. Another seed of
+    the dropout is no other kind: each step of a training run has its own."""
     if check is False:
         if error is not None:
             raise error
         return
     every_call = check is True or device.type == "cpu"
-    text = json.dumps({name: str(value) for name, value in facts.items()})
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    text, kind = _text(facts), _digest(_text({name: value for name, value in facts.items() if name != "seed"}))
     holder = getattr(transports[0], "group", transports[0])
     known = _agreed.setdefault(holder, set())
     if not every_call and error is not None and known:
         raise error  # the others may know the call and not ask: they would not hear of it
-    if not every_call and error is None and digest in known:
+    if not every_call and error is None and kind in known:
         return
-    mine = torch.tensor([_FAILED if error is not None else digest], dtype=torch.int64, device=device)
+    mine = torch.tensor([_FAILED if error is not None else _digest(text)], dtype=torch.int64, device=device)
     for transport in reversed(transports):
         found = _gathered(transport, mine).unique()
         mine = found if found.numel() == 1 else found.new_tensor([_DIFFERENT])
     verdict = int(mine)
     if verdict >= 0:
-        known.add(digest)
+        known.add(kind)
         return
     if error is not None:
         text = json.dumps(
@@ -60,6 +60,14 @@ def agree(
     if error is not None:
         raise error
     raise ValueError(_difference(facts["function"], told))
+
+
+def _text(facts: dict[str, Any]) -> str:
+    return json.dumps({name: str(value) for name, value in facts.items()})
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def short_text(plan: str) -> str:

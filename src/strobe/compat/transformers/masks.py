@@ -9,7 +9,7 @@ it cannot be read, under a tracer or while a CUDA graph is captured, booleans ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from transformers.utils.import_utils import is_tracing
 from strobe.compat import flash_terms
 from strobe.compat.transformers.layer_mask import LayerMask
 from strobe.mask import Mask, causal, chunked, full, used_keys, window
+from strobe.mask_parts import leaves
 
 # Parts of models that call no attention function: what they do with eager attention's mask cannot be seen from outside.
 _BY_THEMSELVES = frozenset({"gemma4_audio"})
@@ -131,7 +132,7 @@ def _promised(
 
 def _recognised(function: Callable[..., Any]) -> Rule | None:
     found = Rule(causal=False)
-    for leaf, captured in _leaves(function):
+    for leaf, captured in leaves(function):
         if leaf == "causal_mask_function":
             found = found._replace(causal=True)
         elif leaf == "bidirectional_mask_function":
@@ -159,21 +160,6 @@ def _recognised(function: Callable[..., Any]) -> Rule | None:
 
 def _is_size(x: Any) -> bool:
     return type(x) is int and x >= 1
-
-
-def _leaves(function: Callable[..., Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """The functions of transformers whose conjunction this is, by name, with what they captured; None for others."""
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        yield None, {}
-        return
-    name = function.__qualname__.split(".")[0]
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    captured = dict(zip(code.co_freevars, (c.cell_contents for c in cells), strict=True)) if code is not None else {}
-    if name != "and_masks":
-        yield name, captured
-        return
-    for part in captured.get("mask_functions", (None,)):
-        yield from _leaves(part)
 
 
 # ---- placing it in the buffers of keys -------------------------------------------------------------------------------
