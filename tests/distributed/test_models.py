@@ -117,7 +117,7 @@ def test_what_a_model_of_transformers_cannot_have() -> None:
     no_mask(mask_function=host.and_masks(host.causal_mask_function, host.packed_sequence_mask_function(documents)))
     image = lambda b, h, q, k: (q < 2) & (k < 2)  # noqa: E731
     for part in (host.or_masks, host.and_masks):
-        with pytest.raises(strobe.Unsupported, match="neither its layers nor a plan say"):
+        with pytest.raises(strobe.Unsupported, match="neither layers nor a plan say"):
             no_mask(mask_function=part(host.causal_mask_function, image))
     q, module = torch.randn(1, 2, 4, 8), torch.nn.Module()
 

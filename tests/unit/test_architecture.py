@@ -18,7 +18,7 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
-    ["expression", "dropout", "overlap", "invalid", "merging", "mask_parts"],
+    ["expression", "dropout", "overlap", "invalid", "merging"],
     ["expression_text", "expression_cpp", "kernel_form"],
     [
         "mask",
@@ -29,6 +29,7 @@ LAYERS = [
         "interval_part",
         "mask_function",
         "flex_mask",
+        "transformers_mask",
         "block_mask",
         "ready_made",
     ],

@@ -18,18 +18,10 @@ import torch
 from strobe.distributed.api import attention
 from strobe.distributed.shard_plan import ShardPlan
 from strobe.mask import Mask, causal, full, window
-from strobe.mask_parts import leaves
 from strobe.problem import Unsupported
+from strobe.transformers_mask import recognised
 
 NAME = "strobe_context_parallel"
-# Parts of masks that a layer or a plan says as well.
-_SAID = {
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-    "packed_sequence_mask_function",
-}
 
 
 def register(mesh: Any, plan: ShardPlan | None = None, method: str = "auto", name: str = NAME) -> None:
@@ -48,12 +40,13 @@ def no_mask(
 ) -> None:
     """The mask function: layers say what they hide, plans say where documents end. Padding would need a third, and so would
     a function of the model's own. A tracer cannot look into one."""
-    parts = () if mask_function is None or torch.compiler.is_compiling() else leaves(mask_function)
-    if unknown := [name for name, _ in parts if name not in _SAID]:
-        raise Unsupported(
-            f"the mask of this model has a part, {unknown[0] or mask_function}, that neither its layers nor a plan say; "
-            "a sequence that is shared out takes causal and sliding-window masks, and documents"
-        )
+    if mask_function is not None and not torch.compiler.is_compiling():
+        rule = recognised(mask_function)
+        if rule is None or rule.chunk:
+            raise Unsupported(
+                f"mask_function is {mask_function}, which says what neither layers nor a plan say; a sequence that is "
+                "shared out takes causal and sliding-window masks, and documents"
+            )
     if attention_mask is None:
         return
     if torch.compiler.is_compiling() or not bool(attention_mask.all()):

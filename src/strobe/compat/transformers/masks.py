@@ -8,9 +8,8 @@ it cannot be read, under a tracer or while a CUDA graph is captured, booleans ar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import masking_utils
@@ -18,37 +17,10 @@ from transformers.utils.import_utils import is_tracing
 
 from strobe.compat import flash_terms
 from strobe.compat.transformers.layer_mask import LayerMask
-from strobe.mask import Mask, causal, chunked, full, used_keys, window
-from strobe.mask_parts import leaves
+from strobe.transformers_mask import Rule, recognised
 
 # Parts of models that call no attention function: what they do with eager attention's mask cannot be seen from outside.
 _BY_THEMSELVES = frozenset({"gemma4_audio"})
-
-
-class Rule(NamedTuple):
-    """Which keys a query sees, as far as positions decide it."""
-
-    causal: bool
-    left: int = -1  # keys before the query; negative: any number
-    right: int = -1
-    chunk: int = 0
-    first_token: torch.Tensor | None = None  # (batch,): where chunks start
-    document_of: torch.Tensor | None = None  # (batch, length)
-
-    def interval(self, used: bool = False) -> Mask:
-        made = _interval.__wrapped__ if torch.compiler.is_dynamo_compiling() else _interval
-        return made(self.causal, self.left, self.right, self.chunk, used)
-
-
-@functools.lru_cache(maxsize=256)
-def _interval(is_causal: bool, left: int, right: int, chunk: int, used: bool) -> Mask:
-    """One object for equal masks: a call is found faster by it."""
-    mask = causal if is_causal else full
-    if left >= 0 or right >= 0:
-        mask = mask & window(None if left < 0 else left, None if right < 0 else right)
-    if chunk:
-        mask = mask & chunked(chunk)
-    return mask & used_keys if used else mask
 
 
 def mask(
@@ -82,7 +54,7 @@ def mask(
     if traced:
         rule = _promised(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
     else:
-        rule = _recognised(mask_function)
+        rule = recognised(mask_function)
     shape = (batch_size, q_length, kv_length)
     found = None
     if rule is not None and rule.document_of is not None:
@@ -128,38 +100,6 @@ def _promised(
     if bidirectional_skip:
         return Rule(False) if local_size is None else Rule(False, local_size, local_size)
     return Rule(causal=True) if function is masking_utils.causal_mask_function else None
-
-
-def _recognised(function: Callable[..., Any]) -> Rule | None:
-    found = Rule(causal=False)
-    for leaf, captured in leaves(function):
-        if leaf == "causal_mask_function":
-            found = found._replace(causal=True)
-        elif leaf == "bidirectional_mask_function":
-            pass
-        elif leaf == "sliding_window_overlay":
-            if not _is_size(captured["sliding_window"]) or found.left >= 0:
-                return None
-            found = found._replace(left=captured["sliding_window"] - 1)
-        elif leaf == "sliding_window_bidirectional_overlay":
-            if not _is_size(captured["sliding_window"]) or found.left >= 0:
-                return None
-            found = found._replace(left=captured["sliding_window"], right=captured["sliding_window"])
-        elif leaf == "chunked_overlay":
-            if not _is_size(captured["chunk_size"]) or found.chunk:
-                return None
-            found = found._replace(chunk=captured["chunk_size"], first_token=captured["left_padding"])
-        elif leaf == "packed_sequence_mask_function":
-            if found.document_of is not None:
-                return None
-            found = found._replace(document_of=captured["packed_sequence_mask"])
-        else:
-            return None
-    return found
-
-
-def _is_size(x: Any) -> bool:
-    return type(x) is int and x >= 1
 
 
 # ---- placing it in the buffers of keys -------------------------------------------------------------------------------
