@@ -15,8 +15,19 @@ def angles(
     positions."""
     if dim % 2 or dim < 2:
         raise ValueError(f"dim must be even and at least 2, got {dim}")
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
-    angle = positions.float()[..., None] * base**-exponents
+    return angles_of(positions, frequencies(dim, base, positions.device), dtype)
+
+
+def frequencies(dim: int, base: float, device: torch.device | str | None) -> torch.Tensor:
+    """By which angle each pair turns from one position to the next, (dim / 2,)."""
+    return base ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def angles_of(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`angles`, of these frequencies."""
+    angle = positions.float()[..., None] * frequencies
     return angle.cos().to(dtype or torch.float32), angle.sin().to(dtype or torch.float32)
 
 

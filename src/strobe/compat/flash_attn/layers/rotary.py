@@ -9,7 +9,7 @@ import torch
 
 from strobe.compat import flash_terms
 from strobe.invalid import InvalidArgument
-from strobe.nn.rotary import rotate
+from strobe.nn.rotary import angles_of, frequencies, rotate
 
 _Offsets = int | torch.Tensor
 
@@ -153,11 +153,8 @@ class RotaryEmbedding(torch.nn.Module):
         if scale_base is not None:
             raise InvalidArgument(f"scale_base must be None: XPos is not supported, got {scale_base}")
         self.dim, self.base, self.interleaved, self.scale = dim, float(base), interleaved, None
-        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self.register_buffer("inv_freq", frequencies(dim, self.base, device), persistent=False)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def _frequencies(self, device: Any) -> torch.Tensor:
-        return self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
 
     def _rows(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tables = self._tables
@@ -168,11 +165,10 @@ class RotaryEmbedding(torch.nn.Module):
             or tables[0].dtype != like.dtype
             or (tables[0].is_inference() and not torch.is_inference_mode_enabled())  # training cannot save those
         ):
-            frequencies = self.get_buffer("inv_freq").to(like.device)  # perhaps scaled by the user
-            if frequencies.dtype != torch.float32:  # rounded with the module
-                frequencies = self._frequencies(like.device)
-            angle = torch.arange(length, device=like.device).float()[:, None] * frequencies
-            self._tables = tables = angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+            turns = self.get_buffer("inv_freq").to(like.device)  # perhaps scaled by the user
+            if turns.dtype != torch.float32:  # rounded with the module
+                turns = frequencies(self.dim, self.base, like.device)
+            self._tables = tables = angles_of(torch.arange(length, device=like.device), turns, like.dtype)
         return tables
 
     def forward(
