@@ -20,7 +20,8 @@ def resolved(a: Arguments) -> Arguments:
     if score is not None and not isinstance(score, Score) and callable(score):
         a = a._replace(score=score_function(score))
     if isinstance(mask, BlockMask):
-        _check_sizes(mask, a)
+        if sizes := _sizes(a, "block mask"):
+            mask.check(*sizes)
         a, mask = a._replace(blocks=mask), mask.function
     if not isinstance(mask, MaskFunction):
         known = mask is None or isinstance(mask, (Mask, torch.Tensor))
@@ -39,25 +40,18 @@ def resolved(a: Arguments) -> Arguments:
 
 
 def _of_flex(mask: Any, a: Arguments) -> MaskFunction:
-    if a.cu_q is not None or a.paged:
-        raise ValueError("mask is a BlockMask, and this call has sequences of different lengths; pass its function")
-    if (shapes := _shapes(a)) is not None:
-        check_lengths(mask, shapes[0][2], shapes[1][2])
+    if sizes := _sizes(a, "BlockMask"):
+        check_lengths(mask, *sizes[2:])
     return of_block_mask(mask)
 
 
-def _check_sizes(mask: BlockMask, a: Arguments) -> None:
+def _sizes(a: Arguments, kind: str) -> tuple[int, int, int, int] | None:
+    """Batch, heads, len_q and len_k of a call with a mask of this kind; None: the checks say what is wrong."""
     if a.cu_q is not None or a.paged:
-        raise ValueError("mask is a block mask, and this call has sequences of different lengths; pass its function")
-    if (shapes := _shapes(a)) is not None:
-        q, k = shapes
-        mask.check(q[0], q[1], q[2], k[2])
-
-
-def _shapes(a: Arguments) -> tuple[torch.Size, torch.Size] | None:
-    """Of q and k, (batch, heads, length, dim); None: the checks say what is wrong."""
+        raise ValueError(f"mask is a {kind}, and this call has sequences of different lengths; pass its function")
     try:
         layout = layout_of(a)
     except (AttributeError, KeyError):
         return None
-    return layout.inside(a.q).shape, layout.inside(a.k).shape
+    q, k = layout.inside(a.q).shape, layout.inside(a.k).shape
+    return q[0], q[1], q[2], k[2]

@@ -15,7 +15,6 @@ from torch.nn.attention import flex_attention as _host
 from strobe.api import attend
 from strobe.arguments import Arguments
 from strobe.compat.patch import Patch
-from strobe.flex_mask import check_lengths, of_block_mask
 from strobe.mask_function import mask_function, score_function
 
 _original = _host.flex_attention
@@ -44,20 +43,14 @@ def flex_attention(
         raise ValueError("return_aux: strobe keeps no maxima of scores; ask for lse alone")
     wants_lse = return_lse or (return_aux is not None and getattr(return_aux, "lse", False))
     score = None if score_mod is None else score_function(score_mod, rows=True)
-    if hasattr(block_mask, "kv_indices"):
-        check_lengths(block_mask, query.shape[-2], key.shape[-2])
-    mask = block_mask if block_mask is None else mask_of(block_mask)
+    of_rows = callable(block_mask) and not hasattr(block_mask, "kv_indices")
+    mask = mask_function(block_mask, rows=True) if of_rows else block_mask
     a = Arguments(query, key, value, mask=mask, scale=scale, score=score, layout="bhsd", return_lse=wants_lse)
     found = attend(a)
     if return_aux is not None:
         out, lse = found if wants_lse else (found, None)
         return out, _host.AuxOutput(lse=lse)
     return found
-
-
-def mask_of(block_mask: Any) -> Any:
-    """A `BlockMask`, or a mask function of rows, as a mask of ours."""
-    return of_block_mask(block_mask) if hasattr(block_mask, "kv_indices") else mask_function(block_mask, rows=True)
 
 
 def patched() -> Patch:

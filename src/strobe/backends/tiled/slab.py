@@ -209,11 +209,12 @@ class Slab:
         if self._inner is not None:
             s, slopes = self._scored(s, rows, keys)
         if self.bias is not None:
-            into, hidden = self.spread(s, rows), None
-            if self.problem.score.may_hide:  # whatever the bias says there, even NaN
-                hidden = into == -torch.inf
+            into = self.spread(s, rows)
+            hidden = into == -torch.inf if self.problem.score.may_hide else None
             torch.add(into, tile_of(self.bias, rows, keys).to(self.accumulate), out=into)
-            s = (into if hidden is None else into.masked_fill_(hidden, -torch.inf)).view_as(s)
+            if hidden is not None:  # whatever the bias says there, even NaN
+                into.masked_fill_(hidden, -torch.inf)
+            s = into.view_as(s)
         if not whole:
             s = self._within_bounds(s, rows, keys)
         if self.mask is not None:
