@@ -159,3 +159,20 @@ def test_a_power_of_zero_learns() -> None:
     found = strobe.attention(*x, score=lambda s, b, h, q, k: s * base[h] ** (q - k).abs())
     expected = dense(x, lambda s: s * base[:, None, None] ** distance, torch.tensor(True))
     torch.testing.assert_close(gradients(found, [base]), gradients(expected, [base]))
+
+
+def test_which_tensors_are_read_at_every_call() -> None:
+    x, factor, table = inputs(), torch.ones(()), torch.ones(2)
+    frozen = [lambda s, b, h, q, k: s * factor, lambda s, b, h, q, k: s * table[0]]
+    for function, alike in [*((f, True) for f in frozen), (lambda s, b, h, q, k: s * table[h], False)]:
+        score = strobe.score_function(function)
+        before = strobe.attention(*x, score=score)
+        for t in (factor, table):
+            t.mul_(3.0)
+        assert torch.equal(strobe.attention(*x, score=score), before) == alike
+
+
+def test_a_power_of_integers_is_a_float() -> None:
+    table = torch.ones(50)
+    with pytest.raises(TypeError, match="an index is float; it must be an integer"):
+        strobe.score_function(lambda s, b, h, q, k: s + table[k**2])
