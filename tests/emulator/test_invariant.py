@@ -224,7 +224,7 @@ def test_copies_that_land_late_do_not_matter(page: int, monkeypatch: pytest.Monk
 def test_splits_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
-    assert plan_work.FIRST_SPLITS == 16 * BLOCK
+    assert plan_work.FIRST_SPLITS == 32 * BLOCK
     expected = attend([CHUNK, OTHERS[0]], check=True)
     assert not differing(attend([*ALONE, Span("long", 4600, 4650)]), expected)
 
@@ -260,7 +260,7 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "speculative_maximum": Mutation(
-        "Either<Config::kInvariant, ExactSoftmax<T, kScores>, SpeculativeSoftmax<T, kScores>>",
+        "SpeculativeSoftmax<T, kScores, Config::kInvariant>",
         "SpeculativeSoftmax<T, kScores>",
     ),
     "vote_on_large_maxima": Mutation("subtract<kByRow>(s)", "subtract<false>(s)"),
@@ -274,9 +274,9 @@ MUTATIONS = {
         Span("long", 4560, 4600),
         [Span("long", 4580, 4581)],
     ),
-    "splits_added_with_other_weights": Mutation("past, weight);", "weight, past);"),
+    "splits_added_with_other_weights": Mutation("past[r], weight[r]);", "weight[r], past[r]);"),
     "splits_added_under_another_maximum": Mutation(
-        "const float m = fmax(ml[0], softmax.m[r]), safe", "const float m = ml[0], safe"
+        "const float m = fmax(ml[r][0], softmax.m[r]), safe", "const float m = ml[r][0], safe"
     ),
     "cuts_that_follow_the_length": Mutation(
         "at = (start - (start < 0) * (Config::kBlockN - 1)) / Config::kBlockN;",

@@ -136,8 +136,8 @@ def test_every_block_is_in_one_item(name: str) -> None:
 
 
 def cuts() -> list[int]:
-    """Blocks with which splits begin: 32 splits of 2,048 keys, 16 of 4,096, 16 of 8,192 and so on."""
-    sizes = [16] * 32 + [16 << octave for octave in range(1, 8) for _ in range(16)]
+    """Blocks with which splits begin: 32 splits of 4,096 keys, 16 of 8,192, 16 of 16,384 and so on."""
+    sizes = [32] * 32 + [32 << octave for octave in range(1, 8) for _ in range(16)]
     return list(itertools.accumulate(sizes, initial=0))
 
 

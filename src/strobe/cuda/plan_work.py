@@ -28,7 +28,7 @@ NAME = "plan_work"
 
 # Where invariant kernels cut keys (`FixedSplits` in plan_work.cuh): twice FOR_EACH_DOUBLING splits of FIRST_SPLITS keys,
 # then FOR_EACH_DOUBLING for each time that the keys double. Other numbers are other bits.
-FIRST_SPLITS = 2048
+FIRST_SPLITS = 4096
 FOR_EACH_DOUBLING = 16
 
 

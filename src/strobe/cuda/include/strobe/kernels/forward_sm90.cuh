@@ -9,7 +9,7 @@
 //     wait for O:    the other weights; P_n replaces P_{n+1}
 // (keys are visited from the last to the first, so n + 1 comes before n). The row maximum m is speculative: that of the
 // blocks before. Should a score be far above it, the weights are computed again, and O *= exp(m_old - m_new).
-// kInvariant: it is that of S_n and the blocks before, so that the bits of a row do not depend on its neighbours.
+// kInvariant: each row decides that for itself, so that its bits do not depend on its neighbours.
 #pragma once
 #include <strobe/pipeline/missing_keys.cuh>
 #include <strobe/pipeline/ping_pong.cuh>
@@ -198,7 +198,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // S_n -> P_n, which replaces P_{n+1}: the first kExpsBeforeWait weights before the wait for P V (0: where ptxas puts
   // them). In the first block there is nothing to wait for, and no maximum to speculate on.
-  using BlockSoftmax = Either<Config::kInvariant, ExactSoftmax<T, kScores>, SpeculativeSoftmax<T, kScores>>;
+  using BlockSoftmax = SpeculativeSoftmax<T, kScores, Config::kInvariant>;
   static_assert(!Config::kInvariant || Config::kRolled, "the first block goes the way of all others");
   STROBE_DEVICE void softmax_overlapped(float (&s)[kScores], Fragments& f, int n, bool first) {
     constexpr int kBefore = Config::kExpsBeforeWait ? Config::kExpsBeforeWait : kScores;

@@ -74,22 +74,27 @@ template <class Config, class Params, class Staging> struct SplitKV {
     } else return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
   }
 
-  // O becomes the sum of this split and those before, which this thread has stored.
+  // O becomes the sum of this split and those before, which this thread has stored. One latency after the other would
+  // show: statistics of both rows are read first, and ptxas has the loads of both rows of O under way together.
   template <class O> STROBE_DEVICE void add_splits_before(O& o, Softmax<>& softmax) const {
     const float* sum = partial(first_slot());
+    const int own_row = thread_idx() % 128 / 32 * 16 + thread_idx() % 32 / 4;
+    float ml[2][2], past[2], weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      ld_global_l2(ml[r], sum + statistics_of_rows() + 2 * (own_row + 8 * r), own_row + 8 * r < rows());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = thread_idx() % 128 / 32 * 16 + 8 * r + thread_idx() % 32 / 4;
-      const bool exists = row < rows();
-      float ml[2];
-      ld_global_l2(ml, sum + statistics_of_rows() + 2 * row, exists);
-      const float m = fmax(ml[0], softmax.m[r]), safe = m == neg_inf() ? 0.f : m;
-      const float past = exp2_approx((ml[0] - safe) * p.scale_log2),
-                  weight = exp2_approx((softmax.m[r] - safe) * p.scale_log2);
-      const float l = fma(quad_sum(softmax.l[r]), weight, ml[1] * past);
+      const float m = fmax(ml[r][0], softmax.m[r]), safe = m == neg_inf() ? 0.f : m;
+      past[r] = exp2_approx((ml[r][0] - safe) * p.scale_log2);
+      weight[r] = exp2_approx((softmax.m[r] - safe) * p.scale_log2);
+      const float l = fma(quad_sum(softmax.l[r]), weight[r], ml[r][1] * past[r]);
       softmax.m[r] = m, softmax.l[r] = thread_idx() % 4 == 0 ? l : 0.f;  // a quad adds its four up
-      o.add_row(r, sum + row * kDimV + 2 * (thread_idx() % 4), exists ? kDimV : 0, past, weight);
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      o.add_row(r, sum + (own_row + 8 * r) * kDimV + 2 * (thread_idx() % 4), own_row + 8 * r < rows() ? kDimV : 0,
+                past[r], weight[r]);
   }
   // Stores O, m and l where others, or this thread, find them.
   template <class O> STROBE_DEVICE void store_rows(const O& o, const Softmax<>& softmax) const {
@@ -130,9 +135,9 @@ template <class Config, class Params, class Staging> struct SplitKV {
   }
 
   // Merges and stores the tile. Merging is nothing but waiting for loads, so a thread has 16 under way: of four splits
-  // or, where there are more for an invariant kernel, whose splits are many, of 16.
+  // or, where an invariant kernel, whose splits are many, has so few rows that each thread has one piece, of 16.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
-    if (kInvariant && parts() > 4) merge_by<1, 16>(map, box);
+    if (kInvariant && parts() > 4 && rows() * kDimV <= 4 * 128) merge_by<1, 16>(map, box);
     else merge_by<4, 4>(map, box);
   }
 

@@ -108,8 +108,10 @@ template <bool kLazyRescale = false> struct Softmax {
 
   // The new maxima; what was summed before is rescaled to them. kMaybeEmpty: rows may not have seen any key yet, and
   // exp(-inf - -inf) must not become NaN. Large maxima are subtracted from `s`: in all rows of a warp where one has
-  // such a maximum or, with kByRow, in that one alone, so that no row's bits depend on its neighbours.
-  template <bool kMaybeEmpty, bool kByRow = false, int N> STROBE_DEVICE void maxima(float (&s)[N]) {
+  // such a maximum or, with kByRow, in that one alone, so that no row's bits depend on its neighbours. `keeps`: rows
+  // whose maximum stays where it is.
+  template <bool kMaybeEmpty, bool kByRow = false, int N>
+  STROBE_DEVICE void maxima(float (&s)[N], const bool (&keeps)[2] = {false, false}) {
     grew = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -127,6 +129,7 @@ template <bool kLazyRescale = false> struct Softmax {
         now = far ? now : m[row];
         grew |= far;
       }
+      if (kByRow && keeps[row]) now = m[row];
       const float safe = kMaybeEmpty && now == neg_inf() ? 0.f : now;
       alpha[row] = exp2_approx((m[row] - safe) * scale);
       m[row] = now;
@@ -187,8 +190,9 @@ template <bool kLazyRescale = false> struct Softmax {
 
 // The softmax of a block under a speculative row maximum, that of the blocks before it: the exponentials need not wait
 // for a new one. It is right unless some score is far above it, which the sums tell: none, hence no weight, may exceed
-// 2^8. The scores stay as they are, for the fallback to `Softmax`.
-template <class T, int N> struct SpeculativeSoftmax {
+// 2^8. The scores stay as they are, for the fallback to `Softmax`. kByRow: each row decides for itself, so that its
+// bits do not depend on its neighbours, and a block in which it sees nothing changes none of them.
+template <class T, int N, bool kByRow = false> struct SpeculativeSoftmax {
   float scale, shift[2];  // inf for a row that has seen nothing yet, and for a large maximum: sums are then rejected
   float sum[2] = {0.f, 0.f};
   u32 packed[N / 2];
@@ -218,8 +222,10 @@ template <class T, int N> struct SpeculativeSoftmax {
   // If it is right for every row of the warp, takes over the sums and weights; else they are computed again, and O has
   // to be rescaled. NaN does not pass.
   STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
-    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) {
-      past.template to_weights<T>(weights, s);
+    const bool passes[2] = {sum[0] <= 256.f, sum[1] <= 256.f};
+    if (any(!(passes[0] && passes[1]))) {
+      if constexpr (kByRow) compute_again(past, passes, sum, weights, s);
+      else past.template to_weights<T>(weights, s);
       return false;
     }
     past.l[0] += sum[0];
@@ -228,23 +234,19 @@ template <class T, int N> struct SpeculativeSoftmax {
     for (int i = 0; i < N / 2; ++i) weights[i] = packed[i];
     return true;
   }
-};
 
-// The same under the maximum of all scores until now, which each row finds for itself: what a row gets does not depend
-// on its neighbours, and a block in which it sees nothing changes none of its bits. Scores become weights where they
-// are.
-template <class T, int N> struct ExactSoftmax {
-  Softmax<>& softmax;
-
-  STROBE_DEVICE explicit ExactSoftmax(Softmax<>& past) : softmax(past) {}
-  template <int From, int To> STROBE_DEVICE void weights(float (&s)[N]) {
-    if constexpr (From == 0) softmax.template maxima<true, true>(s);
-    if constexpr (From < To) softmax.template weights<From, To>(s);
-  }
-  STROBE_DEVICE float sums(const Softmax<>& past) const { return past.l[0] + past.l[1]; }
-  STROBE_DEVICE bool accept(const Softmax<>& past, u32 (&weights)[N / 2], const float (&s)[N]) const {
+ private:
+  // Rows of which all four lanes passed keep their maximum, so their weights come out as they were.
+  STROBE_DEVICE static void compute_again(Softmax<>& past, const bool (&passes)[2], const float (&sum)[2],
+                                          u32 (&weights)[N / 2], float (&s)[N]) {
+    const float l[2] = {past.l[0] + sum[0], past.l[1] + sum[1]};
+    const bool keeps[2] = {quad_max(passes[0] ? 0.f : 1.f) == 0.f, quad_max(passes[1] ? 0.f : 1.f) == 0.f};
+    past.template maxima<true, true>(s, keeps);
+    past.template weights<0, N>(s);
     pack_fragment<T>(weights, s);
-    return !any(past.alpha[0] != 1.f || past.alpha[1] != 1.f);  // multiplying by 1 changes nothing
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      if (keeps[row]) past.l[row] = l[row];
   }
 };
 
