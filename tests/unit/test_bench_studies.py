@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench_results import synthetic
 
-from benchmarks.pages import comparisons, forward_page, method_page
+from benchmarks.pages import comparisons, forward_page, method_page, tried
 from benchmarks.studies import experiments, training_costs
 from strobe.bench.results import save
 from strobe.cuda import forward_sm90, jit
@@ -102,8 +102,18 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
 def test_an_idea_brings_the_mean_of_its_cases() -> None:
     rows = [{"dim": 64, "case": case, "tile": tile, "ms": ms} for case, tile, ms in TIMED]
     study = {"rows": [*rows, {"dim": 64, "case": "a", "tile": "idea", "reason": "spills"}]}
-    assert forward_page.over_the_kernel_in_use(study, "idea") == [2.0, 0.5]
+    assert tried.gains(study, "idea") == pytest.approx([2.0, 0.5]) and tried.names(study) == ["in use", "idea", "other"]
+    assert tried.brought([2.0, 0.5]) == "1.000 (0.500 to 2.000)" and tried.brought([]) == ""
     assert forward_page.table_row("idea", [2.0, 0.5], False) == "| idea | 1.00 (0.50 to 2.00) | no |"
+
+
+def test_the_kernel_in_use_is_timed_before_and_behind_an_idea() -> None:
+    both = {"in use": 1.0, "k and v": 1.0, "in use, again": 4.0}
+    rows = [{"direction": d, "dim": 64, "case": "a", "turns": both} for d in ("forward", "backward")]
+    rows.append({"direction": "forward", "dim": 64, "case": "b", "turns": both, "sustained": both})
+    found = tried.fetches({"rows": rows}, "forward")
+    assert tried.gains(found, "k and v") == [2.0, 2.0, 2.0] and tried.gains(found, tried.AGAIN) == [0.25] * 3
+    assert tried.gains(found, "k and v", case="b", method="sustained") == [2.0]
 
 
 TIMED = (("a", "in use", 1.0), ("a", "idea", 0.5), ("b", "in use", 3.0), ("b", "idea", 6.0), ("b", "other", 1.0))
