@@ -43,9 +43,9 @@ def anchors(root: Path) -> dict[str, Anchors]:
 
 
 def where(study: dict[str, Any]) -> str:
-    """The machine of a study, and the commit."""
+    """The machine of a study, and the commit in seven digits."""
     p = study["provenance"]
-    return f"{p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit']}"
+    return f"{p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit'][:7]}"
 
 
 def study(root: Path, name: str) -> dict[str, Any] | None:

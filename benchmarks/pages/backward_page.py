@@ -1,5 +1,5 @@
-"""The numbers of docs/design/hopper-backward.md, from the committed results: what the backward reaches, and what ways to
-wait for a turn cost."""
+"""The numbers of docs/design/hopper-backward.md, from the committed results: what the backward reaches, what ways to wait
+for a turn cost, what other sums of dQ brought, and how long the stages of its loop take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import committed
-from benchmarks.pages import comparisons
+from benchmarks.pages import comparisons, tried
 from benchmarks.pages.results_page import cells_table
 from benchmarks.studies import training_costs
 from strobe.bench import claims, read_results
@@ -19,6 +19,33 @@ from strobe.measure.statistics import geometric_mean
 PAGE = Path("docs/design/hopper-backward.md")
 BEGIN, END = "<!-- measured: begin (python -m benchmarks.pages --write) -->", "<!-- measured: end -->"
 TURNS_BEGIN, TURNS_END = "<!-- turns: begin (python -m benchmarks.pages --write) -->", "<!-- turns: end -->"
+SUMS_BEGIN, SUMS_END = "<!-- sums: begin (python -m benchmarks.pages --write) -->", "<!-- sums: end -->"
+STAGES_BEGIN, STAGES_END = "<!-- stages: begin (python -m benchmarks.pages --write) -->", "<!-- stages: end -->"
+BY_TURNS_UP_TO = 1024  # keys, when other sums were timed
+SUMS = (  # and how the idea is called in the study
+    ("in any order", "sums in any order"),
+    ("by turns", "by turns"),
+    ("by turns, for which another warp waits", "by turns, another warp waits for them"),
+    ("in any order; the last block of keys rounds", "the last block rounds"),
+)
+FETCHES = (
+    ("K and V", "k and v"),
+    ("Q and dO", "q and do"),
+    ("all tensors", "all"),
+    ("the kernels in use, timed again", tried.AGAIN),
+)
+ROUNDS = "stamped, the last block rounds"  # which takes longer than what is in use without stamps, too
+ORDERS = {  # of the sums, by the name of what is stamped
+    "stamped": "any order",
+    "stamped, by turns": "by turns",
+    ROUNDS: "the last block rounds",
+}
+STAGES = (  # of a consumer: a column, and what it adds up
+    ("a block of 64 queries", ("a block of queries",)),
+    ("waits for Q and dO", ("wait for Q", "wait for dO")),
+    ("dP lands, P and dS", ("dP lands, P and dS",)),
+    ("dQ handed over", ("hand dQ over",)),
+)
 OURS, CUDNN = "strobe-sm90", "torch-cudnn"
 
 
@@ -113,6 +140,64 @@ def turns_block(root: Path) -> str:
         "both alternate."
     )
     return "\n".join([head, "", *table]) + "\n"
+
+
+def sums_block(root: Path) -> str:
+    """What other sums of dQ brought, and smaller fetches of the L2."""
+    study, promotions = committed.study(root, "backward-sums"), committed.study(root, "promotions")
+    if study is None or promotions is None:
+        return ""
+    timed = [row for row in study["rows"] if "ms" in row]
+    refused = {(row["dim"], row["tile"]): row["reason"] for row in study["rows"] if "reason" in row}
+    parts = {
+        f"{dim}, {where}": {**study, "rows": [r for r in timed if r["dim"] == dim and _is_short(r) == short]}
+        for dim in dict.fromkeys(row["dim"] for row in timed)
+        for short, where in ((True, f"up to {BY_TURNS_UP_TO:,} keys"), (False, "longer"))
+    }
+    lines = [
+        f"Speed over that of the kernels in use, which take turns up to {BY_TURNS_UP_TO:,} keys, in short turns "
+        f"({committed.where(study)}), by head dim: geometric mean, and range over masks and lengths.",
+        "",
+        "| sums of dQ | " + " | ".join(parts) + " |",
+        "|---" * (len(parts) + 1) + "|",
+    ]
+    for title, name in SUMS:
+        cells = []
+        for part in parts.values():
+            reason = refused.get((part["rows"][0]["dim"], name))
+            cells.append(f"not timed: {reason}" if reason else tried.brought(tried.gains(part, name)))
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    fetches = tried.fetches(promotions, "backward")
+    said = "; ".join(f"{what}: {tried.brought(tried.gains(fetches, name))}" for what, name in FETCHES)
+    lines += ["", f"If the L2 fetches 128 bytes at a time instead of 256, in short turns and sustained: {said}."]
+    return "\n".join(lines) + "\n"
+
+
+def _is_short(row: dict[str, Any]) -> bool:
+    return int(row["case"].split(", ")[1]) <= BY_TURNS_UP_TO
+
+
+def stages_block(root: Path) -> str:
+    """Cycles of the stages of the main loop."""
+    study = committed.study(root, "backward-stages")
+    if study is None:
+        return ""
+    lines = [
+        f"Cycles of a block of queries by stamps ({committed.where(study)}), head dim 128, causal; of both consumers where "
+        "there are two numbers. Busy: the multiprocessors, of the time until the last one is done. Stamped: the time of a "
+        "call with stamps over that of the kernels in use with the same order.",
+        "",
+        "| keys, heads | sums of dQ | " + " | ".join(name for name, _ in STAGES) + " | busy | stamped |",
+        "|---" * (len(STAGES) + 4) + "|",
+    ]
+    for row in study["rows"]:
+        _, length, _, heads = row["case"].split(", ")
+        consumers = [row["cycles"][f"consumer {i}"] for i in range(2)]
+        cells = [", ".join(f"{sum(c[stage] for stage in parts):,.0f}" for c in consumers) for _, parts in STAGES]
+        cells += [f"{100 * row['cycles']['a multiprocessor']['busy']:.1f} %"]
+        cells += ["" if row["idea"] == ROUNDS else f"{row['ms']['stamped'] / row['ms']['in use']:.2f}"]
+        lines.append(f"| {int(length):,}, {heads} | {ORDERS[row['idea']]} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _mean(ratios: dict[str, float]) -> float:

@@ -51,6 +51,8 @@ def texts(root: Path) -> dict[Path, str]:
         (root / forward_page.PAGE, forward_page.BEGIN, forward_page.END, forward_page.block(root)),
         (hopper_backward, backward_page.BEGIN, backward_page.END, backward_page.block(root)),
         (hopper_backward, backward_page.TURNS_BEGIN, backward_page.TURNS_END, backward_page.turns_block(root)),
+        (hopper_backward, backward_page.SUMS_BEGIN, backward_page.SUMS_END, backward_page.sums_block(root)),
+        (hopper_backward, backward_page.STAGES_BEGIN, backward_page.STAGES_END, backward_page.stages_block(root)),
         (root / "benchmarks" / "README.md", method_page.BEGIN, method_page.END, method_page.block(root)),
         (root / variants_page.PAGE, variants_page.BEGIN, variants_page.END, variants_page.block(root)),
         (root / variants_page.PAGE, variants_page.BESIDE_BEGIN, variants_page.BESIDE_END, variants_page.beside(root)),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import committed
+from benchmarks.pages import tried
 from strobe.measure.statistics import geometric_mean, percentile
 
 PAGE = Path("docs/design/hopper-forward.md")
@@ -28,6 +29,28 @@ TRIED = (
     ("All of Q in registers", "All of Q stays"),
     ("One loop for all key blocks, in every kernel", "One loop for all key blocks"),
 )
+# Ideas that were timed later: what is tried, and its name in the study.
+CLUSTERS = (
+    ("Clusters of two blocks share K and V", "clusters of two share K and V"),
+    ("Bound: half the loads of K and V", "bound: half the loads of K and V"),
+    ("The kernel in use, timed again beside them", tried.AGAIN),
+)
+DROPOUT = (
+    ("Dropout, bound: nothing is dropped", "bound: nothing is dropped"),
+    ("Dropout: hashes of fewer instructions", "fewer instructions"),
+    ("Dropout: hashes beside Q K^T", "beside Q K^T"),
+    ("The same, of fewer instructions", "beside Q K^T, fewer instructions"),
+    ("The same, with the tile of no dropout", "beside Q K^T, fewer instructions, the tile of no dropout"),
+    ("The same, with two consumers", "beside Q K^T, fewer instructions, two consumers"),
+    ("Dropout: hashes among the exponentials, of fewer instructions", "among the exponentials, fewer instructions"),
+)
+FETCHES = (
+    ("The L2 fetches 128 bytes of K and V at a time, not 256", "k and v"),
+    ("The same, of Q", "q and do"),
+    ("The same, of Q, K, V and O", "all"),
+    ("The kernel in use, timed again beside them", tried.AGAIN),
+)
+DIMS = (64, 128, 256)
 # What is left out of the kernel to see what saving it could bring at most, in ideas-sustained.json.
 BOUNDS = (
     ("bound: half the loads of K and V", "Bound: half the loads of K and V"),
@@ -51,9 +74,9 @@ def block(root: Path) -> str:
         (idea,) = (e for e in found["experiments"] if e["idea"].startswith(beginning))
         lines.append(table_row(title, [x for row in idea["rows"] for x in row["gain"]], idea["kept"]))
     bounds = committed.study(root, "ideas-sustained")
-    for name, title in BOUNDS if bounds else ():
-        lines.append(table_row(title, over_the_kernel_in_use(bounds, name), False))
-    return "\n".join([*lines, *compiled(root)]) + "\n"
+    if bounds is not None:
+        lines += [table_row(title, tried.gains(bounds, name), False) for name, title in BOUNDS]
+    return "\n".join([*lines, *later(root), *compiled(root)]) + "\n"
 
 
 def table_row(title: str, gains: list[float], kept: bool) -> str:
@@ -75,11 +98,53 @@ def _counter(found: dict[str, Any]) -> list[float]:
     return [counted[dim] / dealt[dim] for dim in dealt]
 
 
-def over_the_kernel_in_use(study: Any, name: str) -> list[float]:
-    """Of every case: time of the kernel in use over that of an idea."""
-    rows = [row for row in study["rows"] if "ms" in row]
-    used = {(row["dim"], row["case"]): row["ms"] for row in rows if row["tile"] == "in use"}
-    return [used[row["dim"], row["case"]] / row["ms"] for row in rows if row["tile"] == name]
+def later(root: Path) -> list[str]:
+    """The ideas that were timed last, by head dim."""
+    of = ("clusters", "tiles-and-row-sums", "dropout-ideas", "promotions")
+    clusters, tiles, dropout, promotions = (committed.study(root, name) for name in of)
+    if clusters is None or tiles is None or dropout is None or promotions is None:
+        return []
+    lines = [
+        "",
+        f"Timed later ({committed.where(clusters)}), by head dim; range over masks and lengths. The rule: an idea is kept if "
+        "it brings at least 1 % where it is for and loses nowhere more than 1 %.",
+        "",
+        "| tried | timed | " + " | ".join(map(str, DIMS)) + " | kept |",
+        "|---" * (len(DIMS) + 3) + "|",
+    ]
+    lines += [_row(title, clusters, name, method=m) for title, name in CLUSTERS for m in tried.METHODS]
+    lines += _tiles(tiles)
+    lines += [_row(title, dropout, name) for title, name in DROPOUT]
+    fetches = tried.fetches(promotions, "forward")
+    return lines + [_row(title, fetches, name) for title, name in FETCHES]
+
+
+def _row(title: str, study: tried.Study, name: str, **where: Any) -> str:
+    methods = {row["method"] for row in study["rows"] if all(row[key] == x for key, x in where.items())}
+    timed = " and ".join(said for method, said in tried.METHODS.items() if method in methods)
+    cells = (tried.brought(tried.gains(study, name, dim=dim, **where)) for dim in DIMS)
+    return f"| {title} | {timed} | {' | '.join(cells)} | {'' if name == tried.AGAIN else 'no'} |"
+
+
+def _tiles(study: tried.Study) -> list[str]:
+    """The best of the other tiles, and row sums by products, which take the place of additions at head dim 64."""
+    best, count, lines = {}, 0, []
+    for dim in DIMS:
+        others = [name for name in tried.names(study, of="tiles", dim=dim) if name != tried.IN_USE]
+        count += len(others)
+        if others:
+            found = {name: tried.gains(study, name, of="tiles", dim=dim) for name in others}
+            best[dim] = max(found.items(), key=lambda item: geometric_mean(item[1]))
+    which = ", ".join(f"{name.split()[0]} at {dim}" for dim, (name, _) in best.items())
+    cells = (tried.brought(best[dim][1]) if dim in best else "" for dim in DIMS)
+    lines.append(f"| The best of {count} other tiles: {which} | sustained | {' | '.join(cells)} | no |")
+    titles = (
+        "Row sums by products with a column of ones",
+        "With it: 24 exponentials before the wait",
+        "With it: an eighth of the exponentials by FMAs",
+    )
+    ideas = [name for name in tried.names(study, of="row sums") if name != tried.IN_USE]
+    return lines + [_row(title, study, name, of="row sums") for title, name in zip(titles, ideas, strict=True)]
 
 
 def compiled(root: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""The cycles of each stage of the main loop of Hopper's backward, by stamps that are edits of its source.
+"""The cycles of each stage of the main loop of Hopper's backward, by stamps that are edits of its source:
+`python -m benchmarks.studies.backward_stamps -o benchmarks/results/MACHINE/studies/backward-stages.json`
 
 One thread of each role writes down the clock at the end of each stage: a row of 32 words for each block of queries, and a
 row in front of them for what happens once. They lie where the keys of the dropout's rows would. The stores have no branch,
@@ -6,12 +7,27 @@ and no clock is read between the exponentials, so that ptxas keeps its order."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from benchmarks.studies.ideas import Edit
+from benchmarks.studies.ideas import Edit, GradientCase, Idea, backward_cases, the_gpu
+from strobe.bench import results
+from strobe.bench.inputs import make_tensors
+from strobe.cuda import backend, backward_sm90
+from strobe.cuda.plan import Machine, Plan
+from strobe.mask import Mask, causal
+from strobe.measure import provenance
+from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
+from strobe.measure.turns import medians
+from strobe.tools import tune_backward
+from strobe.tools.tune_backward import kernel_tensors, on_gpu
 
 WORDS = 32
 CONSUMER = [  # the stages of a block of queries, in their order; the first ends where the loop begins
@@ -203,8 +219,6 @@ def stages(words: torch.Tensor) -> dict[str, Any]:
     for role, (name, of_role) in enumerate(ROLES.items()):
         rows = words[:, role, 2:]
         there = rows[..., 0] != 0
-        if not there.any():  # an idea has another loop for it
-            continue
         whole, after = there[:, :-1] & there[:, 1:], rows[:, 1:, 0]
         means = {stage: _mean((rows[..., i] - rows[..., i - 1])[there]) for i, stage in enumerate(of_role) if stage}
         means["until the next"] = _mean((after - rows[:, :-1, len(of_role) - 1])[whole])
@@ -244,3 +258,68 @@ def table(found: dict[str, Any]) -> str:
         f"  {what}\n" + "\n".join(f"    {x:12,.{0 if abs(x) > 9 else 3}f}  {name}" for name, x in values.items())
         for what, values in found.items()
     )
+
+
+# ---- what is run -----------------------------------------------------------------------------------------------------
+IN_USE = Idea("in use", header="backward_sm90")
+STAMPED = replace(IN_USE, name="stamped", edits=EDITS)
+ORDERS = {"stamped": 0, "stamped, by turns": 1 << 30}  # of the sums of dQ; up to so many keys they are taken by turns
+KIND = tune_backward.kinds("sm90", backward_sm90.ARCH)[0]
+
+
+def case_of(dim: int, mask: Mask, length: int, batch: int, heads: int, heads_k: int) -> GradientCase:
+    (case, *_) = backward_cases(dim, dim, KIND, [length])
+    name = f"{mask.name}, {length}, head dim {dim}, {heads} heads on {heads_k}"
+    return replace(case, name=name, mask=mask, batch=batch, heads=heads, heads_k=heads_k)
+
+
+CASES = [
+    case_of(128, causal, length, batch, *heads)
+    for heads, batches in (((16, 16), (4, 1)), ((64, 8), (2, 1)), ((32, 8), (2, 1)))
+    for length, batch in zip((4096, 16384), batches, strict=True)
+]
+
+
+def planned(case: GradientCase, idea: Idea, order: str, machine: Machine) -> Plan:
+    with mock.patch.object(backward_sm90, "TURNS_UP_TO", ORDERS[order]):
+        return case.plan(idea, machine)
+
+
+def stamped(device: torch.device) -> dict[str, Any]:
+    machine, rows = backend.machine_of(device), []
+    watch = Stopwatch(device, Settings(budget_ms=40, rounds=8, graph_below_ms=0))
+    for order in ORDERS:
+        for case in CASES if order == "stamped" else CASES[:2]:
+            tensors = kernel_tensors(case, make_tensors(case, device, seed=0))
+            plan = planned(case, STAMPED, order, machine)
+            block_m = int(str(plan.details["backward tile"]).split()[0])
+            room = plan.launches[1].grid, len(ROLES), case.group * -(-case.len_q // block_m) + 1, WORDS
+            words = torch.zeros(room, dtype=torch.int32, device=device)
+            call = on_gpu(plan, tensors | {"dropout_rows": words})
+            plain = on_gpu(planned(case, IN_USE, order, machine), tensors)
+            timed = {"in use": TimedCall(plain), "stamped": TimedCall(call)}
+            for one in timed.values():
+                one.call()
+            ms = medians(timed, watch)
+            words.zero_()
+            call()
+            row: dict[str, Any] = {"case": str(case), "idea": order, "ms": ms, "cycles": stages(words)}
+            print(f"{case}, {order}: {ms}\n{table(row['cycles'])}", flush=True)
+            rows.append(row)
+    return {"kind": "backward-stages", "provenance": provenance.collect(device, seed=0), "rows": rows}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.backward_stamps",
+        description="The cycles of each stage of the main loop of Hopper's backward.",
+    )
+    parser.add_argument("-o", "--out", type=Path, required=True, help="the JSON file to write")
+    chosen = parser.parse_args(arguments)
+    results.write(stamped(the_gpu(parser)), chosen.out)
+    print(f"wrote {chosen.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

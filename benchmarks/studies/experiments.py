@@ -1,6 +1,6 @@
 """Small experiments beside the benchmark:
-`python -m benchmarks.studies turns -o benchmarks/results/MACHINE/studies/turns.json`; `inputs`, `training`, `promotions` and
-`variants` likewise."""
+`python -m benchmarks.studies turns -o benchmarks/results/MACHINE/studies/turns.json`; `inputs`, `training` and `variants`
+likewise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies import promotions, training_costs
+from benchmarks.studies import training_costs
 from strobe.bench import results
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import make_tensors
@@ -141,7 +141,6 @@ def _variant(variant: TemplateKernel, arch: str) -> dict[str, Any]:
 
 STUDIES: dict[str, Callable[[torch.device], Rows]] = {
     "turns": turns,
-    "promotions": promotions.rows,
     "inputs": inputs,
     "training": training_costs.rows,
     "variants": variants,

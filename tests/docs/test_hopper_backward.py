@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import backward_page, comparisons
+from benchmarks.pages import backward_page, comparisons, tried
 from strobe.bench import read_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +70,40 @@ def test_the_cell_closest_to_cudnn_is_long_causal_and_wide() -> None:
     least = min(ahead, key=ahead.__getitem__)
     (case,) = {row.case.label: row.case for row in grid.rows if row.case.key == least}.values()
     assert case.dim == 256 and case.mask.name == "causal" and case.len_k >= 8192
+
+
+def test_stages_take_what_the_page_says() -> None:
+    rows = {(row["case"], row["idea"]): row for row in load("studies/backward-stages.json")["rows"]}
+
+    def consumers(length: int, heads: str, idea: str = "stamped") -> list[dict[str, float]]:
+        cycles = rows[f"causal, {length}, head dim 128, {heads}", idea]["cycles"]
+        return [cycles["consumer 0"], cycles["consumer 1"]]
+
+    plain = [x for length in (4096, 16384) for x in consumers(length, "16 heads on 16")]
+    assert all(abs(x["a block of queries"] - 3660) < 15 and 545 < x["hand dQ over"] < 635 for x in plain)
+    for slow, few, more, less in ((4096, "64 heads on 8", 1.085, 1.075), (16384, "64 heads on 8", 1.025, 1.015),
+                                  (4096, "32 heads on 8", 1.015, 1.0), (16384, "32 heads on 8", 1.015, 1.0)):  # fmt: skip
+        for x, base in zip(consumers(slow, few), consumers(slow, "16 heads on 16"), strict=True):
+            assert less < x["a block of queries"] / base["a block of queries"] < more
+            waits = sum(x[stage] - base[stage] for stage in ("wait for Q", "wait for dO"))
+            assert few != "64 heads on 8" or waits > (x["a block of queries"] - base["a block of queries"]) / 2
+
+    def busy(idea: str) -> list[float]:
+        return [row["cycles"]["a multiprocessor"]["busy"] for (_, name), row in rows.items() if name == idea]
+
+    assert min(busy("stamped")) > 0.98 and max(busy("stamped, by turns")) < 0.92
+    rounds = [x for n in (4096, 16384) for x in consumers(n, "16 heads on 16", "stamped, the last block rounds")]
+    assert all(720 < x["hand dQ over"] < 1100 for x in rounds)
+    for heads, clock in (("16 heads on 16", 1.5e6), ("64 heads on 8", 1.4e6)):
+        row = rows[f"causal, 16384, head dim 128, {heads}", "stamped"]
+        assert abs(row["cycles"]["a multiprocessor"]["cycles"] / row["ms"]["stamped"] - clock) < 0.05e6
+
+
+def test_other_sums_lost() -> None:
+    study = load("studies/backward-sums.json")
+    for idea in ("the last block rounds", "by turns, another warp waits for them"):
+        assert len(tried.gains(study, idea)) == 24 and max(tried.gains(study, idea)) < 0.99
+    assert max(tried.gains(study, "sums in any order") + tried.gains(study, "by turns")) < 1.015
 
 
 def test_what_was_tried_and_lost() -> None:

@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from bench_results import synthetic
-from fake_gpu import H200
 
-from benchmarks.pages import comparisons, forward_page, method_page
-from benchmarks.studies import experiments, promotions, training_costs
+from benchmarks.pages import comparisons, forward_page, method_page, tried
+from benchmarks.studies import experiments, training_costs
 from strobe.bench.results import save
 from strobe.cuda import forward_sm90, jit
-from strobe.mask import causal
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
 from strobe.measure.turns import medians
-from strobe.problem import supposed
 
 
 def test_times_are_kept_by_place_in_the_turn() -> None:
@@ -56,24 +53,6 @@ def test_what_training_adds_is_a_pair_of_calls(monkeypatch: pytest.MonkeyPatch) 
     calls = {"plain": TimedCall(plain), "deterministic": TimedCall(fixed)}
     ms = medians(calls, Stopwatch(cpu, Settings(budget_ms=1, rounds=2)))
     assert set(ms) == {"plain", "deterministic"} and min(ms.values()) > 0
-
-
-def test_promotions_are_those_of_the_maps_that_are_named() -> None:
-    problem = supposed(torch.device("cuda"), torch.bfloat16, *[(1, 4096, 16, 128)] * 3, mask=causal)
-    strides = (4096 * 2048, 128, 2048)
-
-    def planned() -> dict[str, int]:
-        (launch,) = forward_sm90.plan(problem, strides, H200).launches
-        return {name: spec.promotion for name, spec in launch.maps.items()}
-
-    before = planned()
-    with promotions.fetched(("k", "v")):
-        assert planned() == before | {"k": 128, "v": 128} != before
-    assert planned() == before
-    assert len({(case.dim, case.name) for case in promotions.CASES}) == len(promotions.CASES)
-    for case in promotions.CASES:
-        x = promotions.tensors(case, torch.device("meta"))
-        assert x["q"].shape[-2] == case.group * x["k"].shape[-2] and ("cu_q" in x) == (case.lengths is not None)
 
 
 def test_inputs_differ_from_plain_bf16_in_one_thing() -> None:
@@ -123,8 +102,18 @@ def test_variants_are_compiled_and_counted(tmp_path: Path) -> None:
 def test_an_idea_brings_the_mean_of_its_cases() -> None:
     rows = [{"dim": 64, "case": case, "tile": tile, "ms": ms} for case, tile, ms in TIMED]
     study = {"rows": [*rows, {"dim": 64, "case": "a", "tile": "idea", "reason": "spills"}]}
-    assert forward_page.over_the_kernel_in_use(study, "idea") == [2.0, 0.5]
+    assert tried.gains(study, "idea") == pytest.approx([2.0, 0.5]) and tried.names(study) == ["in use", "idea", "other"]
+    assert tried.brought([2.0, 0.5]) == "1.000 (0.500 to 2.000)" and tried.brought([]) == ""
     assert forward_page.table_row("idea", [2.0, 0.5], False) == "| idea | 1.00 (0.50 to 2.00) | no |"
+
+
+def test_the_kernel_in_use_is_timed_before_and_behind_an_idea() -> None:
+    both = {"in use": 1.0, "k and v": 1.0, "in use, again": 4.0}
+    rows = [{"direction": d, "dim": 64, "case": "a", "turns": both} for d in ("forward", "backward")]
+    rows.append({"direction": "forward", "dim": 64, "case": "b", "turns": both, "sustained": both})
+    found = tried.fetches({"rows": rows}, "forward")
+    assert tried.gains(found, "k and v") == [2.0, 2.0, 2.0] and tried.gains(found, tried.AGAIN) == [0.25] * 3
+    assert tried.gains(found, "k and v", case="b", method="sustained") == [2.0]
 
 
 TIMED = (("a", "in use", 1.0), ("a", "idea", 0.5), ("b", "in use", 3.0), ("b", "idea", 6.0), ("b", "other", 1.0))

@@ -76,8 +76,7 @@ int cuLaunchKernelEx(const Config* c, void* function, void** params, void** extr
          (unsigned)((uintptr_t)params[0] % 64));
   for (unsigned i = 0; i < c->count; ++i) {
     const int* v = (const int*)c->attributes[i].value;
-    if (c->attributes[i].id == 4) record(" cluster %d %d %d", v[0], v[1], v[2]);
-    else record(" attribute%d %d", c->attributes[i].id, v[0]);
+    record(" attribute%d %d", c->attributes[i].id, v[0]);
   }
   record("\n");
   return fails("cuLaunchKernelEx");
@@ -202,32 +201,30 @@ def test_a_launch_sends_the_configuration_and_the_current_parameters(with_stub):
     assert lines == [expected.format(*case) for case in cases]
 
 
-def test_clusters_and_dependent_launch_are_attributes(with_stub):
+def test_dependent_launch_is_an_attribute(with_stub):
     tails = with_stub("""
         function = driver.Kernel(b"\\x7fELF.....").function(0)
         log()
-        for cluster, pdl in ((2, False), (1, True), (4, True)):
-            driver.Launch(function, 8, 384, 0, bytearray(64), cluster=cluster, pdl=pdl).launch(0)
+        for pdl in (False, True):
+            driver.Launch(function, 8, 384, 0, bytearray(64), pdl=pdl).launch(0)
         result = [line.split("align 0")[1] for line in log()]
     """)
-    assert tails == [" cluster 2 1 1", " attribute6 1", " cluster 4 1 1 attribute6 1"]
+    assert tails == ["", " attribute6 1"]
 
 
 def test_captures_are_told_apart(with_stub):
     assert with_stub("result = [driver.capture_id(stream) for stream in (0x100, 0x200)]") == [0x107, 0x207]
 
 
-def test_a_grid_of_broken_clusters_is_refused(with_stub):
-    messages = with_stub("""
+def test_a_grid_without_blocks_is_refused(with_stub):
+    message = with_stub("""
         function = driver.Kernel(b"\\x7fELF.....").function(0)
-        result = []
-        for grid in (7, 0):
-            try:
-                driver.Launch(function, grid, 128, 0, bytes(4), cluster=2)
-            except ValueError as error:
-                result.append(str(error))
+        try:
+            driver.Launch(function, 0, 128, 0, bytes(4))
+        except ValueError as error:
+            result = str(error)
     """)
-    assert "7 blocks" in messages[0] and "clusters of 2" in messages[0] and "0 blocks" in messages[1]
+    assert "0 blocks" in message
 
 
 @pytest.mark.parametrize(

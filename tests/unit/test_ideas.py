@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_gpu import H200
 
-from benchmarks.studies import backward_ideas, clusters, forward_ideas, ideas
+from benchmarks.studies import backward_stamps, ideas
 from strobe.arguments import Inputs
 from strobe.backends.tiled import forward as tiled
 from strobe.cuda.kernel import TemplateKernel, TextKernel
@@ -83,7 +83,7 @@ def test_the_command_writes_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_
         assert json.loads(out.read_text()) == {"kind": "ideas", "method": "sustained", "rows": []}
 
 
-@pytest.mark.parametrize("study", [ideas, backward_ideas, clusters, forward_ideas], ids=lambda study: study.__name__)
+@pytest.mark.parametrize("study", [ideas, backward_stamps], ids=lambda study: study.__name__)
 def test_the_command_needs_a_gpu(
     study: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ _HINTS = {
     "CUDA_ERROR_OUT_OF_MEMORY": "the GPU is full; torch.cuda.empty_cache() gives back what torch keeps in reserve",
     "CUDA_ERROR_INVALID_CONTEXT": "no context is current; use the device through torch first",
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "the block needs more registers or shared memory than the GPU has",
-    "CUDA_ERROR_INVALID_VALUE": "out of range: grid, threads, shared memory, cluster or the shape of a tensor map",
+    "CUDA_ERROR_INVALID_VALUE": "out of range: grid, threads, shared memory or the shape of a tensor map",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel left its tensors; this process cannot use the GPU any more",
     "CUDA_ERROR_NO_DEVICE": "the driver sees no GPU (is CUDA_VISIBLE_DEVICES empty?)",
 }
@@ -150,11 +150,9 @@ class Launch:
         threads: int,
         smem: int,
         params: bytes | bytearray,
-        cluster: int = 1,
         pdl: bool = False,
     ) -> None:
         cuda = bindings()
-        self._cluster = cluster
         self._config = config = cuda.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX = threads
@@ -162,12 +160,6 @@ class Launch:
         self.set_grid(grid)
 
         attributes = []
-        if cluster > 1:
-            attribute = cuda.CUlaunchAttribute()
-            attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dims = attribute.value.clusterDim
-            dims.x, dims.y, dims.z = cluster, 1, 1
-            attributes.append(attribute)
         if pdl:  # may start before its predecessor in the stream has ended; it waits where its code says so
             attribute = cuda.CUlaunchAttribute()
             attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -186,8 +178,6 @@ class Launch:
     def set_grid(self, blocks: int) -> None:
         if blocks < 1 or blocks >= 2**31:
             raise ValueError(f"grid: {blocks} blocks; allowed are 1 to 2**31 - 1")
-        if blocks % self._cluster:
-            raise ValueError(f"grid: {blocks} blocks are not a whole number of clusters of {self._cluster}")
         self._config.gridDimX = blocks
 
     def launch(self, stream: int) -> None:

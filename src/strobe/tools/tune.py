@@ -22,8 +22,7 @@ from strobe.cuda.plan import Dims, Machine, Plan
 from strobe.cuda.tuned import tile_name
 from strobe.measure import provenance
 from strobe.measure.clocks import Monitor
-from strobe.measure.do_bench import do_bench
-from strobe.measure.method import DO_BENCH, SUSTAINED, TURNS
+from strobe.measure.method import SUSTAINED, TURNS
 from strobe.measure.statistics import summarise_turns
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
 from strobe.measure.sustained import Settings as SustainedSettings, SustainedCall, sustain
@@ -73,20 +72,19 @@ class Subject:
     cases: Callable[[int, int, str, Sequence[int]], list[Any]]  # TuneCases of a head dim and kind at these lengths
     candidates: Callable[[int, int, str], list[Any]]  # tiles; the first is in use
     calls: Callable[[list[Any], Any, torch.device, Machine], Calls]  # checked, and ready to be timed
-    compiles: Callable[[KernelSpec], str | None] = compiles
 
     def dims_of(self, head_dims: Sequence[int] | None) -> list[Dims]:
         return [pair for pair in self.dims if not head_dims or pair[0] in head_dims]
 
 
-def unable(subject: Subject, tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dict[Any, str]:
+def unable(tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dict[Any, str]:
     """Tiles that cannot be used for all of a group of cases, and why. The first is in use: whether its kernels may spill a
     little is decided elsewhere (tests/compile)."""
     plans = [(tile, case.plan(tile, machine)) for tile in tiles for case in group]
     wanted = {(tile, launch.kernel) for tile, plan in plans for launch in plan.launches}
     kernels = list(dict.fromkeys(kernel for _, kernel in wanted))  # tiles share the smaller ones
     with ThreadPoolExecutor() as pool:
-        found = dict(zip(kernels, pool.map(subject.compiles, kernels), strict=True))
+        found = dict(zip(kernels, pool.map(compiles, kernels), strict=True))
     reasons = {tile: reason for tile, kernel in wanted if (reason := found[kernel]) is not None}
     return {tile: reason for tile, reason in reasons.items() if (tile, reason) != (tiles[0], "spills")}
 
@@ -110,7 +108,7 @@ def sweep(
     for (dim, dim_v, kind), group in groups.items():
         tiles = subject.candidates(dim, dim_v, kind)
         report(f"compiling {len(tiles)} tiles for head dim {dim}/{dim_v}, {kind}", done, total)
-        reasons = unable(subject, tiles, group, machine)
+        reasons = unable(tiles, group, machine)
         rows += [{"dim": dim, "dim_v": dim_v, "kind": kind, "tile": str(t), "reason": r} for t, r in reasons.items()]
         for case in group:
             report(f"head dim {dim}/{dim_v}, {kind}: {case}", done, total)
@@ -139,8 +137,6 @@ def _measured(
     running: list[TimedCall] = list(calls.values())
     if method == SUSTAINED:
         sustain(list(calls.values()), watch, monitor, SustainedSettings(repeats=1))
-    elif method == DO_BENCH:
-        do_bench(running)
     else:
         interleave(running, watch)
     done = {name: call for name, call in calls.items() if call.problem is None}
