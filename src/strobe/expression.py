@@ -26,11 +26,19 @@ KINDS = {"b": INT, "h": INT, "qi": INT, "ki": INT, "len_qi": INT, "len_ki": INT}
 AS_FLOATS = {"qi": "q", "ki": "k", "len_qi": "len_q", "len_ki": "len_k"}
 
 
+def on_device(value: Value, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As a tensor there. A number is filled in, not copied: a CUDA graph that is being captured allows no copies from the
+    host."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device=device, dtype=dtype or value.dtype)
+    return torch.full((), value, device=device, dtype=dtype)
+
+
 def _minmax(of_numbers: Any, of_tensors: Any, a: Value, b: Value) -> Value:
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
         return of_numbers(a, b)
     like = a if isinstance(a, torch.Tensor) else b
-    return of_tensors(torch.as_tensor(a, device=like.device), torch.as_tensor(b, device=like.device))
+    return of_tensors(on_device(a, like.device), on_device(b, like.device))
 
 
 def _of_tensor(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
@@ -370,8 +378,7 @@ def kind_of_number(value: Any) -> int:
 def places(tensor: torch.Tensor, index: list[Value]) -> tuple[torch.Tensor, ...]:
     """The indices, clamped to the axes of the tensor."""
     return tuple(
-        torch.as_tensor(i, device=tensor.device).long().clamp(0, max(n - 1, 0))
-        for i, n in zip(index, tensor.shape, strict=True)
+        on_device(i, tensor.device).long().clamp(0, max(n - 1, 0)) for i, n in zip(index, tensor.shape, strict=True)
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.expression import Expr, Value, full_name
+from strobe.expression import Expr, Value, full_name, on_device
 from strobe.expression_text import Grammar, parse, parse_name
 
 _UNBOUNDED = 1 << 30  # larger constants are clamped so that 32-bit arithmetic in the kernels cannot overflow
@@ -101,7 +101,7 @@ class Mask:
         for expr, default in ((self.lo, 0), (self.hi, len_k)):
             end = default if expr is None else expr.evaluate(env) - offset_k
             if isinstance(rows, torch.Tensor):
-                end = torch.as_tensor(end, dtype=rows.dtype, device=rows.device).clamp(0, len_k).expand_as(rows)
+                end = on_device(end, rows.device, rows.dtype).clamp(0, len_k).expand_as(rows)
             else:
                 end = min(max(end, 0), len_k)
             ends.append(end)

@@ -264,3 +264,17 @@ def test_strides_beyond_2_to_the_31_elements(kernel: str) -> None:
     far.fill_(torch.nan)
     strobe.attention(q, near, near, out=far, backend=kernel)
     assert torch.equal(far, want)
+
+
+@pytest.mark.parametrize("mask", [None, causal, window(5, 0)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_what_pytorch_computes_can_be_captured(backend: str, mask: strobe.Mask | None) -> None:
+    """Numbers of masks are filled in on the device: a capture allows no copies from the host."""
+    q, k, v = (torch.randn(2, 60, 4, 32, device="cuda") for _ in "qkv")
+    strobe.attention(q, k, v, mask=mask, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = strobe.attention(q, k, v, mask=mask, backend=backend)
+    q.normal_()
+    graph.replay()
+    assert torch.equal(out, strobe.attention(q, k, v, mask=mask, backend=backend))
