@@ -108,10 +108,9 @@ template <bool kLazyRescale = false> struct Softmax {
 
   // The new maxima; what was summed before is rescaled to them. kMaybeEmpty: rows may not have seen any key yet, and
   // exp(-inf - -inf) must not become NaN. Large maxima are subtracted from `s`: in all rows of a warp where one has
-  // such a maximum or, with kByRow, in that one alone, so that no row's bits depend on its neighbours. `keeps`: rows
-  // whose maximum stays where it is.
-  template <bool kMaybeEmpty, bool kByRow = false, int N>
-  STROBE_DEVICE void maxima(float (&s)[N], const bool (&keeps)[2] = {false, false}) {
+  // such a maximum or, with kByRow, in that one alone, so that no row's bits depend on its neighbours. `keeps`: a bit
+  // for each row whose maximum stays where it is.
+  template <bool kMaybeEmpty, bool kByRow = false, int N> STROBE_DEVICE void maxima(float (&s)[N], u32 keeps = 0) {
     grew = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -129,7 +128,7 @@ template <bool kLazyRescale = false> struct Softmax {
         now = far ? now : m[row];
         grew |= far;
       }
-      if (kByRow && keeps[row]) now = m[row];
+      if (kByRow && (keeps >> row & 1)) now = m[row];
       const float safe = kMaybeEmpty && now == neg_inf() ? 0.f : now;
       alpha[row] = exp2_approx((m[row] - safe) * scale);
       m[row] = now;
@@ -222,9 +221,8 @@ template <class T, int N, bool kByRow = false> struct SpeculativeSoftmax {
   // If it is right for every row of the warp, takes over the sums and weights; else they are computed again, and O has
   // to be rescaled. NaN does not pass.
   STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
-    const bool passes[2] = {sum[0] <= 256.f, sum[1] <= 256.f};
-    if (any(!(passes[0] && passes[1]))) {
-      if constexpr (kByRow) compute_again(past, passes, sum, weights, s);
+    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) {
+      if constexpr (kByRow) compute_again(past, weights, s);
       else past.template to_weights<T>(weights, s);
       return false;
     }
@@ -237,16 +235,17 @@ template <class T, int N, bool kByRow = false> struct SpeculativeSoftmax {
 
  private:
   // Rows of which all four lanes passed keep their maximum, so their weights come out as they were.
-  STROBE_DEVICE static void compute_again(Softmax<>& past, const bool (&passes)[2], const float (&sum)[2],
-                                          u32 (&weights)[N / 2], float (&s)[N]) {
+  STROBE_DEVICE void compute_again(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
     const float l[2] = {past.l[0] + sum[0], past.l[1] + sum[1]};
-    const bool keeps[2] = {quad_max(passes[0] ? 0.f : 1.f) == 0.f, quad_max(passes[1] ? 0.f : 1.f) == 0.f};
+    u32 keeps = 0;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) keeps |= u32(quad_max(sum[row] <= 256.f ? 0.f : 1.f) == 0.f) << row;
     past.template maxima<true, true>(s, keeps);
     past.template weights<0, N>(s);
     pack_fragment<T>(weights, s);
 #pragma unroll
     for (int row = 0; row < 2; ++row)
-      if (keeps[row]) past.l[row] = l[row];
+      if (keeps >> row & 1) past.l[row] = l[row];
   }
 };
 
