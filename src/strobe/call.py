@@ -10,6 +10,7 @@ from strobe import autograd
 from strobe.arguments import Arguments
 from strobe.bound_call import bind, lookup
 from strobe.checks import with_longest
+from strobe.dropout import new_seed
 from strobe.page_checks import check_call
 
 _transforming = torch._C._are_functorch_transforms_active
@@ -36,7 +37,7 @@ def _completed(a: Arguments) -> Arguments:
     if a.cu_q is not None:
         a = with_longest(a)
     if a.dropout and a.seed is None:
-        a = a._replace(seed=int(torch.randint(1 << 62, (), device="cpu").item()))
+        a = a._replace(seed=new_seed(a.q.device))
     return a
 
 

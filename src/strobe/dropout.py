@@ -67,6 +67,17 @@ def threshold_bits(p: float) -> int:
     return rank if rank > 0 else 0x8000 - rank
 
 
+def new_seed(device: torch.device) -> int:
+    """One that follows torch.manual_seed, for a call on this device. A CUDA graph would keep the number that is drawn
+    while it is captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "dropout without a seed cannot be captured in a CUDA graph: the seed is drawn on the host, once, and each "
+            "replay would drop the same weights. If that is wanted give `seed`; else leave attention out of the graph"
+        )
+    return int(torch.randint(1 << 62, (), device="cpu").item())
+
+
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """`mix` of numbers below 2^32 in int64: products wrap around, but their low halves are right."""
     x = x ^ (x >> 16)

@@ -27,10 +27,9 @@ AS_FLOATS = {"qi": "q", "ki": "k", "len_qi": "len_q", "len_ki": "len_k"}
 
 
 def on_device(value: Value, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """As a tensor there. A number is filled in, not copied: a CUDA graph that is being captured allows no copies from the
-    host."""
+    """As a tensor there. A number is filled in, since nothing may be copied from the host while a CUDA graph is captured."""
     if isinstance(value, torch.Tensor):
-        return value.to(device=device, dtype=dtype or value.dtype)
+        return value.to(device, dtype or value.dtype)
     return torch.full((), value, device=device, dtype=dtype)
 
 
@@ -393,14 +392,3 @@ def _of_kind(value: Value, kind: int, env: Mapping[Any, Value]) -> Value:
 
 def _product(a: Expr, b: Expr) -> Expr:
     return b if a == _ONE else a if b == _ONE else a * b
-
-
-def full_name(title: str, numbers: Any) -> str:
-    """The name of a mask or a score: its title with the numbers in the place of the placeholders."""
-    given = iter(numbers)
-    first, *rest = title.split(PLACEHOLDER)
-    return first + "".join(f"{_shown(next(given, PLACEHOLDER))}{part}" for part in rest)
-
-
-def _shown(number: Any) -> str:
-    return f"{number:g}" if isinstance(number, float) else f"{number}"

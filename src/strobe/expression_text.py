@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strobe.expression import FLOAT, INT, LONG, OPERATIONS, PLACEHOLDER, Expr, full_name
+from strobe.expression import FLOAT, INT, LONG, OPERATIONS, PLACEHOLDER, Expr
 
 _MOST_CHARACTERS, _MOST_LEVELS = 1 << 16, 100  # of a text; of operations inside of operations
 MOST_TENSORS, MOST_AXES = 6, 4  # of a score; as many have a place in the arguments of kernels
@@ -139,3 +139,14 @@ def parse_name(title: str, numbers: Iterable[Any] = ()) -> str:
     """The name of a mask or a score, which errors, logs and kernels show: signs that could end a line, a string or a
     comment become underscores."""
     return re.sub(r"[^\w .,()&+-]", "_", full_name(title[:1000], numbers))
+
+
+def full_name(title: str, numbers: Any) -> str:
+    """The name of a mask or a score: its title with the numbers in the place of the placeholders."""
+    given = iter(numbers)
+    first, *rest = title.split(PLACEHOLDER)
+    return first + "".join(f"{_shown(next(given, PLACEHOLDER))}{part}" for part in rest)
+
+
+def _shown(number: Any) -> str:
+    return f"{number:g}" if isinstance(number, float) else f"{number}"

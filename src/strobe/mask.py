@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.expression import Expr, Value, full_name, on_device
-from strobe.expression_text import Grammar, parse, parse_name
+from strobe.expression import Expr, Value, on_device
+from strobe.expression_text import Grammar, full_name, parse, parse_name
 
 _UNBOUNDED = 1 << 30  # larger constants are clamped so that 32-bit arithmetic in the kernels cannot overflow
 

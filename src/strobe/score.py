@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from strobe import score_cpp
-from strobe.expression import BOOL, CTYPES, FLOAT, INT, KINDS, LONG, OPERATIONS, Expr, full_name
+from strobe.expression import BOOL, CTYPES, FLOAT, INT, KINDS, LONG, OPERATIONS, Expr
 from strobe.expression_cpp import Numbers
-from strobe.expression_text import Grammar, parse, parse_name
+from strobe.expression_text import Grammar, full_name, parse, parse_name
 from strobe.kernel_form import KernelForm, kernel_form
 from strobe.score_cpp import Entries
 

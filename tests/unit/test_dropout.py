@@ -176,3 +176,14 @@ def test_heads_and_batches_are_independent() -> None:
 def test_no_two_rows_are_alike() -> None:
     x = bits(5, heads=4, rows=256, keys=64).flatten(0, 2)
     assert torch.unique(x, dim=0).shape[0] == x.shape[0]
+
+
+def test_no_seed_is_drawn_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay would drop the same weights."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="each replay would drop the same weights"):
+        dropout.new_seed(torch.device("cuda", 0))
+    torch.manual_seed(3)
+    first = dropout.new_seed(torch.device("cpu"))
+    torch.manual_seed(3)
+    assert dropout.new_seed(torch.device("cpu")) == first

@@ -16,6 +16,7 @@ from strobe.arguments import Arguments
 from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms
+from strobe.dropout import new_seed
 from strobe.invalid import raises_as_hosts
 from strobe.problem import Unsupported
 
@@ -182,7 +183,7 @@ def _forward(a: Arguments, return_debug_mask: bool) -> tuple[torch.Tensor, ...]:
     if return_debug_mask:
         raise Unsupported("return_debug_mask=True: strobe never holds the attention weights")
     if a.dropout:  # on the CPU: reading the seed in the backward pass waits for nothing
-        a = a._replace(seed=int(torch.randint(1 << 62, (), device="cpu").item()))
+        a = a._replace(seed=new_seed(a.q.device))
         state = torch.tensor([a.seed, 0], dtype=torch.uint64)
     else:
         state = torch.empty(2, dtype=torch.uint64, device=a.q.device)

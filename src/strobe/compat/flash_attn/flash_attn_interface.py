@@ -26,10 +26,10 @@ from strobe.compat.flash_attn.kernels import (
     _wrapped_flash_attn_varlen_forward,
     empty_rows_as_inf,
     maybe_contiguous,
-    new_seed,
     round_multiple,
 )
 from strobe.compat.flash_attn.probabilities import signed_scores
+from strobe.dropout import new_seed
 from strobe.invalid import InvalidArgument, raises_as_hosts
 
 USE_TRITON_ROCM = False
@@ -269,7 +269,7 @@ def _run(
     a = Arguments(
         q, k, v, cu_q, cu_k, flash_terms.longest("max_seqlen_q", max_q), flash_terms.longest("max_seqlen_k", max_k),
         flash_terms.mask_of(bool(causal), *window_size), scale, None, flash_terms.score_of(softcap, alibi_slopes),
-        dropout=dropout, seed=new_seed() if dropout and return_attn_probs else None, return_lse=return_attn_probs,
+        dropout=dropout, seed=new_seed(q.device) if dropout and return_attn_probs else None, return_lse=return_attn_probs,
         deterministic=deterministic,
     )  # fmt: skip
     if block_table is not None:

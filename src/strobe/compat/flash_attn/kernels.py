@@ -16,6 +16,7 @@ from strobe.bound_call import lookup
 from strobe.checks import with_longest
 from strobe.compat import flash_terms
 from strobe.compat.flash_attn.probabilities import keys_of_tile, signed_scores
+from strobe.dropout import new_seed
 from strobe.invalid import InvalidArgument, raises_as_hosts
 
 _ALL = (True, True, True, False, False)  # gradients of q, k and v
@@ -28,11 +29,6 @@ def maybe_contiguous(x: Any) -> Any:
 
 def round_multiple(x: int, m: int) -> int:
     return -(-x // m) * m
-
-
-def new_seed() -> int:
-    """Follows torch.manual_seed."""
-    return int(torch.randint(1 << 62, (), device="cpu").item())
 
 
 def empty_rows_as_inf(lse: torch.Tensor) -> torch.Tensor:
@@ -76,7 +72,7 @@ def _packed(a: Arguments, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: Any, ma
 @raises_as_hosts
 def _forward(a: Arguments, return_softmax: bool) -> _Four:
     """(out, LSE, S_dmask, rng_state); the state is the seed."""
-    seed = new_seed() if a.dropout else 0
+    seed = new_seed(a.q.device) if a.dropout else 0
     a = a._replace(seed=seed if a.dropout else None)
     with torch.no_grad():
         out, lse = call.run(a)
