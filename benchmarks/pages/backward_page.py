@@ -22,9 +22,10 @@ TURNS_BEGIN, TURNS_END = "<!-- turns: begin (python -m benchmarks.pages --write)
 SUMS_BEGIN, SUMS_END = "<!-- sums: begin (python -m benchmarks.pages --write) -->", "<!-- sums: end -->"
 STAGES_BEGIN, STAGES_END = "<!-- stages: begin (python -m benchmarks.pages --write) -->", "<!-- stages: end -->"
 BY_TURNS_UP_TO = 1024  # keys, when other sums were timed
+_ANY_ORDER, _TURNS = "sums in any order", "by turns"
 SUMS = (  # and how the idea is called in the study
-    ("in any order", "sums in any order"),
-    ("by turns", "by turns"),
+    ("in any order", _ANY_ORDER),
+    ("by turns", _TURNS),
     ("by turns, for which another warp waits", "by turns, another warp waits for them"),
     ("in any order; the last block of keys rounds", "the last block rounds"),
 )
@@ -165,7 +166,10 @@ def sums_block(root: Path) -> str:
         cells = []
         for part in parts.values():
             reason = refused.get((part["rows"][0]["dim"], name))
-            cells.append(f"not timed: {reason}" if reason else tried.brought(tried.gains(part, name)))
+            if name == (_TURNS if _is_short(part["rows"][0]) else _ANY_ORDER):
+                cells.append("in use")
+            else:
+                cells.append(f"not timed: {reason}" if reason else tried.brought(tried.gains(part, name)))
         lines.append(f"| {title} | {' | '.join(cells)} |")
     fetches = tried.fetches(promotions, "backward")
     said = "; ".join(f"{what}: {tried.brought(tried.gains(fetches, name))}" for what, name in FETCHES)
@@ -179,8 +183,8 @@ def _is_short(row: dict[str, Any]) -> bool:
 
 def stages_block(root: Path) -> str:
     """Cycles of the stages of the main loop."""
-    study = committed.study(root, "backward-stages")
-    if study is None:
+    study, rounds = committed.study(root, "backward-stages"), committed.study(root, "backward-stages-rounds")
+    if study is None or rounds is None:
         return ""
     lines = [
         f"Cycles of a block of queries by stamps ({committed.where(study)}), head dim 128, causal; of both consumers where "
@@ -190,7 +194,7 @@ def stages_block(root: Path) -> str:
         "| keys, heads | sums of dQ | " + " | ".join(name for name, _ in STAGES) + " | busy | stamped |",
         "|---" * (len(STAGES) + 4) + "|",
     ]
-    for row in study["rows"]:
+    for row in [*study["rows"], *rounds["rows"]]:
         _, length, _, heads = row["case"].split(", ")
         consumers = [row["cycles"][f"consumer {i}"] for i in range(2)]
         cells = [", ".join(f"{sum(c[stage] for stage in parts):,.0f}" for c in consumers) for _, parts in STAGES]

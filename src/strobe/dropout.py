@@ -70,10 +70,11 @@ def threshold_bits(p: float) -> int:
 def new_seed(device: torch.device) -> int:
     """One that follows torch.manual_seed, for a call on this device. A CUDA graph would keep the number that is drawn
     while it is captured."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dropout without a seed cannot be captured in a CUDA graph: the seed is drawn on the host, once, and each "
-            "replay would drop the same weights. If that is wanted give `seed`; else leave attention out of the graph"
+            "replay would drop the same weights. Leave attention out of the graph or, if strobe is called by name and "
+            "that is wanted, give it a `seed`"
         )
     return int(torch.randint(1 << 62, (), device="cpu").item())
 

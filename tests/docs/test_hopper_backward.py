@@ -73,7 +73,8 @@ def test_the_cell_closest_to_cudnn_is_long_causal_and_wide() -> None:
 
 
 def test_stages_take_what_the_page_says() -> None:
-    rows = {(row["case"], row["idea"]): row for row in load("studies/backward-stages.json")["rows"]}
+    studies = (load(f"studies/backward-stages{name}.json") for name in ("", "-rounds"))
+    rows = {(row["case"], row["idea"]): row for study in studies for row in study["rows"]}
 
     def consumers(length: int, heads: str, idea: str = "stamped") -> list[dict[str, float]]:
         cycles = rows[f"causal, {length}, head dim 128, {heads}", idea]["cycles"]
@@ -103,7 +104,13 @@ def test_other_sums_lost() -> None:
     study = load("studies/backward-sums.json")
     for idea in ("the last block rounds", "by turns, another warp waits for them"):
         assert len(tried.gains(study, idea)) == 24 and max(tried.gains(study, idea)) < 0.99
-    assert max(tried.gains(study, "sums in any order") + tried.gains(study, "by turns")) < 1.015
+    *others, best = sorted(tried.gains(study, "sums in any order") + tried.gains(study, "by turns"))
+    assert others[-1] < 1.01 and tried.gains(study, "by turns", dim=64, case="causal, 2048") == [best]
+    assert "turns bring 1.4 % at 2,048 keys" in PAGE and f"{best:.3f}" == "1.014"
+    long = "causal, 16384, head dim 128, 16 heads on 16"
+    in_use = {r["idea"]: r["ms"]["in use"] for r in load("studies/backward-stages.json")["rows"] if r["case"] == long}
+    slow, fast = in_use["stamped, by turns"], in_use["stamped"]
+    assert f"{slow:.2f} ms against\n{fast:.2f} at 16k" in PAGE
 
 
 def test_what_was_tried_and_lost() -> None:

@@ -39,6 +39,19 @@ def test_replay_sees_new_inputs(kernel: str) -> None:
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
 
 
+def test_no_seed_is_drawn_while_a_graph_is_captured(kernel: str) -> None:
+    """Every replay would drop the same weights. A seed of the call's own may be captured."""
+    q = some(1, 300, 4, 64)
+    wanted = strobe.attention(q, q, q, dropout=0.5, seed=3, backend=kernel)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="each replay would drop the same weights"):
+            strobe.attention(q, q, q, dropout=0.5, backend=kernel)
+        out = strobe.attention(q, q, q, dropout=0.5, seed=3, backend=kernel)
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("keys", [9000, 1100])
 def test_split_keys_in_a_graph(kernel: str, keys: int) -> None:
     """Blocks meet in memory of the graph's own. With few keys it lies where counters lie, too: they must not

@@ -180,6 +180,7 @@ def test_no_two_rows_are_alike() -> None:
 
 def test_no_seed_is_drawn_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replay would drop the same weights."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="each replay would drop the same weights"):
         dropout.new_seed(torch.device("cuda", 0))

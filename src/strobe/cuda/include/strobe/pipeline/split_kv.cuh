@@ -74,8 +74,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
     } else return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
   }
 
-  // O becomes the sum of this split and those before, which this thread has stored. One latency after the other would
-  // show: statistics of both rows are read first, and ptxas has the loads of both rows of O under way together.
+  // O becomes the sum of this split and those before, which this thread has stored. Statistics of both rows come first:
+  // then ptxas has all loads of O under way together.
   template <class O> STROBE_DEVICE void add_splits_before(O& o, Softmax<>& softmax) const {
     const float* sum = partial(first_slot());
     const int own_row = thread_idx() % 128 / 32 * 16 + thread_idx() % 32 / 4;
