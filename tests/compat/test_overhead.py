@@ -16,7 +16,7 @@ from strobe.compat.transformers import masks  # noqa: E402
 from strobe.compat.transformers.attention import attention  # noqa: E402
 
 MOST = 25e-6  # seconds a layer
-SHARE = 0.4  # of the call itself: the same 25 µs on a machine on which everything takes longer
+SHARE = 0.5  # of the call itself, on a machine on which everything takes longer: 0.32 to 0.40 beside another test
 
 
 def timed(function: Callable[[], Any], calls: int = 50) -> float:
