@@ -68,8 +68,7 @@ def threshold_bits(p: float) -> int:
 
 
 def new_seed(device: torch.device) -> int:
-    """One that follows torch.manual_seed, for a call on this device. A CUDA graph would keep the number that is drawn
-    while it is captured."""
+    """A seed that follows torch.manual_seed, for a call on this device."""
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dropout without a seed cannot be captured in a CUDA graph: the seed is drawn on the host, once, and each "

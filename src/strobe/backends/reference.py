@@ -14,7 +14,7 @@ from strobe import dropout
 from strobe.arguments import Inputs
 from strobe.backends.backend import Backend, binder
 from strobe.backends.pages import Sequences, gather, look_up
-from strobe.expression import WORKING_DTYPE
+from strobe.expression import WORKING_DTYPE, on_device
 from strobe.mask import Positions
 from strobe.problem import Problem
 
@@ -84,9 +84,7 @@ def scores(
     s = product * problem.scale
     if not problem.score.is_identity:
         found = problem.score.expr.evaluate({**where, "s": s})
-        s = torch.as_tensor(found, dtype=s.dtype, device=s.device).expand(
-            s.shape
-        )  # it may not depend on all, or on `s`
+        s = on_device(found, s.device, s.dtype).expand(s.shape)  # it may not depend on all, or on `s`
     return s if bias is None else torch.where(s == -torch.inf, s, s + bias)  # hidden is hidden, even from NaN
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from strobe.expression import FLOAT, Expr, places
+from strobe.expression import FLOAT, Expr, on_device, places
 
 
 def spread_over(value: Any, like: torch.Tensor) -> torch.Tensor:
     """Expands a value that may not depend on all of the score's axes to one for each score, in memory that can be
     written."""
-    value = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    value = on_device(value, like.device, like.dtype)
     return value if value.shape == like.shape else value.expand_as(like).contiguous()
 
 

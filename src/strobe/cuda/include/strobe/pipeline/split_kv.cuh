@@ -134,8 +134,9 @@ template <class Config, class Params, class Staging> struct SplitKV {
     return last;
   }
 
-  // Merges and stores the tile. Merging is nothing but waiting for loads, so a thread has 16 under way: of four splits
-  // or, where an invariant kernel, whose splits are many, has so few rows that each thread has one piece, of 16.
+  // Merges and stores the tile. Merging is nothing but waiting for loads, so a thread has 16 under way: of 16 columns
+  // and four splits or, since invariant kernels have many splits, of four columns and 16 splits while there are threads
+  // for it.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
     if (kInvariant && parts() > 4 && rows() * kDimV <= 4 * 128) merge_by<1, 16>(map, box);
     else merge_by<4, 4>(map, box);

@@ -192,6 +192,7 @@ template <bool kLazyRescale = false> struct Softmax {
 // 2^8. The scores stay as they are, for the fallback to `Softmax`. kByRow: each row decides for itself, so that its
 // bits do not depend on its neighbours, and a block in which it sees nothing changes none of them.
 template <class T, int N, bool kByRow = false> struct SpeculativeSoftmax {
+  static constexpr float kLargestSum = 256.f;
   float scale, shift[2];  // inf for a row that has seen nothing yet, and for a large maximum: sums are then rejected
   float sum[2] = {0.f, 0.f};
   u32 packed[N / 2];
@@ -221,7 +222,7 @@ template <class T, int N, bool kByRow = false> struct SpeculativeSoftmax {
   // If it is right for every row of the warp, takes over the sums and weights; else they are computed again, and O has
   // to be rescaled. NaN does not pass.
   STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
-    if (any(!(sum[0] <= 256.f && sum[1] <= 256.f))) {
+    if (any(!(sum[0] <= kLargestSum && sum[1] <= kLargestSum))) {
       if constexpr (kByRow) compute_again(past, weights, s);
       else past.template to_weights<T>(weights, s);
       return false;
@@ -234,12 +235,12 @@ template <class T, int N, bool kByRow = false> struct SpeculativeSoftmax {
   }
 
  private:
-  // Rows of which all four lanes passed keep their maximum, so their weights come out as they were.
+  // Rows that all four lanes accept keep their maximum, so their weights come out as they were.
   STROBE_DEVICE void compute_again(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
     const float l[2] = {past.l[0] + sum[0], past.l[1] + sum[1]};
     u32 keeps = 0;
 #pragma unroll
-    for (int row = 0; row < 2; ++row) keeps |= u32(quad_max(sum[row] <= 256.f ? 0.f : 1.f) == 0.f) << row;
+    for (int row = 0; row < 2; ++row) keeps |= u32(quad_max(sum[row] <= kLargestSum ? 0.f : 1.f) == 0.f) << row;
     past.template maxima<true, true>(s, keeps);
     past.template weights<0, N>(s);
     pack_fragment<T>(weights, s);
