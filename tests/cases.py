@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from strobe.mask import causal, causal_top_left, chunked, full, prefix, window
 from strobe.measure.cases import Case
+from strobe.variants.mask import causal, causal_top_left, chunked, full, prefix, window
 
 CASES = [
     Case("plain", 64, 64),

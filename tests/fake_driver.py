@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strobe.cuda import driver
+from strobe.cuda.runtime import driver
 
 
 class Recorder:
@@ -50,7 +50,7 @@ class Kernel:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stream: int = 77) -> None:
-    """In place of strobe.cuda.driver, and of what torch says of a GPU; calls go to this stream."""
+    """In place of strobe.cuda.runtime.driver, and of what torch says of a GPU; calls go to this stream."""
     Recorder.made.clear()
     monkeypatch.setattr(driver, "Launch", Recorder)
     monkeypatch.setattr(driver, "TensorMapSlot", Slot)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strobe.cuda.plan import Machine
+from strobe.cuda.parts.plan import Machine
 from strobe.measure.stopwatch import SPINS_PER_MS, Call, Settings, Stopwatch, TimedCall
 
 H200 = Machine("sm_90a", sms=132, l2_bytes=60 << 20, smem_bytes=227 << 10)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import strobe
-from strobe import dropout
+from strobe.variants import dropout
 
 Tensors = dict[str, torch.Tensor]
 Made = Callable[..., Any]  # from captured tensors to the user's function

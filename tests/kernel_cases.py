@@ -9,9 +9,9 @@ import torch
 from cases import CASES, Case
 from oracle import prepare
 
-from strobe.cuda.plan import shape_limits
-from strobe.cuda.scores import Scores
-from strobe.mask import causal, causal_top_left, chunked, prefix, window
+from strobe.cuda.parts.plan import shape_limits
+from strobe.cuda.parts.scores import Scores
+from strobe.variants.mask import causal, causal_top_left, chunked, prefix, window
 
 # Lengths cross several key blocks and query tiles, whatever the tile table says; heads times rows make a persistent
 # kernel on three multiprocessors (as emulated) go several rounds.

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from cases import Case, make
 
-from strobe import autograd
-from strobe.arguments import Arguments, Inputs, layout_of
 from strobe.backends import dispatch, reference
 from strobe.backends.backend import Gradients
-from strobe.bound_call import bind
-from strobe.checks import with_longest
+from strobe.call import autograd
+from strobe.call.bound_call import bind
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments, Inputs, layout_of
+from strobe.problem.checks import with_longest
 
 LEAVES = ("q", "k", "v", "bias", "sinks")
 

@@ -222,7 +222,7 @@ def llama_of_transformers(group: dist.ProcessGroup | None, lengths: tuple[int, .
     import transformers
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
-    from strobe.distributed.transformers import NAME, register
+    from strobe.compat.transformers.context_parallel import NAME, register
 
     torch.manual_seed(7)
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

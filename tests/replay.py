@@ -24,9 +24,9 @@ from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
-from strobe.cuda import jit
-from strobe.cuda.families import variants
-from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.plans.families import variants
+from strobe.cuda.runtime import jit
 
 ARCHS = ("sm_90a", "sm_80")  # the other architectures compile the same templates as sm_80
 EVERY_DAY = 60

@@ -20,14 +20,15 @@ import torch
 from benchmarks.studies.ideas import Edit, GradientCase, Idea, backward_cases, the_gpu
 from strobe.bench import results
 from strobe.bench.inputs import make_tensors
-from strobe.cuda import backend, backward_sm90
-from strobe.cuda.plan import Machine, Plan
-from strobe.mask import Mask, causal
+from strobe.cuda import backend
+from strobe.cuda.parts.plan import Machine, Plan
+from strobe.cuda.plans import backward_sm90
 from strobe.measure import provenance
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
 from strobe.measure.turns import medians
 from strobe.tools import tune_backward
 from strobe.tools.tune_backward import kernel_tensors, on_gpu
+from strobe.variants.mask import Mask, causal
 
 WORDS = 32
 CONSUMER = [  # the stages of a block of queries, in their order; the first ends where the loop begins

@@ -22,8 +22,9 @@ from strobe.bench.inputs import make_tensors
 from strobe.bench.provider import to_layout
 from strobe.bench.registry import select
 from strobe.bench.suites import cases
-from strobe.cuda import forward_sm90, jit, ptxas_log
-from strobe.cuda.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.plans import forward_sm90
+from strobe.cuda.runtime import jit, ptxas_log
 from strobe.measure import provenance
 from strobe.measure.stopwatch import Call, Scope, Settings, Stopwatch, TimedCall
 from strobe.measure.turns import medians, orders

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from strobe.bench import results
-from strobe.cuda import backward_sm90, jit
-from strobe.cuda.kernel import KernelSpec, TemplateKernel, TextKernel
-from strobe.cuda.plan import Dims, Machine, Plan
+from strobe.cuda.parts.kernel import KernelSpec, TemplateKernel, TextKernel
+from strobe.cuda.parts.plan import Dims, Machine, Plan
+from strobe.cuda.plans import backward_sm90
+from strobe.cuda.runtime import jit
 from strobe.measure.method import SUSTAINED, TURNS
 from strobe.tools import tune, tune_backward, tune_forward
 from strobe.tools.tune_backward import BackwardCase

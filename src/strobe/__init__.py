@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING or not _is_command():
     from strobe.api import attention, attention_varlen, backends, flash_attention
-    from strobe.block_mask import block_mask
     from strobe.explain import explain
-    from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
-    from strobe.mask_function import mask_function, score_function
-    from strobe.merge_states import merge
+    from strobe.merging import merge
+    from strobe.paged.attention import attention_paged
     from strobe.probabilities import probabilities
     from strobe.problem import Unsupported
-    from strobe.ready_made import documents, neighbourhood, relative_bias, t5_bias, tree
     from strobe.scaled_dot_product import sdpa
-    from strobe.score import Score, alibi
-    from strobe.serving import attention_paged
+    from strobe.variants.block_mask import block_mask
+    from strobe.variants.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+    from strobe.variants.mask_function import mask_function, score_function
+    from strobe.variants.ready_made import documents, neighbourhood, relative_bias, t5_bias, tree
+    from strobe.variants.score import Score, alibi
 
 __all__ = [
     "Mask",
@@ -68,8 +68,8 @@ __all__ = [
 
 
 _HOMES = (  # of the public names
-    "api block_mask scaled_dot_product explain mask mask_function merge_states probabilities problem ready_made score "
-    "serving"
+    "api explain merging paged.attention probabilities problem scaled_dot_product variants.block_mask variants.mask "
+    "variants.mask_function variants.ready_made variants.score"
 ).split()
 
 

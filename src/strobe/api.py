@@ -8,17 +8,17 @@ from typing import Any, Never
 
 import torch
 
-from strobe import autograd, sharded, traced
-from strobe.arguments import DEFAULT_LAYOUT, Arguments
 from strobe.backends import dispatch
-from strobe.block_mask import BlockMask
-from strobe.bound_call import PLAIN
-from strobe.call import cast_for_autocast, run
-from strobe.function_arguments import resolved
-from strobe.hints import shows_known_keywords, unknown_keyword
-from strobe.mask import Mask
-from strobe.mask_function import MaskFunction
-from strobe.score import Score
+from strobe.call import autograd, sharded, traced
+from strobe.call.bound_call import PLAIN
+from strobe.call.run import cast_for_autocast, run
+from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments
+from strobe.problem.hints import shows_known_keywords, unknown_keyword
+from strobe.problem.resolve import resolved
+from strobe.variants.block_mask import BlockMask
+from strobe.variants.mask import Mask
+from strobe.variants.mask_function import MaskFunction
+from strobe.variants.score import Score
 
 
 @shows_known_keywords

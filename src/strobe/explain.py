@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import ROWS, Arguments, gradient_names, tensors_of
 from strobe.backends import dispatch
-from strobe.checks import with_longest
-from strobe.function_arguments import resolved
-from strobe.hints import unknown_word
-from strobe.mask import causal
-from strobe.page_checks import entries_of, in_order
 from strobe.problem import Problem, any_requires_grad
+from strobe.problem.arguments import ROWS, Arguments, gradient_names, tensors_of
+from strobe.problem.checks import with_longest
+from strobe.problem.hints import unknown_word
+from strobe.problem.page_checks import entries_of, in_order
+from strobe.problem.resolve import resolved
+from strobe.variants.mask import causal
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from typing import Any, Never
 
 import torch
 
-from strobe import autograd, sharded
-from strobe.arguments import DEFAULT_LAYOUT, Arguments, Inputs
 from strobe.backends import reference
-from strobe.call import cast_for_autocast
-from strobe.function_arguments import resolved
-from strobe.hints import shows_known_keywords, unknown_keyword, warn_of_layout
-from strobe.mask import Mask, Positions
+from strobe.call import autograd, sharded
+from strobe.call.run import cast_for_autocast
 from strobe.problem import Problem
-from strobe.score import Score
+from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments, Inputs
+from strobe.problem.hints import shows_known_keywords, unknown_keyword, warn_of_layout
+from strobe.problem.resolve import resolved
+from strobe.variants.mask import Mask, Positions
+from strobe.variants.score import Score
 
 EVERY_ROW = slice(None)
 

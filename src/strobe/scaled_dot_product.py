@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from strobe import mask as masks, sharded
 from strobe.api import attention, attention_varlen
-from strobe.invalid import raises_as_hosts
-from strobe.mask import Mask
+from strobe.call import sharded
+from strobe.problem.invalid import raises_as_hosts
+from strobe.variants import mask as masks
+from strobe.variants.mask import Mask
 
 _Mask = Mask | torch.Tensor | None
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, Inputs
 from strobe.backends.tiled import forward as tiled
 from strobe.backends.tiled.slab import LN2
-from strobe.mask import Mask
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments, Inputs
+from strobe.variants.mask import Mask
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import flex_attention as host
 
 import strobe
-from strobe import flex_mask
 from strobe.compat import flex
+from strobe.variants import flex_mask
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 TABLE = torch.linspace(-1, 1, 400).reshape(4, 100)

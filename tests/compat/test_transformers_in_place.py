@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("psutil")  # transformers asks it for the memory of a CPU
 import strobe  # noqa: E402
-from strobe.arguments import Arguments  # noqa: E402
 from strobe.compat.transformers import in_place  # noqa: E402
+from strobe.problem.arguments import Arguments  # noqa: E402
 
 HEADS, HEADS_K, DIM, REQUESTS, BLOCKS = 4, 2, 8, 4, 40
 

@@ -13,10 +13,10 @@ from everyday import everyday
 from fake_gpu import H200
 
 import strobe
-from strobe.cuda import jit
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.kernel import KernelSpec
-from strobe.cuda.plan import Launch
+from strobe.cuda.parts.kernel import KernelSpec
+from strobe.cuda.parts.plan import Launch
+from strobe.cuda.plans.families import FAMILIES
+from strobe.cuda.runtime import jit
 from strobe.problem import supposed
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import cubins
 import pytest
 
-from strobe.cuda import jit, ptxas_log
-from strobe.cuda.forward_sm80 import SMEM_BYTES
+from strobe.cuda.plans.forward_sm80 import SMEM_BYTES
+from strobe.cuda.runtime import jit, ptxas_log
 from strobe.learn.ladder.rung import PARAMS, Rung
 from strobe.learn.ladder.rungs import RUNGS
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from everyday import everyday
 
-from strobe.cuda import append, jit, merge
-from strobe.cuda.kernel import KernelSpec
+from strobe.cuda import append, merge
+from strobe.cuda.parts.kernel import KernelSpec
+from strobe.cuda.runtime import jit
 from strobe.paged import Rotary
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))

@@ -14,16 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 import cubins
 import pytest
 
-from strobe.cuda import families, forward_sm90, jit, ptxas_log
-from strobe.cuda.features import Features
-from strobe.cuda.forward_sm80 import SMEM_BYTES, generation
-from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.output import Output
-from strobe.cuda.plan import Dims
-from strobe.cuda.rows import Rows
-from strobe.cuda.scores import Scores
-from strobe.mask import Mask, causal, used_keys, window
-from strobe.score import softcap
+from strobe.cuda.parts.features import Features
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.output import Output
+from strobe.cuda.parts.plan import Dims
+from strobe.cuda.parts.rows import Rows
+from strobe.cuda.parts.scores import Scores
+from strobe.cuda.plans import families, forward_sm90
+from strobe.cuda.plans.forward_sm80 import SMEM_BYTES, generation
+from strobe.cuda.runtime import jit, ptxas_log
+from strobe.variants.mask import Mask, causal, used_keys, window
+from strobe.variants.score import softcap
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EXHAUSTIVE = bool(os.environ.get("STROBE_EXHAUSTIVE"))

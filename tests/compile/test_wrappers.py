@@ -6,7 +6,8 @@ from pathlib import Path
 import cubins
 import pytest
 
-from strobe.cuda import jit, ptxas_log, wgmma
+from strobe.cuda.parts import wgmma
+from strobe.cuda.runtime import jit, ptxas_log
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 

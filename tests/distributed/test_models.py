@@ -16,8 +16,8 @@ from shard_cases import PACKED, Case
 from tiny_llama import TinyLlama, TrainCase, text
 
 import strobe
+from strobe.compat.transformers.context_parallel import attention_function, no_mask
 from strobe.distributed import simulator
-from strobe.distributed.transformers import attention_function, no_mask
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def test_the_layers_that_contributing_names_are_there() -> None:
 def test_a_name_that_is_gone_is_found(tmp_path: Path, words: set[str]) -> None:
     document = tmp_path / "page.md"
     document.write_text(
-        "`kNobody` `Nonesuch` `gone_since_long(1)` `strobe.nobody` `cuda/nobody.py`, not `strobe.sdpa(q)`, `cuda/plan.py`\n"
+        "`kNobody` `Nonesuch` `gone_since_long(1)` `strobe.nobody` `cuda/nobody.py`, not `strobe.sdpa(q)`, `cuda/launch.py`\n"
         "```python\nnot_quoted_here()\n```\n"
     )
     assert set(unknown(document, words)) == {

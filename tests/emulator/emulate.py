@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Inputs
-from strobe.cuda import jit
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.kernel import TemplateKernel, TextKernel
-from strobe.cuda.plan import Launch, Plan
+from strobe.cuda.parts.kernel import TemplateKernel, TextKernel
+from strobe.cuda.parts.plan import Launch, Plan
+from strobe.cuda.plans.families import FAMILIES
+from strobe.cuda.runtime import jit
 from strobe.emulator import backend
 from strobe.emulator.program import Mode
 from strobe.problem import Problem, Strides
+from strobe.problem.arguments import Inputs
 
 KERNELS = ("sm80", "sm90")
 SMS = backend.MACHINES["sm90"].sms

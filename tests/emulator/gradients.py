@@ -15,16 +15,17 @@ from cases import Case
 from emulator.mutation import Mismatch, replaced
 from oracle import prepare
 
-from strobe.arguments import Inputs, layout_of
 from strobe.backends.backend import Gradients
 from strobe.backends.tiled import forward as tiled
-from strobe.cuda import backend as cuda_backend, jit
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.kernel import TextKernel
-from strobe.cuda.plan import Launch, Machine, Plan
+from strobe.cuda import backend as cuda_backend
+from strobe.cuda.parts.kernel import TextKernel
+from strobe.cuda.parts.plan import Launch, Machine, Plan
+from strobe.cuda.plans.families import FAMILIES
+from strobe.cuda.runtime import jit
 from strobe.emulator import EmulatorError, backend
 from strobe.emulator.program import Mode
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs, layout_of
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from everyday import everyday
 from oracle import prepare
 
 from benchmarks.studies import ideas
-from strobe.cuda import backward_plan, backward_sm90
-from strobe.cuda.families import FAMILIES
+from strobe.cuda.plans import backward_plan, backward_sm90
+from strobe.cuda.plans.families import FAMILIES
 from strobe.emulator import compiler
 from strobe.emulator.backend import MACHINES
-from strobe.mask import Positions, causal, window
 from strobe.problem import Load
+from strobe.variants.mask import Positions, causal, window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

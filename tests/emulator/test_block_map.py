@@ -11,7 +11,7 @@ import torch
 from everyday import everyday
 
 import strobe
-from strobe.cuda import backward_sm90, block_map
+from strobe.cuda.plans import backward_sm90, block_map
 from strobe.emulator import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -97,12 +97,12 @@ def test_a_block_mask_keeps_its_maps() -> None:
 def test_it_is_planned_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     from fake_gpu import H200
 
-    from strobe.cuda import forward_sm90
-    from strobe.function_arguments import resolved
+    from strobe.cuda.plans import forward_sm90
     from strobe.problem import supposed
+    from strobe.problem.resolve import resolved
 
     mask = strobe.mask_function(CASES["documents"]["mask"])
-    score = resolved(strobe.arguments.Arguments(None, None, None, mask=mask)).score
+    score = resolved(strobe.problem.arguments.Arguments(None, None, None, mask=mask)).score
     shape = (2, 300, 4, 64)
     given: tuple[Any, ...] = (torch.device("cuda"), torch.bfloat16, shape, shape, shape)
     kernels = []

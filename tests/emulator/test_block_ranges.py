@@ -11,17 +11,18 @@ import pytest
 import torch
 
 import strobe
-from strobe import condition_cpp
-from strobe.arguments import Arguments
-from strobe.cuda import backend, block_map
-from strobe.cuda.features import Features
-from strobe.cuda.plan import Plan
+from strobe.cuda import backend
+from strobe.cuda.parts import print_condition
+from strobe.cuda.parts.features import Features
+from strobe.cuda.parts.plan import Plan
+from strobe.cuda.plans import block_map
 from strobe.emulator import compiler
 from strobe.emulator.backend import launch
-from strobe.function_arguments import resolved
-from strobe.mask import full
-from strobe.mask_function import MaskFunction
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments
+from strobe.problem.resolve import resolved
+from strobe.variants.mask import full
+from strobe.variants.mask_function import MaskFunction
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 LEN_Q, LEN_K, BLOCK = 108, 140, 32  # the first query stands opposite key 32
@@ -120,14 +121,14 @@ def test_against_brute_force(found: torch.Tensor) -> None:
 
 def test_which_blocks_are_looked_at(found: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other pair is said to be visible: then all blocks that are looked at are partial, and no others."""
-    original = condition_cpp.struct
+    original = print_condition.struct
 
     def struct(*args: Any) -> str:
         text, count = re.subn(r"(of_pair\(.*?\) const ).*", r"\1{ return (at.q(i) + at.k(i)) % 2; }", original(*args))
         assert count == 1
         return text
 
-    monkeypatch.setattr(condition_cpp, "struct", struct)
+    monkeypatch.setattr(print_condition, "struct", struct)
     without_pairs = bits()
     looked_at = without_pairs == 3
     assert torch.equal(without_pairs[~looked_at], found[~looked_at])  # also those of the function that overflows

@@ -12,7 +12,7 @@ import torch
 from emulator.toy_kernels import Toy, aligned
 
 import strobe
-import strobe.cuda.jit as jit
+import strobe.cuda.runtime.jit as jit
 from strobe import emulator
 from strobe.emulator.program import mode_and_seed
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import strobe.cuda.jit as jit
+import strobe.cuda.runtime.jit as jit
 from strobe import emulator
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")

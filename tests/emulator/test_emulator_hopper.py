@@ -7,7 +7,7 @@ import pytest
 import torch
 from emulator.toy_kernels import Toy, aligned, place, to_bits
 
-from strobe.cuda.driver import TensorMapSpec
+from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.emulator import Counters, EmulatorError
 
 BLOCK_N, STAGES = 64, 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from emulator.toy_kernels import Toy, aligned, place
 
-from strobe.cuda.driver import TensorMapSpec
+from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.emulator import EmulatorError
 
 # Loads a box at (0, row, panel 0, 1, 0) to shared memory, dumps it raw, adds 1 to every element and stores the box to

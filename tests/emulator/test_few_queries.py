@@ -11,9 +11,9 @@ from emulator.test_forward_kernels import check
 from everyday import everyday
 from oracle import prepare
 
-from strobe.cuda import blocks
+from strobe.cuda.parts import blocks
 from strobe.emulator import compiler
-from strobe.mask import causal, window
+from strobe.variants.mask import causal, window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

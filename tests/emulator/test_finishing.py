@@ -16,10 +16,10 @@ from emulator.test_partial_results import part_of, small_splits
 from everyday import everyday
 from oracle import prepare
 
-from strobe.arguments import Inputs
 from strobe.emulator import EmulatorError, backend, compiler
-from strobe.mask import causal
 from strobe.problem import Problem, State
+from strobe.problem.arguments import Inputs
+from strobe.variants.mask import causal
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),

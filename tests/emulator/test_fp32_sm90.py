@@ -18,13 +18,13 @@ from kernel_cases import FP32_CASES as CASES
 from oracle import expected, expected_gradients, prepare
 
 import strobe
-from strobe.cuda import backward_plan
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.plan import Plan
+from strobe.cuda.parts.plan import Plan
+from strobe.cuda.plans import backward_plan
+from strobe.cuda.plans.families import FAMILIES
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.emulator.backend import MACHINES
-from strobe.mask import causal
 from strobe.problem import State
+from strobe.variants.mask import causal
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

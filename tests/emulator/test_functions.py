@@ -13,7 +13,7 @@ from everyday import everyday
 
 import strobe
 from strobe.backends import dispatch
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 from strobe.emulator import backend, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

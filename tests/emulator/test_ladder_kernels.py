@@ -12,14 +12,14 @@ from emulator.mutation import replaced
 from everyday import everyday
 from ladder_cases import CASES, GAIN, LARGE_SCORES, WIDE
 
-from strobe.arguments import Arguments
 from strobe.emulator import Counters, EmulatorError, compiler
 from strobe.emulator.backend import BACKENDS
 from strobe.learn.ladder import execute, measure, rungs
 from strobe.learn.ladder.exact import judge
 from strobe.learn.ladder.rung import Rung, Shape
-from strobe.mask import causal
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments
+from strobe.variants.mask import causal
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 every_rung = pytest.mark.parametrize("rung", rungs.RUNGS, ids=lambda rung: rung.number)

@@ -14,12 +14,12 @@ from emulator.test_partial_results import part_of, small_splits
 from everyday import everyday
 from oracle import prepare
 
-from strobe.arguments import Inputs
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.emulator.program import Mode
-from strobe.mask import causal, full, window
 from strobe.merging import merge_
 from strobe.problem import Problem, State
+from strobe.problem.arguments import Inputs
+from strobe.variants.mask import causal, full, window
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),

@@ -19,11 +19,11 @@ from emulator.mutation import Mismatch, replaced
 from everyday import everyday
 from oracle import expected, prepare
 
-from strobe.arguments import Inputs
-from strobe.cuda import forward_sm80, forward_sm90
-from strobe.cuda.plan import Plan
+from strobe.cuda.parts.plan import Plan
+from strobe.cuda.plans import forward_sm80, forward_sm90
 from strobe.emulator import EmulatorError, backend, compiler
-from strobe.mask import causal, window
+from strobe.problem.arguments import Inputs
+from strobe.variants.mask import causal, window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -16,12 +16,12 @@ from emulator.test_forward_kernels import check
 from everyday import everyday
 from oracle import expected, prepare
 
-from strobe.arguments import Inputs
 from strobe.backends.tiled import forward as tiled
-from strobe.cuda import blocks
+from strobe.cuda.parts import blocks
 from strobe.emulator import backend, compiler
-from strobe.mask import causal, chunked, window
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.variants.mask import causal, chunked, window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -11,14 +11,14 @@ from everyday import everyday
 from fake_gpu import H200
 
 import strobe
-from strobe.arguments import Arguments
-from strobe.cuda import forward_sm90
-from strobe.cuda.plan import Plan
-from strobe.cuda.plan_work import RECORD, Work, described
+from strobe.cuda.parts.plan import Plan
+from strobe.cuda.plans import forward_sm90
+from strobe.cuda.plans.plan_work import RECORD, Work, described
 from strobe.emulator import compiler
 from strobe.emulator.backend import launch
-from strobe.mask import Mask, Positions
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments
+from strobe.variants.mask import Mask, Positions
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 BLOCK_M, BLOCK_N, HEADS, GROUP = 128, 128, 2, 4

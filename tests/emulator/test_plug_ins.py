@@ -10,9 +10,9 @@ import pytest
 import tolerance
 import torch
 
-from strobe import bound_call
 from strobe.backends import dispatch
 from strobe.backends.backend import Backend
+from strobe.call import bound_call
 from strobe.compat import flash_attn, flash_attn_interface as fa3
 from strobe.problem import Problem
 

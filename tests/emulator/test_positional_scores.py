@@ -10,8 +10,8 @@ from everyday import everyday
 
 import strobe
 from strobe.emulator import compiler
-from strobe.expression import Expr
-from strobe.score import Score
+from strobe.variants.expression import Expr
+from strobe.variants.score import Score
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -55,9 +55,9 @@ def test_a_score_of_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_keys_behind_those_in_use_are_not_multiplied(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN there comes out of no gradient, and those keys have the gradient 0."""
-    from strobe.arguments import Arguments
-    from strobe.call import run
-    from strobe.mask import used_keys
+    from strobe.call.run import run
+    from strobe.problem.arguments import Arguments
+    from strobe.variants.mask import used_keys
 
     monkeypatch.setenv("STROBE_EMULATE", family)
     torch.manual_seed(0)

@@ -10,11 +10,11 @@ from cases import Case
 from emulator.emulate import KERNELS, forward
 from oracle import prepare
 
-from strobe.arguments import Inputs
-from strobe.cuda import blocks
+from strobe.cuda.parts import blocks
 from strobe.emulator import compiler
-from strobe.mask import Mask, causal, full
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.variants.mask import Mask, causal, full
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

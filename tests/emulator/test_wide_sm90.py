@@ -17,13 +17,13 @@ from oracle import expected, prepare
 from paged_cases import pool, queries
 
 import strobe
-from strobe.cuda import backward_plan, block_map
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.forward_wide_sm90 import column_parts
+from strobe.cuda.plans import backward_plan, block_map
+from strobe.cuda.plans.families import FAMILIES
+from strobe.cuda.plans.forward_wide_sm90 import column_parts
 from strobe.emulator import EmulatorError, compiler
 from strobe.emulator.backend import MACHINES
-from strobe.mask import causal
 from strobe.problem import State
+from strobe.variants.mask import causal
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

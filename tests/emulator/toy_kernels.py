@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from strobe.cuda.driver import TensorMapSpec
+from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.emulator import Buffer, Counters, build, encode_tensor_map
 
 _HEADERS = "".join(

@@ -13,14 +13,14 @@ from cases import Case, make
 from oracle import prepare
 
 import strobe
-from strobe.arguments import Inputs
 from strobe.backends import dispatch, reference
-from strobe.cuda import jit
 from strobe.cuda.backend import machine_of
-from strobe.cuda.backward_plan import group_parts
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.plan import Plan
+from strobe.cuda.parts.plan import Plan
+from strobe.cuda.plans.backward_plan import group_parts
+from strobe.cuda.plans.families import FAMILIES
+from strobe.cuda.runtime import jit
 from strobe.problem import Problem, Rows
+from strobe.problem.arguments import Inputs
 
 DTYPES = (torch.bfloat16, torch.float16)
 KERNELS = ("sm80", "sm90")

@@ -13,7 +13,7 @@ from gpu.kernels import KERNELS, check, fastest, hopper, kernels_here, reference
 from oracle import prepare
 
 import strobe
-from strobe.mask import causal, window
+from strobe.variants.mask import causal, window
 
 each_kernel = pytest.mark.parametrize(
     "kernel", [pytest.param(k, marks=() if k in kernels_here() else pytest.mark.skip("no Hopper GPU")) for k in KERNELS]

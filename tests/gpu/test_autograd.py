@@ -14,10 +14,10 @@ from oracle import LEAVES, attend, cotangents, finite_part, gradients, prepare, 
 
 import strobe
 from strobe.backends import dispatch
-from strobe.bound_call import remembered
-from strobe.cuda import backward_sm90
-from strobe.mask import causal, window
+from strobe.call.bound_call import remembered
+from strobe.cuda.plans import backward_sm90
 from strobe.problem import Problem
+from strobe.variants.mask import causal, window
 
 # Many blocks of queries and keys, several rounds of each head's keys.
 LARGE = [

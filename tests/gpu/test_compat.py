@@ -15,7 +15,7 @@ import tolerance
 import torch
 
 import strobe
-from strobe import call
+from strobe.call import run
 from strobe.compat import sdpa as ours
 
 F = torch.nn.functional
@@ -30,14 +30,14 @@ needs_registry = pytest.mark.skipif(
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the backends that ran forward passes, one for each call."""
     names: list[str] = []
-    original = call.lookup
+    original = run.lookup
 
     def lookup(a: Any) -> Any:
         bound = original(a)
         names.append(bound.backend.name)
         return bound
 
-    monkeypatch.setattr(call, "lookup", lookup)
+    monkeypatch.setattr(run, "lookup", lookup)
     return names
 
 
@@ -112,8 +112,8 @@ def test_activation_does_not_start_the_gpu() -> None:
         assert not torch.cuda.is_initialized()
         q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
         assert torch._C._get_sdp_priority_order()[0] == {FLASH}
-        names, lookup = [], call.lookup
-        call.lookup = lambda a: names.append(lookup(a).backend.name) or lookup(a)
+        names, lookup = [], run.lookup
+        run.lookup = lambda a: names.append(lookup(a).backend.name) or lookup(a)
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
         assert names == ["{FASTEST}"], names
     """

@@ -8,7 +8,7 @@ from cases import Case, make
 from gpu.kernels import KERNELS, kernels_here
 
 import strobe
-from strobe.mask import causal, window
+from strobe.variants.mask import causal, window
 
 RUNS = 20
 CASES = [

@@ -14,7 +14,7 @@ from oracle import prepare
 
 import strobe
 from strobe.backends import dispatch
-from strobe.mask import causal, full, window
+from strobe.variants.mask import causal, full, window
 
 pytestmark = pytest.mark.skipif(not hopper(), reason="no Hopper GPU")
 

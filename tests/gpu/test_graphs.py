@@ -8,7 +8,7 @@ from gpu.kernels import KERNELS, kernels_here
 
 import strobe
 from strobe.cuda import launch
-from strobe.mask import causal
+from strobe.variants.mask import causal
 
 pytestmark = pytest.mark.parametrize("kernel", KERNELS)
 

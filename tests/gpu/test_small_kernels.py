@@ -26,7 +26,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(paged, "_append", refuse)
-        patch.setattr("strobe.merge_states.merged", refuse)
+        patch.setattr("strobe.merging.merged", refuse)
         yield
 
 

@@ -12,7 +12,7 @@ from training_example import load
 
 import strobe
 from strobe.bench.kernel_names import kernels_that_ran
-from strobe.cuda.kernel import ENTRY
+from strobe.cuda.parts.kernel import ENTRY
 
 SMALL = ["--device", "cuda", "--batch", "8", "--context", "256", "--layers", "2", "--width", "128", "--heads", "2"]
 gpt = load()

@@ -18,40 +18,17 @@ HEADERS = SOURCE / "cuda" / "include" / "strobe"
 # Rooms, from the ground up: a room may import from itself and from the floors below. A room is a module or a package of
 # `strobe`, or a module or package inside one where that stands on a floor of its own.
 LAYERS = [
-    ["expression", "dropout", "overlap", "invalid", "merging"],
-    ["expression_text", "expression_cpp", "kernel_form"],
-    [
-        "mask",
-        "score",
-        "score_cpp",
-        "condition_cpp",
-        "user_function",
-        "interval_part",
-        "mask_function",
-        "flex_mask",
-        "transformers_mask",
-        "block_mask",
-        "ready_made",
-    ],
-    ["arguments"],
-    ["checks", "hints", "function_arguments"],
-    ["page_checks"],
-    ["problem", "work_list"],
-    ["backends.backend"],
+    ["variants", "cuda.runtime"],
+    ["problem"],
+    ["backends.backend", "cuda.parts"],
+    ["cuda.plans"],
     ["backends", "cuda", "emulator"],
-    ["backends.dispatch", "second_derivatives"],
-    ["bound_call"],
-    ["autograd"],
     ["call"],
-    ["traced", "sharded"],
-    ["api", "explain", "probabilities", "tiled", "tile_trace"],
-    ["scaled_dot_product"],
-    ["nn"],
-    ["paged", "merge_states"],
-    ["serving"],
+    ["api", "explain", "merging", "probabilities", "tile_trace", "tiled"],
+    ["scaled_dot_product", "nn", "paged"],
     ["distributed"],
     ["compat"],
-    ["measure", "options"],
+    ["measure"],
     ["learn"],
     ["bench"],
     ["tools"],
@@ -72,7 +49,7 @@ CHECKOUT = {module_name(path, ROOT): path for path in sorted((ROOT / "benchmarks
 
 
 def layer_of(module: str) -> str | None:
-    """ "strobe.cuda.jit" -> "cuda"; None for the package itself, which only lists the public names."""
+    """ "strobe.cuda.runtime.jit" -> "cuda"; None for the package itself, which only lists the public names."""
     parts = module.split(".")[1:]
     if not parts:
         return None
@@ -135,7 +112,7 @@ HOSTS_NAMES = re.compile(r"strobe\.compat\.flash_attn(\.kernels|_interface)\._(w
 
 def private_names(path: Path) -> set[str]:
     """Names of other modules of ours that begin with an underscore and are imported by a file, or read from a module
-    that it imports: "strobe.cuda.jit._locks"."""
+    that it imports: "strobe.cuda.runtime.jit._locks"."""
     ours = MODULES | CHECKOUT
     tree = ast.parse(path.read_text(encoding="utf-8"))
     modules: dict[str, str] = {}  # what the file calls a module of ours -> which it is
@@ -201,10 +178,10 @@ def test_private_names_stay_in_their_module() -> None:
 def test_only_the_cuda_layer_knows_cuda_packages() -> None:
     users = {m for m, path in MODULES.items() if any(i.split(".")[0] == "cuda" for i in imports(path))}
     assert users, "nothing imports cuda.bindings: has it moved?"
-    assert all(layer_of(m) == "cuda" for m in users), users
+    assert all(layer_of(m) == "cuda.runtime" for m in users), users
 
 
-@pytest.mark.parametrize("module", ["strobe.cuda.jit", "strobe.cuda.driver"])
+@pytest.mark.parametrize("module", ["strobe.cuda.runtime.jit", "strobe.cuda.runtime.driver"])
 def test_jit_and_driver_know_no_torch(module: str) -> None:
     assert not any(i.split(".")[0] == "torch" for i in imports(MODULES[module]))
 
@@ -248,7 +225,9 @@ def test_asm_only_in_wrappers() -> None:
     on_the_host = HEADERS / "emu" / "engine" / "fiber.cuh"
     wrong = [str(p.relative_to(SOURCE)) for p in holders if HEADERS / "ptx" not in p.parents and p != on_the_host]
     assert holders and not wrong, wrong
-    allowed = {"strobe.cuda.wgmma"}  # prints one wrapper per shape of an instruction that names up to 128 registers
+    allowed = {
+        "strobe.cuda.parts.wgmma"
+    }  # prints one wrapper per shape of an instruction that names up to 128 registers
     printers = {m for m, p in MODULES.items() if any(re.search(r"\basm\s*(volatile|\()", s) for s in strings(p))}
     assert printers <= allowed, printers - allowed
 

@@ -11,10 +11,10 @@ from cases import CASES, Case
 from oracle import backward, check, cotangents, expected, expected_gradients, forward, prepare
 
 import strobe
-from strobe import mask as masks
 from strobe.backends import aten_cpu
 from strobe.problem import Load
-from strobe.score import softcap
+from strobe.variants import mask as masks
+from strobe.variants.score import softcap
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BACKEND = aten_cpu.BACKENDS["aten_cpu"]

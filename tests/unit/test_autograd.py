@@ -11,11 +11,11 @@ from everyday import everyday
 from oracle import attend, finite_part, prepare, with_leaves
 
 import strobe
-from strobe.arguments import Inputs
 from strobe.backends import dispatch, reference
-from strobe.mask import causal, window
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
 from strobe.tiled import block_sizes
+from strobe.variants.mask import causal, window
 
 TILED, ATEN = "tiled", "aten_cpu"
 

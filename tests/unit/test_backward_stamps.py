@@ -18,10 +18,11 @@ from oracle import expected_gradients, prepare
 
 from benchmarks.studies import backward_stamps as stamps
 from benchmarks.studies.ideas import backward_cases
-from strobe.cuda import backward_sm90, jit, ptxas_log
-from strobe.cuda.plan import Plan
+from strobe.cuda.parts.plan import Plan
+from strobe.cuda.plans import backward_sm90
+from strobe.cuda.runtime import jit, ptxas_log
 from strobe.emulator import backend, compiler
-from strobe.mask import causal
+from strobe.variants.mask import causal
 
 CASES = [
     Case("group", 200, 300, batch=1, heads=4, heads_k=2, dim=64, mask=causal),

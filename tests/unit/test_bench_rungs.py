@@ -21,7 +21,8 @@ from strobe.bench.inputs import make_tensors
 from strobe.bench.report import page
 from strobe.bench.request import Request
 from strobe.bench.suites import cases
-from strobe.cuda import backward_sm90, launch as launching
+from strobe.cuda import launch as launching
+from strobe.cuda.plans import backward_sm90
 from strobe.emulator.backend import MACHINES
 from strobe.learn.ladder import execute, rungs
 from strobe.learn.ladder.rung import PARAMS, POINTERS, Shape

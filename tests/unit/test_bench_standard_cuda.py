@@ -10,7 +10,7 @@ from strobe.bench import standard_cuda
 from strobe.bench.case import BenchCase, case
 from strobe.bench.exactness import Judge
 from strobe.bench.inputs import Tensors
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 from strobe.emulator import Buffer
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="the emulator needs a C++ compiler")

@@ -15,7 +15,8 @@ from bench_results import synthetic
 from benchmarks.pages import comparisons, forward_page, method_page, tried
 from benchmarks.studies import experiments, training_costs
 from strobe.bench.results import save
-from strobe.cuda import forward_sm90, jit
+from strobe.cuda.plans import forward_sm90
+from strobe.cuda.runtime import jit
 from strobe.measure.stopwatch import Settings, Stopwatch, TimedCall
 from strobe.measure.turns import medians
 

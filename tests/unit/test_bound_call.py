@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import strobe
-from strobe import bound_call
-from strobe.arguments import Arguments, tensors_of, with_tensors, without_tensors
-from strobe.score import softcap
+from strobe.call import bound_call
+from strobe.problem.arguments import Arguments, tensors_of, with_tensors, without_tensors
+from strobe.variants.score import softcap
 
 q = torch.randn(2, 20, 4, 8)
 BASE: dict[str, Any] = {"q": q, "k": q, "v": q}

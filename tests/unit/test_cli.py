@@ -17,10 +17,10 @@ import torch
 import typer
 
 import strobe
-from strobe import options
 from strobe.backends import dispatch
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 from strobe.learn import worked_example
+from strobe.measure import command
 from strobe.measure.tolerance import Verdict
 from strobe.tools import cli, demo, demo_inputs, doctor, terminal
 
@@ -103,19 +103,19 @@ def test_flags_take_no_value_in_the_help(strobe_command, command: str) -> None:
     [("1", 1), ("5000", 5000), ("4K", 4096), ("4k", 4096), ("1M", 1 << 20), ("10" * 20, int("10" * 20))],
 )
 def test_numbers_of_tokens(text: str, number: int) -> None:
-    assert options.tokens(text) == number
+    assert command.tokens(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "0", "0K", "-1", "4KB", "4.5K", "K"])
 def test_what_is_no_number_of_tokens(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="got"):
-        options.tokens(text)
+        command.tokens(text)
 
 
 def test_progress_off_a_terminal_is_a_line_every_few_seconds() -> None:
     said: list[str] = []
     now = iter(float(second) for second in range(100))
-    with options.Lines(said.append, lambda: next(now)) as lines:
+    with command.Lines(said.append, lambda: next(now)) as lines:
         task = lines.add_task("kernels to compile", total=20)
         for i in range(12):
             lines.update(task, description=f"kernel {i}", advance=1)
@@ -543,7 +543,7 @@ needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason="no NVRT
 @pytest.fixture
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernel of each (dtype, head dim): every one takes its half second."""
-    from strobe.cuda import families
+    from strobe.cuda.plans import families
 
     every = families.variants
 
@@ -562,7 +562,7 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_nvrtc
 def test_compile_makes_a_layer(strobe_command, few_variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strobe.cuda import families
+    from strobe.cuda.plans import families
 
     out = tmp_path / "kernels"
     result = strobe_command("compile", "--arch", "sm_80", "--out", str(out), "--dtype", "bfloat16", "--head-dim", "60")

@@ -19,25 +19,19 @@ from fake_gpu import H200
 from oracle import check
 
 import strobe
-from strobe.arguments import Arguments
-from strobe.bound_call import bind
-from strobe.cuda import (
-    backend as cuda_backend,
-    backward_sm90,
-    driver,
-    forward_sm80,
-    forward_sm90,
-    forward_wide_sm90,
-    launch as launching,
-)
-from strobe.cuda.backward_plan import group_parts
-from strobe.cuda.features import Features
+from strobe.call.bound_call import bind
+from strobe.cuda import backend as cuda_backend, launch as launching
 from strobe.cuda.launch import Launcher
-from strobe.cuda.params import COUNTERS
-from strobe.cuda.plan import Plan
-from strobe.cuda.scores import Scores
-from strobe.function_arguments import resolved
+from strobe.cuda.parts.features import Features
+from strobe.cuda.parts.params import COUNTERS
+from strobe.cuda.parts.plan import Plan
+from strobe.cuda.parts.scores import Scores
+from strobe.cuda.plans import backward_sm90, forward_sm80, forward_sm90, forward_wide_sm90
+from strobe.cuda.plans.backward_plan import group_parts
+from strobe.cuda.runtime import driver
 from strobe.problem import Problem, supposed
+from strobe.problem.arguments import Arguments
+from strobe.problem.resolve import resolved
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 from strobe.emulator import compiler
 from strobe.learn.cuda_cpp import launch, source as cuda_source
 from strobe.learn.run import gpu, run_kernel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe.cuda import driver, jit
+from strobe.cuda.runtime import driver, jit
 
 STUB = r"""
 #define _GNU_SOURCE

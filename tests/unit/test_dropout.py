@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import strobe
-from strobe import dropout
-from strobe.arguments import Arguments
-from strobe.cuda.scores import Scores
+from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments
+from strobe.variants import dropout
 
 GOLDEN = 35180, 49950, ".xxx..x..x.x..xxx..x...xx.x....."
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import strobe
-from strobe.arguments import Arguments
-from strobe.bound_call import bind
+from strobe.call.bound_call import bind
+from strobe.problem.arguments import Arguments
 
 BACKENDS = ["reference", "tiled", None]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import strobe
-from strobe.expression import OPERATIONS, Expr
-from strobe.expression_text import Grammar, parse
-from strobe.mask import parse_mask
-from strobe.score import Score, alibi, identity, parse_score, softcap
+from strobe.variants.expression import OPERATIONS, Expr
+from strobe.variants.mask import parse_mask
+from strobe.variants.score import Score, alibi, identity, parse_score, softcap
+from strobe.variants.text import Grammar, parse
 
 s, x = Expr("var", ("s",)), Expr("var", ("x",))
 ANY = Grammar(frozenset("sx"), frozenset(OPERATIONS))

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 import strobe
 import strobe.tiled
 from strobe.backends import dispatch
-from strobe.bound_call import remembered
-from strobe.mask import parse_mask
+from strobe.call.bound_call import remembered
+from strobe.cuda.parts.print_score import Entries
 from strobe.problem import Problem, supposed
-from strobe.score import Score
-from strobe.score_cpp import Entries
+from strobe.variants.mask import parse_mask
+from strobe.variants.score import Score
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import hints
+from strobe.problem import hints
 
 x = torch.ones(2, 3, 4, 8)
 packed = torch.ones(5, 4, 8)
@@ -69,7 +69,7 @@ def warnings_of(
 ) -> list[warnings.WarningMessage]:
     """Of the first such call of a process."""
     monkeypatch.setattr(hints, "_warned", False)
-    monkeypatch.setattr(strobe.bound_call.remembered, "calls", {})
+    monkeypatch.setattr(strobe.call.bound_call.remembered, "calls", {})
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         strobe.attention(*tensors, **options)

@@ -13,13 +13,13 @@ import torch
 from fake_gpu import H200
 
 from benchmarks.studies import backward_stamps, ideas
-from strobe.arguments import Inputs
 from strobe.backends.tiled import forward as tiled
-from strobe.cuda.kernel import TemplateKernel, TextKernel
+from strobe.cuda.parts.kernel import TemplateKernel, TextKernel
 from strobe.emulator import backend, compiler
-from strobe.mask import causal
+from strobe.problem.arguments import Inputs
 from strobe.tools import tune
 from strobe.tools.tune_forward import TileCase
+from strobe.variants.mask import causal
 
 RIGHT = [idea for idea in ideas.forward_ideas(64, 64, "bounded") if not idea.is_bound]
 

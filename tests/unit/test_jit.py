@@ -15,7 +15,7 @@ from pathlib import Path
 import cubins
 import pytest
 
-from strobe.cuda import cache as store, jit, ptxas_log
+from strobe.cuda.runtime import cache as store, jit, ptxas_log
 
 needs_nvrtc = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 SOURCE = 'extern "C" __global__ void kernel(float* p) { p[threadIdx.x] = 1.5f; }\n'

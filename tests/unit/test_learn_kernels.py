@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 from strobe.emulator import EmulatorError, compiler
 from strobe.learn.run import KERNELS, gpu, params_of, run_kernel, source
 

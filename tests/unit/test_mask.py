@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from strobe.mask import Mask, cached_window, causal, causal_top_left, chunked, full, prefix, window
+from strobe.variants.mask import Mask, cached_window, causal, causal_top_left, chunked, full, prefix, window
 
 DRAWN = {  # 5 queries, 8 keys: the last query stands opposite the last key
     full: """

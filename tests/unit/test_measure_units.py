@@ -7,9 +7,9 @@ import torch
 from cases import CASES, Case, make
 from oracle import checked
 
-from strobe import mask as masks
 from strobe.measure import palette, tolerance, units
 from strobe.measure.cases import mask_of, problem_of
+from strobe.variants import mask as masks
 
 # ---- units
 

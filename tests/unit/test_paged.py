@@ -228,7 +228,7 @@ def test_it_is_one_operation_of_a_graph() -> None:
 @pytest.mark.parametrize("mask", [m for m in MASKS if m is not None], ids=str)
 def test_numbers_of_a_mask_move_to_the_device(mask: strobe.Mask) -> None:
     """No number of the host is left to be compared with a tensor there, and the mask means the same."""
-    from strobe.page_checks import with_numbers_on
+    from strobe.problem.page_checks import with_numbers_on
 
     there = with_numbers_on(mask, torch.device("meta"))
     rows = torch.zeros(3, dtype=torch.int64, device="meta")
@@ -246,9 +246,9 @@ def numbers_of(e: Any) -> list[Any]:
 
 def test_what_a_captured_graph_does() -> None:
     """While a CUDA graph is captured nothing is read: one slab has all sequences, and every tile of the table."""
-    from strobe.arguments import Arguments, Inputs
     from strobe.backends.tiled import forward, paged_slab
     from strobe.problem import Problem
+    from strobe.problem.arguments import Arguments, Inputs
 
     p, (q, cu) = pool(LENGTHS, 16), queries(COUNTS)
     p.k, p.v = p.k.nan_to_num(), p.v.nan_to_num()

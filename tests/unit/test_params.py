@@ -9,8 +9,8 @@ import cubins
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from strobe.cuda import jit
-from strobe.cuda.params import Field, Struct
+from strobe.cuda.parts.params import Field, Struct
+from strobe.cuda.runtime import jit
 
 CTYPES = {
     "float*": ctypes.c_void_p,

@@ -17,15 +17,16 @@ from hypothesis import given, settings, strategies as st
 from kernel_cases import SUPPORTED
 from oracle import check, prepare
 
-from strobe.cuda import families, forward_sm80, forward_sm90, jit
-from strobe.cuda.blocks import key_tiles, section
-from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims
-from strobe.cuda.shared_memory import tile_bytes
-from strobe.cuda.tensor_maps import FAR
-from strobe.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+from strobe.cuda.parts.blocks import key_tiles, section
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims
+from strobe.cuda.parts.shared_memory import tile_bytes
+from strobe.cuda.parts.tensor_maps import FAR
+from strobe.cuda.plans import families, forward_sm80, forward_sm90
+from strobe.cuda.runtime import jit
 from strobe.problem import Problem
 from strobe.tools import tune_backward
+from strobe.variants.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
 
 FORWARD = {"sm_80": forward_sm80, "sm_90a": forward_sm90}
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -9,10 +9,10 @@ import torch
 from cases import CASES, Case
 from oracle import forward, prepare, with_leaves
 
-from strobe import dropout
-from strobe.arguments import Arguments, Inputs
 from strobe.backends import reference
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments, Inputs
+from strobe.variants import dropout
 
 SMALL = {
     case.name: case

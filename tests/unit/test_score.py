@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import strobe
-from strobe.cuda.families import FAMILIES
-from strobe.expression import FLOAT, Expr
+from strobe.cuda.plans.families import FAMILIES
 from strobe.problem import supposed
-from strobe.score import Score
+from strobe.variants.expression import FLOAT, Expr
+from strobe.variants.score import Score
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

@@ -10,9 +10,9 @@ import torch
 from paged_cases import dense, pool, queries
 
 import strobe
-from strobe import serving
 from strobe.nn.rotary import angles, rotate
-from strobe.work_list import KEPT_STEPS, Kind
+from strobe.paged import attention
+from strobe.problem.work_list import KEPT_STEPS, Kind
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -361,8 +361,8 @@ def test_a_call_with_levels_takes_the_plan_of_each(monkeypatch: pytest.MonkeyPat
     k, v = torch.cat((own.k, front.k)), torch.cat((own.v, front.v))
     level = strobe.paged.Level(front.table + len(own.k), front.lengths, torch.tensor([0, 2]).int())
     q, plan, taken = queries([1, 1])[0][:, None], strobe.paged.Plan(), []
-    attend = serving.attend
-    monkeypatch.setattr(serving, "attend", lambda a: taken.append(a.plan) or attend(a))
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda a: taken.append(a.plan) or attend(a))
     for shared in ((), (level,)):
         plan.update(own.lengths, shared=shared)
         strobe.attention_paged(q, k, v, own.table, own.lengths, shared=[level], plan=plan)

@@ -14,11 +14,11 @@ from fake_gpu import H200
 from paged_cases import pool, queries
 
 import strobe
-from strobe import merge_states, serving
+from strobe import merging
 from strobe.cuda import append, launch as launching, merge, small_calls
 from strobe.merging import merged
 from strobe.nn.rotary import angles
-from strobe.paged import Rotary
+from strobe.paged import Rotary, attention
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_a_cascade_takes_the_kernel(packed: bool, monkeypatch: pytest.MonkeyPatc
         taken.append(merge.merge(outs, lses, sinks, out))
         return merged(outs, lses, sinks, out)
 
-    monkeypatch.setattr(serving, "merge", seen)
+    monkeypatch.setattr(attention, "merge", seen)
     sinks = torch.zeros(q.shape[-2])
     more = (cu,) if packed else ()
     q = q if packed else q.unflatten(0, (3, 2))
@@ -171,6 +171,6 @@ def test_a_cascade_takes_the_kernel(packed: bool, monkeypatch: pytest.MonkeyPatc
 
 def test_stacked_parts_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     outs, lses = states(3)
-    found = merge_states.merge(torch.stack(outs), torch.stack(lses))
+    found = merging.merge(torch.stack(outs), torch.stack(lses))
     for a, b in zip(found, merged(outs, lses, None, None), strict=True):
         assert torch.equal(a, b)

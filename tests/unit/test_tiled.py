@@ -14,14 +14,14 @@ from oracle import check, cotangents, expected, expected_gradients, prepare, wit
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strobe import mask as masks
-from strobe.arguments import Arguments, Inputs
 from strobe.backends import dispatch, reference
 from strobe.backends.tiled import forward as tiled
 from strobe.backends.tiled.backward import backward
 from strobe.backends.tiled.slab import choose_blocks, product
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments, Inputs
 from strobe.tiled import block_sizes
+from strobe.variants import mask as masks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = {"block_q": 24, "block_k": 40}  # small and unequal, so that the cases have many tiles and ragged ones

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe import bound_call
-from strobe.mask import parse_mask
-from strobe.score import identity
+from strobe.call import bound_call
+from strobe.variants.mask import parse_mask
+from strobe.variants.score import identity
 
 SHAPE = (2, 33, 4, 16)
 LENGTHS = torch.tensor([0, 5, 5, 33], dtype=torch.int32)
@@ -231,7 +231,10 @@ NUMBERS: dict[str, tuple[Function, list]] = {
     "a seed": (lambda q, k, v, seed: strobe.attention(q, k, v, dropout=0.5, seed=seed), [3, 4, 5, 6]),
     "a softcap": (lambda q, k, v, cap: strobe.attention(q, k, v, softcap=cap), [2.0, 3.5, 50.0]),
     "a softcap that is an int": (lambda q, k, v, cap: strobe.attention(q, k, v, softcap=cap), [2, 3, 50]),
-    "a score": (lambda q, k, v, cap: strobe.attention(q, k, v, score=strobe.score.softcap(cap)), [2.0, 3.5, 50.0]),
+    "a score": (
+        lambda q, k, v, cap: strobe.attention(q, k, v, score=strobe.variants.score.softcap(cap)),
+        [2.0, 3.5, 50.0],
+    ),
     "a window and a softcap": (
         lambda q, k, v, x: strobe.attention(q, k, v, mask=strobe.window(x[0], 0), softcap=x[1]),
         [(3, 2.0), (5, 2.0), (5, 30.0)],
@@ -286,7 +289,9 @@ def test_generated_code_with_a_window_that_changes() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("what", [strobe.window(3, 1) & strobe.causal, identity, strobe.score.softcap(2.5)], ids=repr)
+@pytest.mark.parametrize(
+    "what", [strobe.window(3, 1) & strobe.causal, identity, strobe.variants.score.softcap(2.5)], ids=repr
+)
 def test_a_pickle_has_no_hash_of_another_process(what: strobe.Mask | strobe.Score) -> None:
     hash(what), what.name
     found = pickle.loads(pickle.dumps(what))

@@ -17,10 +17,12 @@ from typer.testing import CliRunner
 import strobe
 from benchmarks import committed
 from strobe.bench import results, tile_speeds
-from strobe.cuda import backward_sm80, backward_sm90, backward_wide_sm90, forward_sm90, jit, tuned
 from strobe.cuda.launch import addresses_of
-from strobe.cuda.plan import Machine, Plan
-from strobe.cuda.plan_work import MOST_CONSUMERS
+from strobe.cuda.parts import tuned
+from strobe.cuda.parts.plan import Machine, Plan
+from strobe.cuda.plans import backward_sm80, backward_sm90, backward_wide_sm90, forward_sm90
+from strobe.cuda.plans.plan_work import MOST_CONSUMERS
+from strobe.cuda.runtime import jit
 from strobe.emulator import backend as emulated, compiler
 from strobe.measure import sustained
 from strobe.measure.sustained import SustainedCall

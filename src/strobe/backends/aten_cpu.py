@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, Inputs, Layout, four_axes
 from strobe.backends.backend import Backend, Gradients, Pass, bind_backward
 from strobe.backends.tiled import backward as tiled_backward, forward as tiled_forward
-from strobe.mask import causal, causal_top_left, full
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments, Inputs, Layout, four_axes
+from strobe.variants.mask import causal, causal_top_left, full
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 # Calling PyTorch's generated binding takes 4 us less than calling the same operation out of `torch.ops`.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from strobe.arguments import GRADIENTS, Arguments, Inputs, Layout, behind_tensors
 from strobe.problem import Problem
+from strobe.problem.arguments import GRADIENTS, Arguments, Inputs, Layout, behind_tensors
 
 
 class Gradients(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 
-from strobe.arguments import Layout
 from strobe.backends.backend import Backend, Pass
 from strobe.problem import Problem, Unsupported
+from strobe.problem.arguments import Layout
 
 # Fastest first. The first one that supports a problem runs it; those not marked automatic only when named.
 _MODULES = {

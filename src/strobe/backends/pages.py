@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.arguments import Inputs
-from strobe.page_checks import visible_spans
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.problem.page_checks import visible_spans
 
 
 class Sequences(NamedTuple):

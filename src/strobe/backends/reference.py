@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from strobe import dropout
-from strobe.arguments import Inputs
 from strobe.backends.backend import Backend, binder
 from strobe.backends.pages import Sequences, gather, look_up
-from strobe.expression import WORKING_DTYPE, on_device
-from strobe.mask import Positions
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.variants import dropout
+from strobe.variants.expression import WORKING_DTYPE, on_device
+from strobe.variants.mask import Positions
 
 
 def attention(

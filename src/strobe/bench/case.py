@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments
 from strobe.bench import variants
 from strobe.bench.names import PASS_TITLES
-from strobe.function_arguments import resolved
-from strobe.mask import causal, full
-from strobe.mask_function import mask_function
 from strobe.measure import units
 from strobe.measure.cases import Case, mask_of, problem_of
 from strobe.problem import Problem, supposed
+from strobe.problem.arguments import Arguments
+from strobe.problem.resolve import resolved
+from strobe.variants.mask import causal, full
+from strobe.variants.mask_function import mask_function
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MEASURES = ("time", "call", "graph", "compile", "model")

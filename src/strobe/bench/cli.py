@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strobe import options
 from strobe.bench.names import BY_THEMSELVES, CONTEXT_PARALLEL, DECODE, L2, PASSES, SUITES
+from strobe.measure import command
 from strobe.measure.method import METHODS, SUMMARIES, TURNS
 
 if TYPE_CHECKING:
@@ -277,6 +277,6 @@ def _measure(request: Request) -> Results:
     from strobe.bench import runner
 
     work = runner.Runner(request)
-    with options.progress() as bar:
+    with command.progress() as bar:
         task = bar.add_task("cases to time", total=len(work.cases))
         return work.run(lambda what, done, total: bar.update(task, description=what, completed=done, total=total))

@@ -57,7 +57,7 @@ _Measured = Iterator[tuple[str, list[float], str]]  # name, milliseconds, note
 
 
 def _compiled(backend: str, case: BenchCase, device: torch.device) -> _Measured:
-    from strobe.cuda import jit
+    from strobe.cuda.runtime import jit
 
     if (reason := jit.nvrtc_status()) is not None:
         raise RuntimeError(reason)
@@ -78,8 +78,8 @@ def _called(backend: str, case: BenchCase, device: torch.device) -> _Measured:
 def _variant(backend: str, case: BenchCase, device: torch.device) -> Any:
     """The kernel that computes; a backward has smaller ones beside it."""
     from strobe.cuda import backend as cuda_backend
-    from strobe.cuda.families import FAMILIES
-    from strobe.cuda.plan import Machine
+    from strobe.cuda.parts.plan import Machine
+    from strobe.cuda.plans.families import FAMILIES
 
     if case.direction == "both":
         raise Refusal("unsupported", "a kernel belongs to one pass; --pass forward and --pass backward are measured")
@@ -100,7 +100,7 @@ def _variant(backend: str, case: BenchCase, device: torch.device) -> Any:
 
 def _times(variant: Any) -> dict[str, list[float]]:
     """Milliseconds. Each repetition has a cache directory of its own, and forgets what this process has in memory."""
-    from strobe.cuda import jit
+    from strobe.cuda.runtime import jit
 
     times: dict[str, list[float]] = {name: [] for name in COMPILED}
     before = os.environ.get("STROBE_CACHE_DIR")

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import strobe
-from strobe.arguments import Arguments
 from strobe.distributed import Counted, ShardPlan, attention, shard
 from strobe.distributed.choose_method import rank_of
 from strobe.distributed.cost import Shape, possible, sent
@@ -32,6 +31,7 @@ from strobe.distributed.method import Task
 from strobe.distributed.step import Keys, Rest, State
 from strobe.distributed.transport import GroupTransport
 from strobe.measure import units
+from strobe.problem.arguments import Arguments
 
 ALONE = "one process"
 TIMEOUT = timedelta(minutes=5)

@@ -23,9 +23,9 @@ import torch
 
 from strobe.bench.decode_cases import Batch, Cache, Size, Way, batches, ways
 from strobe.bench.provider import Refusal
-from strobe.mask import causal
 from strobe.measure import provenance, units
 from strobe.measure.tolerance import Verdict, compare, summation_floor
+from strobe.variants.mask import causal
 
 READ = "read only"
 SIZES = {

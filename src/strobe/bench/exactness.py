@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from strobe.arguments import Inputs
 from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.measure.tolerance import FORWARD, GRADIENTS, Verdict, compare, gradient_floor, summation_floor
-from strobe.score import softcap
+from strobe.problem.arguments import Inputs
+from strobe.variants.score import softcap
 
 _BLOCK_ELEMENTS = 1 << 24  # of scores at a time
 _FLOP_BUDGET = {"cuda": 3e11, "cpu": 4e9}  # of one reference

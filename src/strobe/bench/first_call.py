@@ -102,7 +102,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
         status, reason = explain(error)
         return {"status": status, "reason": reason}
-    jit = sys.modules.get("strobe.cuda.jit")
+    jit = sys.modules.get("strobe.cuda.runtime.jit")
     return {"ms": ms, "origins": [] if jit is None else [artifact.origin for artifact in jit.in_memory.values()]}
 
 

@@ -13,7 +13,7 @@ from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.installed import imported
 from strobe.bench.provider import Prepared, Provider, Refusal, costs_a_compilation, keep_buffers, needs_gpu, refuse
-from strobe.mask import full
+from strobe.variants.mask import full
 
 # ---- FlexAttention
 # -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
-from strobe.mask import full
+from strobe.variants.mask import full
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]

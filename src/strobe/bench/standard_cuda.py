@@ -15,12 +15,13 @@ import torch
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.provider import Prepare, Prepared, Provider, Refusal, refuse, two_matrices
-from strobe.cuda import driver, forward_sm80, jit
-from strobe.cuda.params import Field, Struct
-from strobe.cuda.plan import ELEMENTS, MAX_DIM, padded_dims
-from strobe.cuda.shared_memory import tile_bytes
-from strobe.mask import MAX_CONSTANTS, Mask
+from strobe.cuda.parts.params import Field, Struct
+from strobe.cuda.parts.plan import ELEMENTS, MAX_DIM, padded_dims
+from strobe.cuda.parts.shared_memory import tile_bytes
+from strobe.cuda.plans import forward_sm80
+from strobe.cuda.runtime import driver, jit
 from strobe.problem import Problem
+from strobe.variants.mask import MAX_CONSTANTS, Mask
 
 KERNELS = Path(__file__).with_name("kernels")
 STEPS = ("scores", "softmax", "values")

@@ -68,8 +68,9 @@ def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dic
             "bshd",
             scope=lambda: block_sizes(block_q, block_k),
         )
-    from strobe.cuda import backend as cuda_backend, forward_sm80, forward_sm90
+    from strobe.cuda import backend as cuda_backend
     from strobe.cuda.launch import Launcher, addresses_of
+    from strobe.cuda.plans import forward_sm80, forward_sm90
 
     shape = (case.batch, case.len_q, case.heads, case.value_dim)
     strides = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from strobe import call
-from strobe.arguments import Arguments
-from strobe.bound_call import lookup
-from strobe.checks import with_longest
+from strobe.call import run
+from strobe.call.bound_call import lookup
 from strobe.compat import flash_terms
-from strobe.dropout import new_seed
-from strobe.invalid import raises_as_hosts
 from strobe.problem import Unsupported
+from strobe.problem.arguments import Arguments
+from strobe.problem.checks import with_longest
+from strobe.problem.invalid import raises_as_hosts
+from strobe.variants.dropout import new_seed
 
 _QKV = (True, True, True, False, False)  # gradients of q, k and v, none of bias and sinks
 _Maybe = torch.Tensor | None
@@ -188,7 +188,7 @@ def _forward(a: Arguments, return_debug_mask: bool) -> tuple[torch.Tensor, ...]:
     else:
         state = torch.empty(2, dtype=torch.uint64, device=a.q.device)
     with torch.no_grad():
-        out, lse = call.run(a)
+        out, lse = run.run(a)
         out = out if a.out is not None else _like(out, a.q)
     unused = torch.empty((), dtype=torch.uint64, device=a.q.device)
     return out, lse, state, unused, a.q.new_empty(0)

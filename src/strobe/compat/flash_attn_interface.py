@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from strobe import call
 from strobe.api import attend
-from strobe.arguments import Arguments
-from strobe.bound_call import lookup
-from strobe.checks import with_longest
+from strobe.call import run
+from strobe.call.bound_call import lookup
 from strobe.compat import flash_terms, kvcache
-from strobe.invalid import InvalidArgument, raises_as_hosts
-from strobe.merge_states import merge
+from strobe.merging import merge
+from strobe.problem.arguments import Arguments
+from strobe.problem.checks import with_longest
+from strobe.problem.invalid import InvalidArgument, raises_as_hosts
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]
@@ -273,7 +273,7 @@ def _flash_attn_forward(
             cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=flash_terms.longest("max_seqlen_q", max_seqlen_q),
             max_k=flash_terms.longest("max_seqlen_k", max_seqlen_k), return_lse=True,
         )  # fmt: skip
-        out, lse = call.run(flash_terms.in_use(a, seqused_q, seqused_k))
+        out, lse = run.run(flash_terms.in_use(a, seqused_q, seqused_k))
     nothing = out.new_empty(0)
     return out if out_ is None else out_.copy_(out), lse, nothing, nothing
 

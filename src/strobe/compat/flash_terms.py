@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments
-from strobe.expression import Expr
-from strobe.invalid import InvalidArgument
-from strobe.mask import Mask, causal, chunked, full, used_keys, window
 from strobe.problem import Unsupported
-from strobe.score import Score, alibi, softcap
+from strobe.problem.arguments import Arguments
+from strobe.problem.invalid import InvalidArgument
+from strobe.variants.expression import Expr
+from strobe.variants.mask import Mask, causal, chunked, full, used_keys, window
+from strobe.variants.score import Score, alibi, softcap
 
 _S, _Q, _LEN_Q, _LEN_K = (Expr("var", (name,)) for name in ("s", "q", "len_q", "len_k"))
 _0, _1 = (Expr("literal", (n,)) for n in (0, 1))

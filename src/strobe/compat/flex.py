@@ -13,9 +13,9 @@ import torch
 from torch.nn.attention import flex_attention as _host
 
 from strobe.api import attend
-from strobe.arguments import Arguments
 from strobe.compat.patch import Patch
-from strobe.mask_function import mask_function, score_function
+from strobe.problem.arguments import Arguments
+from strobe.variants.mask_function import mask_function, score_function
 
 _original = _host.flex_attention
 

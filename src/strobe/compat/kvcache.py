@@ -13,12 +13,12 @@ import torch
 
 from strobe import paged
 from strobe.api import attend as attend_to
-from strobe.arguments import Arguments
 from strobe.compat import flash_terms
-from strobe.invalid import InvalidArgument, raises_as_hosts
-from strobe.mask import Mask
 from strobe.nn.rotary import rotate
-from strobe.score import Score
+from strobe.problem.arguments import Arguments
+from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.variants.mask import Mask
+from strobe.variants.score import Score
 
 _Maybe = torch.Tensor | None
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from strobe.api import attend
-from strobe.arguments import Arguments
 from strobe.compat import flash_terms
-from strobe.expression import Expr
-from strobe.invalid import InvalidArgument, raises_as_hosts
-from strobe.mask import Mask, causal, causal_top_left, full, window
 from strobe.problem import Unsupported
+from strobe.problem.arguments import Arguments
+from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.variants.expression import Expr
+from strobe.variants.mask import Mask, causal, causal_top_left, full, window
 
 # ---- the function ----------------------------------------------------------------------------------------------------
 

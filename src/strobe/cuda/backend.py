@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.arguments import ROWS, Arguments, Layout
 from strobe.backends.backend import Backend, Gradients, Pass
-from strobe.cuda import driver, forward_sm90, jit, summed_gradients
-from strobe.cuda.backward_plan import Wanted, group_parts
-from strobe.cuda.families import FAMILIES, Family
+from strobe.cuda import summed_gradients
 from strobe.cuda.launch import Launcher, Planned, address, allocator, compile_together, spills
-from strobe.cuda.plan import ALIGN, Machine, Plan
-from strobe.expression_text import MOST_TENSORS
+from strobe.cuda.parts.plan import ALIGN, Machine, Plan
+from strobe.cuda.plans import forward_sm90
+from strobe.cuda.plans.backward_plan import Wanted, group_parts
+from strobe.cuda.plans.families import FAMILIES, Family
+from strobe.cuda.runtime import driver, jit
 from strobe.problem import Problem, Strides
+from strobe.problem.arguments import ROWS, Arguments, Layout
+from strobe.variants.text import MOST_TENSORS
 
 Planner = Callable[[Problem, Strides, Machine], Plan]
 _SMEM_OF_HOPPER = 227 << 10
@@ -222,7 +224,7 @@ def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Ten
 
 # ---- binding ---------------------------------------------------------------------------------------------------------
 # A plan is made in the first call, from the tensors it sees: later calls have tensors of the same shapes, strides and
-# alignment (`strobe.bound_call.signature`). Where no tensor had to be copied, later calls are launched at once, by a
+# alignment (`strobe.call.bound_call.signature`). Where no tensor had to be copied, later calls are launched at once, by a
 # function that knows which tensors there are.
 
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.block_mask import BlockMask
-from strobe.cuda import driver, jit
-from strobe.cuda.kernel import KernelSpec
-from strobe.cuda.params import COUNTER, COUNTERS
-from strobe.cuda.plan import MAP, Launch, Plan, laid_out
-from strobe.cuda.plan_work import described
-from strobe.work_list import Kind
+from strobe.cuda.parts.kernel import KernelSpec
+from strobe.cuda.parts.params import COUNTER, COUNTERS
+from strobe.cuda.parts.plan import MAP, Launch, Plan, laid_out
+from strobe.cuda.plans.plan_work import described
+from strobe.cuda.runtime import driver, jit
+from strobe.problem.work_list import Kind
+from strobe.variants.block_mask import BlockMask
 
 _SOMEWHERE = 1 << 30  # tensor maps want an address when they are encoded; each call moves them to its own
 
@@ -142,7 +142,7 @@ class _Map(NamedTuple):
 
 
 class Planned:
-    """The launch of a plan that makes a list of work (cuda/plan_work.py), apart from the others: calls that share a
+    """The launch of a plan that makes a list of work (cuda/plans/plan_work.py), apart from the others: calls that share a
     `strobe.paged.Plan` fill the list once. That plan has the memory for it, and for the workspace of the others."""
 
     names = ("work", "partial")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from strobe.cuda.kernel import TemplateKernel
-from strobe.cuda.params import MOST_PARTS, Field
-from strobe.cuda.plan import ALIGN, ELEMENTS, Launch, Plan
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.params import MOST_PARTS, Field
+from strobe.cuda.parts.plan import ALIGN, ELEMENTS, Launch, Plan
 from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
 
 _TYPES = {torch.float32: "float", **dict.fromkeys(ELEMENTS, "u16")}  # how numbers travel

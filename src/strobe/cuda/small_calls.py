@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import PLAIN, tensor_facts
 from strobe.cuda.backend import machine_of, missing
-from strobe.cuda.kernel import TemplateKernel
 from strobe.cuda.launch import Launcher
-from strobe.cuda.params import Field, params
-from strobe.cuda.plan import ALIGN, Plan
-from strobe.cuda.shared_memory import SharedMemory
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.params import Field, params
+from strobe.cuda.parts.plan import ALIGN, Plan
+from strobe.cuda.parts.shared_memory import SharedMemory
+from strobe.problem.arguments import PLAIN, tensor_facts
 
 THREADS = 128
 _MOST = 512  # launchers that a thread remembers

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from strobe import score_cpp
-from strobe.arguments import Arguments, four_axes
+from strobe.cuda.parts import print_score
 from strobe.problem import Problem, captured_strides
+from strobe.problem.arguments import Arguments, four_axes
 
 _Maybe = torch.Tensor | None
 
@@ -53,7 +53,7 @@ def results(problem: Problem, a: Arguments, x: Mapping[str, Any]) -> tuple[_Mayb
     bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
     if not problem.learnt:
         return bias, None
-    factor = score_cpp.factor_of_gradients(problem.logit, problem.scale, problem.learnt)
+    factor = print_score.factor_of_gradients(problem.logit, problem.scale, problem.learnt)
     found: list[_Maybe] = [None] * problem.captured
     for i in problem.learnt:
         total = x[f"dscore{i}"]

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from strobe import api
-from strobe.arguments import Arguments
 from strobe.distributed import operation
 from strobe.distributed.agreement import agree, short_text
 from strobe.distributed.shard_plan import ShardPlan, axis_of, join
 from strobe.distributed.transport import Transport, names_of, only, sizes_of
-from strobe.mask import Mask
 from strobe.problem import any_requires_grad
-from strobe.score import Score, identity, softcap as softcap_score
+from strobe.problem.arguments import Arguments
+from strobe.variants.mask import Mask
+from strobe.variants.score import Score, identity, softcap as softcap_score
 
 
 def attention(

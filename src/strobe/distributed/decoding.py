@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments
-from strobe.checks import lse_dtype
 from strobe.distributed.agreement import agree, short_text
 from strobe.distributed.pieces import Axis, Piece, pieces
 from strobe.distributed.shard_plan import ShardPlan
 from strobe.distributed.step import Keys, State, Step
 from strobe.distributed.transport import Transport, only
-from strobe.mask import Mask, full
 from strobe.merging import add_sinks_, merge_
 from strobe.problem import Problem
-from strobe.score import Score
+from strobe.problem.arguments import Arguments
+from strobe.problem.checks import lse_dtype
+from strobe.variants.mask import Mask, full
+from strobe.variants.score import Score
 
 
 @torch.no_grad()

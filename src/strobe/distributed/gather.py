@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from strobe.checks import lse_dtype
 from strobe.distributed import spans as sets
 from strobe.distributed.method import Gradients, Result, Task, like, taken
 from strobe.distributed.step import Keys, Rest, State, rows_of
 from strobe.distributed.transport import Message, Pending, Transport
+from strobe.problem.checks import lse_dtype
 
 STAGES = 4  # at most; at least one key head each
 

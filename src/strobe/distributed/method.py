@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from strobe.arguments import Arguments
 from strobe.distributed import spans as sets
 from strobe.distributed.pieces import Axis, pieces
 from strobe.distributed.shard_plan import ShardPlan
 from strobe.distributed.spans import Spans
 from strobe.distributed.step import Rest, State, Step, last_calls
 from strobe.merging import add_sinks_, gradient_of_sinks
+from strobe.problem.arguments import Arguments
 
 
 class Result(NamedTuple):

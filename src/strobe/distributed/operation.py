@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 
 from strobe import api
-from strobe.arguments import Arguments
-from strobe.autograd import without_autocast
-from strobe.checks import lse_dtype
+from strobe.call.autograd import without_autocast
+from strobe.call.traced import is_traced
 from strobe.distributed.agreement import agree, short_text
 from strobe.distributed.choose_method import check_name, chosen, make, rank_of, shape_of
 from strobe.distributed.method import Method, Task
 from strobe.distributed.shard_plan import ShardPlan, parse_plan
 from strobe.distributed.step import Rest
 from strobe.distributed.transport import Transport, resolve
-from strobe.mask import parse_mask
 from strobe.problem import Problem
-from strobe.score import identity, parse_score
-from strobe.traced import is_traced
+from strobe.problem.arguments import Arguments
+from strobe.problem.checks import lse_dtype
+from strobe.variants.mask import parse_mask
+from strobe.variants.score import identity, parse_score
 
 _Maybe = torch.Tensor | None
 # Name -> type in the schema of the operations.

@@ -17,7 +17,7 @@ import torch
 from strobe.distributed import spans as sets
 from strobe.distributed.shard_plan import Run, runs
 from strobe.distributed.spans import Spans
-from strobe.mask import Mask, Positions
+from strobe.variants.mask import Mask, Positions
 
 Range = tuple[int, int]
 

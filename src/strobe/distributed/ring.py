@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from strobe.checks import lse_dtype
 from strobe.distributed import spans as sets
 from strobe.distributed.method import Gradients, Result, Task, like, taken
 from strobe.distributed.routes import Parcel, Tick, chains, ticks
 from strobe.distributed.spans import Spans
 from strobe.distributed.step import Keys, Rest, State, rows_of
 from strobe.distributed.transport import Message, Pending, Transport
+from strobe.problem.checks import lse_dtype
 
 _Held = dict[int, tuple[Spans, Keys]]  # by chain
 

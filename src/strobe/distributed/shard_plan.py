@@ -18,7 +18,7 @@ import torch
 from strobe.distributed import spans as sets
 from strobe.distributed.shard_strategies import STRATEGIES, STRIPE
 from strobe.distributed.spans import Spans
-from strobe.mask import Mask, full, parse_mask
+from strobe.variants.mask import Mask, full, parse_mask
 
 
 class Run(NamedTuple):

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from strobe import call
-from strobe.arguments import Arguments
-from strobe.bound_call import lookup
-from strobe.checks import lse_dtype, with_longest
+from strobe.call import run
+from strobe.call.bound_call import lookup
 from strobe.distributed import spans as sets
 from strobe.distributed.pieces import Piece, Range, rounds
-from strobe.mask import Mask, Positions
 from strobe.merging import merge_
+from strobe.problem.arguments import Arguments
+from strobe.problem.checks import lse_dtype, with_longest
+from strobe.variants.mask import Mask, Positions
 
 
 class Keys(NamedTuple):
@@ -142,7 +142,7 @@ class Step:
                 ((rows, _),) = group.places
                 _run_in_place(a, rows, state, is_last and bound.rounds_states)
                 continue
-            out, lse = call.run(a)
+            out, lse = run.run(a)
             for rows, part in group.places:
                 state.add(rows, rows_of(out, part), lse[..., part[0] : part[1]])
 
@@ -181,7 +181,7 @@ class Step:
 
     @property
     def rows(self) -> list[sets.Spans]:
-        """Of each call, in their order."""
+        """Of each run, in their order."""
         return [sets.spans(p.rows for p in pieces) for pieces in self._rounds()] if self.found else []
 
     def _rounds(self) -> Sequence[tuple[Piece, ...]]:
@@ -192,12 +192,12 @@ def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None
     """A call that reads and writes these rows of the state itself. `finish`: it is their last one, and rounds."""
     if state.is_empty(rows):
         out, lse = state.rows_to_finish(rows) if finish else state.rows_to_write_to(rows)
-        lse.copy_(call.run(a._replace(out=out, partial=not finish))[1])
+        lse.copy_(run.run(a._replace(out=out, partial=not finish))[1])
         return
     out, lse = state.rows_to_merge_into(rows)
     if finish:
         a, out = a._replace(state_out=out, partial=False), state.rows_to_finish(rows)[0]
-    call.run(a._replace(out=out, state_lse=lse))
+    run.run(a._replace(out=out, state_lse=lse))
 
 
 def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe import call
-from strobe.arguments import Arguments
-from strobe.bound_call import lookup
-from strobe.checks import lse_dtype, with_longest
+from strobe.call import run
+from strobe.call.bound_call import lookup
 from strobe.distributed import spans as sets
 from strobe.distributed.method import Gradients, Method, Result, Task, like, taken
 from strobe.distributed.step import Rest
 from strobe.distributed.transport import Message, Transport
+from strobe.problem.arguments import Arguments
+from strobe.problem.checks import lse_dtype, with_longest
 
 Heads = tuple[int, int]
 
@@ -181,7 +181,7 @@ class Local:
         return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Result:
-        out, lse = call.run(self._arguments(q, k, v))
+        out, lse = run.run(self._arguments(q, k, v))
         return Result(out.contiguous(), lse.contiguous())
 
     def backward(

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, Layout
 from strobe.backends.backend import Backend, Gradients, Pass
-from strobe.block_mask import BlockMask
 from strobe.cuda import backend as cuda_backend
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.params import COUNTER, COUNTERS
-from strobe.cuda.plan import MAP, Machine, Plan
+from strobe.cuda.parts.params import COUNTER, COUNTERS
+from strobe.cuda.parts.plan import MAP, Machine, Plan
+from strobe.cuda.plans.families import FAMILIES
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
 from strobe.emulator.tensor_map import encode_tensor_map
 from strobe.problem import Problem
+from strobe.problem.arguments import Arguments, Layout
+from strobe.variants.block_mask import BlockMask
 
 # Few multiprocessors, so that blocks go through several tiles.
 MACHINES = {

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from strobe.cuda import cache, jit
+from strobe.cuda.runtime import cache, jit
 from strobe.emulator.program import Program
 
 _CANDIDATES = ("c++", "g++", "clang++")

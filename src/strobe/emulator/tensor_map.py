@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from strobe.cuda.driver import TensorMapSpec
+    from strobe.cuda.runtime.driver import TensorMapSpec
 
 _LAYOUT = struct.Struct("<4sBBBxQ5I5I4Q")
 _BYTES = 128

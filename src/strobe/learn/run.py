@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from strobe.cuda import driver, jit
-from strobe.cuda.params import Field, Struct
+from strobe.cuda.parts.params import Field, Struct
+from strobe.cuda.runtime import driver, jit
 from strobe.emulator import Buffer, Counters, build
 from strobe.learn.cuda_cpp import launch, source as cuda_source
 from strobe.learn.simulator import KernelError

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import strobe
-from strobe.mask import Mask
 from strobe.tile_trace import trace
+from strobe.variants.mask import Mask
 
 WORDS = ("she", "sat", "on", "the", "river", "bank")
 Q = ((1, 2, 0, 0), (1, 1, 2, 1), (0, 1, 1, 0), (0, -1, 1, 1), (0, -1, 1, 0), (1, 0, 1, 0))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from strobe import mask as masks
-from strobe.mask import Mask, full
 from strobe.problem import Problem, supposed
+from strobe.variants import mask as masks
+from strobe.variants.mask import Mask, full
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def driver_version(text: str) -> str | None:
 
 
 def _nvrtc() -> str | None:
-    from strobe.cuda import jit
+    from strobe.cuda.runtime import jit
 
     return None if jit.nvrtc_status() is not None else ".".join(map(str, jit.nvrtc_version()))
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from strobe import dropout
-from strobe.arguments import Inputs
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.variants import dropout
 
 FORWARD, GRADIENTS = 2.0, 3.0
 Parts = torch.Tensor | Sequence[torch.Tensor]  # a result, or what was picked of one

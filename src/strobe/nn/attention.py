@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from strobe.api import attention, attention_varlen
-from strobe.mask import Mask
 from strobe.nn import rotary
+from strobe.variants.mask import Mask
 
 
 class Attention(torch.nn.Module):

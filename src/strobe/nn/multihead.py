@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import linear, pad
 
 from strobe.api import attention
-from strobe.mask import Mask, causal_top_left
 from strobe.problem import Unsupported
+from strobe.variants.mask import Mask, causal_top_left
 
 _Maybe = torch.Tensor | None
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import strobe
-from strobe import options
 from strobe.bench import cli as benchmark
 from strobe.bench.names import PASSES
 from strobe.learn import cli as learning
 from strobe.learn.ladder import cli as ladder
+from strobe.measure import command
+from strobe.measure.command import UserError
 from strobe.measure.method import SUSTAINED, TURNS
-from strobe.options import UserError
 from strobe.tools import compile_command as ahead_of_time, plan_command as planning
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ app = typer.Typer(
     help="Exact attention in tiles that fit on-chip: see it run, see what this machine offers, compile its kernels.",
     no_args_is_help=True,
     add_completion=False,
-    cls=options.Group,
+    cls=command.Group,
     pretty_exceptions_enable=False,
 )
 
@@ -77,13 +77,13 @@ _INIT = (
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@app.command(cls=options.Command)
+@app.command(cls=command.Command)
 def demo(
     seq_len: Annotated[
         list[int] | None,
         typer.Option(
-            parser=options.tokens,
-            metavar=options.TOKENS,
+            parser=command.tokens,
+            metavar=command.TOKENS,
             help="Tokens: 5000, 4K. May be repeated. Default: 1K to 8K, on a GPU 1K to 16K.",
         ),
     ] = None,
@@ -223,7 +223,7 @@ def _device_name(device: torch.device) -> str:
 # ---- doctor ----------------------------------------------------------------------------------------------------------
 
 
-@app.command(cls=options.Command)
+@app.command(cls=command.Command)
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine offers: torch, GPU, driver, NVRTC, cache, compiler, and each backend: ready or why not."""
     from strobe.tools import doctor as examination, terminal
@@ -238,7 +238,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 # ---- tune ------------------------------------------------------------------------------------------------------------
 
 
-@app.command(cls=options.Command)
+@app.command(cls=command.Command)
 def tune(
     direction: Annotated[
         str,
@@ -267,8 +267,8 @@ def tune(
     seq_len: Annotated[
         list[int] | None,
         typer.Option(
-            parser=options.tokens,
-            metavar=options.TOKENS,
+            parser=command.tokens,
+            metavar=command.TOKENS,
             help="Lengths to time: 5000, 4K. May be repeated. Default: 1K, 4K and 16K.",
         ),
     ] = None,
@@ -301,7 +301,7 @@ def tune(
         raise UserError(f"no such kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
     if (reason := backend.missing(device, hopper=direction == "forward" or family == "sm90")) is not None:
         raise UserError(f"there is nothing to tune here: {reason}")
-    with options.progress() as bar:
+    with command.progress() as bar:
         task = bar.add_task("tuning", total=None)
         result = tuning.sweep(
             subject,
@@ -323,7 +323,8 @@ def tune(
 
 
 def _tuned(direction: str, family: str | None, device: torch.device) -> Subject:
-    from strobe.cuda import backend, forward_sm90
+    from strobe.cuda import backend
+    from strobe.cuda.plans import forward_sm90
     from strobe.tools import tune_backward, tune_forward
 
     if direction == "forward":
@@ -340,12 +341,12 @@ def _tuned(direction: str, family: str | None, device: torch.device) -> Subject:
 
 # ---- compile, plan: strobe.tools; bench, report: strobe.bench.cli; ladder, explain-page: strobe.learn
 
-app.command(cls=options.Command)(ahead_of_time.compile)
-app.command(cls=options.Command)(benchmark.bench)
-app.command(cls=options.Command)(benchmark.report)
+app.command(cls=command.Command)(ahead_of_time.compile)
+app.command(cls=command.Command)(benchmark.bench)
+app.command(cls=command.Command)(benchmark.report)
 app.add_typer(ladder.app, name="ladder")
-app.command(cls=options.Command)(planning.plan)
-app.command(cls=options.Command)(learning.explain_page)
+app.command(cls=command.Command)(planning.plan)
+app.command(cls=command.Command)(learning.explain_page)
 
 
 if __name__ == "__main__":

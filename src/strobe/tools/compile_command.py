@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from strobe import options
-from strobe.options import UserError
+from strobe.measure import command
+from strobe.measure.command import UserError
 
 
 def compile(
@@ -25,7 +25,8 @@ def compile(
     """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
     if wrong := [a for a in arch if not _has_kernels(a)]:
         raise UserError(f"--arch {wrong[0]} is not supported; {_ARCHS}")
-    from strobe.cuda import families, jit
+    from strobe.cuda.plans import families
+    from strobe.cuda.runtime import jit
     from strobe.measure import units
 
     if (problem := jit.nvrtc_status()) is not None:
@@ -66,12 +67,12 @@ def _has_kernels(arch: str) -> bool:
 
 def _compile_into(out: Path, variants: list[Any]) -> int:
     """Bytes of machine code."""
-    from strobe.cuda import jit
+    from strobe.cuda.runtime import jit
 
     total = 0
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with options.progress() as bar:
+        with command.progress() as bar:
             task = bar.add_task("kernels to compile", total=len(variants))
             for variant in variants:
                 bar.update(task, description=f"{variant.arch} {variant.name}")

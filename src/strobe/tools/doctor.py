@@ -106,7 +106,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _driver() -> dict[str, Any]:
-    from strobe.cuda import driver
+    from strobe.cuda.runtime import driver
 
     problem = driver.available()
     version = None
@@ -117,14 +117,14 @@ def _driver() -> dict[str, Any]:
 
 
 def _nvrtc() -> dict[str, Any]:
-    from strobe.cuda import jit
+    from strobe.cuda.runtime import jit
 
     problem = jit.nvrtc_status()
     return {"problem": problem, "version": None if problem else ".".join(map(str, jit.nvrtc_version()))}
 
 
 def _cache() -> dict[str, Any]:
-    from strobe.cuda import cache, jit
+    from strobe.cuda.runtime import cache, jit
 
     directory = cache.directory()
     problem = None

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strobe import options
 from strobe.bench.cli import one_of
+from strobe.measure import command
 
 if TYPE_CHECKING:
-    from strobe.mask import Mask
+    from strobe.variants.mask import Mask
 
 _STRATEGIES = ("contiguous", "zigzag", "documents", "striped")  # those of `ShardPlan`, which would load torch
 MOST_RANKS = 1024
@@ -39,8 +39,8 @@ def plan(
     length: Annotated[
         list[int],
         typer.Option(
-            parser=options.tokens,
-            metavar=options.TOKENS,
+            parser=command.tokens,
+            metavar=command.TOKENS,
             help="Tokens: 5000, 128K, 1M. May be repeated: documents, packed one after the other.",
         ),
     ],
@@ -49,14 +49,14 @@ def plan(
     ] = "zigzag",
     block: Annotated[
         int | None,
-        typer.Option(parser=options.tokens, metavar=options.TOKENS, help="Cut at multiples of so many tokens."),
+        typer.Option(parser=command.tokens, metavar=command.TOKENS, help="Cut at multiples of so many tokens."),
     ] = None,
     mask: Annotated[str, typer.Option(callback=one_of(("causal", "full")), help="causal or full.")] = "causal",
     window: Annotated[
         int | None,
         typer.Option(
-            parser=options.tokens,
-            metavar=options.TOKENS,
+            parser=command.tokens,
+            metavar=command.TOKENS,
             help="A sliding window: how many keys a query sees, itself included.",
         ),
     ] = None,

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from strobe import mask as masks
 from strobe.backends import dispatch
 from strobe.problem import Problem, supposed
-from strobe.score import alibi
+from strobe.variants import mask as masks
+from strobe.variants.score import alibi
 
 YES, NO = "✓", "–"
 

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from strobe.bench.tile_speeds import means
-from strobe.cuda import backend, jit, ptxas_log
-from strobe.cuda.kernel import KernelSpec
-from strobe.cuda.plan import Dims, Machine, Plan
-from strobe.cuda.tuned import tile_name
+from strobe.cuda import backend
+from strobe.cuda.parts.kernel import KernelSpec
+from strobe.cuda.parts.plan import Dims, Machine, Plan
+from strobe.cuda.parts.tuned import tile_name
+from strobe.cuda.runtime import jit, ptxas_log
 from strobe.measure import provenance
 from strobe.measure.clocks import Monitor
 from strobe.measure.method import SUSTAINED, TURNS
@@ -159,7 +160,7 @@ def groups_of(rows: Iterable[dict[str, Any]]) -> list[tuple[int, int, str]]:
 def best_tiles(
     rows: list[dict[str, Any]], candidates: Callable[[int, int, str], list[Any]]
 ) -> dict[str, dict[str, Any]]:
-    """For each head dim and kind the fastest tile that ran in every case and was right in all, as cuda/tuned.py reads
+    """For each head dim and kind the fastest tile that ran in every case and was right in all, as cuda/parts/tuned.py reads
     it."""
     best = {}
     for dim, dim_v, kind in groups_of(rows):

@@ -17,17 +17,17 @@ from strobe.bench.case import BenchCase
 from strobe.bench.exactness import Judge
 from strobe.bench.inputs import Tensors, make_tensors
 from strobe.bench.provider import from_layout, to_layout
-from strobe.cuda.backward_plan import KINDS
-from strobe.cuda.families import FAMILIES
-from strobe.cuda.features import Features
-from strobe.cuda.forward_sm80 import generation
 from strobe.cuda.launch import Launcher, addresses_of
-from strobe.cuda.plan import Machine, Plan, padded_dims
-from strobe.mask import causal, full
+from strobe.cuda.parts.features import Features
+from strobe.cuda.parts.plan import Machine, Plan, padded_dims
+from strobe.cuda.plans.backward_plan import KINDS
+from strobe.cuda.plans.families import FAMILIES
+from strobe.cuda.plans.forward_sm80 import generation
 from strobe.measure.stopwatch import Call
 from strobe.measure.sustained import SustainedCall
 from strobe.problem import Problem
 from strobe.tools.tune import CUDNN, HIDDEN, SOFTCAP, TOKENS, Calls, Subject
+from strobe.variants.mask import causal, full
 
 _META = torch.device("meta")  # plans need no tensors
 

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from strobe.cuda.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, plan, table_tile
 from strobe.cuda.launch import Launcher, addresses_of
-from strobe.cuda.plan import Machine, Plan
-from strobe.cuda.plan_work import MOST_CONSUMERS
-from strobe.mask import causal, full
+from strobe.cuda.parts.plan import Machine, Plan
+from strobe.cuda.plans.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, plan, table_tile
+from strobe.cuda.plans.plan_work import MOST_CONSUMERS
 from strobe.measure.cases import Case, problem_of
 from strobe.measure.sustained import SustainedCall
 from strobe.problem import Problem
 from strobe.tools.tune import CUDNN, HIDDEN, SOFTCAP, TOKENS, Calls, Subject
+from strobe.variants.mask import causal, full
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from strobe.bench.tile_speeds import means
-from strobe.cuda.tuned import tile_name
+from strobe.cuda.parts.tuned import tile_name
 from strobe.measure import units
 from strobe.tools.tune import groups_of
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from strobe import dropout
-from strobe.arguments import GRADIENTS, Inputs
 from strobe.backends.backend import Gradients
 from strobe.backends.tiled.sequences import Order
 from strobe.backends.tiled.slab import Blocks, Slab, add_product_, choose_blocks, product, slabs, tile_of
 from strobe.problem import Problem
+from strobe.problem.arguments import GRADIENTS, Inputs
+from strobe.variants import dropout
 
 
 @dataclass

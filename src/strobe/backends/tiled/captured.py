@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from strobe.expression import FLOAT, Expr, on_device, places
+from strobe.variants.expression import FLOAT, Expr, on_device, places
 
 
 def spread_over(value: Any, like: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
-from strobe import dropout
-from strobe.arguments import Inputs
 from strobe.backends.tiled.paged_slab import PagedSlab, paged_slabs
 from strobe.backends.tiled.sequences import Order
 from strobe.backends.tiled.slab import LN2, Slab, add_product_, choose_blocks, slabs
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.variants import dropout
 
 
 class Observer(Protocol):

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Inputs
 from strobe.backends.pages import Sequences, gather, look_up
 from strobe.backends.tiled.slab import Slab, choose_blocks
-from strobe.expression import AS_FLOATS, WORKING_DTYPE
-from strobe.mask import Positions
-from strobe.page_checks import with_numbers_on
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.problem.page_checks import with_numbers_on
+from strobe.variants.expression import AS_FLOATS, WORKING_DTYPE
+from strobe.variants.mask import Positions
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.arguments import Inputs
-from strobe.mask import Positions
 from strobe.problem import Problem
+from strobe.problem.arguments import Inputs
+from strobe.variants.mask import Positions
 
 
 def sequences_differ(problem: Problem) -> bool:

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe import dropout
-from strobe.arguments import Inputs
 from strobe.backends.tiled.captured import Slopes, spread_over
 from strobe.backends.tiled.sequences import alike, sequences_differ
-from strobe.expression import WORKING_DTYPE
-from strobe.kernel_form import KernelForm
-from strobe.mask import Positions, full
 from strobe.problem import Problem
-from strobe.score import LOG2E
+from strobe.problem.arguments import Inputs
+from strobe.variants import dropout
+from strobe.variants.expression import WORKING_DTYPE
+from strobe.variants.kernel_form import KernelForm
+from strobe.variants.mask import Positions, full
+from strobe.variants.score import LOG2E
 
 LN2 = math.log(2)
 

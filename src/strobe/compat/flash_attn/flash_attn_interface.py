@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from strobe.api import attend
-from strobe.arguments import Arguments
 from strobe.compat import flash_attn_2_cuda as flash_attn_gpu, flash_terms, kvcache
 from strobe.compat.flash_attn.kernels import (
     _flash_attn_backward,
@@ -29,8 +28,9 @@ from strobe.compat.flash_attn.kernels import (
     round_multiple,
 )
 from strobe.compat.flash_attn.probabilities import signed_scores
-from strobe.dropout import new_seed
-from strobe.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.arguments import Arguments
+from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.variants.dropout import new_seed
 
 USE_TRITON_ROCM = False
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from strobe import call
-from strobe.arguments import Arguments
-from strobe.bound_call import lookup
-from strobe.checks import with_longest
+from strobe.call import run
+from strobe.call.bound_call import lookup
 from strobe.compat import flash_terms
 from strobe.compat.flash_attn.probabilities import keys_of_tile, signed_scores
-from strobe.dropout import new_seed
-from strobe.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.arguments import Arguments
+from strobe.problem.checks import with_longest
+from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.variants.dropout import new_seed
 
 _ALL = (True, True, True, False, False)  # gradients of q, k and v
 _Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -75,7 +75,7 @@ def _forward(a: Arguments, return_softmax: bool) -> _Four:
     seed = new_seed(a.q.device) if a.dropout else 0
     a = a._replace(seed=seed if a.dropout else None)
     with torch.no_grad():
-        out, lse = call.run(a)
+        out, lse = run.run(a)
         s_dmask = signed_scores(a) if return_softmax else a.q.new_empty(0)
     return out, empty_rows_as_inf(lse), s_dmask, torch.tensor([seed, 0])  # on the CPU: reading it waits for nothing
 

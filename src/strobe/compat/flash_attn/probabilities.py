@@ -7,8 +7,9 @@ import itertools
 
 import torch
 
-from strobe import call, dropout
-from strobe.arguments import Arguments
+from strobe.call import run
+from strobe.problem.arguments import Arguments
+from strobe.variants import dropout
 
 
 def keys_of_tile(head_dim: int) -> int:
@@ -47,7 +48,7 @@ def _probabilities(a: Arguments) -> torch.Tensor:
         one_hot = torch.nn.functional.one_hot(keys, len_k).to(v.dtype)
         values = one_hot[:, None].expand(-1, v.shape[-2], len_k)
     with torch.no_grad():
-        p = call.run(a._replace(q=q, k=k, v=values, dropout=0.0, seed=None, return_lse=False, out=None))
+        p = run.run(a._replace(q=q, k=k, v=values, dropout=0.0, seed=None, return_lse=False, out=None))
     if ends_q is None:
         found[:, :, :len_q, :len_k] = p.transpose(1, 2)
     else:

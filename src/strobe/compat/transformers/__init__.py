@@ -17,10 +17,10 @@ _opened: Any = None  # the gate of continuous batching and the entries in tables
 def register(mesh: Any = None) -> None:
     """Makes "strobe", and "paged|strobe" for continuous batching, an attention implementation, with its mask function.
     A second call changes nothing. With a `mesh`, "strobe_context_parallel" is one, too: each rank of the mesh has a
-    shard of the sequence, see `strobe.distributed.transformers`."""
+    shard of the sequence, see `strobe.compat.transformers.context_parallel`."""
     global _opened
     if mesh is not None:
-        from strobe.distributed import transformers as context_parallel
+        from strobe.compat.transformers import context_parallel as context_parallel
 
         context_parallel.register(mesh)
     if _opened is not None:

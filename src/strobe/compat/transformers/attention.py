@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from strobe.api import attend
-from strobe.arguments import Arguments
 from strobe.compat.transformers import in_place, paged
 from strobe.compat.transformers.layer_mask import LayerMask
-from strobe.mask import Mask, causal, causal_top_left, full, window
 from strobe.problem import Unsupported
+from strobe.problem.arguments import Arguments
+from strobe.variants.mask import Mask, causal, causal_top_left, full, window
 
 _Maybe = torch.Tensor | None
 # Keywords that models pass to their attention functions although they say nothing about attention. These, and whatever

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from strobe.api import attend as attend_to
-from strobe.arguments import Arguments
-from strobe.bound_call import lookup
+from strobe.call.bound_call import lookup
 from strobe.compat.transformers.paged import of_layer
-from strobe.mask import cached_window, causal, full, window
-from strobe.merge_states import merge
+from strobe.merging import merge
 from strobe.paged import append
 from strobe.problem import Unsupported
+from strobe.problem.arguments import Arguments
+from strobe.variants.mask import cached_window, causal, full, window
 
 
 class Layer(NamedTuple):

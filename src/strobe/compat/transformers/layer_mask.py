@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.mask import Mask, Positions, full
 from strobe.problem import Unsupported
+from strobe.variants.mask import Mask, Positions, full
 
 # Where a mask is a condition: the argument's place (a method's own tensor is at 0) and keyword.
 _CONDITIONS: dict[Any, tuple[int, str]] = {
@@ -68,7 +68,7 @@ class LayerMask:
     ) -> None:
         self.mask = mask
         self.keys = keys  # nobody sees the keys from here on; None: all may be seen
-        self.positions = positions  # (batch, 4), see `strobe.mask.Positions`
+        self.positions = positions  # (batch, 4), see `strobe.variants.mask.Positions`
         self.padding = (
             padding  # (batch, len_k), True where a key may be seen; None if `mask` and `positions` say it all
         )

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_tracing
 
 from strobe.compat import flash_terms
 from strobe.compat.transformers.layer_mask import LayerMask
-from strobe.transformers_mask import Rule, recognised
+from strobe.compat.transformers.model_mask import Rule, recognised
 
 # Parts of models that call no attention function: what they do with eager attention's mask cannot be seen from outside.
 _BY_THEMSELVES = frozenset({"gemma4_audio"})

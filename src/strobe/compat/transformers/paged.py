@@ -13,7 +13,7 @@ import torch
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from strobe.arguments import Arguments
+from strobe.problem.arguments import Arguments
 
 # Before 5.18 or so the cache took the indices one by one, and names had to begin with "paged|".
 _TAKES_KEYWORDS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters

@@ -22,11 +22,11 @@ from vllm.v1.attention.backend import (
 
 from strobe import paged
 from strobe.compat.vllm import NAME
-from strobe.cuda.plan import MAX_DIM
-from strobe.mask import Mask, causal, window
+from strobe.cuda.parts.plan import MAX_DIM
+from strobe.paged.attention import attention_paged
 from strobe.problem import Unsupported
-from strobe.score import Score, alibi
-from strobe.serving import attention_paged
+from strobe.variants.mask import Mask, causal, window
+from strobe.variants.score import Score, alibi
 
 _DECODER = "decoder"
 _SIXTEEN_BITS = ("auto", "float16", "bfloat16")  # dtypes of caches

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 from strobe.emulator import Buffer, Counters, EmulatorError, FrameError, Program, build
 from strobe.learn.cuda_cpp.source import FILE, FRAME_BYTES, TYPES, Kernel, Parameter, emulated
 from strobe.learn.simulator import Dim3, KernelError
@@ -265,7 +265,7 @@ def _waiting(report: str, how: Config, line: Callable[[str], str]) -> Iterator[s
 
 def on_gpu(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> float:
     """Milliseconds of the second launch; results are in the tensors that were passed."""
-    from strobe.cuda.plain_launch import launch
+    from strobe.learn.plain_launch import launch
 
     given = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     stream = torch.cuda.current_stream().cuda_stream
@@ -295,7 +295,7 @@ def on_gpu(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> float:
 
 @functools.cache
 def _loaded(kernel: Kernel, arch: str, smem: int) -> Any:
-    from strobe.cuda import driver
+    from strobe.cuda.runtime import driver
 
     try:
         cubin = jit.get(for_nvrtc(kernel), arch, name=kernel.name).cubin

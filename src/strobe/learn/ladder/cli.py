@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strobe import options
+from strobe.measure import command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,7 @@ app = typer.Typer(
     "gradient (b0 to b4). Each goes from standard attention to the library's own kernel.",
     invoke_without_command=True,
     no_args_is_help=False,
-    cls=options.Group,
+    cls=command.Group,
     rich_markup_mode="markdown",
 )
 _WHAT, _SIZES, _WHERE = "Which rungs", "The problem", "Where it runs, and what is kept"
@@ -43,8 +43,8 @@ def ladder(
     seq_len: Annotated[
         int | None,
         typer.Option(
-            parser=options.tokens,
-            metavar=options.TOKENS,
+            parser=command.tokens,
+            metavar=command.TOKENS,
             help="Tokens: 5000, 4K. Default: 4K on a GPU, 256 without one.",
             rich_help_panel=_SIZES,
         ),
@@ -110,7 +110,7 @@ def ladder(
         raise typer.Exit(1)
 
 
-@app.command(cls=options.Command)
+@app.command(cls=command.Command)
 def diff(
     old: Annotated[str, typer.Argument(help="The rung to start from, such as 04.")],
     new: Annotated[str, typer.Argument(help="The rung to compare it with, such as 05.")],
@@ -135,7 +135,7 @@ def _shape(default: Shape, seq_len: int | None, head_dim: int | None, heads: int
 def _run(shape: Shape, wanted: list[Rung], device: object) -> list:
     from strobe.learn.ladder import measure
 
-    with options.progress() as bar:
+    with command.progress() as bar:
         task = bar.add_task("steps, two for each rung", total=2 * len(wanted))
         return measure.run(shape, wanted, device, lambda what: bar.update(task, advance=1, description=what))  # type: ignore[arg-type]
 

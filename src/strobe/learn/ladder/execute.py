@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import Arguments, Inputs
-from strobe.cuda import backward_sm90, driver, forward_sm90, jit
 from strobe.cuda.backend import machine_of
 from strobe.cuda.launch import Launcher
-from strobe.cuda.plan import Machine, Plan
+from strobe.cuda.parts.plan import Machine, Plan
+from strobe.cuda.plans import backward_sm90, forward_sm90
+from strobe.cuda.runtime import driver, jit
 from strobe.emulator import Buffer, Counters, build, encode_tensor_map
 from strobe.learn.ladder.rung import PARAMS, POINTERS, Rung, Shape
-from strobe.mask import causal, full
 from strobe.problem import Problem, Strides
+from strobe.problem.arguments import Arguments, Inputs
+from strobe.variants.mask import causal, full
 
 
 @dataclass

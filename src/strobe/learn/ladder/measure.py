@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 from strobe.emulator import build
 from strobe.learn.ladder import execute, rungs
 from strobe.learn.ladder.exact import judge

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from strobe.cuda import wgmma
-from strobe.cuda.driver import TENSOR_MAP_BYTES, TensorMapSpec
-from strobe.cuda.params import Field, Struct
+from strobe.cuda.parts import wgmma
+from strobe.cuda.parts.params import Field, Struct
+from strobe.cuda.runtime.driver import TENSOR_MAP_BYTES, TensorMapSpec
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 _LIBRARY_KERNELS = Path(__file__).resolve().parents[2] / "cuda" / "include" / "strobe" / "kernels"

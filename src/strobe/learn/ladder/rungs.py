@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from strobe.cuda.backward_sm90 import BLOCK_N, TURNS_UP_TO
-from strobe.cuda.forward_sm90 import table_tile
-from strobe.cuda.shared_memory import tile_bytes
+from strobe.cuda.parts.shared_memory import tile_bytes
+from strobe.cuda.plans.backward_sm90 import BLOCK_N, TURNS_UP_TO
+from strobe.cuda.plans.forward_sm90 import table_tile
 from strobe.learn.ladder.rung import Count, Rung, Shape
 
 ByDim = Callable[[int], int]

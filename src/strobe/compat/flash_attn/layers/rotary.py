@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from strobe.compat import flash_terms
-from strobe.invalid import InvalidArgument
 from strobe.nn.rotary import angles_of, frequencies, rotate
+from strobe.problem.invalid import InvalidArgument
 
 _Offsets = int | torch.Tensor
 

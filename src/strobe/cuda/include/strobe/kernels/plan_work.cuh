@@ -22,7 +22,7 @@ namespace strobe {
 
 // Splits of kUnit blocks of keys, twice kForEachDoubling of them, then kForEachDoubling for each time that the keys
 // double: their number grows as a logarithm, and none has more than a sixteenth of the keys before it.
-// cuda/plan_work.py has the same rule.
+// cuda/plans/plan_work.py has the same rule.
 template <int kUnit> struct FixedSplits {
   static constexpr int kBits = 4, kForEachDoubling = 1 << kBits;
   STROBE_DEVICE static int of(int block) {

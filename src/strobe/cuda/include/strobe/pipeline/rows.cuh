@@ -2,7 +2,7 @@
 //
 // Config::Queries and Config::Keys name a kind each. A kind says which rows of a tensor belong to a sequence (`span`)
 // and which TMA box holds some of them (`box`); kernels without TMA take addresses (`Span::rows`). Another kind is
-// another struct here and another kind in cuda/rows.py.
+// another struct here and another kind in cuda/parts/rows.py.
 #pragma once
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/ptx/memory.cuh>

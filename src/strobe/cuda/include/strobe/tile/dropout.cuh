@@ -1,4 +1,4 @@
-// Which entries dropout keeps. strobe/dropout.py is the definition, and says which queries and keys share a hash.
+// Which entries dropout keeps. strobe/variants/dropout.py is the definition, and says which queries and keys share a hash.
 #pragma once
 #include <strobe/ptx/math.cuh>
 

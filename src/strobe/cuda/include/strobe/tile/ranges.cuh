@@ -1,7 +1,7 @@
 // Interval arithmetic: bounds the result of an operation, given bounds of its operands. So it can decide for a whole
 // block, without testing each pair, that a condition holds or does not hold (kernels/block_map.cuh).
 //
-// Each operation has the name that condition_cpp.py prints for it. An unknown range is `anything`.
+// Each operation has the name that cuda/parts/print_condition.py prints for it. An unknown range is `anything`.
 #pragma once
 #include <strobe/ptx/warp.cuh>
 #include <strobe/tile/functions.cuh>

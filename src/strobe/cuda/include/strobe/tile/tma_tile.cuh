@@ -1,7 +1,7 @@
 // Tiles between global and shared memory by TMA: where a tile lies in a 5-D tensor map, and the copies that move it.
 //
 // A box is 64 columns wide, 32 of fp32: one panel of the swizzled tile. There are three kinds of maps
-// (cuda/tensor_maps.py):
+// (cuda/parts/tensor_maps.py):
 //   dense       (columns, rows, panels, heads, batch). If the head dim is a multiple of 64 one box holds all panels of
 //               a tile (kOneBox); else there is one box a panel, and what lies beyond the head dim reads as zero.
 //   clipped     (columns, rows in the box, heads, rows in memory, kFar). A box that starts at row `clip` of itself ends

@@ -1,0 +1,1 @@
+"""A call is bound to a backend, remembered, differentiated and traced. `attend` is the one way in."""

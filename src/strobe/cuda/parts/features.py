@@ -1,0 +1,113 @@
+"""What changes the code of our attention kernels, whatever the architecture and direction: dtype, head dims, and the parts
+that a kernel is composed of. `Blocks`, the fourth part, changes no code but for split-KV, which `Output` knows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from strobe.cuda.parts.output import Output
+from strobe.cuda.parts.plan import ELEMENTS, Dims
+from strobe.cuda.parts.rows import Rows
+from strobe.cuda.parts.scores import Scores
+from strobe.problem import Problem
+from strobe.variants.mask import causal, full, used_keys, window
+from strobe.variants.score import identity, softcap
+
+
+@dataclass(frozen=True)
+class Features:
+    element: str
+    dim: int  # rounded up to what there is a kernel for
+    dim_v: int
+    scores: Scores
+    rows: Rows = Rows()
+    output: Output = Output()
+
+    @staticmethod
+    def of(problem: Problem, dims: Dims) -> Features:
+        return Features(ELEMENTS[problem.dtype], *dims, Scores.of(problem), Rows.of(problem), Output.of(problem))
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {
+            "varlen": self.rows.varlen,
+            "sinks": self.scores.sinks,
+            "positions": self.rows.positions,
+            "partial_out": self.output.partial,
+            "dropout": self.scores.dropout,
+            "rounds_state": self.output.rounds_state,
+        }
+
+    @property
+    def name(self) -> str:
+        dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        score = [self.scores.name] if self.scores.is_function else []
+        flags = [name for name, flag in self.flags.items() if flag]
+        flags += [f"page{self.rows.page}"] if self.rows.page else []
+        flags += ["invariant"] if self.output.invariant else []
+        return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
+
+    def facts(self) -> dict[str, Any]:
+        """The features by name, for tables."""
+        mask = self.scores.mask.name if self.scores.mask.name in ("full", "causal") else "window"
+        return {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": self.scores.is_function, **self.flags}
+
+    def config(self, pack_gqa: int = 1) -> dict[str, int | bool | str]:
+        parts = self.rows.config(pack_gqa) | self.scores.config() | self.output.config()
+        return {"kDim": self.dim, "kDimV": self.dim_v, **parts}
+
+    def types(self) -> tuple[tuple[str, str], ...]:
+        return self.scores.types(self.rows.positions)
+
+    def without_sinks(self) -> Features:
+        """The features as the backward sees them: sinks are in the LSE."""
+        return replace(self, scores=replace(self.scores, sinks=False))
+
+
+_VARLEN = Rows("varlen", "varlen")
+_MASKS = (full, causal, window(1, 1))  # they have infinitely many shapes; these are the common ones
+_SHARDS = {False: Rows("dense", "buffer", True), True: Rows("varlen", "varlen", True)}  # by whether they are varlen
+
+
+def common_features(
+    dims: list[Dims], exhaustive: bool, backward: bool = False, states: bool = False
+) -> Iterator[Features]:
+    """The features that calls have, for compiling ahead of time and for tests. `exhaustive` adds every combination.
+    `states`: there are kernels that merge a state and round."""
+    every = list(itertools.product((False, True), (False, True), (False, True)))
+    flags = every if exhaustive else [every[0], every[-1]]
+    for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, _MASKS):
+        plain = Features(element, dim, dim_v, Scores(mask))
+        dropped = replace(plain, scores=Scores(mask, dropout=True))
+        for varlen, capped, sinks in flags:
+            score, rows = softcap(30.0) if capped else identity, _VARLEN if varlen else Rows()
+            yield replace(plain, scores=Scores(mask, score, sinks=sinks), rows=rows)
+            if exhaustive and not sinks:
+                yield replace(plain, scores=Scores(mask, score, dropout=True), rows=rows)
+        if not exhaustive:
+            yield dropped
+        for varlen in (False, True) if exhaustive else (True,):  # shards of a sequence, whose results are merged
+            if exhaustive or not backward or mask is causal:
+                yield replace(plain, rows=_SHARDS[varlen], output=Output(partial=True))
+        if states:  # the last of those merges: rows and keys of a shard that all see each other, or packed documents
+            rounds = Output(rounds_state=True)
+            if exhaustive or mask is full:
+                yield replace(plain, output=rounds)
+            for varlen in (False, True) if exhaustive else (True,):
+                if exhaustive or mask is not full:
+                    yield replace(plain, rows=_SHARDS[varlen], output=rounds)
+        if not backward and (exhaustive or mask is causal):  # buffers of which sequences fill a part
+            yield replace(plain, scores=Scores(mask & used_keys), rows=_SHARDS[False])
+
+
+def wide_features(dims: list[Dims], exhaustive: bool) -> Iterator[Features]:
+    """The features of calls with head dims above 256, which are few: plain, and under a window with all that takes
+    registers."""
+    for element, (dim, dim_v), mask in itertools.product(ELEMENTS.values(), dims, _MASKS):
+        plain = Features(element, dim, dim_v, Scores(mask))
+        yield plain
+        if exhaustive or mask is _MASKS[-1]:
+            yield replace(plain, scores=Scores(mask, softcap(30.0), sinks=True), rows=_VARLEN)

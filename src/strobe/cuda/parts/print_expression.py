@@ -1,0 +1,165 @@
+"""The C++ text of a score: straight-line code in which a value that is used twice has a name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from strobe.variants.expression import CTYPES, FLOAT, INT, LONG, OPERATIONS, Expr
+
+# How the text gets the variables in it; `s` is given by the caller. `at` tells where entry i of a fragment lies.
+_PLACES = {
+    "q": "float(at.q(i))",
+    "k": "float(at.k(i))",
+    "len_q": "float(at.len_q)",
+    "len_k": "float(at.len_k)",
+    "qi": "at.q(i)",
+    "ki": "at.k(i)",
+    "len_qi": "at.len_q",
+    "len_ki": "at.len_k",
+    "b": "at.batch",
+    "h": "at.head(i)",
+}
+
+_POSITIONS = {"q": "q", "k": "k", "qi": "q", "ki": "k"}
+_LENGTHS = {"len_q": "at.len_q", "len_k": "at.len_k", "len_qi": "at.len_q", "len_ki": "at.len_k"}
+_OF_ONE_TYPE = ("min", "max", "floordiv", "mod")  # templates
+
+
+class Numbers:
+    """The user's numbers in a text, which are fields of the arguments: `c[i]` are floats, `n[i]` integers."""
+
+    def __init__(self) -> None:
+        self.floats: list[float] = []
+        self.integers: list[int] = []
+
+    def add(self, value: float, kind: int) -> str:
+        if kind == FLOAT:
+            self.floats.append(value)
+            return f"c[{len(self.floats) - 1}]"
+        self.integers.append(int(value))
+        return f"n[{len(self.integers) - 1}]"
+
+
+class Body:
+    """The statements of one function. `given`: texts of expressions that are known. `of_head`, if it is given, collects what
+    is loaded for a head: texts with `batch` and `head` in them."""
+
+    def __init__(
+        self,
+        roots: Iterable[Expr],
+        numbers: Numbers,
+        given: Mapping[Expr, str],
+        elements: Mapping[int, str],
+        of_head: dict[Expr, str] | None = None,
+    ):
+        self._numbers, self._names, self._elements, self._of_head = numbers, dict(given), elements, of_head
+        self.statements: list[str] = []
+        self._uses: Counter[Expr] = Counter()
+        todo = list(roots)
+        while todo:
+            node = todo.pop()
+            self._uses[node] += 1
+            if self._uses[node] == 1 and node not in self._names:
+                todo += node.operands
+
+    def reads(self, e: Expr) -> bool:
+        """Whether the text contains that of `e`."""
+        return self._uses[e] > 0
+
+    def text(self, e: Expr) -> str:
+        if e in self._names:
+            return self._names[e]
+        text = self._text(e)
+        if self._uses[e] > 1 and e.op not in ("literal", "var"):
+            name = f"x{len(self.statements)}"
+            self.statements.append(f"const {CTYPES[e.kind]} {name} = {text};")
+            self._names[e] = text = name
+        return text
+
+    def _text(self, e: Expr) -> str:
+        if e.op == "var":
+            return _PLACES[e.args[0]]
+        if e.op == "const":
+            return self._numbers.add(e.args[0], e.kind)
+        if e.op == "literal":
+            return literal(e)
+        if e.op == "tensor":
+            return f"entry{e.args[0]}(at, i)"
+        if e.op == "load":
+            return self._load(e)
+        converts = e.kind == FLOAT and e.op in ("+", "-", "*", "/", "float", "abs")
+        args = [(converts and self._sum_of_places(a)) or self.text(a) for a in e.operands]
+        if e.op in _OF_ONE_TYPE and e.kind == LONG:  # numbers that fit are 32-bit ones
+            args = [text if a.kind == LONG else f"i64({text})" for a, text in zip(e.operands, args, strict=True)]
+        if e.op in ("floordiv", "mod") and e.args[1].op == "literal":
+            divisor = e.args[1].args[0]
+            if isinstance(divisor, int) and divisor > 0 and divisor & (divisor - 1) == 0:  # rounds down below 0, too
+                shift = divisor.bit_length() - 1
+                return f"({args[0]} >> {shift})" if e.op == "floordiv" else f"({args[0]} & {divisor - 1})"
+        if e.op in ("min", "max") and e.kind != INT:
+            return f"{e.op}imum({args[0]}, {args[1]})"
+        return OPERATIONS[e.op].cpp.format(*args)
+
+    def place(self, load: Expr, text: Callable[[Expr], str] | None = None) -> str:
+        """Where the entry lies in its tensor. `text`: of an index."""
+        number, text = load.args[0], text or self.text
+        places = [
+            f"i64({text(index)}) * strides{number}[{axis}]"
+            if is_of_head(index)  # checked on the host
+            else f"within({text(index)}, strides{number}[{4 + axis}]) * strides{number}[{axis}]"
+            for axis, index in enumerate(load.operands)
+        ]
+        return " + ".join(places) or "0"
+
+    def _load(self, e: Expr) -> str:
+        number = e.args[0]
+
+        def text(place: Callable[[Expr], str]) -> str:
+            return f"load_entry<{self._elements[number]}>(t{number}, {self.place(e, place)}, true)"
+
+        if self._of_head is None or not all(map(is_of_head, e.operands)):
+            return text(self.text)
+        self._of_head.setdefault(e, text(lambda index: {"b": "batch", "h": "head"}[index.args[0]]))
+        return f"(At::kOneHead ? h{list(self._of_head).index(e)} : {text(self.text)})"
+
+    def _sum_of_places(self, e: Expr) -> str | None:
+        """The text of a sum of positions and integers, or of its absolute value, as a float; None: it is something else."""
+        if e.op in ("iabs", "abs"):
+            inside = self._sum_of_places(e.args[0])
+            return inside and f"fabs({inside})"
+        signs: dict[str, int] = {}
+        rest = None if any(node in self._names for node in e.nodes()) else _collected(e, 1, signs)
+        if rest is None or not signs or any(abs(sign) > 1 for sign in signs.values()):
+            return None
+        return f"at.template sum<{signs.get('q', 0)}, {signs.get('k', 0)}>({rest.removeprefix(' + ') or '0'}, i)"
+
+    def function(self, result: str) -> str:
+        return f"{{ {''.join(s + ' ' for s in self.statements)}return {result}; }}"
+
+
+def is_of_head(index: Expr) -> bool:
+    return index.op == "var" and index.args[0] in ("b", "h")
+
+
+def _collected(e: Expr, sign: int, signs: dict[str, int]) -> str | None:
+    """The terms of a sum that are no positions; those of q and k are counted in `signs`."""
+    if e.op in ("+", "-"):
+        terms = [_collected(a, sign * s, signs) for a, s in zip(e.args, (1, -1 if e.op == "-" else 1), strict=True)]
+        return None if None in terms else "".join(filter(None, terms))
+    if e.op == "var" and e.args[0] in _POSITIONS:
+        signs[_POSITIONS[e.args[0]]] = signs.get(_POSITIONS[e.args[0]], 0) + sign
+        return ""
+    minus = "-" if sign < 0 else "+"
+    if e.op == "var" and e.args[0] in _LENGTHS:
+        return f" {minus} {_LENGTHS[e.args[0]]}"
+    return f" {minus} {literal(e)}" if e.op == "literal" and type(e.args[0]) is int and e.kind == INT else None
+
+
+def literal(e: Expr) -> str:
+    value = e.args[0]
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = f"{value!r}f" if isinstance(value, float) else f"{value}" if e.kind == INT else f"i64({value})"
+    assert e.kind in (FLOAT, INT, LONG)
+    return f"({text})" if text.startswith("-") else text

@@ -1,0 +1,126 @@
+"""fp32 inputs as the kernels for Hopper read them: each tensor in three bf16 terms (tile/terms.cuh), which a small kernel
+writes into the workspace before.
+
+To the kernels that follow, the terms are tensors of bf16 whose rows are three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from strobe.cuda.parts.features import Features
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.params import Field, Struct, params
+from strobe.cuda.parts.plan import Launch, shape_limits
+from strobe.cuda.parts.rows import stride_fields, stride_values
+from strobe.cuda.parts.scores import Scores
+from strobe.cuda.parts.shared_memory import SharedMemory
+from strobe.cuda.parts.tensor_maps import tile_map
+from strobe.cuda.runtime.driver import TensorMapSpec
+from strobe.problem import Problem, Rows as RowsInMemory, Strides
+
+TERMS = 3  # kTerms
+ELEMENT = "bf16"
+MAX_DIM = 128
+_ROWS = 64  # of a block of the kernel that splits
+_FORWARD, _BACKWARD = ("q", "k", "v"), ("q", "k", "v", "d_o")
+_OTHER_NAMES = {"d_o": "do"}  # of the fields for strides
+
+
+def limits(problem: Problem) -> str | None:
+    """What the kernels for fp32 inputs leave to others, in both directions."""
+    able = replace(problem, dtype=torch.bfloat16)
+    if (reason := shape_limits(able, MAX_DIM) or Scores.limits(problem)) is not None:
+        return f"{reason} with float32 inputs" if "head dim" in reason else reason
+    refused = {
+        "dropout": problem.dropout > 0,
+        "paged keys": problem.k.pages is not None,
+        "parts of longer sequences": problem.positions,
+        "gradients of tensors that a score function captures": bool(problem.learnt),
+        "results that are merged with others": problem.partial or problem.state is not None,
+    }
+    found = [name for name, there in refused.items() if there]
+    return f"float32 inputs with {found[0]}" if found else None
+
+
+def as_terms(problem: Problem, dim: int) -> Problem:
+    """The problem whose q, k and v are the terms, with `dim` columns each."""
+    q, k = (replace(rows, strides=(_strides(rows, dim),) * n) for rows, n in ((problem.q, 1), (problem.k, 2)))
+    return replace(problem, dtype=torch.bfloat16, q=q, k=k)
+
+
+def workspace(problem: Problem, dim: int, gradients: bool = False) -> dict[str, int]:
+    size = {"q": problem.q, "k": problem.k, "v": problem.k, "d_o": problem.q}
+    names = _BACKWARD if gradients else _FORWARD
+    return {f"{n}_terms": 2 * TERMS * dim * size[n].heads * size[n].total for n in names}
+
+
+def terms_map(
+    problem: Problem, kind: str, rows: RowsInMemory, dim: int, box_rows: int, *, one_box: bool
+) -> TensorMapSpec:
+    """Of tiles of `box_rows`; `problem` is that of the terms."""
+    width, strides = TERMS * dim, rows.strides[0]
+    return tile_map(problem, kind, rows, width, strides, box_rows, width, one_box=one_box)
+
+
+def launch(problem: Problem, dim: int, arch: str, strides: Mapping[str, Strides]) -> Launch:
+    """`strides`: of the tensors that are split."""
+    gradients = "d_o" in strides
+    slices = 1 if problem.varlen else problem.batch
+    values = {
+        **stride_values({_OTHER_NAMES.get(name, name): s for name, s in strides.items()}),
+        "batch": slices,
+        "heads": problem.heads,
+        "heads_k": problem.heads_k,
+        "len_q": problem.q.total // slices,
+        "len_k": problem.k.total // slices,
+        "dim": problem.dim,
+        "dim_v": problem.dim_v,
+    }
+    of_q, of_k = (rows.heads * slices * -(-rows.total // slices // _ROWS) for rows in (problem.q, problem.k))
+    return Launch(kernel(dim, arch, gradients), (2 if gradients else 1) * of_q + 2 * of_k, values)
+
+
+def products(features: Features, block: int) -> tuple[tuple[int, str, int], ...]:
+    """Of `gemm_terms` with `block` keys, or queries, and of `gemm_terms_t`."""
+    dims = sorted({features.dim, features.dim_v})
+    both = [(block, form, d // 16) for form in ("ss_zero", "ss") for d in dims]
+    return tuple(both + [(d, form, block // 16) for form in ("rs_t_zero", "rs_t") for d in dims])
+
+
+def kernel(dim: int, arch: str, gradients: bool) -> TemplateKernel:
+    return TemplateKernel(
+        name=f"split_terms[{dim}{' gradients' if gradients else ''}]",
+        arch=arch,
+        params=_params(gradients),
+        threads=256,
+        smem=0,
+        header="split_terms",
+        template="split_terms",
+        element=ELEMENT,
+        config=(("kRows", _ROWS), ("kColumns", dim), ("kGradients", gradients)),
+        memory=SharedMemory([]),
+        types=(),
+        blocks_per_sm=4,
+        facts={"fp32": True},
+    )
+
+
+def _params(gradients: bool) -> Struct:
+    names = _BACKWARD if gradients else _FORWARD
+    return params(
+        [Field(name, "const float*") for name in names],
+        [Field(f"{name}_terms", "u16*") for name in names],
+        stride_fields(*(_OTHER_NAMES.get(name, name) for name in names)),
+        [Field(n, "int") for n in ("batch", "heads", "heads_k", "len_q", "len_k", "dim", "dim_v")],
+    )
+
+
+def _strides(rows: RowsInMemory, dim: int) -> Strides:
+    """Of (slice, head, row, 3 * dim)."""
+    row = TERMS * dim
+    length = rows.total if rows.varlen else rows.length
+    return rows.heads * length * row, length * row, row

@@ -1,0 +1,110 @@
+"""Block-sparse calls: a kernel finds out on the device which blocks the score's condition lets through. The attention
+kernel after it visits those.
+
+The bits of a tile say which blocks have a visible pair and which a hidden one (pipeline/block_bits.cuh). Blocks without
+a visible pair are neither loaded nor computed. In blocks without a hidden pair the condition is not evaluated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from strobe.cuda.parts import print_condition
+from strobe.cuda.parts.features import Features
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.params import Field, params
+from strobe.cuda.parts.plan import MAP, Launch
+from strobe.cuda.parts.rows import Rows
+from strobe.cuda.parts.scores import MAP_FIELDS, entry_fields, mask_values, number_fields, number_values
+from strobe.cuda.parts.shared_memory import Region, SharedMemory
+from strobe.problem import Problem
+from strobe.variants.expression import Expr
+from strobe.variants.mask import MAX_CONSTANTS
+
+LEAST_KEYS = 1024  # an estimate: below, there are few blocks to leave out, and one more launch costs as much
+_OWN = [
+    Field(MAP, "u32*"),
+    *MAP_FIELDS[1:],
+    Field("mask", "int", MAX_CONSTANTS),
+    *(Field(n, "int") for n in ("map_heads", "map_tiles", "heads_in_one")),
+]
+
+
+def pays(problem: Problem) -> bool:
+    long = problem.len_k >= LEAST_KEYS and problem.len_q >= 128
+    return long and problem.logit.condition is not None and problem.k.pages is None
+
+
+class BlockMap(NamedTuple):
+    """The launch that makes the bits, their size, and the values of the kernel that reads them."""
+
+    launch: Launch
+    workspace: dict[str, int]
+    values: dict[str, int]
+
+
+def block_map(
+    problem: Problem, features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool
+) -> BlockMap:
+    """For tiles of `block_m` queries that visit blocks of `block_n` keys or, transposed, the other way round. A transposed
+    map is for key heads: a block counts as visible if one head of the group sees it."""
+    condition = problem.logit.condition
+    assert condition is not None
+    blocks_q, blocks_k = -(-problem.len_q // block_m), -(-problem.len_k // block_n)
+    tiles, blocks = (blocks_k, blocks_q) if transposed else (blocks_q, blocks_k)
+    by_batch = "b" in condition.variables() or problem.varlen or problem.positions
+    by_head = "h" in condition.variables()
+    heads = problem.heads_k if transposed else problem.heads
+    words = -(-blocks // 32)
+    slices = (problem.batch if by_batch else 1, heads if by_head else 1)
+    strides = {
+        "map_batch": tiles * 2 * words * slices[1] if by_batch else 0,
+        "map_head": tiles * 2 * words if by_head else 0,
+        "map_words": words,
+    }
+    own = {
+        "map_heads": slices[1] if by_head else 0,
+        "map_tiles": tiles,
+        "heads_in_one": problem.heads // problem.heads_k if transposed and by_head else 1,
+    }
+    values = {
+        **features.rows.values(problem, tma=False),
+        **number_values(print_condition.numbers(condition)),
+        **{f"{load.name}_strides": load.strides for i, load in enumerate(problem.loads) if i in _read_by(condition)},
+        "mask": mask_values(problem.mask),
+        **strides,
+        **own,
+    }
+    spec = kernel(features, arch, block_m, block_n, transposed=transposed)
+    count = slices[0] * slices[1] * tiles
+    launch = Launch(spec, count * words, values)
+    return BlockMap(launch, {MAP: 4 * count * 2 * words}, strides)
+
+
+def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool) -> TemplateKernel:
+    condition = features.scores.score.condition
+    assert condition is not None
+    entries = {i: e for i, e in enumerate(features.scores.entries) if i in _read_by(condition)}
+    config = {**features.rows.config(), "kBlockM": block_m, "kBlockN": block_n, "kTransposed": transposed}
+    numbers = print_condition.numbers(condition)
+    return TemplateKernel(
+        name=f"block_map[{features.scores.name} {block_m}x{block_n}{' transposed' if transposed else ''}]",
+        arch=arch,
+        params=params(Rows.fields(tma=False), number_fields(numbers), entry_fields(entries.values()), _OWN),
+        threads=1024,
+        smem=128,
+        header="block_map",
+        template="block_map",
+        element=features.element,
+        config=tuple(config.items()),
+        memory=SharedMemory([Region("seen", 128)]),
+        types=(
+            ("Mask", features.scores.mask.cpp(features.rows.positions)),
+            ("Condition", print_condition.struct(condition, entries)),
+        ),
+    )
+
+
+def _read_by(condition: Expr) -> set[int]:
+    """The numbers of the tensors that it reads."""
+    return {load.args[0] for load in condition.loads()}

@@ -1,0 +1,189 @@
+"""The forward kernel for Hopper on fp32 inputs: limits, tiles, plan, variants.
+
+Two launches: `split_terms` writes q, k and v in three bf16 terms each into the workspace, 6 bytes a number of rows that
+are padded to 64 or 128 columns, and `forward_fp32_sm90` reads them. A product of two fp32 matrices is six of bf16 ones
+(tile/terms.cuh).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from strobe.cuda.parts import terms
+from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, query_tiles
+from strobe.cuda.parts.features import Features
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.output import lse_values
+from strobe.cuda.parts.params import COUNTER, Field, Struct, params
+from strobe.cuda.parts.plan import (
+    ANY_MACHINE,
+    Dims,
+    Launch,
+    Machine,
+    Plan,
+    first_without_spills,
+    pack_group,
+    padded_dims,
+)
+from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
+from strobe.cuda.parts.scores import Scores
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.parts.terms import TERMS, as_terms, terms_map
+from strobe.cuda.plans.forward_sm90 import ARCH
+from strobe.problem import Problem, Strides
+from strobe.variants.mask import causal, full, window
+from strobe.variants.score import identity, softcap
+
+__all__ = ["DIMS", "TILES", "Tile", "kernel", "limits", "plan", "variants"]
+
+DIMS: list[Dims] = [(64, 64), (128, 128)]
+CONSUMERS = 2
+REGISTERS = (40, 232)  # of a thread of the producer and of a consumer
+
+
+@functools.cache
+def _params(scores: tuple[Field, ...]) -> Struct:
+    return params(
+        [Field("sinks", "const float*"), Field("o", "float*"), Field("lse", "float*"), Field(COUNTER, "u32*")],
+        stride_fields("o"),
+        [Field("lse_batch", "i64"), Field("lse_head", "i64")],
+        Rows.fields(tma=False),
+        scores,
+        QUERY_TILE_FIELDS,
+        [Field(f"map_{t}_terms", "TensorMap") for t in "qkv"],
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """64 queries for each of two consumers."""
+
+    block_n: int = 64  # keys at a time
+    stages: int = 1  # buffers for K and for V
+    q_slots: int = 1  # query tiles in shared memory
+
+    def __str__(self) -> str:
+        return f"{64 * CONSUMERS}x{self.block_n} s{self.stages} q{self.q_slots}"
+
+    def memory(self, dim: int, dim_v: int) -> SharedMemory:
+        return SharedMemory(
+            [
+                Region("q", tile_bytes(64, TERMS * dim), self.q_slots * CONSUMERS),
+                Region("k", tile_bytes(self.block_n, TERMS * dim), self.stages),
+                Region("v", tile_bytes(self.block_n, TERMS * dim_v), self.stages),
+                Region("ring_q", ring_bytes(self.q_slots)),
+                Region("ring_k", ring_bytes(self.stages)),
+                Region("ring_v", ring_bytes(self.stages)),
+                Region("tile_info", 32, self.q_slots),
+            ]
+        )
+
+
+# At 128 K and V of 64 keys fill what Q leaves; with 32 keys and two buffers, reading Q for S = Q K^T would take longer than
+# the product. Not swept.
+TILES = {(64, 64): Tile(stages=2, q_slots=2), (128, 128): Tile()}
+_SMALLER = {(64, 64): Tile(32, stages=3, q_slots=2), (128, 128): Tile(32, stages=2)}
+
+
+def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
+    """A score function that no table knows gets the first tile whose kernel does not spill."""
+    dims = features.dim, features.dim_v
+    if not features.scores.is_unknown:
+        return TILES[dims]
+    return first_without_spills([TILES[dims], _SMALLER[dims]], lambda t: kernel(features, t), machine)
+
+
+def limits(problem: Problem) -> str | None:
+    return "no backward kernel" if problem.gradients else terms.limits(problem)
+
+
+def kernel(features: Features, tile: Tile) -> TemplateKernel:
+    n, memory = tile.block_n, tile.memory(features.dim, features.dim_v)
+    config = {
+        **features.config(),
+        "kBlockM": 64 * CONSUMERS,
+        "kBlockN": n,
+        "kConsumers": CONSUMERS,
+        "kStages": tile.stages,
+        "kQSlots": tile.q_slots,
+        "kRegsProducer": REGISTERS[0],
+        "kRegsConsumer": REGISTERS[1],
+        "kThreads": 128 * (CONSUMERS + 1),
+        "kOneBoxPerTile": not features.rows.clipped,
+    }
+    return TemplateKernel(
+        name=f"forward_fp32_sm90[{features.name.replace(terms.ELEMENT, 'fp32', 1)} {tile}]",
+        arch=ARCH,
+        params=_params(features.scores.fields()),
+        threads=128 * (CONSUMERS + 1),
+        smem=memory.size,
+        header="forward_fp32_sm90",
+        template="forward_fp32_sm90",
+        element=features.element,
+        config=tuple(config.items()),
+        memory=memory,
+        types=features.types(),
+        products=terms.products(features, n),
+        facts={**features.facts(), "fp32": True, "tile": str(tile), "one_box": not features.rows.clipped},
+    )
+
+
+def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
+    problem, out_strides = pack_group(problem, out_strides)
+    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    read = as_terms(problem, dims[0])
+    features = Features.of(read, dims)
+    tile = tile or choose_tile(features, machine)
+    wide = replace(read, dim=TERMS * dims[0], dim_v=TERMS * dims[1])  # what the L2 holds of a head
+    spec, schedule = kernel(features, tile), query_tiles(wide, 64 * CONSUMERS, machine.l2_bytes)
+    values = {
+        **features.rows.values(problem, tma=False),
+        **Scores.values(problem),
+        **schedule,
+        **lse_values(problem),
+        **stride_values({"o": out_strides}),
+    }
+    one_box = not features.rows.clipped
+    maps = {
+        "q_terms": terms_map(read, features.rows.queries, read.q, dims[0], 64, one_box=one_box),
+        "k_terms": terms_map(read, features.rows.keys, read.k, dims[0], tile.block_n, one_box=one_box),
+        "v_terms": terms_map(read, features.rows.keys, read.k, dims[1], tile.block_n, one_box=one_box),
+    }
+    grid = min(schedule["tiles"], machine.sms)
+    details = {
+        "kernel": spec.name,
+        "arch": spec.arch,
+        "tile": f"{64 * CONSUMERS} queries x {tile.block_n} keys",
+        "threads": spec.threads,
+        "blocks": grid,
+        "shared memory": f"{spec.smem} bytes",
+        "inputs": "in three bf16 terms",
+    }
+    split = terms.launch(problem, dims[0], ARCH, dict(zip("qkv", problem.strides, strict=True)))
+    launches = split, Launch(spec, grid, values, maps, overlaps=True)
+    return Plan(launches, terms.workspace(problem, dims[0]), details)
+
+
+def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
+    """The kernels that calls ask for."""
+    for dim, _ in DIMS:
+        yield terms.kernel(dim, arch, gradients=False)
+    for features in fp32_features(exhaustive):
+        yield kernel(features, choose_tile(features))
+
+
+def fp32_features(exhaustive: bool) -> Iterator[Features]:
+    """Of both directions: plain, varlen, and with all that takes registers."""
+    varlen, capped = Rows("varlen", "varlen"), softcap(30.0)
+    for (dim, dim_v), mask in itertools.product(DIMS, (full, causal, window(1, 1))):
+        plain = Features(terms.ELEMENT, dim, dim_v, Scores(mask))
+        yield plain
+        yield replace(plain, rows=varlen)
+        if exhaustive or mask.lo is not None:
+            yield replace(plain, scores=Scores(mask, capped, sinks=True), rows=varlen)
+        if exhaustive:
+            for score in (identity, capped):
+                yield replace(plain, scores=Scores(mask, score, sinks=True))

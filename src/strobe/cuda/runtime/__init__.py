@@ -1,0 +1,1 @@
+"""The CUDA driver, NVRTC and the cache of compiled kernels. Nothing here knows attention or torch."""

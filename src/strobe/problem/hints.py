@@ -1,0 +1,129 @@
+"""Help for a first call that is written as for another library: keywords and the order of axes.
+
+Nothing here runs in a repeated call: keywords are looked up after they were refused, shapes where a call is bound."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_CAUSAL = "mask=strobe.causal"
+_WINDOW = "mask=strobe.window(left, right), with None for a side without bound"
+_LSE = (
+    "return_lse=True: the weights are never stored, but their log-sum-exp is known, and "
+    "strobe.probabilities(q, k, rows=…) computes those of some queries"
+)
+_VARLEN = "strobe.attention_varlen(q, k, v, cu_q, cu_k, max_q=…, max_k=…)"
+_PAGED = "strobe.attention_paged(q, k, v, table, lengths)"
+# Keyword of another library -> what to write.
+_SPELLINGS = {
+    "causal": _CAUSAL,
+    "is_causal": f"{_CAUSAL}, or strobe.causal_top_left for PyTorch's alignment where q and k differ in length",
+    "attn_mask": "mask= for booleans (True where attention is allowed), bias= for numbers that are added",
+    "attention_mask": "mask= for booleans (True where attention is allowed), bias= for numbers that are added",
+    "attn_bias": "bias=, or mask=strobe.causal and its like where it hides keys",
+    "block_mask": "mask=strobe.causal, strobe.window(…), …, combined with &, a function (b, h, q, k) or a boolean tensor",
+    "mask_mod": "mask=, which takes the function as it is",
+    "score_mod": "score=, which takes the function as it is",
+    "dropout_p": "dropout=",
+    "p": "dropout=",
+    "window_size": _WINDOW,
+    "window": _WINDOW,
+    "sliding_window": _WINDOW,
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "logits_soft_cap": "softcap=",
+    "alibi_slopes": "score=strobe.alibi(slopes)",
+    "enable_gqa": "nothing: fewer key heads than query heads are grouped",
+    "return_attn_probs": _LSE,
+    "return_softmax_lse": "return_lse=True",
+    "need_weights": _LSE,
+    "s_aux": "sinks=",
+    "learnable_sink": "sinks=",
+    "cu_seqlens_q": f"cu_q= of {_VARLEN}",
+    "cu_seqlens_k": f"cu_k= of {_VARLEN}",
+    "max_seqlen_q": f"max_q= of {_VARLEN}",
+    "max_seqlen_k": f"max_k= of {_VARLEN}",
+    "block_table": f"table= of {_PAGED}",
+    "page_table": f"table= of {_PAGED}",
+    "cache_seqlens": f"lengths= of {_PAGED}",
+    "seqused_k": f"lengths= of {_PAGED}",
+    "tensor_layout": 'layout="bshd" or layout="bhsd"',
+}
+
+
+def shows_known_keywords(function: _Function) -> _Function:
+    """The function itself. Its `**wrong`, which is there to be refused with a hint, is left out of its signature."""
+    signature = inspect.signature(function)
+    known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+    return function
+
+
+def unknown_keyword(function: Callable[..., Any], wrong: Iterable[str]) -> TypeError:
+    """The error of a call with keywords that the function does not have."""
+    known = list(inspect.signature(function).parameters)
+    return unknown_word(function.__name__, next(iter(wrong)), known)
+
+
+def unknown_word(function: str, word: str, known: Iterable[str]) -> TypeError:
+    known = list(known)
+    if word in _SPELLINGS:
+        way_out = f"use {_SPELLINGS[word]}"
+    elif close := difflib.get_close_matches(word, known, 1):
+        way_out = f"did you mean {close[0]}=?"
+    else:
+        way_out = f"it takes {', '.join(known)}"
+    return TypeError(f"{function}() got an unexpected keyword argument {word!r}; {way_out}")
+
+
+# ---- the order of axes -----------------------------------------------------------------------------------------------
+
+SILENCE = "STROBE_NO_LAYOUT_WARNING"
+_warned = False
+_MOST_HEADS = 64  # an axis up to this length, before a longer one, looks like heads
+
+
+def warn_of_layout(a: Arguments) -> None:
+    """One warning per process if no layout was given and q and k look like (batch, heads, length, dim)."""
+    if a.layout is not DEFAULT_LAYOUT or not _looks_bhsd(a.q) or not _looks_bhsd(a.k):
+        return
+    global _warned
+    if _warned or os.environ.get(SILENCE, "0") not in ("", "0"):
+        return
+    _warned = True
+    _warn(tuple(a.q.shape))
+
+
+def _looks_bhsd(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[1] <= _MOST_HEADS < t.shape[2]
+
+
+def _warn(shape: tuple[int, ...]) -> None:
+    _, length, heads, _ = shape
+    warnings.warn(
+        f"q has shape {shape}, which is read as (batch, length, heads, dim): {length} tokens and {heads} heads. If it is "
+        f'(batch, heads, length, dim), pass layout="bhsd"; layout="bshd" or {SILENCE}=1 silences this warning',
+        stacklevel=_callers_level(),
+    )
+
+
+def _callers_level() -> int:
+    """The stack level of the first frame outside this package, as `warnings.warn` counts it for the function that calls
+    this."""
+    package = str(Path(__file__).parents[1]) + os.sep
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,122 @@
+"""Masks and scores that many models use, each a few lines of a traced function (`mask_function.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from strobe.variants.mask_function import MaskFunction, mask_function, score_function
+from strobe.variants.score import Score
+
+
+def documents(ids: torch.Tensor) -> MaskFunction:
+    """Queries see the keys of their own document: those with the same number in `ids`, (len_k,) or (batch, len_k).
+    Combine with `strobe.causal &`. Numbers of 32 bits cost kernels less than those of 64."""
+    _check_integers("documents(ids): ids", ids)
+    if ids.dim() == 1:
+        return _named("documents", mask_function(lambda b, h, q, k: ids[q] == ids[k]))
+    return _named("documents", mask_function(lambda b, h, q, k: ids[b, q] == ids[b, k]))
+
+
+def relative_bias(table: torch.Tensor) -> Score:
+    """Adds `table[head, k - q + n - 1]`; the table is (heads, 2 n - 1) and may learn. Distances of n or more take its first
+    or its last entry."""
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or not table.shape[1] % 2:
+        raise ValueError(f"table must be a tensor (heads, 2 n - 1), got {_shown(table)}")
+    middle = table.shape[1] // 2
+    return _named("relative_bias", score_function(lambda s, b, h, q, k: s + table[h, k - q + middle]))
+
+
+def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
+    """T5's bias: `table`, (buckets, heads), has an entry for each bucket of distances, which grow logarithmically up to
+    `max_distance`. `bidirectional`: keys after a query have buckets of their own, as in T5's encoder."""
+    least = 4 if bidirectional else 2
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[0] < least:
+        raise ValueError(f"table must be a tensor (buckets, heads) of at least {least} buckets, got {_shown(table)}")
+    buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
+    if max_distance <= buckets // 2:
+        raise ValueError(f"max_distance must be greater than {buckets // 2}, got {max_distance}")
+    offset = torch.arange(-max_distance, max_distance + 1)  # of a key from its query
+    distance = offset.abs() if bidirectional else (-offset).clamp(min=0)
+    exact = buckets // 2
+    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
+    bucket = torch.where(distance < exact, distance, far) + (offset > 0) * (buckets if bidirectional else 0)
+    of_offset = table[
+        bucket.to(table.device)
+    ].t()  # (heads, offsets): one entry for a pair, whose gradient torch sends on
+    return _named("t5_bias", relative_bias(of_offset))
+
+
+def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> MaskFunction:
+    """Positions are the pixels of a picture, row by row. A query sees the square of pixels around its own, `radius` in each
+    direction; at a border the square is moved inside, so that all queries see as many. A pair of radii: down, across.
+
+    The picture is not compared with the call: queries behind its last pixel see a square in its last rows, and keys
+    behind it are not seen."""
+    down, across = (radius, radius) if isinstance(radius, int) else radius
+    for what, size, r in (("height", height, down), ("width", width, across)):
+        if not 0 <= 2 * r < size:
+            raise ValueError(f"radius must be at least 0, and 2 radius + 1 at most the {what} {size}, got {r}")
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        row = (q // width).clamp(down, height - 1 - down) - k // width
+        column = (q % width).clamp(across, width - 1 - across) - k % width
+        return (row.abs() <= down) & (column.abs() <= across)
+
+    return _named("neighbourhood", mask_function(mask))
+
+
+def tree(
+    parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.device | str | None = None
+) -> MaskFunction:
+    """Each query sees itself and those above it: `parents[i]` is the token above token i, -1 if there is none. The tree
+    begins at position `first`; all queries see the keys before it. On the device of `parents`, or on `device`."""
+    if isinstance(parents, torch.Tensor):
+        device, parents = device or parents.device, parents.tolist()
+    begin, end = (torch.tensor(x, dtype=torch.int32, device=device) for x in _depth_first(list(parents)))
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        at, above = begin[q - first], k - first
+        return (k < first) | ((begin[above] <= at) & (at < end[above]))
+
+    return _named("tree", mask_function(mask))
+
+
+def _depth_first(parents: list[int]) -> tuple[list[int], list[int]]:
+    """For each token its number in a walk that goes down first, and that of the first token after all below it."""
+    below: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last one: of no token
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < len(parents):
+            raise ValueError(f"parents[{i}] is {parent}; allowed are -1 and the {len(parents)} tokens from 0 on")
+        below[parent].append(i)
+    begin, end = [-1] * len(parents), [0] * len(parents)
+    count, waiting = 0, [(i, False) for i in reversed(below[-1])]
+    while waiting:
+        i, left = waiting.pop()
+        if left:
+            end[i] = count
+            continue
+        begin[i], count = count, count + 1
+        waiting += [(i, True), *((child, False) for child in reversed(below[i]))]
+    if count < len(parents):
+        raise ValueError(f"parents[{begin.index(-1)}] leads round in a circle")
+    return begin, end
+
+
+def _named(name: str, made: Any) -> Any:
+    if isinstance(made, Score):
+        return Score(made.expr, name, made.tensors)
+    return MaskFunction(made.interval, made.rest, made.tensors, name)
+
+
+def _check_integers(what: str, t: Any) -> None:
+    if not isinstance(t, torch.Tensor) or t.dim() not in (1, 2) or t.is_floating_point():
+        raise ValueError(f"{what} must be a tensor of integers, (len_k,) or (batch, len_k), got {_shown(t)}")
+
+
+def _shown(t: Any) -> str:
+    return f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, torch.Tensor) else repr(t)
