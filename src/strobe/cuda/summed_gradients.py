@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from strobe import score_cpp
 from strobe.arguments import Arguments, four_axes
+from strobe.cuda.scores import Scores
 from strobe.problem import Problem, captured_strides
 
 _Maybe = torch.Tensor | None
@@ -53,7 +53,7 @@ def results(problem: Problem, a: Arguments, x: Mapping[str, Any]) -> tuple[_Mayb
     bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
     if not problem.learnt:
         return bias, None
-    factor = score_cpp.factor_of_gradients(problem.logit, problem.scale, problem.learnt)
+    factor = Scores.of(problem).printed.factor_of_gradients(problem.scale)
     found: list[_Maybe] = [None] * problem.captured
     for i in problem.learnt:
         total = x[f"dscore{i}"]
