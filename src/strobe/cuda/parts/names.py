@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from strobe.cuda.parts.print_score import Entries
+from strobe.cuda.parts.print_score import Entries, printed
 from strobe.variants.mask import Mask, cached_window, causal, causal_top_left, chunked, full, prefix, used_keys, window
 from strobe.variants.score import Score, alibi, identity, softcap, tensor_count
 
@@ -39,12 +39,12 @@ def word_for_mask(mask: Mask) -> str:
 def words_for_score(score: Score, entries: tuple[Entries, ...]) -> tuple[str, ...]:
     """The names of a bias and a mask tensor, then the word for the score; "function" for one that a user wrote."""
     pairs = tuple(e.name for e in entries if e.pairs)
-    text = score.cpp(entries)
+    text = printed(score, entries).text
     for word, scores in _SCORES.items():
         for plain in scores:
             if tensor_count(plain.expr) + len(pairs) != len(entries):
                 continue
             whole = plain.with_pairs("bias" in pairs, "mask_tensor" in pairs)
-            if whole.cpp(entries) == text:
+            if printed(whole, entries).text == text:
                 return (*pairs, word) if word else pairs
     return (*pairs, "function")
