@@ -17,6 +17,7 @@
 #include <strobe/pipeline/key_scores.cuh>
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/scores.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
 namespace strobe {
@@ -297,22 +298,17 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Backward = BackwardSm90<Config, Mask, Score, Params>;
   const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
   if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
+  if (thread_idx() == 0)
     for (const TensorMap* map : {&p.map_q, &p.map_d_o, &p.map_k, &p.map_v}) tma_prefetch_map(map);
-    Backward::init_barriers();
-  }
-  sync_block();
+  init_block<Backward>();
   launch_dependents();
   const u32 warpgroup = warp_uniform(thread_idx() / 128), warp = warp_uniform(thread_idx() / 32);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     Backward work(p, tile, true);
     if (thread_idx() == 0) work.produce();
     else if (Config::kWantQ && (warp == 1 || warp == 2)) work.add_dq();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Backward(p, tile, false).consume(warpgroup - 1);
-  }
+  } else Backward(p, tile, false).consume(warpgroup - 1);
 }
 
 }  // namespace strobe

@@ -15,6 +15,7 @@
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/staging.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/ptx/bulk.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
@@ -296,22 +297,16 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   const int part = remainder(block_idx(), Config::kColumnParts);
   const KeyTile tile = decode_key_tile<Config>(quotient(block_idx(), Config::kColumnParts), p);
   if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
-    tma_prefetch_map(&p.map_q);
-    tma_prefetch_map(&p.map_d_o);
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
-    Dkv::init_barriers();
-  }
-  sync_block();
+  if (thread_idx() == 0)
+    for (const TensorMap* map : {&p.map_q, &p.map_d_o, &p.map_k, &p.map_v}) tma_prefetch_map(map);
+  init_block<Dkv>();
   launch_dependents();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     Dkv work(p, tile, part, true, false);
     if (thread_idx() == 0) work.produce();
   } else {
-    regs_inc<Config::kRegsConsumer>();
     Accumulators<typename Config::Element, Dkv::kColumnsK>::declare();  // kDim >= kDimV: the warpgroups share the names
     if (warpgroup == 1) Dkv(p, tile, part, false, true).consume_dv();
     else Dkv(p, tile, part, false, false).consume_dk();

@@ -14,6 +14,7 @@
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/staging.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
 namespace strobe {
@@ -200,23 +201,15 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Dq = DqSm90<Config, Mask, Score, Params>;
   const Tile tile = decode_tile<Config>(block_idx(), p);
   if (tile.row0 >= tile.q.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
-    tma_prefetch_map(&p.map_q);
-    tma_prefetch_map(&p.map_d_o);
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
-    Dq::init_barriers();
-  }
-  sync_block();
+  if (thread_idx() == 0)
+    for (const TensorMap* map : {&p.map_q, &p.map_d_o, &p.map_k, &p.map_v}) tma_prefetch_map(map);
+  init_block<Dq>();
   launch_dependents();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     if (thread_idx() == 0) Dq(p, tile, true).produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Dq(p, tile, false).consume(warpgroup - 1);
-  }
+  } else Dq(p, tile, false).consume(warpgroup - 1);
 }
 
 }  // namespace strobe

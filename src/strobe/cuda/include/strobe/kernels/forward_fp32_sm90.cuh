@@ -10,6 +10,7 @@
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/staging.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/terms.cuh>
 
 namespace strobe {
@@ -166,19 +167,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
 
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void forward_fp32_sm90(const Params& p) {
   using Forward = ForwardFp32Sm90<Config, Mask, Score, Params>;
-  if (thread_idx() == 0) {
+  if (thread_idx() == 0)
     for (const TensorMap* map : {&p.map_q_terms, &p.map_k_terms, &p.map_v_terms}) tma_prefetch_map(map);
-    Forward::init_barriers();
-  }
-  sync_block();
+  init_block<Forward>();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     if (thread_idx() == 0) Forward(p, true).produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Forward(p, false).consume(warpgroup - 1);
-  }
+  } else Forward(p, false).consume(warpgroup - 1);
 }
 
 }  // namespace strobe

@@ -16,6 +16,7 @@
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/split_kv.cuh>
 #include <strobe/pipeline/state_parts.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
 namespace strobe {
@@ -344,17 +345,13 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   if (thread_idx() == 0) {
     for (const TensorMap* map : {&p.map_q, &p.map_k, &p.map_v}) tma_prefetch_map(map);
     if (!Config::kPartialOut || !Config::kSplit) tma_prefetch_map(&p.map_o);
-    Forward::init_barriers();
   }
-  sync_block();
+  init_block<Forward>();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     if (loads<Config>()) Forward(p, true).produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Forward(p, false, warpgroup - 1).consume();
-  }
+  } else Forward(p, false, warpgroup - 1).consume();
 }
 
 }  // namespace strobe
