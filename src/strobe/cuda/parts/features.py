@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strobe.cuda.parts.element import ELEMENTS, Element
 from strobe.cuda.parts.output import Output
-from strobe.cuda.parts.plan import ELEMENTS, Dims
+from strobe.cuda.parts.plan import Dims
 from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem
@@ -19,7 +20,7 @@ from strobe.variants.score import identity, softcap
 
 @dataclass(frozen=True)
 class Features:
-    element: str
+    element: Element
     dim: int  # rounded up to what there is a kernel for
     dim_v: int
     scores: Scores
@@ -48,7 +49,7 @@ class Features:
         flags = [name for name, flag in self.flags.items() if flag]
         flags += [f"page{self.rows.page}"] if self.rows.page else []
         flags += ["invariant"] if self.output.invariant else []
-        return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
+        return " ".join([self.element.name, dims, self.scores.mask.name, *score, *flags])
 
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from strobe.cuda.parts.element import BY_NAME
+
 _PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
 FORMS = ("ss_zero", "ss", "ss_tt_zero", "rs_zero", "rs", "rs_t_zero", "rs_t")
 
@@ -224,6 +226,7 @@ def _products(
     """The text of one product or a chain of them into the registers `d`, and its inputs, before which come other
     `operands`."""
     steps = chained or 1
+    kind, k = _PTX_TYPES[element], BY_NAME[element].mma_k
     from_registers, fresh = form.startswith("rs"), form.endswith("_zero")
     transpose_a, transpose_b = int(form.startswith("ss_tt")), int(form.startswith(("rs_t", "ss_tt")))
     if from_registers:
@@ -232,8 +235,8 @@ def _products(
     else:
         names = ["a"]
         immediates = f"1, 1, {transpose_a}, {transpose_b}"  # and transpose A
-    kind = "r" if from_registers else "l"
-    inputs = [f'"{kind}"({name})' for name in names] + ['"l"(b)']
+    constraint = "r" if from_registers else "l"
+    inputs = [f'"{constraint}"({name})' for name in names] + ['"l"(b)']
     a, b = f"%{operands}", f"%{operands + len(names)}"
     lines = ["{ .reg .pred none, sum; .reg .b64 a, b; setp.ne.b32 none, 0, 0; setp.ne.b32 sum, 1, 0;"]
     for step in range(steps):
@@ -249,7 +252,7 @@ def _products(
         if step:
             lines.append(f"add.s64 b, {b}, %{operands + len(inputs)};")
             inputs.append(f'"n"(B::step({step}))')
-        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{_PTX_TYPES[element]}.{_PTX_TYPES[element]}")
+        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}")
         lines.append(
             f"{{{', '.join(d)}}}, {a}, {'b' if step else b}, {'none' if fresh and not step else 'sum'}, {immediates};"
         )

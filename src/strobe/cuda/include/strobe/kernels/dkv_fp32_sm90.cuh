@@ -50,8 +50,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
   STROBE_DEVICE void first_product(float (&s)[kScores], u32 keys, u32 queries, const Ring& ring) const {
     ring.wait_full();
     wgmma_fence();
-    gemm_terms<kBlockM, kColumns, 64, kBlockM>(s, k_major(keys),
-                                               k_major(queries + ring.stage * tile_bytes(kBlockM, kTerms * kColumns)));
+    gemm_terms<kBlockM, kColumns, 64, kBlockM>(
+        s, k_major(keys), k_major(queries + ring.stage * tile_bytes<bf16>(kBlockM, kTerms * kColumns)));
     wgmma_commit();
     wgmma_wait<0>();
     pin(s);
@@ -65,8 +65,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
     float sum[kColumns / 2];  // of this block
     ring.wait_full();
     wgmma_fence();
-    gemm_terms_t<kColumns, kBlockM>(sum, left,
-                                    mn_major(queries + ring.stage * tile_bytes(kBlockM, kTerms * kColumns), kBlockM));
+    gemm_terms_t<kColumns, kBlockM>(
+        sum, left, mn_major(queries + ring.stage * tile_bytes<bf16>(kBlockM, kTerms * kColumns), kBlockM));
     wgmma_commit();
     wgmma_wait<0>();
     pin(sum);

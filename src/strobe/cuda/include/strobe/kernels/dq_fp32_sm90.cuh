@@ -36,7 +36,7 @@ template <class Config, class Mask, class Score, class Params> struct DqFp32Sm90
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   template <int kRows, int kColumns>
   STROBE_DEVICE static void load(u32 to, const TensorMap* map, u32 full, const Box& box) {
-    tma_load_tile<Dq::kOneBox, kRows, kTerms * kColumns>(to, map, full, box);
+    tma_load_tile<bf16, Dq::kOneBox, kRows, kTerms * kColumns>(to, map, full, box);
   }
   STROBE_DEVICE void produce() {
     const KeyBlocks all = blocks();

@@ -16,6 +16,7 @@
 namespace strobe {
 
 template <class Config, class Mask, class Score, class Params> struct ForwardFp32Sm90 {
+  using T = typename Config::Element;  // of the terms
   static constexpr int kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kConsumers = Config::kConsumers, kBlockM = Config::kBlockM;
   static constexpr int kScores = kBlockN / 2, kOutputs = kDimV / 2;  // of one thread
@@ -54,9 +55,9 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   template <int kColumns>
   STROBE_DEVICE void load(RingKV& ring, u32 offset, const TensorMap* map, const Tile& tile, int n) const {
-    constexpr u32 kBytes = tile_bytes(kBlockN, kTerms * kColumns);
+    constexpr u32 kBytes = tile_bytes<T>(kBlockN, kTerms * kColumns);
     const u32 full = ring.begin_load(kBytes);
-    tma_load_tile<kOneBox, kBlockN, kTerms * kColumns>(
+    tma_load_tile<T, kOneBox, kBlockN, kTerms * kColumns>(
         smem + offset + ring.stage * kBytes, map, full,
         Config::Keys::template box<kBlockN>(tile.k, quotient(tile.head, p.group), n * kBlockN));
     ring.next();
@@ -68,8 +69,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
       mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
 #pragma unroll 1
       for (int w = 0; w < kConsumers; ++w)
-        tma_load_tile<kOneBox, 64, kTerms * kDim>(q_tile(w), &p.map_q_terms, q.full_barrier(),
-                                                  box_of_consumer<Config>(tile, w));
+        tma_load_tile<T, kOneBox, 64, kTerms * kDim>(q_tile(w), &p.map_q_terms, q.full_barrier(),
+                                                     box_of_consumer<Config>(tile, w));
     } else mbar_arrive(q.full_barrier());
     q.next();
   }

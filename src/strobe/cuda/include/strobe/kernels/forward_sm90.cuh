@@ -30,9 +30,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   // O is staged in shared memory on its way out: over the Q of its own tile or, where there is only one Q slot, in a
   // buffer of its own, some panels at a time. Without room for that (kWaitsForO) the next Q waits until O has left.
   static constexpr bool kPrivateO = Config::kStorePanels > 0, kOneBox = Config::kOneBoxPerTile;
-  static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
+  static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels<T>(kDimV);
   static constexpr bool kWaitsForO = !kPrivateO && Config::kQSlots == 1;
-  using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO, Config::kPartialOut && !Config::kSplit>;
+  using StagingO =
+      Staging<Either<Config::kPartialOut && !Config::kSplit, float, T>, kOneBox, kDimV, kStorePanels, kPrivateO>;
   using Blocks = KeyBlocksOf<Config>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
@@ -79,16 +80,16 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // ---- producer: one thread, or, of pages, all that `loads` says --------------------------------------------------
   STROBE_DEVICE void load_keys(KeyLoader<Config>& loader, int n) {
-    loader.template load<kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), n);
+    loader.template load<kDim>(p, k, smem + Offset::k, Bytes::k, keys_of<T>(p), n);
   }
   STROBE_DEVICE void load_values(KeyLoader<Config>& loader, int n) {
-    loader.template load<kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), n);
+    loader.template load<kDimV>(p, v, smem + Offset::v, Bytes::v, values_of<T>(p), n);
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
 #pragma unroll 1
     for (int w = 0; w < kConsumers; ++w)
-      tma_load_tile<kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), box_of_consumer<Config>(tile, w));
+      tma_load_tile<T, kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), box_of_consumer<Config>(tile, w));
   }
 
   STROBE_DEVICE void produce() {
