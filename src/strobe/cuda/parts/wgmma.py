@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from strobe.cuda.parts.element import BY_NAME
 
-_PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
 FORMS = ("ss_zero", "ss", "ss_tt_zero", "rs_zero", "rs", "rs_t_zero", "rs_t")
 
 
@@ -161,11 +160,11 @@ def _of_row(name: str, address: str, texts: list[str], *factors: str) -> str:
 
 
 def _ptx_type(element: str, n: int) -> str:
-    if element not in _PTX_TYPES:
-        raise ValueError(f"element: {element!r} is not one of {', '.join(_PTX_TYPES)}")
+    if element not in BY_NAME:
+        raise ValueError(f"element: {element!r} is not one of {', '.join(BY_NAME)}")
     if n % 8 or not 8 <= n <= 256:
         raise ValueError(f"n: {n} is not a multiple of 8 from 8 to 256")
-    return _PTX_TYPES[element]
+    return BY_NAME[element].in_ptx
 
 
 def _for_the_gpu(structs: str) -> str:
@@ -226,7 +225,7 @@ def _products(
     """The text of one product or a chain of them into the registers `d`, and its inputs, before which come other
     `operands`."""
     steps = chained or 1
-    kind, k = _PTX_TYPES[element], BY_NAME[element].mma_k
+    kind, k = BY_NAME[element].in_ptx, BY_NAME[element].mma_k
     from_registers, fresh = form.startswith("rs"), form.endswith("_zero")
     transpose_a, transpose_b = int(form.startswith("ss_tt")), int(form.startswith(("rs_t", "ss_tt")))
     if from_registers:
