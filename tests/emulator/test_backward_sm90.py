@@ -187,8 +187,8 @@ MUTATIONS = [
              CAUSAL, turns=True),
     Mutation("dq_staged_over_what_others_read", "sync_warpgroup(sum.consumer);  // all have read the buffer", "", CAUSAL,
              turns=True),
-    Mutation("dq_not_sent_yet", "box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel, 1);\n    tma_store_commit();\n"
-             "    tma_store_wait_read<0>();", "box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel, 1);\n"
+    Mutation("dq_not_sent_yet", "box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel<T>, 1);\n    tma_store_commit();\n"
+             "    tma_store_wait_read<0>();", "box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel<T>, 1);\n"
              "    tma_store_commit();", CAUSAL, turns=True),
     Mutation("last_turn_offered_too_soon", "if (!turn.last) sum.offer();", "sum.offer();", CAUSAL, turns=True),
     Mutation("rows_without_keys_left_as_they_are", "if (Config::kClearDq) clear_dq(row, lane);", "", CASES[7],

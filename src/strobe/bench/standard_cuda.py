@@ -15,9 +15,9 @@ import torch
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.provider import Prepare, Prepared, Provider, Refusal, refuse, two_matrices
+from strobe.cuda.parts.element import BF16, ELEMENTS, FP32
 from strobe.cuda.parts.params import Field, Struct
-from strobe.cuda.parts.plan import ELEMENTS, MAX_DIM, padded_dims
-from strobe.cuda.parts.shared_memory import tile_bytes
+from strobe.cuda.parts.plan import MAX_DIM, padded_dims
 from strobe.cuda.plans import forward_sm80
 from strobe.cuda.runtime import driver, jit
 from strobe.problem import Problem
@@ -61,11 +61,11 @@ class Kernel:
             return 2 * 16 * 17 * 4
         if self.step == "scores":
             return max(
-                tile_bytes(self.block_m, self.dim) + tile_bytes(self.block_n, self.dim),
-                tile_bytes(self.block_m, self.block_n),
+                BF16.tile_bytes(self.block_m, self.dim) + BF16.tile_bytes(self.block_n, self.dim),
+                BF16.tile_bytes(self.block_m, self.block_n),
             )
         if self.step == "values":
-            return 2 * (tile_bytes(self.block_m, _KEYS) + tile_bytes(_KEYS, self.dim))
+            return 2 * (BF16.tile_bytes(self.block_m, _KEYS) + BF16.tile_bytes(_KEYS, self.dim))
         return 0
 
     @property
@@ -142,7 +142,7 @@ def feature_limits(problem: Problem, style: str) -> str | None:
 
 
 def kernels(problem: Problem, style: str) -> list[Kernel]:
-    element = ELEMENTS.get(problem.dtype, "float")
+    element = ELEMENTS.get(problem.dtype, FP32).name
     if style == "naive":
         return [Kernel(style, step, element, 0, problem.mask) for step in STEPS]
     dims = {"scores": problem.dim, "softmax": 32, "values": problem.dim_v}

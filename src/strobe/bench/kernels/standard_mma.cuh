@@ -46,7 +46,7 @@ template <class Config, class Mask, class Params> STROBE_DEVICE void standard_mm
   const int key0 = index % across * kBlockN;
   index /= across;
   const int row0 = index % down * kBlockM, slice = index / down, batch = slice / p.heads, head = slice % p.heads;
-  const u32 q_tile = smem_base(), k_tile = q_tile + tile_bytes(kBlockM, kDim);
+  const u32 q_tile = smem_base(), k_tile = q_tile + tile_bytes<T>(kBlockM, kDim);
   copy_tile_async<kBlockM, kDim, kThreads, false, false>(
       q_tile, p.q + batch * p.q_batch + head * p.q_head + i64(row0) * p.q_row, p.q_row, p.len_q - row0, p.dim);
   copy_tile_async<kBlockN, kDim, kThreads, false, false>(
@@ -118,13 +118,13 @@ template <class Config, class Mask, class Params> STROBE_DEVICE void standard_mm
             head = slice % p.heads;
   const u16* weights = p.p + (i64(slice) * p.len_q + row0) * p.stride_s;
   const u16* v = p.v + batch * p.v_batch + (head / p.group) * p.v_head;
-  constexpr u32 kStage = tile_bytes(kBlockM, kKeys) + tile_bytes(kKeys, kDimV);
+  constexpr u32 kStage = tile_bytes<T>(kBlockM, kKeys) + tile_bytes<T>(kKeys, kDimV);
   const auto load = [&](int n) {
     const u32 p_tile = smem_base() + (n & 1) * kStage;
     copy_tile_async<kBlockM, kKeys, kThreads, false, false>(p_tile, weights + n * kKeys, p.stride_s, p.len_q - row0,
                                                             p.stride_s - n * kKeys);
     copy_tile_async<kKeys, kDimV, kThreads, false, false>(
-        p_tile + tile_bytes(kBlockM, kKeys), v + i64(n) * kKeys * p.v_row, p.v_row, p.len_k - n * kKeys, p.dim_v);
+        p_tile + tile_bytes<T>(kBlockM, kKeys), v + i64(n) * kKeys * p.v_row, p.v_row, p.len_k - n * kKeys, p.dim_v);
     cp_async_commit();
   };
   const int warp_row = thread_idx() / 32 * 16 * kTiles, blocks = (p.len_k + kKeys - 1) / kKeys;
@@ -148,7 +148,7 @@ template <class Config, class Mask, class Params> STROBE_DEVICE void standard_mm
         u32* a = &fragment[t][4 * step];
         ldmatrix_x4(step_columns(p_lane, kBlockM, step) + t * (16 * kPanelRowBytes), a[0], a[1], a[2], a[3]);
       }
-    gemm_pv<T, kTiles, kKeys, kDimV>(o, fragment, lane_address_a(p_tile + tile_bytes(kBlockM, kKeys), kKeys));
+    gemm_pv<T, kTiles, kKeys, kDimV>(o, fragment, lane_address_a(p_tile + tile_bytes<T>(kBlockM, kKeys), kKeys));
   }
   sync_block();
   store_rows<T, kTiles, kBlockM, kDimV>(smem_base(), warp_row,
