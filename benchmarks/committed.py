@@ -46,8 +46,3 @@ def where(study: dict[str, Any]) -> str:
     """The machine of a study, and the commit in seven digits."""
     p = study["provenance"]
     return f"{p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit'][:7]}"
-
-
-def study(root: Path, name: str) -> dict[str, Any] | None:
-    path = root / RESULTS / "studies" / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

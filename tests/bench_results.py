@@ -25,7 +25,7 @@ RATES = {  # provider: (kind, TFLOP/s reached by long sequences, length at which
     "torch-efficient": ("peer", 250, 300, 0),
     "torch-math": ("standard", 38, 200, 8),
     "torch-math-half": ("standard", 110, 250, 4),
-    "cuda-mma": ("standard", 90, 300, 4),
+    "cuda-unfused": ("standard", 90, 300, 4),
 }
 
 

@@ -13,12 +13,11 @@ from typing import Any
 
 from benchmarks.committed import ROOT
 from benchmarks.pages import ladder_chart
-from benchmarks.pages.generated import replace_between
+from benchmarks.pages.generated import marks, replace_between
 from strobe.learn.ladder import rungs, show
 from strobe.learn.ladder.rung import Rung
 from strobe.learn.ladder.rungs import RUNGS
 
-BEGIN, END = "<!-- ladder: begin (python -m benchmarks.pages --write) -->", "<!-- ladder: end -->"
 FIGURE = Path("docs", "figures", "ladder.svg")
 
 
@@ -112,7 +111,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def updated(text: str, root: Path) -> str:
-    return replace_between(text, BEGIN, END, block(root))
+    return replace_between(text, *marks("ladder"), block(root))
 
 
 # ---- a page for each rung --------------------------------------------------------------------------------------------

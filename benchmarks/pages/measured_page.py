@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.committed import ROOT
-from benchmarks.pages.generated import replace_between
+from benchmarks.pages.generated import marks, replace_between
 from strobe.learn import measured
 
 MACHINE = "h200"
 _CASE = "m2048-full-4k"  # of the suite `sweep`: 16 heads of 128 numbers, 4096 tokens, no mask
-BEGIN, END = "<!-- speed: begin (python -m benchmarks.pages --write) -->", "<!-- speed: end -->"
 _OURS, _PEER = "strobe-sm90", "torch-cudnn"
 _FACTS = ("number", "title", "dtype", "ms", "tflops", "speed_up", "predicted", "against")
 
@@ -91,7 +90,7 @@ def texts(root: Path) -> dict[Path, str]:
     excerpt_file = root / "src" / "strobe" / "learn" / measured.FILE.name
     return {
         excerpt_file: json.dumps(found, indent=1) + "\n",
-        page: replace_between(page.read_text(encoding="utf-8"), BEGIN, END, facts(found)),
+        page: replace_between(page.read_text(encoding="utf-8"), *marks("speed"), facts(found)),
     }
 
 

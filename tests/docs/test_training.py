@@ -18,6 +18,7 @@ from training_example import SCRIPT, load
 
 import strobe
 from benchmarks.pages import documents, training_page
+from benchmarks.pages.generated import marks
 from strobe.bench import figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,7 +236,8 @@ def test_the_page_shows_the_distances(place: Path) -> None:
 def test_other_files_of_that_kind_are_taken(tmp_path: Path) -> None:
     results, page = tmp_path / "benchmarks" / "results", tmp_path / training_page.PAGE
     page.parent.mkdir(parents=True)
-    page.write_text(f"before\n{training_page.BEGIN}\n{training_page.END}\nafter\n", encoding="utf-8")
+    begin, end = marks("training")
+    page.write_text(f"before\n{begin}\n{end}\nafter\n", encoding="utf-8")
     found = dict(next(iter(COMMITTED.values()))) | {"runs": made_up(0.0001, 0.001)}
     found["verdict"] = gpt.judge(found["runs"])
     for name in ("h200/train-gpt.json", "train-gpt-h200.json"):

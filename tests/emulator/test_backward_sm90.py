@@ -22,7 +22,6 @@ from emulator.gradients import (
 from everyday import everyday
 from oracle import prepare
 
-from benchmarks.studies import ideas
 from strobe.cuda import backward_plan, backward_sm90
 from strobe.cuda.families import FAMILIES
 from strobe.emulator import compiler
@@ -210,11 +209,3 @@ EVERYDAY = (
 @pytest.mark.parametrize("mutation", everyday(MUTATIONS, EVERYDAY))
 def test_mutation_is_caught(mutation: Mutation) -> None:
     assert any(finding("sm90", mutation, seed) for seed in (1, 2)), f"{mutation} passes unnoticed"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("idea", [*ideas.BACKWARD[1:], *ideas.WIDE_BACKWARD[1:]], ids=str)
-def test_an_idea_computes_the_same(idea: ideas.Idea) -> None:
-    ((old, new),) = idea.edits
-    case = WIDE if idea in ideas.WIDE_BACKWARD else CAUSAL
-    check_case("sm90", case, mutation=Mutation(idea.name, old, new, case))

@@ -295,7 +295,7 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
         size = {"batch": 1, "heads": 2 * c.group, "heads_k": 2, "len_q": 24, "len_k": 24, "dtype": "float32"}
         return dataclasses.replace(c, **size, bias=c.bias and (1, 2 * c.group, 24, 24))
 
-    asked = ["strobe-tiled", "strobe-sm90", "torch-math", "torch-flash", "eager", "cuda-mma", "flashinfer"]
+    asked = ["strobe-tiled", "strobe-sm90", "torch-math", "torch-flash", "eager", "cuda-unfused", "flashinfer"]
     made = [small(c) for suite in ("grid36", "gqa", "models") for c in suites.cases(suite, direction)]
     made = [c for c in made if c.measure == "time"]
     unlike = {(c.dim, c.value_dim, c.mask, c.group, c.softcap, c.sinks, c.bias): c for c in made}
@@ -308,7 +308,7 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
         assert row.case.direction == direction and f"/{direction}" in row.case.key
     ran = {name: [r.case.label for r in found.rows if r.provider == name and r.timed] for name in asked}
     assert len(ran["strobe-tiled"]) == len(ran["eager"]) == len(unlike)
-    assert len(unlike) > len(ran["torch-math"]) > 10 and ran["cuda-mma"] == ran["flashinfer"] == []
+    assert len(unlike) > len(ran["torch-math"]) > 10 and ran["cuda-unfused"] == ran["flashinfer"] == []
     best = next(r for r in found.rows if r.provider == "strobe-tiled")
     assert best.peak_bytes is not None and best.extra_bytes == best.peak_bytes - best.case.tensor_bytes()
 

@@ -19,7 +19,7 @@ from strobe.measure.cases import Case, mask_of, problem_of
 from strobe.problem import Problem, supposed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MEASURES = ("time", "call", "graph", "compile", "model")
+MEASURES = ("time", "call", "graph", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class BenchCase(Case):
     suite: str
     dtype: str = "bfloat16"
     direction: str = "forward"  # one of names.PASSES
-    # "time": of the device; "call": of the CPU, per call; "graph": of the device, replayed; "compile": of a kernel; "model":
-    # of a step of a whole model.
+    # "time": of the device; "call": of the CPU, per call; "graph": of the device, replayed; "model": of a step
+    # of a whole model.
     measure: str = "time"
     tile: tuple[int, int] | None = None  # (queries, keys) in a tile, for the study of tile sizes
     model: str | None = None  # whose shape it is

@@ -56,8 +56,7 @@ def bench(
     provider: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name, a kind (ours, ladder, standard, peer) or a prefix (torch, ladder-05). May be repeated. "
-            "Default: all but the ladder."
+            help="A name, a kind (ours, standard, peer) or a prefix (torch, strobe). May be repeated. Default: all."
         ),
     ] = None,
     only: Annotated[

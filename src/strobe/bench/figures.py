@@ -14,7 +14,7 @@ from strobe.bench.results import Results, Row
 from strobe.measure import palette, units
 from strobe.measure.method import SUSTAINED, TITLES, TURNS
 
-_MARKERS = {"circle": "o", "diamond": "d", "square": "s", "triangle": "^"}
+_MARKERS = {"circle": "o", "square": "s", "triangle": "^"}
 _SMALLEST = 1 << 10  # bytes below which the axis of memory is linear, so that nothing at all can be drawn
 _Value = Callable[[Row], float | None]
 

@@ -68,11 +68,8 @@ def gqa(direction: str = "forward") -> list[BenchCase]:
     ]
     if direction != "forward":
         return grouped
-    # Decode, speculative decode, chunked prefill. Masks would hide next to nothing.
+    # Speculative decode, chunked prefill. Masks would hide next to nothing. The suite `decode` times decoding.
     against_a_cache = [
-        ("decode-b1", 1, 64, 1, 32768),
-        ("decode-b16", 16, 64, 1, 8192),
-        ("decode-b128", 128, 64, 1, 4096),
         ("speculative8-b1", 1, 64, 8, 32768),
         ("speculative8-b16", 16, 64, 8, 8192),
         ("prefill256-8h1", 1, 8, 256, 32768),
@@ -174,37 +171,6 @@ def tiles(direction: str = "forward") -> list[BenchCase]:
     ]
 
 
-def ladder(direction: str = "forward") -> list[BenchCase]:
-    """The shape of `strobe ladder`, and a shorter one, in the two dtypes that rungs are written for."""
-    return [
-        case(
-            "ladder",
-            f"d{dim}-{mask}-{_short(n)}",
-            heads=16,
-            length=n,
-            dim=dim,
-            mask=mask,
-            dtype=dtype,
-            direction=direction,
-        )
-        for dtype in ("float32", "bfloat16")
-        for dim in (64, 128)
-        for mask in ("full", "causal")
-        for n in (1024, 4096)
-    ]
-
-
-def compile(direction: str = "forward") -> list[BenchCase]:
-    """Compile times of our kernels, first and cached, and first calls of a process; lengths do not matter."""
-    return [
-        case(
-            "compile", f"d{dim}-{mask}", heads=8, length=512, dim=dim, mask=mask, measure="compile", direction=direction
-        )
-        for dim in (64, 128, 256)
-        for mask in ("full", "causal")
-    ]
-
-
 def cpu(direction: str = "forward") -> list[BenchCase]:
     return [
         case(
@@ -262,8 +228,6 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
     "variants": variants,
     "overhead": overhead,
     "tiles": tiles,
-    "ladder": ladder,
-    "compile": compile,
     "cpu": cpu,
     "quick": quick,
 }

@@ -111,7 +111,6 @@ function lineChart(series, options) {
 function mark(shape, x, y, colour) {
   if (shape === "square") return el("svg:rect", { x: x - 3, y: y - 3, width: 6, height: 6, fill: colour });
   if (shape === "triangle") return el("svg:path", { d: `M${x} ${y - 4}L${x + 4} ${y + 3}L${x - 4} ${y + 3}Z`, fill: colour });
-  if (shape === "diamond") return el("svg:path", { d: `M${x} ${y - 4}L${x + 4} ${y}L${x} ${y + 4}L${x - 4} ${y}Z`, fill: colour });
   return el("svg:circle", { cx: x, cy: y, r: 3.4, fill: colour });
 }
 

@@ -151,7 +151,7 @@ function errors(rows) {
 }
 function bars(rows) {
   return [...groups(rows, r => r.key)].map(([, list]) => {
-    const title = list[0].title + ({ call: ", CPU time per call", graph: ", replayed from a CUDA graph", compile: ", compile time" }[list[0].measure] || "");
+    const title = list[0].title + ({ call: ", CPU time per call", graph: ", replayed from a CUDA graph" }[list[0].measure] || "");
     const shown = list.filter(r => r.timed && !hidden.has(r.provider)).sort((a, b) => a.ms - b.ms), speed = list[0].measure === "time", tokens = r => `${Math.round(r.tokens_per_s).toLocaleString("en")} tokens/s`;
     const items = shown.map(r => ({ name: r.provider, value: r.tokens_per_s || (speed && r.tflops ? r.tflops : r.ms), label: r.tokens_per_s ? tokens(r) : speed && r.tflops ? rate(r.tflops) : time(r.ms), text: describe(r), colour: (STYLE[r.provider] || {}).colour, strong: r.kind === "ours" }));
     return items.length ? figure(title, barChart(items, title), absent(list)) : null;
