@@ -9,7 +9,6 @@ from benchmarks import committed
 from benchmarks.pages import figures, results_page, tables, training_page
 from benchmarks.pages.generated import marks, replace_between
 from benchmarks.pages.results_page import AGAIN, figure_name
-from strobe.bench.figures import unavailable
 from strobe.bench.names import PASSES
 from strobe.tools import support
 
@@ -63,7 +62,7 @@ def main(arguments: list[str], root: Path | None = None) -> int:
             print(f"out of date: {path.relative_to(root)}")
         return 1 if late else 0
     wanted, drawn = texts(root), drawings(root)
-    if any(path in drawn for path in late) and (problem := unavailable()) is not None:
+    if any(path in drawn for path in late) and (problem := figures.unavailable()) is not None:
         raise SystemExit(f"the figures cannot be drawn: {problem}")
     for path in late:
         if path in wanted or path in drawn:

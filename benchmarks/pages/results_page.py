@@ -94,7 +94,7 @@ def _groups(run: Results) -> Iterator[list[Row]]:
     """Rows that share a table: one suite, pass, measure and method. Those without a timed row have none."""
     found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in run.rows:
-        if row.case.tile is None and row.case.measure in _MEASURES:
+        if row.case.measure in _MEASURES:
             found[row.case.suite, row.case.direction, row.case.measure, row.method].append(row)
     yield from (rows for rows in found.values() if any(row.timed for row in rows))
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks.pages import figures
 from benchmarks.pages.tables import Cell, table
-from strobe.bench.figures import panels
 from strobe.measure import palette
 
 KIND = "train gpt"
@@ -121,7 +120,7 @@ def drawing(data: dict[str, Any]) -> figures.Committed:
 def _draw(data: dict[str, Any]) -> Any:
     """Left: the losses. Right: how far each run is from the math run, step by step, smoothed so that lines can be told
     apart."""
-    figure, (left, right) = panels(2)
+    figure, (left, right) = figures.panels(2)
     kinds = [(title(data, r), "ours" if r["attention"].startswith("strobe") else "standard") for r in data["runs"]]
     styles, exact = palette.styles(kinds), _exact(data)
     for run, (name, _) in zip(data["runs"], kinds, strict=True):

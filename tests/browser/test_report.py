@@ -14,7 +14,7 @@ from strobe.bench.report import page as report
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs = [synthetic(("grid36", "sweep", "overhead", "tiles")), synthetic(("grid36",), faster=0.9)]
+    runs = [synthetic(("grid36", "sweep", "overhead")), synthetic(("grid36",), faster=0.9)]
     return report.write(runs, tmp_path_factory.mktemp("report"))
 
 

@@ -16,13 +16,12 @@ from benchmarks.pages import documents, figures
 from benchmarks.pages.generated import marks
 from benchmarks.pages.tables import table
 from strobe.bench import anchors, claims, results as files
-from strobe.bench.figures import unavailable
 from strobe.bench.report.page import page_data
 from strobe.measure.method import DO_BENCH, SUSTAINED, TURNS
 from strobe.measure.statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_matplotlib = pytest.mark.skipif(unavailable() is not None, reason="needs matplotlib")
+needs_matplotlib = pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
 
 
 def test_documents_are_current() -> None:

@@ -17,9 +17,8 @@ import torch
 from training_example import SCRIPT, load
 
 import strobe
-from benchmarks.pages import documents, training_page
+from benchmarks.pages import documents, figures, training_page
 from benchmarks.pages.generated import marks
-from strobe.bench import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "examples" / "text" / "moby-dick.txt"

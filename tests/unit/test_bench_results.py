@@ -14,7 +14,7 @@ from bench_results import synthetic
 from typer.testing import CliRunner
 
 from benchmarks.pages import results_page
-from strobe.bench import ceilings, claims, figures, read_results, results as files
+from strobe.bench import ceilings, claims, read_results, results as files
 from strobe.bench.compare import comparable, compare, other_neighbours
 from strobe.bench.conclusions import conclusions
 from strobe.bench.report import page
@@ -25,7 +25,7 @@ from strobe.measure.statistics import geometric_mean
 from strobe.measure.tolerance import Verdict
 from strobe.tools import cli
 
-SMALL = ("sweep", "tiles")
+SMALL = ("sweep",)
 BOTH = (TURNS, SUSTAINED)
 
 
@@ -64,7 +64,7 @@ def test_a_file_holds_everything(methods: tuple[str, ...], tmp_path: Path) -> No
 
 def test_not_a_number_survives(tmp_path: Path) -> None:
     """JSON has no NaN, and results that are wrong have little else."""
-    run = synthetic(("tiles",))
+    run = synthetic(("overhead",))
     row = run.rows[0]
     row.status, row.reason, row.timing = "wrong", "NaN", None
     row.error = Verdict("every head", float("nan"), 1.0, problem="3 of 4 are NaN")
@@ -135,10 +135,10 @@ def places(data: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def small_file() -> dict[str, Any]:
-    run = synthetic(("tiles", "grid36"), methods=BOTH)
+    run = synthetic(("grid36",), methods=BOTH)
     kept: dict[tuple[bool, str, str], Any] = {}
     for row in reversed(run.rows):  # one of each kind
-        kept.setdefault((row.case.tile is None and row.timed, row.method if row.timed else "", row.status), row)
+        kept.setdefault((row.timed, row.method if row.timed else "", row.status), row)
     run.rows = list(kept.values())
     for row in run.rows:
         if row.timing is not None:
@@ -254,7 +254,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(made: Results, tmp_path: Pat
 
 @pytest.mark.parametrize("evil", ["</script><b>&", "<!--<script>", "TITLE /*DATA*/ /*SCRIPT*/"])
 def test_text_from_results_cannot_break_the_page(evil: str, tmp_path: Path) -> None:
-    run = synthetic(("tiles",))
+    run = synthetic(("overhead",))
     run.rows[0].reason = run.rows[1].provider = evil
     run.provenance["device"] = {**run.provenance["device"], "name": f"<i>{evil}"}
     text = page.write([run], tmp_path).read_text(encoding="utf-8")
@@ -292,34 +292,9 @@ def test_a_report_opens_on_the_forward_and_mixes_no_passes(tmp_path: Path) -> No
 def test_a_line_joins_cases_that_differ_in_length_alone() -> None:
     """Decode stands beside prompts in one suite: other queries and other batches are other panels."""
     run = read_results.load(Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "gqa.json")
-    for title, rows in figures.families(run.rows).items():
+    for title, rows in page.families(run.rows).items():
         found = [(row.provider, row.case.len_k) for row in rows]
         assert len(found) == len(set(found)), title
-
-
-@pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
-def test_figures(tmp_path: Path) -> None:
-    run = synthetic(SMALL, methods=BOTH)
-    shown = ("strobe-sm90", "torch-cudnn", "torch-math")
-    run.rows = [r for r in run.rows if r.provider in shown and (r.case.tile or r.case.model_dim == 1024)]
-    written = {path.name for path in figures.write([run], tmp_path)}
-    for name in ("sweep-speed", "sweep-speed-up", "sweep-memory", "sweep-error", "sweep-roofline", "tiles-tiles"):
-        assert {f"{name}.png", f"{name}.svg"} <= written
-    assert {"sweep-speed-sustained.svg", "sweep-energy-sustained.svg"} <= written
-    assert "sweep-energy.svg" not in written
-    assert all((tmp_path / name).stat().st_size > 2000 for name in written)
-
-
-@pytest.mark.skipif(figures.unavailable() is not None, reason="needs matplotlib")
-def test_what_needs_no_memory_is_drawn() -> None:
-    """A logarithmic axis has no 0, and 0 is the best there is."""
-    run = synthetic(("sweep",))
-    for row in run.rows:
-        if row.provider == "strobe-sm90" and row.extra_bytes is not None:
-            row.extra_bytes = 0
-    drawn = figures._figures(run, run.rows, TURNS)["memory"]
-    lines = {line.get_label(): line.get_ydata() for line in drawn.axes[0].lines}
-    assert list(lines["strobe-sm90"]) == [0] * 6 and drawn.axes[0].get_ylim()[0] < 0
 
 
 # ---- what is concluded

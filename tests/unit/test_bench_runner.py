@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from strobe.backends.dispatch import get as provider_backend
 from strobe.bench import exactness, read_results, registry, request, results as files, runner, suites
 from strobe.bench.case import BenchCase, case
 from strobe.bench.exactness import Judge
@@ -311,17 +310,6 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
     assert len(unlike) > len(ran["torch-math"]) > 10 and ran["cuda-unfused"] == ran["flashinfer"] == []
     best = next(r for r in found.rows if r.provider == "strobe-tiled")
     assert best.peak_bytes is not None and best.extra_bytes == best.peak_bytes - best.case.tensor_bytes()
-
-
-def test_tiles_of_a_backward_are_tuned_elsewhere() -> None:
-    what = case("t", "x", heads=1, length=64, dim=64, tile=(64, 64), direction="backward")
-    (provider,) = registry.select(["strobe-sm90"])
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(Refusal, match="strobe tune --pass backward"),
-    ):
-        patch.setattr(type(provider_backend("sm90")), "supports", lambda self, problem: None)
-        provider.prepare(what, make_tensors(what, CPU, 0))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

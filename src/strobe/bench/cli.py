@@ -178,12 +178,11 @@ def report(
             "benchmarks/results/h200/anchors.json, adds what others reached in other runs."
         ),
     ],
-    out: Annotated[
-        Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")
-    ] = Path("report"),
-    figures: Annotated[bool, typer.Option(help="Also write PNG and SVG files (needs matplotlib).")] = True,
+    out: Annotated[Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html.")] = Path(
+        "report"
+    ),
 ) -> None:
-    """Write results as one self-contained HTML page, and its figures as PNG and SVG."""
+    """Write results as one self-contained HTML page."""
     from strobe.bench import anchors, read_results
 
     try:
@@ -196,22 +195,16 @@ def report(
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    _report(loaded, out, figures, elsewhere)
+    _report(loaded, out, elsewhere)
 
 
-def _report(loaded: list[Results], out: Path, figures: bool = True, elsewhere: Anchors | None = None) -> None:
-    from strobe.bench import figures as drawn
+def _report(loaded: list[Results], out: Path, elsewhere: Anchors | None = None) -> None:
     from strobe.bench.report import page
 
     try:
-        written = [page.write(loaded, out, elsewhere)]
-        if figures and (problem := drawn.unavailable()) is not None:
-            typer.echo(f"no PNG and SVG: {problem}", err=True)
-        elif figures:
-            written += drawn.write([page.together(loaded)[0]], out)
+        typer.echo(page.write(loaded, out, elsewhere))
     except OSError as error:
         raise typer.BadParameter(f"{out}: {error.strerror or error}") from None
-    typer.echo(f"{written[0]}" + (f" and {len(written) - 1} figures" if len(written) > 1 else ""))
 
 
 def _compare(old: Results, found: Results, tolerance: float, console: Console, name: str) -> None:

@@ -60,7 +60,7 @@ def compile_ahead(cases: list[BenchCase], providers: list[Provider], device: tor
                 small = dataclasses.replace(small, bias=(1, small.heads, small.len_q, small.len_k))
             if case.mask_tensor is not None:
                 small = dataclasses.replace(small, mask_tensor=(1, 1, small.len_q, small.len_k))
-            jobs |= {(p.name, small): (p, small) for p in own if p.tiles or case.tile is None}
+            jobs |= {(p.name, small): (p, small) for p in own}
 
     def compile_one(job: tuple[Provider, BenchCase]) -> None:
         provider, case = job

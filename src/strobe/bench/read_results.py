@@ -84,7 +84,6 @@ class _Case(TypedDict, total=False):
     softcap: float | None
     sinks: bool
     bias: bool
-    tile: list[int] | None
     model: str | None
     variant: str | None
 
@@ -179,7 +178,7 @@ def _row(data: Any, where: str) -> Row:
 
 def _case(data: Any, where: str) -> BenchCase:
     facts = dict(_checked(_Case, data, where))
-    label, length, tile = facts.pop("label"), facts.pop("len_q"), facts.pop("tile", None)
+    label, length = facts.pop("label"), facts.pop("len_q")
     for old, new in _RELABELLED.items():
         label = new + label.removeprefix(old) if label.startswith(old) else label
     for name in ("batch", "heads", "heads_k", "len_k", "dim", "dim_v"):
@@ -190,11 +189,9 @@ def _case(data: Any, where: str) -> BenchCase:
     _one_of(facts.get("dtype", "bfloat16"), DTYPES, f"{where}.dtype")
     _one_of(facts.get("direction", "forward"), PASSES, f"{where}.direction")
     _one_of(facts.get("measure", "time"), MEASURES, f"{where}.measure")
-    if tile is not None and len(tile) != 2:
-        raise ValueError(f"{where}.tile must be two numbers, got {tile}")
     known = {name: value for name, value in facts.items() if name in _Case.__annotations__}
     try:
-        return case(**known, label=label, length=length, tile=None if tile is None else (tile[0], tile[1]))
+        return case(**known, label=label, length=length)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -145,7 +145,7 @@ class Runner:
 
     def _case(self, case: BenchCase, monitor: Monitor, found: Results) -> list[Row]:
         model = case.measure == "model"
-        providers = [p for p in self.providers if (p.tiles or case.tile is None) and p.models == model]
+        providers = [p for p in self.providers if p.models == model]
         flops, ideal = (None, None) if model else (case.flops(self.device), case.ideal_bytes(self.device))
         entries = [Entry(p, Row(case, p.name, p.kind, flops=flops, ideal_bytes=ideal)) for p in providers]
         timed: dict[str, list[TimedCall | None]] = {}

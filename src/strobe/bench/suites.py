@@ -161,16 +161,6 @@ def overhead(direction: str = "forward") -> list[BenchCase]:
     ]
 
 
-def tiles(direction: str = "forward") -> list[BenchCase]:
-    """Queries x keys in a tile, for our backends whose tiles can be chosen."""
-    return [
-        case("tiles", f"d{dim}-full-4k-{bq}x{bk}", heads=16, length=4096, dim=dim, tile=(bq, bk), direction=direction)
-        for dim in (64, 128)
-        for bq in (64, 128, 192)
-        for bk in (32, 64, 96, 128)
-    ]
-
-
 def cpu(direction: str = "forward") -> list[BenchCase]:
     return [
         case(
@@ -184,7 +174,7 @@ def cpu(direction: str = "forward") -> list[BenchCase]:
 
 
 def quick(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
-    """A look at everything: the lengths over which standard attention falls behind, a backward, a call, tile sizes."""
+    """A look at everything: the lengths over which standard attention falls behind, a backward, a call."""
     dtype = "bfloat16" if on_gpu else "float32"
     if on_gpu:
         shapes = [(128, mask, n, max(1, 8192 // n), 16) for mask in ("full", "causal") for n in (1024, 4096, 16384)]
@@ -210,12 +200,6 @@ def quick(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
         plain: dict[str, Any] = {"heads": 4, "length": 1024, "dim": 64, "dtype": dtype}
         made.append(case("quick", "d64-causal-1k", **plain, mask="causal", direction="backward"))
         made.append(case("quick", "d64-128", **plain | {"length": 128}, measure="call"))
-        sides = ((64, 128), (64, 128)) if on_gpu else ((64, 256, 1024), (64, 1024))
-        made += [
-            case("quick", f"d64-full-1k-{bq}x{bk}", **plain | {"heads": 2}, tile=(bq, bk))
-            for bq in sides[0]
-            for bk in sides[1]
-        ]
     return made
 
 
@@ -227,7 +211,6 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
     "llama": llama.cases,
     "variants": variants,
     "overhead": overhead,
-    "tiles": tiles,
     "cpu": cpu,
     "quick": quick,
 }

@@ -7,6 +7,7 @@ import html as escaping
 import json
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from strobe.bench.anchors import Anchors
 from strobe.bench.claims import merged
 from strobe.bench.compare import comparable, compare
 from strobe.bench.conclusions import conclusions
-from strobe.bench.figures import families, family
 from strobe.bench.names import PASS_TITLES, PASSES, SUITES
 from strobe.bench.results import Results, Row
 from strobe.measure.method import SUMMARIES, TITLES
@@ -77,7 +77,7 @@ def together(runs: list[Results]) -> tuple[Results, list[Results]]:
 
 
 def _run(run: Results) -> dict[str, Any]:
-    many = set(families([row for row in run.rows if row.case.tile is None and row.case.measure == "time"]))
+    many = set(families([row for row in run.rows if row.case.measure == "time"]))
     drawn = styles([(row.provider, row.kind) for row in run.rows if row.timed])
     return {
         "provenance": run.provenance,
@@ -94,10 +94,30 @@ def _run(run: Results) -> dict[str, Any]:
     }
 
 
+# ---- panels: cases that differ in length only
+
+
+def family(row: Row) -> str:
+    """What a panel shows: "head dim 128, causal"."""
+    c = row.case
+    shape = c.model or (f"model dim {c.model_dim}" if c.suite == "sweep" else f"head dim {c.dim}")
+    heads = "" if c.group == 1 or c.model else f"{c.heads} heads on {c.heads_k}"
+    few = "" if c.len_q == c.len_k else f"{c.len_q} {'query' if c.len_q == 1 else 'queries'}, batch {c.batch}"
+    parts = [shape, heads, "no mask" if c.mask.name == "full" else c.mask.name, few]
+    parts += [c.dtype if c.dtype != "bfloat16" else "", PASS_TITLES[c.direction] if c.direction != "forward" else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def families(rows: list[Row]) -> dict[str, list[Row]]:
+    """Title of a panel -> its rows; only those with more than one length."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[family(row)].append(row)
+    return {title: same for title, same in found.items() if len({r.case.len_k for r in same}) > 1}
+
+
 def _panel(row: Row, families: set[str]) -> str:
-    """The title of the figure that shows a row: of a family of lengths, of a table of tiles, or of the case."""
-    if row.case.tile is not None:
-        return dataclasses.replace(row.case, tile=None).title
+    """The title of the figure that shows a row: of a family of lengths, or of the case."""
     return family(row) if row.case.measure == "time" and family(row) in families else row.case.title
 
 
@@ -121,7 +141,6 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
         "length": case.len_k,
         "dtype": case.dtype,
         "measure": case.measure,
-        "tile": case.tile,
         "scores": case.score_elements(),
         "provider": row.provider,
         "kind": row.kind,
