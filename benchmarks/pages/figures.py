@@ -86,7 +86,9 @@ def _lines(rows: list[Row], method: str) -> Any:
     figure, axes = panels(len(shown))
     for axis, (title, same) in zip(axes, shown.items(), strict=False):
         for provider, style in styles.items():
-            points = sorted((r.case.len_k, r.tflops / scale) for r in same if r in known and r.provider == provider)
+            points = sorted(
+                (r.case.len_k, r.tflops / scale) for r in same if r.timed and r.tflops and r.provider == provider
+            )
             if points:
                 fmt = _MARKERS[style.shape] + ("--" if style.dashed else "-")
                 line = {"color": style.colour, "linewidth": style.width, "markersize": 4, "zorder": 2 + style.width}

@@ -200,7 +200,9 @@ def readme_numbers(machines: Machines, elsewhere: Mapping[str, Anchors]) -> str:
     machine, runs = found
     whole = claims.merged(runs.values())
     plain = dataclasses.replace(whole, rows=[row for row in whole.rows if row.method in (TURNS, SUSTAINED)])
-    said = [found[0] for direction in ("forward", "backward") if (found := conclusions(plain, "grid36", [direction]))]
+    said = [
+        sentence for direction in ("forward", "backward") for sentence in conclusions(plain, "grid36", [direction])[:1]
+    ]
     swept = conclusions(plain, "sweep", ["forward"])
     said += [s for s in swept if (s.startswith("Forward") and "standard attention" in s) or s.startswith("Beyond")]
     lines = [f"Measured on one {whole.device}:", "", *(f"- {sentence}" for sentence in said)]

@@ -1,5 +1,4 @@
-"""Results from a file. Every field must have its type; an error names the one that has not. Files of older versions are
-read as well."""
+"""Results from a file. Every field must have its type; an error names the one that has not."""
 
 import dataclasses
 import functools
@@ -15,14 +14,6 @@ from strobe.bench.names import PASSES
 from strobe.bench.results import SCHEMA, STATUSES, Ceilings, Results, Row
 from strobe.measure.method import METHODS
 from strobe.measure.palette import KINDS
-
-# Names in files of schema 1 -> names now.
-_RENAMED = {
-    "timing": {"method": "how", "late": "host_bound"},
-    "error": {"max_abs": "largest", "allowed_max_abs": "allowed"},
-}
-_RELABELLED = {"guess8-": "speculative8-", "piece256-": "prefill256-"}
-_ERROR_DROPPED = ("allowed_relative",)
 
 
 class _Git(TypedDict):
@@ -123,9 +114,9 @@ def from_json(data: Any) -> Results:
             f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}; {_WANTED}"
         )
     kind, schema = data.get("kind"), data.get("schema")
-    if kind != "strobe bench" or not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+    if kind != "strobe bench" or schema != SCHEMA:
         raise ValueError(
-            f"not a result of `strobe bench` with schema 1 to {SCHEMA}: kind {kind!r}, schema {schema!r}; {_WANTED}"
+            f"not a result of `strobe bench` with schema {SCHEMA}: kind {kind!r}, schema {schema!r}; {_WANTED}"
         )
     found = _checked(_File, data, "")
     results = Results(
@@ -137,30 +128,14 @@ def from_json(data: Any) -> Results:
         seconds=found["seconds"],
     )
     results.rows = [_row(entry, f"rows[{i}]") for i, entry in enumerate(found["rows"])]
-    if schema < 3:
-        _leave_out_gradients(results.rows)
     return results
-
-
-def _leave_out_gradients(rows: list[Row]) -> None:
-    """Before schema 3 a peak did not count do, and dq, dk and dv were extra memory."""
-    for row in rows:
-        c = row.case
-        if c.direction != "forward" and row.peak_bytes is not None:
-            row.peak_bytes += c.batch * c.heads * c.len_q * c.value_dim * c.torch_dtype.itemsize
-            row.extra_bytes = max(0, row.peak_bytes - c.tensor_bytes())
 
 
 def _row(data: Any, where: str) -> Row:
     if not isinstance(data, dict):
         raise ValueError(f"{where} must be an object, got {data!r:.60}")
     data = dict(data)
-    for part, names in _RENAMED.items():
-        if isinstance(data.get(part), dict):
-            data[part] = {names.get(name, name): value for name, value in data[part].items()}
-    if isinstance(data.get("error"), dict):
-        error = {name: value for name, value in data["error"].items() if name not in _ERROR_DROPPED}
-        error.setdefault("what", error.pop("checked", "out"))
+    if isinstance(error := data.get("error"), dict):
         numbers = ("largest", "relative", "allowed")  # a NaN is stored as null: JSON has none
         data["error"] = error | {name: math.nan for name in numbers if name in error and error[name] is None}
     data["case"] = _case(data.get("case"), f"{where}.case")
@@ -179,8 +154,6 @@ def _row(data: Any, where: str) -> Row:
 def _case(data: Any, where: str) -> BenchCase:
     facts = dict(_checked(_Case, data, where))
     label, length = facts.pop("label"), facts.pop("len_q")
-    for old, new in _RELABELLED.items():
-        label = new + label.removeprefix(old) if label.startswith(old) else label
     for name in ("batch", "heads", "heads_k", "len_k", "dim", "dim_v"):
         if not 1 <= facts[name] < 1 << 40:
             raise ValueError(f"{where}.{name} must be at least 1, got {facts[name]}")
