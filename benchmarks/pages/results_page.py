@@ -204,7 +204,8 @@ def readme_numbers(machines: Machines, elsewhere: Mapping[str, Anchors]) -> str:
         sentence for direction in ("forward", "backward") for sentence in conclusions(plain, "grid36", [direction])[:1]
     ]
     swept = conclusions(plain, "sweep", ["forward"])
-    said += [s for s in swept if (s.startswith("Forward") and "standard attention" in s) or s.startswith("Beyond")]
+    wanted = [s for s in swept if (s.startswith("Forward") and "standard attention" in s) or s.startswith("Beyond")]
+    said += [" ".join(wanted)] if wanted else []
     lines = [f"Measured on one {whole.device}:", "", *(f"- {sentence}" for sentence in said)]
     if machine in elsewhere:
         lines += ["", _readme_anchors(elsewhere[machine], whole)]

@@ -149,15 +149,6 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
     assert 200 <= len(found["runs"][0]["loss"]) < 4000
 
 
-def test_help_is_in_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpt.main(["--help"])
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0 and "Train a small GPT on the bytes of a book." in shown
-    for option in ("attention", "compare", "seed", "steps", "sample", "out", "text"):
-        assert f"--{option}" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

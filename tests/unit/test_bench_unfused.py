@@ -79,7 +79,7 @@ def test_its_rows_are_right(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) 
         runner, "select", lambda names: [dataclasses.replace(PROVIDER, device=None, cannot=unfused.cannot)]
     )
     settings = measure.Settings(budget_ms=1, rounds=1, warmup_ms=0)
-    work = runner.Runner(Request(("quick",), CPU, settings=settings))
+    work = runner.Runner(Request(("quick",), CPU, settings=settings, call_limit_s=600))
     passes = ("forward", "backward", "both")
     work.cases = [small(direction=which, dtype=dtype) for which in passes for dtype in ("float32", "bfloat16")]
     for row in work.run().rows:

@@ -260,7 +260,7 @@ def _ask_before_hours(suites: list[str], device: torch.device, yes: bool, chosen
         return
     what = f"{', '.join(large)} is sized for a GPU and would run for a long time on this CPU"
     if not sys.stdin.isatty():
-        raise ValueError(f"suite: {what}; --suite cpu and --suite quick are not, --yes runs it all the same")
+        raise ValueError(f"suite: {what}; --suite quick is not, --yes runs it all the same")
     if not typer.confirm(f"{what}. Go on?"):
         raise typer.Exit(2)
 

@@ -11,7 +11,6 @@ SUITES = {
     "llama": ("steps of a Llama-shaped stack, prefill and training, in tokens/s; needs transformers", False),
     "variants": ("functions of scores and masks, softcap, a bias that learns, a mask of booleans", False),
     "overhead": ("short calls: CPU time, and replays of a CUDA graph", False),
-    "cpu": ("lengths and dtypes for a CPU", False),
     "quick": ("a look at everything, on a GPU or a CPU", False),
 }
 # They have rows of their own, and run by themselves: strobe.bench.context_parallel and strobe.bench.decode.

@@ -20,7 +20,7 @@ class Request:
     device: torch.device
     methods: tuple[str, ...] = (TURNS,)
     direction: str = "forward"
-    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all but those on request
+    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all
     only: tuple[str, ...] = ()  # patterns that a case's label or key must match
     seed: int = 0
     settings: stopwatch.Settings = field(default_factory=stopwatch.Settings)

@@ -161,18 +161,6 @@ def overhead(direction: str = "forward") -> list[BenchCase]:
     ]
 
 
-def cpu(direction: str = "forward") -> list[BenchCase]:
-    return [
-        case(
-            "cpu", f"d{dim}-{mask}-{_short(n)}", heads=4, length=n, dim=dim, mask=mask, dtype=dtype, direction=direction
-        )
-        for dtype in ("float32", "bfloat16")
-        for dim in (64, 128)
-        for mask in ("full", "causal")
-        for n in (512, 1024, 2048, 4096)
-    ]
-
-
 def quick(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
     """A look at everything: the lengths over which standard attention falls behind, a backward, a call."""
     dtype = "bfloat16" if on_gpu else "float32"
@@ -211,7 +199,6 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
     "llama": llama.cases,
     "variants": variants,
     "overhead": overhead,
-    "cpu": cpu,
     "quick": quick,
 }
 
