@@ -8,8 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import anchors as others, read_results
-from strobe.bench.anchors import Anchors
+from benchmarks import anchors as others
+from benchmarks.anchors import Anchors
+from strobe.bench import read_results
 from strobe.bench.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout

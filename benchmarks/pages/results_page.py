@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from benchmarks import committed
+from benchmarks import anchors, committed
+from benchmarks.anchors import Anchors
 from benchmarks.committed import Machines
 from benchmarks.pages import figures
 from benchmarks.pages.tables import Cell, table
-from strobe.bench import anchors, claims
-from strobe.bench.anchors import Anchors
+from strobe.bench import claims
 from strobe.bench.conclusions import conclusions
 from strobe.bench.names import PASS_TITLES, PASSES
 from strobe.bench.results import Results, Row

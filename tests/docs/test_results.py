@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from bench_results import synthetic
 
-from benchmarks import committed
+from benchmarks import anchors, committed
 from benchmarks.pages import documents, figures
 from benchmarks.pages.generated import marks
 from benchmarks.pages.tables import table
-from strobe.bench import anchors, claims, results as files
-from strobe.bench.report.page import page_data
+from strobe.bench import claims, results as files
 from strobe.measure.method import DO_BENCH, SUSTAINED, TURNS
 from strobe.measure.statistics import geometric_mean
 
@@ -138,18 +137,6 @@ def test_ours_stands_beside_the_anchors_by_the_same_method_only() -> None:
     assert line.means == {"forward": pytest.approx(geometric_mean(list(ratios.values())))}
     best = elsewhere.over_base("forward")[anchors.BEST]
     assert line.ahead == {"forward": (sum(ratio > best[cell] for cell, ratio in ratios.items()), 36)}
-    report = page_data([ours], elsewhere)["anchors"]
-    shown = next(found for found in report["lines"] if found["title"] == "strobe-sm90")
-    assert "The runs were not the same" in report["note"]
-    assert shown["forward"].startswith(f"{line.means['forward']:.3f} (ahead") and shown["backward"] == "–"
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"kind": "strobe anchors", "schema": 2}', "not JSON"])
-def test_what_are_no_anchors(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "anchors.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"anchors\.json: not a file of anchors"):
-        anchors.load(path)
 
 
 # ---- what is out of date

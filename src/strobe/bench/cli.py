@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from strobe.bench.anchors import Anchors
     from strobe.bench.request import Request
     from strobe.bench.results import Results
 
@@ -173,36 +172,27 @@ def _by_itself(suite: list[str], device: str | None, out: Path | None, seed: int
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(
-            help="Files written by `strobe bench`; a second run is compared with the first. A file of anchors, such as "
-            "benchmarks/results/h200/anchors.json, adds what others reached in other runs."
-        ),
+        typer.Argument(help="Files written by `strobe bench`; a second run of the same is compared with the first."),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html.")] = Path(
         "report"
     ),
 ) -> None:
     """Write results as one self-contained HTML page."""
-    from strobe.bench import anchors, read_results
+    from strobe.bench import read_results
 
     try:
-        others = [path for path in results if anchors.is_anchors(path)]
-        loaded = [read_results.load(path) for path in results if path not in others]
-        elsewhere = anchors.load(others[0]) if others else None
-        if not loaded or len(others) > 1:
-            raise ValueError(
-                f"results must be files of `strobe bench` and at most one of anchors, got {len(others)} of them"
-            )
+        loaded = [read_results.load(path) for path in results]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    _report(loaded, out, elsewhere)
+    _report(loaded, out)
 
 
-def _report(loaded: list[Results], out: Path, elsewhere: Anchors | None = None) -> None:
+def _report(loaded: list[Results], out: Path) -> None:
     from strobe.bench.report import page
 
     try:
-        typer.echo(page.write(loaded, out, elsewhere))
+        typer.echo(page.write(loaded, out))
     except OSError as error:
         raise typer.BadParameter(f"{out}: {error.strerror or error}") from None
 

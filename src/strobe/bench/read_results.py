@@ -17,17 +17,17 @@ from strobe.measure.palette import KINDS
 
 # Objects: field -> type. A name that ends in "?" may be missing, and fields that are not here are kept as they are.
 _TEXT, _COUNT = str | None, int | None
-_DEVICE = {"kind": str, "name": str, "arch?": _TEXT}
+_DEVICE: dict[str, Any] = {"kind": str, "name": str, "arch?": _TEXT}
 _DEVICE |= dict.fromkeys(("memory_bytes?", "multiprocessors?", "l2_bytes?"), _COUNT)
 _PROVENANCE: dict[str, Any] = dict.fromkeys(("strobe", "date", "command", "torch"), str)
 _PROVENANCE |= {"git": {"commit": _TEXT, "dirty": bool | None}, "device": _DEVICE}
-_PROVENANCE |= dict.fromkeys(("driver?", "cuda?", "nvrtc?"), _TEXT) | {"cudnn?": _COUNT, "seed?": int}
+_PROVENANCE |= {"driver?": _TEXT, "cuda?": _TEXT, "nvrtc?": _TEXT, "cudnn?": _COUNT, "seed?": int}
 _PROVENANCE |= dict.fromkeys(("python?", "system?", "host_cpu?"), str) | {
     "host_cores?": int,
     "host_load?": float | None,
 }
 _PROVENANCE |= dict.fromkeys(("packages?", "environment?"), dict[str, str])
-_METHOD = {"budget_ms?": float, "rounds?": int, "warmup_ms?": float, "l2?": _TEXT}
+_METHOD: dict[str, Any] = {"budget_ms?": float, "rounds?": int, "warmup_ms?": float, "l2?": _TEXT}
 _SIZES = ("batch", "heads", "heads_k", "len_q", "len_k", "dim", "dim_v")
 _CASE: dict[str, Any] = {"suite": str, "label": str, **dict.fromkeys(_SIZES, int), "softcap?": float | None}
 _CASE |= dict.fromkeys(("mask?", "dtype?", "direction?", "measure?"), str) | {"sinks?": bool, "bias?": bool}

@@ -166,11 +166,6 @@ function comparison(entry) {
     sortable(rows, [["case", c => c.key, "text"], ["provider", c => c.provider, "text"], ["method", c => c.method, "text"], ["first run", c => c.old, "", time], ["this run", c => c.new, "", time], ["ratio", c => c.ratio, "", v => v.toFixed(3)], ["", c => c.kind, "text"]]));
 }
 
-function anchors(found) {
-  return el("section", { id: "anchors" }, el("h2", {}, "Beside FlashAttention-3 and 4, over cuDNN"), el("p", {}, found.note),
-    sortable(found.lines, [["", r => r.title, "text"], ["forward", r => r.forward], ["backward", r => r.backward], ["built from", r => r.built, "text"]]));
-}
-
 function draw() {
   const chosen = ROWS.filter(r => r.suite === suite && r.method === method && r.pass === pass), plain = chosen.filter(r => r.measure === "time"), open = new Set([...document.querySelectorAll("section:has(details[open])")].map(s => s.id));
   const families = new Set(panelsOf(plain).map(([t]) => t)), single = chosen.filter(r => r.measure !== "time" || !families.has(r.panel));
@@ -182,7 +177,6 @@ function draw() {
     section("bars", "Case by case", "The fastest on top.", bars(single), single, pick("case who ms low high n rate of gbs extra status")),
     section("roofline", "Roofline", "Against the work per byte that has to move at least once. The roof is measured in the same run: a copy, a matrix product.", roofline(chosen), chosen.filter(r => r.tflops), pick("case who rate gbs of units clock"), "*: more than 100 %; see the note on the matrix product above."),
     section("errors", "Error against length", "Relative distance from float64. Each provider is checked before it is timed.", errors(plain), plain.filter(r => r.error), pick("case who error status")),
-    DATA.anchors ? anchors(DATA.anchors) : null,
     everything(chosen),
     ...DATA.compared.map(comparison),
   ].filter(Boolean);

@@ -11,8 +11,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import anchors
-from strobe.bench.anchors import Anchors
 from strobe.bench.claims import merged
 from strobe.bench.compare import comparable, compare
 from strobe.bench.conclusions import conclusions
@@ -26,18 +24,17 @@ _HERE = Path(__file__).parent
 _PARTS = {"STYLE": "page.css", "CHARTS": "charts.js", "SCRIPT": "page.js"}
 
 
-def write(runs: list[Results], directory: Path, elsewhere: Anchors | None = None) -> Path:
-    """`elsewhere`: what others reached in other runs."""
+def write(runs: list[Results], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "index.html"
-    path.write_text(html(runs, elsewhere), encoding="utf-8")
+    path.write_text(html(runs), encoding="utf-8")
     return path
 
 
-def html(runs: list[Results], elsewhere: Anchors | None = None) -> str:
+def html(runs: list[Results]) -> str:
     if not runs:
         raise ValueError("runs is empty; at least one result is needed")
-    data = json.dumps(page_data(runs, elsewhere), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False)
     data = data.replace("<", "\\u003c")  # no text in it can end, or begin, a script or a comment
     parts = {f"/*{mark}*/": (_HERE / name).read_text(encoding="utf-8") for mark, name in _PARTS.items()}
     parts |= {"/*DATA*/": data, "TITLE": f"Attention on {escaping.escape(runs[0].device)}"}
@@ -45,22 +42,10 @@ def html(runs: list[Results], elsewhere: Anchors | None = None) -> str:
     return "".join(parts.get(piece, piece) for piece in pieces)  # in one go: no mark inside a part is replaced
 
 
-def page_data(runs: list[Results], elsewhere: Anchors | None = None) -> dict[str, Any]:
+def page_data(runs: list[Results]) -> dict[str, Any]:
     """What the script draws from."""
     whole, compared = together(runs)
-    found = {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
-    return found if elsewhere is None else found | {"anchors": _anchors(elsewhere, whole)}
-
-
-def _anchors(elsewhere: Anchors, run: Results) -> dict[str, Any]:
-    return {
-        "note": anchors.note(elsewhere),
-        "lines": [
-            {"title": line.title, "built": line.built}
-            | {direction: anchors.text_of_line(line, direction) for direction in ("forward", "backward")}
-            for line in anchors.comparison(elsewhere, run.rows)
-        ],
-    }
+    return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
 
 
 def together(runs: list[Results]) -> tuple[Results, list[Results]]:
