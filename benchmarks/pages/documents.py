@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import committed
-from benchmarks.pages import figures, results_page, tables, training_page
+from benchmarks.pages import figures, generated, results_page, tables, training_page
 from benchmarks.pages.generated import marks, replace_between
 from benchmarks.pages.results_page import AGAIN, figure_name
 from strobe.bench.names import PASSES
@@ -46,7 +46,7 @@ def drawings(root: Path) -> dict[Path, figures.Committed]:
 
 
 def outdated(root: Path) -> list[Path]:
-    late = [p for p, text in texts(root).items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+    late = generated.outdated(texts(root))
     drawn = drawings(root)
     machines = {path.parent.name for path in (root / "benchmarks" / "results").glob("*/*.json")} | {"train-gpt"}
     figures_there = (root / "docs" / "figures").glob("*.svg")  # others draw, too

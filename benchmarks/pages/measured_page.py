@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import committed
-from benchmarks.pages.generated import marks, replace_between
+from benchmarks.pages.generated import marks, replace_between, update
 from strobe.bench import claims
 from strobe.bench.results import Row
 from strobe.learn import measured
@@ -88,12 +88,5 @@ def texts(root: Path) -> dict[Path, str]:
     }
 
 
-def main(arguments: list[str], root: Path | None = None) -> int:
-    root = root or committed.ROOT
-    stale = {p: t for p, t in texts(root).items() if not p.is_file() or p.read_text(encoding="utf-8") != t}
-    for path, text in stale.items():
-        if "--write" in arguments:
-            path.write_text(text, encoding="utf-8")
-        else:
-            print(f"{path.relative_to(root)} is out of date: python -m benchmarks.pages --write")
-    return 1 if stale and "--write" not in arguments else 0
+def main(arguments: list[str], root: Path = committed.ROOT) -> int:
+    return update(texts(root), root, "--write" in arguments)

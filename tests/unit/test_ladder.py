@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.pages import ladder_chart, ladder_page
+from benchmarks.pages import generated, ladder_chart, ladder_page
 from strobe.emulator import Counters
 from strobe.learn import measured
 from strobe.learn.ladder import measure, rungs, show
@@ -274,7 +274,7 @@ def test_mistakes_are_explained(arguments: list[str], message: str) -> None:
 
 
 def test_documents_are_up_to_date() -> None:
-    assert ladder_page.outdated(ROOT) == {}, "run `make docs`"
+    assert generated.outdated(ladder_page.texts(ROOT)) == {}, "run `make docs`"
     assert len(ladder_page.headers(ROOT)) == len(ladder_page.pages(ROOT)) == len(rungs.RUNGS)
 
 
