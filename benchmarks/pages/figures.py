@@ -78,36 +78,25 @@ def panels(count: int) -> tuple[Any, list[Any]]:
 
 
 def _lines(rows: list[Row], method: str) -> Any:
-    """A panel per family. CPUs are drawn in GFLOP/s."""
-    known = [r for r in rows if r.timed and r.tflops]
-    unit, scale = ("TFLOP/s", 1.0) if max(r.tflops or 0.0 for r in known) >= 2 else ("GFLOP/s", 1e-3)
-    shown = {title: [r for r in rows if family(r) == title] for title in families(known)}
+    """A panel per family."""
+    shown = families([r for r in rows if r.timed and r.tflops])
     styles = palette.styles([(r.provider, r.kind) for r in rows if r.timed])
     figure, axes = panels(len(shown))
     for axis, (title, same) in zip(axes, shown.items(), strict=False):
         for provider, style in styles.items():
-            points = sorted(
-                (r.case.len_k, r.tflops / scale) for r in same if r.timed and r.tflops and r.provider == provider
-            )
+            points = sorted((r.case.len_k, r.tflops or 0.0) for r in same if r.provider == provider)
             if points:
                 fmt = _MARKERS[style.shape] + ("--" if style.dashed else "-")
                 line = {"color": style.colour, "linewidth": style.width, "markersize": 4, "zorder": 2 + style.width}
                 axis.plot(*zip(*points, strict=True), fmt, label=provider, **line)
-        _mark_out_of_memory(axis, same, styles)
         lengths = sorted({r.case.len_k for r in same})
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [units.length(n) for n in lengths])
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
         axis.set_title(title, fontsize=10)
-        axis.set(xlabel="sequence length", ylabel=f"{unit}, {TITLES[method]}")
+        axis.set(xlabel="sequence length", ylabel=f"TFLOP/s, {TITLES[method]}")
         axis.grid(alpha=0.25)
     names = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(names.values(), names.keys(), fontsize=8, loc="outside lower center", ncols=4)
     return figure
-
-
-def _mark_out_of_memory(axis: Any, rows: list[Row], styles: dict[str, palette.Style]) -> None:
-    for n, row in enumerate(r for r in rows if r.status == "out of memory" and r.provider in styles):
-        at, colour = 0.97 - 0.05 * (n % 4), styles[row.provider].colour
-        axis.plot(row.case.len_k, at, "x", color=colour, transform=axis.get_xaxis_transform(), markersize=7)

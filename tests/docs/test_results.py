@@ -96,16 +96,6 @@ def test_the_page_states_what_the_rows_show(written: Path) -> None:
     assert re.search(r"- `grid36-sustained-again`: \d+ of \d+ times differ from the first run's by at most 3 %", text)
 
 
-@needs_matplotlib
-def test_the_readme_has_the_first_conclusions_one_table_and_one_figure(written: Path) -> None:
-    text = (written / "README.md").read_text()
-    begin, end = marks("numbers")
-    numbers = text.partition(begin)[2].partition(end)[0].splitlines()
-    assert len([line for line in numbers if line.startswith("- ")]) == 3
-    assert text.count("| 128, causal |") == 1
-    assert re.findall(r"!\[.*?\]\((.*?)\)", text) == ["docs/figures/made-up-grid36.svg"]
-
-
 def test_who_is_fastest_is_said_of_what_ran_together() -> None:
     first, second = synthetic(("grid36",)), synthetic(("grid36",))
     first.rows = [row for row in first.rows if row.kind != "standard"]
