@@ -71,7 +71,7 @@ def largest_dim(arch: str) -> int:
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
-    """For compiling ahead of time, for studies and for tests. `exhaustive` adds every combination of features."""
+    """For compiling ahead of time and for tests. `exhaustive` adds every combination of features."""
     for module in modules(arch):
         yield from module.variants(arch, exhaustive=exhaustive)
 

@@ -124,7 +124,7 @@ class Tile:
         }
 
 
-# Swept with NVRTC 13.0: benchmarks/results/h200/studies/tiles.json. Another ptxas may want others: `strobe tune`.
+# Swept on an H200 with NVRTC 13.0. Another ptxas may want others: `strobe tune`.
 _TILES = {
     (64, 64): Tile(3, 128, stages=3, exps_before_wait=8, skips_after=True),
     (96, 96): Tile(3, 112, ping_pong=True),
