@@ -98,7 +98,9 @@ class Clamped:
     """A captured tensor, read beyond the ends of its axes as the library reads it: there, its last entries."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        wide = torch.float64 if tensor.is_floating_point() else torch.bool if tensor.dtype == torch.bool else torch.int64
+        wide = (
+            torch.float64 if tensor.is_floating_point() else torch.bool if tensor.dtype == torch.bool else torch.int64
+        )
         self.tensor = tensor.to(wide)
         self.shape, self.device = tensor.shape, tensor.device
 

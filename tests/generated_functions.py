@@ -17,8 +17,8 @@ _SMOOTH = (
     "torch.tanh({})", "torch.sigmoid({})", "torch.sin({})", "torch.cos(0.5 * {})", "torch.erf({})", "torch.exp(-{}.abs())",
     "torch.exp2(-{}.abs())", "torch.log({}.abs() + 1.0)", "torch.log2({}.abs() + 2.0)", "torch.log1p({}.abs())",
     "torch.sqrt({}.abs() + 1.0)", "torch.rsqrt({}.abs() + 1.0)", "torch.reciprocal({}.abs() + 1.0)", "1 / (1 + {}.abs())",
-    "torch.nn.functional.softplus({})", "torch.nn.functional.silu({})", "torch.relu({})", "torch.clamp({}, -1.0, 2.0)",
-    "torch.square(torch.tanh({}))", "({}.abs() + 1.0) ** 1.5", "(0.125 * {}) ** 2", "{}.abs()",
+    "torch.nn.functional.softplus({}.double())", "torch.nn.functional.silu({}.double())", "torch.relu({})",
+    "torch.clamp({}, -1.0, 2.0)", "torch.square(torch.tanh({}))", "({}.abs() + 1.0) ** 1.5", "(0.125 * {}) ** 2", "{}.abs()",
 )  # fmt: skip
 _ROUNDED = ("{}.floor()", "torch.ceil({})", "torch.round({})", "torch.trunc({})", "torch.sign({})")
 # Captured tensors by what indexes them. Those of floats are multiples of 1/16, which every type holds.
@@ -148,7 +148,7 @@ class _Writer:
         added, sign = added or (lambda: self.added(2)), self.r.choice("+-")
         return self._one_of(
             lambda: f"s {sign} {added()}",
-            lambda: f"s * {self._number()} {sign} {added()}",
+            lambda: f"s * {self.r.choice(('0.0', *self._few))} {sign} {added()}",
             lambda: f"{self._number()} * (s {sign} {added()})",
             lambda: f"s / {self._divisor()} {sign} {added()} {sign} {self.added(0)}",
         )
