@@ -72,9 +72,10 @@ HEADS = len(FUNCTIONS)
 
 
 def every_function(b: Any, h: Any, q: Any, k: Any) -> Any:
-    found = h < 0
-    for i, function in enumerate(FUNCTIONS.values()):
-        found = found | ((h == i) & function(b, h, q, k))
+    """One for each head, which is counted down without more numbers: each would take room in the arguments."""
+    found, left, one = h < 0, h, (h >= 0).int()
+    for function in FUNCTIONS.values():
+        found, left = found | (~left.bool() & function(b, h, q, k)), left - one
     return found
 
 

@@ -117,7 +117,8 @@ def _arguments(values: Sequence[Any], with_lse: bool = True, fake: bool = False)
     """The arguments of an operation as the library's. `fake`: their numbers may be symbols, and are not looked at."""
     x = dict(zip(_NAMES, values, strict=True))
     of_mask, of_score = (
-        tuple(1 for _ in x[name]) if fake else tuple(x[name]) for name in ("interval_numbers", "score_numbers")
+        tuple(one for _ in x[name]) if fake else tuple(x[name])
+        for name, one in (("interval_numbers", 1), ("score_numbers", 1.0))
     )
     mask = parse_mask(x["interval"], of_mask) if x["mask"] is None else x["mask"]
     score = parse_score(x["score"], of_score).with_tensors(x["score_tensors"])

@@ -87,8 +87,8 @@ OPERATIONS: dict[str, Operation] = {
         functools.partial(_minmax, max, torch.maximum), "max({0}, {1})", chain=lambda a, b, da, db: _select(a >= b, da, db)
     ),
     "abs": Operation(abs, "fabs({0})", chain=lambda a, da: _select(a > _ZERO, da, _select(a < _ZERO, _MINUS_ONE * da, _ZERO))),
-    "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
-    "tanh_near": Operation(torch.tanh, "tanh_near({0}, 1.f)"),  # for kernels: near 0
+    "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,), kind=FLOAT),
+    "tanh_near": Operation(torch.tanh, "tanh_near({0}, 1.f)", kind=FLOAT),  # for kernels: near 0
     # A score and its bias, for kernels: see biased() in pipeline/scores.cuh.
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     "biased_if_seen": Operation(lambda a, b: a + b, "biased_if_seen({0}, {1})", lambda a, b, y: (_ONE, _ONE)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from strobe.cuda.parts.print_expression import UNSCALE
@@ -84,7 +85,7 @@ def _unscaled(e: Expr) -> Expr:
 
 def _factor(x: Expr) -> float | None:
     """The number, if others may be multiplied and divided by it."""
-    return x.args[0] if x.op == "const" and LEAST <= x.args[0] <= 1 / LEAST else None
+    return x.args[0] if x.op == "const" and LEAST <= x.args[0] < math.inf else None
 
 
 def _only_parent_of_s(expr: Expr) -> Expr | None:

@@ -111,7 +111,8 @@ class Score:
 
     def kernel_form(self, scale: float) -> ScaledForm:
         """The form that kernels compute; where they cannot, since no factors can be taken out, the score as it is."""
-        return self.form.at(scale) or ScaledForm(scale, self.expr, 1.0)
+        plain = ScaledForm(1.0, _s, scale) if self.is_identity else ScaledForm(scale, self.expr, 1.0)
+        return self.form.at(scale) or plain
 
     def hiding(
         self, visible: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()
@@ -158,6 +159,9 @@ class Score:
         """The text with a placeholder for each number, and the numbers, which may be symbols of a tracer."""
         numbers: list[Any] = []
         text = self.expr.text(numbers)
+        for n in numbers:
+            if isinstance(n, int) and abs(n) > 1 << 53:
+                raise ValueError(f"{self.title} has the number {n}; a graph holds it as a float, which has 53 bits")
         return f"{text};{self.title}", [*numbers, *self.sizes]
 
 
@@ -197,9 +201,14 @@ def alibi(slopes: torch.Tensor) -> Score:
     return Score(_s - Expr("load", (0, FLOAT, *index)) * distance, "alibi", (slopes,))
 
 
-@functools.lru_cache(maxsize=64)
 def parse_score(text: str, numbers: tuple[float, ...] = ()) -> Score:
     """The score that has this `text()`, or this text and these numbers, without tensors."""
+    return _parse_score(text, numbers, repr(numbers))
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_score(text: str, numbers: tuple[float, ...], key: str) -> Score:
+    """`key` tells 1 from 1.0, and 0.0 from -0.0, which are equal."""
     if ";" not in text:
         raise ValueError(f"{text!r:.80} is not the text of a score: an expression and a name, separated by ;")
     expr, title = text.split(";", 1)

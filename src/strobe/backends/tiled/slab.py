@@ -116,7 +116,7 @@ class Slab:
         # Scores are in units of log2, but natural ones beside a bias: finfo.min would overflow in others.
         self.unit = 1.0 if self.inputs.bias is None else LOG2E
         after = form.after * (LOG2E if self.inputs.bias is None else 1.0)
-        self._before, self._after = (form.before * after, 1.0) if self._inner is None else (form.before, after)
+        self._before, self._after = (after, 1.0) if self._inner is None else (form.before, after)
         self.k, self.v = self.of_keys(self.inputs.k), self.of_keys(self.inputs.v)
         self.q = self.of_queries(self.inputs.q)
         self.mask, self.bias = self.of_pairs(self.inputs.mask), self.of_pairs(self.inputs.bias)

@@ -141,7 +141,8 @@ class Body:
         number = e.args[0]
 
         def text(place: Callable[[Expr], str]) -> str:
-            return f"load_entry<{self._elements[number]}>(t{number}, {self.place(e, place)}, true)"
+            entry = f"load_entry<{self._elements[number]}>(t{number}, {self.place(e, place)}, true)"
+            return f"int({entry})" if e.kind == INT else entry  # of 8 bits, perhaps, and templates take two of a type
 
         if self._of_head is None or not all(map(is_of_head, e.operands)):
             return text(self.text)
