@@ -91,10 +91,10 @@ def _variant(backend: str, case: BenchCase, device: torch.device) -> Any:
     of_q, of_k, of_v = problem.strides
     of_o = (case.len_q * case.heads * case.value_dim, case.value_dim, case.heads * case.value_dim)
     if case.direction == "forward":
-        return FAMILIES[backend].module(problem).plan(problem, of_o, machine).launches[0].kernel
+        return FAMILIES[backend].planner(problem).plan(problem, {"o": of_o}, machine).launches[0].kernel
     problem = problem.backward(("q", "k", "v"))
     strides = {"o": of_o, "d_o": of_o, "dq": of_q, "dk": of_k, "dv": of_v}
-    launches = FAMILIES[backend].module(problem).plan(problem, strides, machine).launches
+    launches = FAMILIES[backend].planner(problem).plan(problem, strides, machine).launches
     return max((launch.kernel for launch in launches), key=lambda kernel: kernel.smem)
 
 

@@ -77,10 +77,10 @@ def _with_tile(backend: str, case: BenchCase, device: torch.device, options: dic
     machine = cuda_backend.machine_of(device)
     if backend == "sm90":
         hopper = forward_sm90.Tile(consumers=block_q // 64, block_n=block_k, q_slots=1)
-        made = forward_sm90.plan(case.problem(device), strides, machine, hopper)
+        made = forward_sm90.plan(case.problem(device), {"o": strides}, machine, hopper)
     else:
         ampere = forward_sm80.Tile(block_q, block_k, warps=4, stages=1, blocks_per_sm=1)
-        made = forward_sm80.plan(case.problem(device), strides, machine, ampere)
+        made = forward_sm80.plan(case.problem(device), {"o": strides}, machine, ampere)
     wanted, limit = made.launches[0].kernel.smem, machine.smem_bytes
     if wanted > limit:
         raise Refusal("unsupported", f"the tile needs {wanted} bytes of shared memory, a block has {limit}")

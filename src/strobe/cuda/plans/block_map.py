@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from strobe.cuda.parts import print_condition
 from strobe.cuda.parts.features import Features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.params import Field, params
 from strobe.cuda.parts.plan import MAP, Launch
 from strobe.cuda.parts.rows import Rows
@@ -87,16 +87,14 @@ def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transpo
     entries = {i: e for i, e in enumerate(features.scores.entries) if i in _read_by(condition)}
     config = {**features.rows.config(), "kBlockM": block_m, "kBlockN": block_n, "kTransposed": transposed}
     numbers = print_condition.numbers(condition)
-    return TemplateKernel(
-        name=f"block_map[{features.scores.name} {block_m}x{block_n}{' transposed' if transposed else ''}]",
+    return template_kernel(
+        "block_map",
+        f"{features.scores.name} {block_m}x{block_n}{flags(transposed=transposed)}",
         arch=arch,
         params=params(Rows.fields(tma=False), number_fields(numbers), entry_fields(entries.values()), _OWN),
         threads=1024,
-        smem=128,
-        header="block_map",
-        template="block_map",
         element=features.element,
-        config=tuple(config.items()),
+        config=config,
         memory=SharedMemory([Region("seen", 128)]),
         types=(
             ("Mask", features.scores.mask.cpp(features.rows.positions)),
