@@ -66,7 +66,7 @@ PLANNER = Planner(
     architecture=HOPPER,
     dims=[(dim, dim) for dim, _ in DIMS],
     scope=f"above head dim {MAX_DIM}",
-    can=Capabilities(partial=False),
+    can=Capabilities(pages=True, invariant=True, partial=False),
     further_limits=tma_limits,
     plan=plan,
     variants=variants,

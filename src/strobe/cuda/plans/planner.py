@@ -71,17 +71,20 @@ class Planner:
         """Why it cannot plan this problem; None if it can."""
         if bool(problem.gradients) != self.gradients:
             return f"no {'backward' if problem.gradients else 'forward'} kernel"
-        if (reason := self._shape_limits(problem) or self.can.lacks(problem)) is not None:
+        if (reason := self._shape_limits(problem)) is not None:
+            return reason
+        if (reason := self.can.lacks(problem)) is not None:
             return f"{reason} {self.scope}".rstrip()
         return Scores.limits(problem) or Rows.limits(problem) or self.further_limits(problem)
 
     def _shape_limits(self, problem: Problem) -> str | None:
         if problem.dtype not in self.dtypes:
             return f"{str(problem.dtype).removeprefix('torch.')} inputs"
+        inputs = "" if self.dtypes is ELEMENTS else f" {self.scope}"
         step, largest = ALIGN // self.element_bytes, [max(sizes) for sizes in zip(*self.dims, strict=True)]
         for name, dim, most in zip(("head dim", "value head dim"), (problem.dim, problem.dim_v), largest, strict=True):
             if dim % step or not 0 < dim <= most:
-                return f"{name} {dim}; the kernels take multiples of {step} up to {most}"
+                return f"{name} {dim}; the kernels take multiples of {step} up to {most}{inputs}"
         if not any(problem.dim <= dim and problem.dim_v <= dim_v for dim, dim_v in self.dims):
             pairs = ", ".join(f"{dim}/{dim_v}" for dim, dim_v in self.dims)
             return f"head dims {problem.dim}/{problem.dim_v}; the kernels take up to {pairs}"
