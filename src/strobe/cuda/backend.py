@@ -365,6 +365,10 @@ def _plan(family: Family, problem: Problem) -> Plan:
     return family.planner(problem).plan(problem, strides, machine_of(problem.device))
 
 
+def _details(plan: Plan) -> dict[str, object]:
+    return {**plan.details, "in profilers": ", ".join(launch.kernel.entry for launch in plan.launches)}
+
+
 def _backend(name: str, family: Family) -> Backend:
     return Backend(
         name=name,
@@ -372,7 +376,7 @@ def _backend(name: str, family: Family) -> Backend:
         limits=family.limits,
         machine=lambda device: missing(device, *family.architectures),
         bind=functools.partial(_bind, family),
-        details=lambda problem: dict(_plan(family, problem).details),
+        details=lambda problem: _details(_plan(family, problem)),
         extra_bytes=lambda problem: _plan(family, problem).workspace_bytes,
         can=family.can,
         rounds_states=lambda problem: family.rounds_states(problem, machine_of(problem.device)),

@@ -6,9 +6,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from strobe.cuda.parts.kernel import TemplateKernel, template_kernel
+from strobe.cuda.parts.names import word_for_mask, words_for_score
 from strobe.cuda.parts.output import Output
 from strobe.cuda.parts.plan import ELEMENTS, Dims
 from strobe.cuda.parts.rows import Rows, stride_values
@@ -52,6 +54,17 @@ class Features:
         flags += ["invariant"] if self.output.invariant else []
         return " ".join([self.inputs or self.element, dims, self.scores.mask.name, *score, *flags])
 
+    def label(self, **others: bool) -> str:
+        """The end of a kernel's `entry`. `others`: flags of its plan. It says nothing that the source does not say."""
+        dims = f"d{self.dim}" if self.dim == self.dim_v else f"d{self.dim}x{self.dim_v}"
+        output = {"split": self.output.split, "invariant": self.output.invariant, "sparse": self.scores.sparse}
+        flags = [name.removesuffix("_out") for name, flag in (self.flags | output | others).items() if flag]
+        flags += [f"page{self.rows.page}"] if self.rows.page else []
+        flags += ["dbias"] if self.scores.bias_gradient else []
+        mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
+        masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
+        return "_".join([self.inputs or self.element, dims, *masks, *flags, *score])
+
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""
         mask = self.scores.mask.name if self.scores.mask.name in ("full", "causal") else "window"
@@ -66,14 +79,23 @@ class Features:
         return self.scores.types(self.rows.positions)
 
     def kernel(
-        self, template: str, tile: object, end: str = "", *, facts: Mapping[str, Any], **settings: Any
+        self,
+        template: str,
+        tile: object,
+        end: str = "",
+        *,
+        facts: Mapping[str, Any],
+        label: Mapping[str, bool] = MappingProxyType({}),
+        **settings: Any,
     ) -> TemplateKernel:
-        """The kernel with these features. `end`: the end of its name; `settings`: further ones of `template_kernel`."""
+        """The kernel with these features. `end`: the end of its name; `label`: further flags of its entry; `settings`:
+        further ones of `template_kernel`."""
         return template_kernel(
             template,
             f"{self.name} {tile}{end}",
             element=self.element,
             types=self.types(),
+            label=self.label(**label),
             facts={**self.facts(), "tile": str(tile), **facts},
             **settings,
         )

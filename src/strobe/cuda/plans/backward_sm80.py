@@ -272,6 +272,7 @@ def kernels(
         config=config,
         memory=memory,
         blocks_per_sm=tile.blocks_per_sm,
+        label={"deterministic": turns},
         facts={**vars(wanted), "exact_dims": exact_dims},
     )
     zeros = tile.block_m * features.dim if wanted.dq else 0

@@ -142,9 +142,9 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     tile = tuned.tile(tuned_name(features, HOPPER, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
     if not features.scores.is_unknown:
         return tile
-    if features.scores.learnt:  # sums take registers, and some kernels for 128 queries at a time spill
-        return Tile(64)
-    tiles = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.staged)]
+    if any(e.learnt for e in features.scores.entries):
+        return Tile(64)  # sums take registers, and some kernels for 128 queries at a time spill
+    tiles = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.printed.staged)]
     one_box = features.one_box()
     return first_without_spills(tiles, lambda t: kernels(features, t, Wanted(), one_box)[1], machine)
 
@@ -175,7 +175,7 @@ def kernels(
     have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ. `parts`: groups of query
     heads are divided."""
     features = features.without_sinks()
-    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.scores.staged)
+    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.scores.printed.staged)
     turns, partial = wanted.turns, features.output.partial
     config = {
         **features.config(),
@@ -208,6 +208,7 @@ def kernels(
         config=config,
         memory=memory,
         products=sorted(products),
+        label={"deterministic": turns},
         facts={**vars(wanted), "one_box": one_box, "rotate": rotate},
     )
     zeros = m * tile.dim_q if wanted.dq and not turns else 0

@@ -248,6 +248,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
         memory=memory,
         products=[(n, "ss_zero", dim // 16) for n in widths],
         accumulators=[(dim_v, keys // 16)],
+        label={"pack_gqa": pack_gqa > 1},
         facts={"split": split, "pack_gqa": pack_gqa, "one_box": one_box},
     )
 
