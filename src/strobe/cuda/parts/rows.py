@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strobe.cuda.parts.params import Field
@@ -103,6 +103,12 @@ def pack_gqa_of(problem: Problem, box_rows: int) -> int:
     keys lie in pages. The boxes that it copies hold whole queries, so only groups that divide their rows."""
     pays = problem.k.pages is not None or (not problem.varlen and problem.len_q < 128)
     return problem.group if pays and not problem.dropout and box_rows % problem.group == 0 else 1
+
+
+def group_as_rows(problem: Problem, pack: int) -> Problem:
+    """The problem with `pack` heads, those of a group, as rows of one tile."""
+    rows = replace(problem.q, heads=problem.heads_k, length=problem.len_q * pack, total=problem.q.total * pack)
+    return replace(problem, q=rows)
 
 
 def stride_fields(*tensors: str) -> list[Field]:

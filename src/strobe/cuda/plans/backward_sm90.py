@@ -22,7 +22,7 @@ from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.parts.rows import Rows, stride_fields
 from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
-from strobe.cuda.parts.tensor_maps import tile_map
+from strobe.cuda.parts.tensor_maps import tile_map, tma_limits
 from strobe.cuda.plans import block_map
 from strobe.cuda.plans.backward_plan import (
     CONVERT_DQ,
@@ -43,7 +43,7 @@ from strobe.cuda.plans.backward_plan import (
     tuned_name,
     values_of,
 )
-from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
+from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES
 from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Rows as ProblemRows, Strides

@@ -32,7 +32,7 @@ from strobe.cuda.parts.plan import (
 )
 from strobe.cuda.parts.rows import Rows, stride_fields
 from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
-from strobe.cuda.parts.tensor_maps import tile_map
+from strobe.cuda.parts.tensor_maps import tile_map, tma_limits
 from strobe.cuda.plans import backward_sm90
 from strobe.cuda.plans.backward_plan import (
     KINDS,
@@ -51,7 +51,7 @@ from strobe.cuda.plans.backward_plan import (
     without_bias_gradient,
 )
 from strobe.cuda.plans.backward_sm90 import backward_maps
-from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
+from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES
 from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.problem import Problem, Strides
 from strobe.variants.mask import causal

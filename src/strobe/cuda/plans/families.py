@@ -103,8 +103,8 @@ ARCHITECTURES = tuple(dict.fromkeys(a for family in FAMILIES.values() for a in f
 
 def target(capability: tuple[int, int]) -> str:
     """The compiler's name for a GPU: that of the first family that runs on it."""
-    able = (a.target(capability) for a in ARCHITECTURES if a.refuses(capability) is None)
-    return next(able, "sm_{}{}".format(*capability))
+    names = (a.target(capability) for a in ARCHITECTURES if a.refuses(capability) is None)
+    return next(names, "sm_{}{}".format(*capability))
 
 
 def planners(arch: str) -> list[Planner]:

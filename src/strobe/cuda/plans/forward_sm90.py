@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import architecture, tuned
-from strobe.cuda.parts.architecture import HOPPER
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, may_split, query_tiles, splits_of_tiles
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel, flags
@@ -26,16 +24,16 @@ from strobe.cuda.parts.plan import (
     pack_group,
     padded_dims,
 )
-from strobe.cuda.parts.rows import Rows, pack_gqa_of, stride_fields
+from strobe.cuda.parts.rows import Rows, group_as_rows, pack_gqa_of, stride_fields
 from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
-from strobe.cuda.parts.tensor_maps import packed_gqa_map, tile_map
+from strobe.cuda.parts.tensor_maps import packed_gqa_map, tile_map, tma_limits
 from strobe.cuda.plans import block_map, plan_work
 from strobe.cuda.plans.plan_work import Work
 from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Strides
 
-ARCH = HOPPER.target((9, 0))
+ARCH = architecture.HOPPER.target((9, 0))
 SMEM_BYTES = architecture.SMEM_BYTES["sm_90"]
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 
@@ -141,9 +139,9 @@ _OTHER_TILES = {
     "softcap": {
         (64, 64): Tile(3, 128, stages=3, rolled=True, skips_after=True),
         (96, 96): Tile(3, 96, ping_pong=True, rolled=True, skips_after=True),
-        (128, 128): dataclasses.replace(_TILES[128, 128], rolled=True, skips_after=True),
+        (128, 128): replace(_TILES[128, 128], rolled=True, skips_after=True),
         (192, 192): Tile(2, 96, q_slots=1, store_panels=1, ping_pong=True, rolled=True, skips_after=True),
-        (192, 128): dataclasses.replace(_TILES[192, 128], rolled=True, skips_after=True),
+        (192, 128): replace(_TILES[192, 128], rolled=True, skips_after=True),
         (256, 256): Tile(2, 64, q_slots=1, store_panels=2, ping_pong=True, rolled=True, skips_after=True),
     },
     "split": {
@@ -188,7 +186,7 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     scores, dims = features.scores, (features.dim, features.dim_v)
     tile = table_tile(*dims, scores.bounded, softcap=scores.is_function)
     if scores.dropout:  # the softmax takes longer than the products: turns and exponentials that are held lose time
-        tile = dataclasses.replace(tile, exps_before_wait=0, ping_pong=False)
+        tile = replace(tile, exps_before_wait=0, ping_pong=False)
     return _without_spills(tile, features, machine, split=False) if scores.is_unknown else tile
 
 
@@ -198,25 +196,15 @@ def split_tiles(features: Features) -> list[Tile]:
     scores, dims = features.scores, (features.dim, features.dim_v)
     found = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
     wide = table_tile(*dims, scores.bounded, softcap=scores.is_function)
-    wide = dataclasses.replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
+    wide = replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
     return [found, wide] if wide.block_m > found.block_m else [found]
 
 
 def _without_spills(tile: Tile, features: Features, machine: Machine, split: bool) -> Tile:
     """The tile, or the first of those that leave more registers."""
-    calm = dataclasses.replace(tile, exps_before_wait=0, rolled=True, skips_after=True)
-    tiles = [tile, calm, *(dataclasses.replace(calm, block_n=n) for n in (96, 64, 48, 32) if n < tile.block_n)]
+    calm = replace(tile, exps_before_wait=0, rolled=True, skips_after=True)
+    tiles = [tile, calm, *(replace(calm, block_n=n) for n in (96, 64, 48, 32) if n < tile.block_n)]
     return first_without_spills(tiles, lambda t: kernel(features, t, split=split, pack_gqa=1, one_box=False), machine)
-
-
-def tma_limits(problem: Problem) -> str | None:
-    """Tensors that TMA does not read: what the Hopper kernels of both directions leave to others."""
-    lengths = (problem.len_q, problem.len_k, problem.len_k)
-    heads = (problem.heads, problem.heads_k, problem.heads_k)
-    sizes = zip(problem.strides, heads, lengths, strict=True)
-    if any((head == 0 and n > 1) or (row == 0 and length > 1) for (_, head, row), n, length in sizes):
-        return "an expanded tensor (a stride is 0); TMA needs memory that is there"
-    return None
 
 
 def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_box: bool) -> TemplateKernel:
@@ -278,7 +266,9 @@ class _Choice:
     @staticmethod
     def of(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None, dims: Dims | None) -> _Choice:
         pack = pack_gqa_of(problem, PLANNER.packed_heads)
-        packed, out_strides = pack_group(problem, out_strides) if pack == 1 else (_packed(problem, pack), out_strides)
+        packed, out_strides = (
+            pack_group(problem, out_strides) if pack == 1 else (group_as_rows(problem, pack), out_strides)
+        )
         features = Features.of(packed, dims or padded_dims(DIMS, problem.dim, problem.dim_v))
         if tile is None:
             tile, splits = _tile_and_splits(packed, features, machine)
@@ -293,17 +283,6 @@ class _Choice:
         return _Choice(packed, out_strides, pack, features, tile, splits)
 
 
-def _packed(problem: Problem, pack: int) -> Problem:
-    """The problem with the heads of a group as rows."""
-    rows = replace(problem.q, heads=problem.heads_k, length=problem.len_q * pack, total=problem.q.total * pack)
-    return replace(problem, q=rows)
-
-
-def splits(problem: Problem, machine: Machine) -> int:
-    """How many splits the keys of a tile have. Those of paged calls are cut by a list of work."""
-    return _Choice.of(problem, problem.strides[0], machine, None, None).splits
-
-
 def plan(
     problem: Problem,
     strides: Mapping[str, Strides],
@@ -314,9 +293,7 @@ def plan(
     """`dims`: other head dims of the kernel than those of DIMS."""
     choice = _Choice.of(problem, strides["o"], machine, tile, dims)
     packed, features, tile = choice.problem, choice.features, choice.tile
-    work = None  # pages take theirs from a list
-    if features.rows.page:
-        work = Work.of(packed, tile.block_m, tile.block_n, choice.pack, machine.sms)
+    work = Work.of(packed, tile.block_m, tile.block_n, choice.pack, machine.sms) if features.rows.page else None
     one_box = choice.pack == 1 and features.one_box(problem)
     split = choice.splits > 1 or work is not None
     spec = kernel(features, tile, split=split, pack_gqa=choice.pack, one_box=one_box)
@@ -406,10 +383,10 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
 
 PLANNER = Planner(
     name="forward_sm90",
-    architecture=HOPPER,
+    architecture=architecture.HOPPER,
     dims=DIMS,
     can=Capabilities(pages=True, invariant=True, merges=True),
-    splits=splits,
+    splits=lambda problem, machine: _Choice.of(problem, problem.strides[0], machine, None, None).splits,
     packed_heads=64,  # rows of a TMA box
     rounds_states=True,
     further_limits=tma_limits,

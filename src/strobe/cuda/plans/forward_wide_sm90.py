@@ -16,8 +16,9 @@ from strobe.cuda.parts.architecture import HOPPER
 from strobe.cuda.parts.features import wide_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.plan import MAX_DIM, Dims, Machine, Plan, padded_dims
+from strobe.cuda.parts.tensor_maps import tma_limits
 from strobe.cuda.plans import forward_sm90
-from strobe.cuda.plans.forward_sm90 import ARCH, Tile, tma_limits
+from strobe.cuda.plans.forward_sm90 import ARCH, Tile
 from strobe.cuda.plans.planner import Planner
 from strobe.problem import Problem, Strides
 

@@ -51,6 +51,8 @@ class Tuning(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Planner:
+    """What the kernels of one module can do, and how their launches are planned. Nothing else says it."""
+
     name: str
     architecture: Architecture
     gradients: bool = False  # its kernels compute the backward pass
