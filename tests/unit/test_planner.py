@@ -10,7 +10,7 @@ import torch
 
 from strobe.backends.backend import Capabilities
 from strobe.cuda import backend
-from strobe.cuda.parts.architecture import AMPERE, HOPPER
+from strobe.cuda.parts.architecture import AMPERE, ARCHITECTURES, HOPPER, target
 from strobe.cuda.parts.plan import Machine
 from strobe.cuda.plans import families, forward_sm80
 from strobe.cuda.plans.families import FAMILIES, Family
@@ -65,7 +65,9 @@ def test_the_first_planner_that_can_plans() -> None:
     family = Family("", (small, paged, forward_sm80.PLANNER))
     assert family.planner(problem(64)).name == "small"
     assert family.planner(problem(128)).name == "forward_sm80"
-    assert family.limits(problem(128, table=(2, 2), lengths=(2,))) == "no paged keys"  # the last says why
+    assert family.limits(problem(64, table=(2, 2), lengths=(2,))) == "no paged keys"  # the smallest says why
+    assert family.limits(problem(128, table=(2, 2), lengths=(2,))) == "never"
+    assert "up to 256" in str(family.limits(problem(264)))  # the last
     assert family.can == Capabilities(pages=True, merges=True)
     assert "the kernels take bfloat16, float16" in str(family.limits(problem(dtype=torch.float64)))
 
@@ -85,7 +87,7 @@ def test_rounding_a_state_waits_for_no_splits() -> None:
 def test_which_family_runs_on_a_gpu(
     capability: tuple[int, int], name: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert families.target(capability) == name
+    assert target(capability) == name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(backend.driver, "available", lambda: None)
@@ -100,6 +102,7 @@ def test_names_for_the_compiler() -> None:
         False, True, True, True, False, False]  # fmt: skip
     assert [HOPPER.has_target(arch) for arch in ("sm_90a", "sm_90", "sm_100a")] == [True, False, False]
     assert not families.planners("sm_100a")
+    assert {planner.architecture for planner in PLANNERS} == set(ARCHITECTURES)
 
 
 def test_the_parts_of_a_wide_forward_serve_whole_head_dims() -> None:

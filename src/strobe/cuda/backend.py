@@ -13,10 +13,10 @@ import torch
 from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import summed_gradients
 from strobe.cuda.launch import Launcher, Planned, address, allocator, compile_together, spills
-from strobe.cuda.parts.architecture import SMEM_BYTES, Architecture
+from strobe.cuda.parts.architecture import SMEM_BYTES, Architecture, target
 from strobe.cuda.parts.plan import ALIGN, Machine, Plan
 from strobe.cuda.plans.backward_plan import Wanted, group_parts
-from strobe.cuda.plans.families import FAMILIES, Family, target
+from strobe.cuda.plans.families import FAMILIES, Family
 from strobe.cuda.plans.planner import MakePlan
 from strobe.cuda.runtime import driver, jit
 from strobe.problem import Problem, Strides

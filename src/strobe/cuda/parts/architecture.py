@@ -49,3 +49,10 @@ class Architecture:
 
 AMPERE = Architecture((8, 0), None, "an NVIDIA GPU, Ampere or later", "the kernels need 8.0 (Ampere) or later")
 HOPPER = Architecture((9, 0), (9, 0), "a Hopper GPU (H100, H200)", "wgmma exists on 9.0 (Hopper) alone", letter="a")
+ARCHITECTURES = (HOPPER, AMPERE)  # the first that a GPU has names it to the compiler
+
+
+def target(capability: tuple[int, int]) -> str:
+    """The compiler's name for a GPU."""
+    names = (a.target(capability) for a in ARCHITECTURES if a.refuses(capability) is None)
+    return next(names, "sm_{}{}".format(*capability))

@@ -13,7 +13,7 @@ from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import terms
 from strobe.cuda.parts.architecture import Architecture
 from strobe.cuda.parts.kernel import TemplateKernel
-from strobe.cuda.parts.plan import ELEMENTS, Machine
+from strobe.cuda.parts.plan import ELEMENTS, Machine, padded_dims
 from strobe.cuda.plans import (
     backward_fp32_sm90,
     backward_sm80,
@@ -34,7 +34,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """The planners of one backend. The first that can plans a problem; the reasons of the last are told."""
+    """The planners of one backend. The first that can plans a problem. If none can, the reason is that of the planner with
+    the smallest head dims that hold those of the problem, or of the last."""
 
     summary: str
     planners: tuple[Planner, ...]
@@ -63,9 +64,11 @@ class Family:
             taken = dict.fromkeys(name_of(dtype) for planner in of_pass for dtype in planner.dtypes)
             return of_pass[-1], f"{name_of(problem.dtype)} inputs; the kernels take {', '.join(taken)}"
         for planner in of_dtype:
-            if (reason := planner.limits(problem)) is None:
-                break
-        return planner, reason
+            if planner.limits(problem) is None:
+                return planner, None
+        holding = [planner for planner in of_dtype if planner.shape_limits(problem) is None]
+        told = min(holding, key=lambda p: sum(padded_dims(p.dims, problem.dim, problem.dim_v)), default=of_dtype[-1])
+        return told, told.limits(problem)
 
     def planner(self, problem: Problem) -> Planner:
         return self.choose(problem)[0]
@@ -96,15 +99,6 @@ FAMILIES = {
         (forward_sm80.PLANNER, backward_sm80.PLANNER),
     ),
 }
-
-
-ARCHITECTURES = tuple(dict.fromkeys(a for family in FAMILIES.values() for a in family.architectures))
-
-
-def target(capability: tuple[int, int]) -> str:
-    """The compiler's name for a GPU: that of the first family that runs on it."""
-    names = (a.target(capability) for a in ARCHITECTURES if a.refuses(capability) is None)
-    return next(names, "sm_{}{}".format(*capability))
 
 
 def planners(arch: str) -> list[Planner]:

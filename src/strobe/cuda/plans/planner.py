@@ -73,13 +73,14 @@ class Planner:
         """Why it cannot plan this problem; None if it can."""
         if bool(problem.gradients) != self.gradients:
             return f"no {'backward' if problem.gradients else 'forward'} kernel"
-        if (reason := self._shape_limits(problem)) is not None:
+        if (reason := self.shape_limits(problem)) is not None:
             return reason
         if (reason := self.can.lacks(problem)) is not None:
             return f"{reason} {self.scope}".rstrip()
         return Scores.limits(problem) or Rows.limits(problem) or self.further_limits(problem)
 
-    def _shape_limits(self, problem: Problem) -> str | None:
+    def shape_limits(self, problem: Problem) -> str | None:
+        """Why its kernels do not hold tiles of this dtype and these head dims; None if they do."""
         if problem.dtype not in self.dtypes:
             return f"{str(problem.dtype).removeprefix('torch.')} inputs"
         inputs = "" if self.dtypes is ELEMENTS else f" {self.scope}"
