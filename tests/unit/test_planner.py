@@ -40,7 +40,7 @@ def test_limits_follow_from_the_record(planner: Planner) -> None:
     opposite = replace(plain, gradients=() if planner.gradients else ("q",))
     assert planner.limits(opposite) == f"no {'forward' if planner.gradients else 'backward'} kernel"
     assert "float64" in str(planner.limits(replace(plain, dtype=torch.float64)))
-    step, most = 16 // planner.element_bytes, max(dim for dim, _ in planner.dims)
+    step, most = planner.chunk, max(dim for dim, _ in planner.dims)
     for dim in (most + step, most - 1):
         assert f"head dim {dim}; the kernels take multiples of {step} up to {most}" in str(
             planner.limits(replace(plain, dim=dim))

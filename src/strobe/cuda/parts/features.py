@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from strobe.cuda.parts.element import ELEMENTS, Element
 from strobe.cuda.parts.kernel import TemplateKernel, template_kernel
 from strobe.cuda.parts.names import word_for_mask, words_for_score
 from strobe.cuda.parts.output import Output
-from strobe.cuda.parts.plan import ELEMENTS, Dims
+from strobe.cuda.parts.plan import Dims
 from strobe.cuda.parts.rows import Rows, stride_values
 from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem, Strides
@@ -22,7 +23,7 @@ from strobe.variants.score import identity, softcap
 
 @dataclass(frozen=True)
 class Features:
-    element: str
+    element: Element
     dim: int  # rounded up to what there is a kernel for
     dim_v: int
     scores: Scores
@@ -52,7 +53,7 @@ class Features:
         flags = [name for name, flag in self.flags.items() if flag]
         flags += [f"page{self.rows.page}"] if self.rows.page else []
         flags += ["invariant"] if self.output.invariant else []
-        return " ".join([self.inputs or self.element, dims, self.scores.mask.name, *score, *flags])
+        return " ".join([self.inputs or self.element.name, dims, self.scores.mask.name, *score, *flags])
 
     def label(self, **others: bool) -> str:
         """The end of a kernel's `entry`. `others`: flags of its plan. It says nothing that the source does not say."""
@@ -63,7 +64,7 @@ class Features:
         flags += ["dbias"] if self.scores.bias_gradient else []
         mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
         masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
-        return "_".join([self.inputs or self.element, dims, *masks, *flags, *score])
+        return "_".join([self.inputs or self.element.in_maps, dims, *masks, *flags, *score])
 
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""
@@ -93,7 +94,7 @@ class Features:
         return template_kernel(
             template,
             f"{self.name} {tile}{end}",
-            element=self.element,
+            element=self.element.name,
             types=self.types(),
             label=self.label(**label),
             facts={**self.facts(), "tile": str(tile), **facts},
@@ -113,10 +114,10 @@ class Features:
         }
 
     def one_box(self, problem: Problem | None = None) -> bool:
-        """Whether one TMA box may hold a tile: the head dims (those of a problem, or of the kernel) are whole panels of 64
-        columns, and no rows are clipped."""
+        """Whether one TMA box may hold a tile: the head dims (those of a problem, or of the kernel) are whole panels, and
+        no rows are clipped."""
         dims = (self.dim, self.dim_v) if problem is None else (problem.dim, problem.dim_v)
-        return all(dim % 64 == 0 for dim in dims) and not self.rows.clipped
+        return self.element.fills_panels(*dims) and not self.rows.clipped
 
     def without_sinks(self) -> Features:
         """The features as the backward sees them: sinks are in the LSE."""

@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
-
 from strobe.cuda.parts.kernel import KernelSpec
 from strobe.cuda.parts.params import COUNTER
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, State, Strides
 from strobe.variants.mask import full
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # the C++ types of q, k and v
 MAX_DIM = 256  # of kernels with all columns of a tile at once
 ALIGN = 16  # bytes: what one asynchronous copy moves
 MAP = "block_map"  # in a workspace: the bits of blocks, which the first launch makes

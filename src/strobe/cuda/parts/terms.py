@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from strobe.cuda.parts.element import BF16, FP32, TENSOR
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.params import Field, Struct, params
@@ -21,7 +22,7 @@ from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Rows as RowsInMemory, Strides
 
 TERMS = 3  # kTerms
-INPUTS, ELEMENT = "fp32", "bf16"
+INPUTS, ELEMENT = FP32.in_maps, BF16
 DTYPES = {torch.float32: ELEMENT}
 SCOPE = "with float32 inputs"  # of reasons
 _ROWS = 64  # of a block of the kernel that splits
@@ -50,7 +51,7 @@ def as_terms(problem: Problem, dim: int) -> Problem:
 def workspace(problem: Problem, dim: int, gradients: bool = False) -> dict[str, int]:
     size = {"q": problem.q, "k": problem.k, "v": problem.k, "d_o": problem.q}
     names = _BACKWARD if gradients else _FORWARD
-    return {f"{n}_terms": 2 * TERMS * dim * size[n].heads * size[n].total for n in names}
+    return {f"{n}_terms": ELEMENT.bytes * TERMS * dim * size[n].heads * size[n].total for n in names}
 
 
 def terms_map(
@@ -82,8 +83,8 @@ def launch(problem: Problem, dim: int, arch: str, strides: Mapping[str, Strides]
 def products(features: Features, block: int) -> tuple[tuple[int, str, int], ...]:
     """Of `gemm_terms` with `block` keys, or queries, and of `gemm_terms_t`."""
     dims = sorted({features.dim, features.dim_v})
-    both = [(block, form, d // 16) for form in ("ss_zero", "ss") for d in dims]
-    return tuple(both + [(d, form, block // 16) for form in ("rs_t_zero", "rs_t") for d in dims])
+    both = [(block, form, d // ELEMENT.mma_k) for form in ("ss_zero", "ss") for d in dims]
+    return tuple(both + [(d, form, block // ELEMENT.mma_k) for form in ("rs_t_zero", "rs_t") for d in dims])
 
 
 def kernel(dim: int, arch: str, gradients: bool) -> TemplateKernel:
@@ -93,7 +94,7 @@ def kernel(dim: int, arch: str, gradients: bool) -> TemplateKernel:
         arch=arch,
         params=_params(gradients),
         threads=256,
-        element=ELEMENT,
+        element=ELEMENT.name,
         config={"kRows": _ROWS, "kColumns": dim, "kGradients": gradients},
         blocks_per_sm=4,
         facts={"inputs": INPUTS},
@@ -104,7 +105,7 @@ def _params(gradients: bool) -> Struct:
     names = _BACKWARD if gradients else _FORWARD
     return params(
         [Field(name, "const float*") for name in names],
-        [Field(f"{name}_terms", "u16*") for name in names],
+        [Field(f"{name}_terms", TENSOR) for name in names],
         stride_fields(*(_OTHER_NAMES.get(name, name) for name in names)),
         [Field(n, "int") for n in ("batch", "heads", "heads_k", "len_q", "len_k", "dim", "dim_v")],
     )

@@ -13,6 +13,7 @@ from dataclasses import replace
 from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import terms
 from strobe.cuda.parts.architecture import HOPPER
+from strobe.cuda.parts.element import FP32
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel, flags
 from strobe.cuda.parts.params import Struct
@@ -88,7 +89,7 @@ def dkv_kernel(features: Features, parts: bool = False) -> TemplateKernel:
 
 
 def _delta_kernel(features: Features, wanted: Wanted) -> TemplateKernel:
-    return delta_kernel(replace(features, element="float"), wanted, ARCH, STAT_BLOCK, 0)
+    return delta_kernel(replace(features, element=FP32), wanted, ARCH, STAT_BLOCK, 0)
 
 
 def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: DqTile | None = None) -> Plan:

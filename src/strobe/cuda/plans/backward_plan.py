@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from strobe.cuda.parts import tuned
 from strobe.cuda.parts.architecture import Architecture
 from strobe.cuda.parts.blocks import key_tiles, query_tiles
+from strobe.cuda.parts.element import CONST_TENSOR, TENSOR
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.output import lse_values
@@ -155,16 +156,15 @@ def in_parts(problem: Problem) -> Problem:
 
 
 @functools.cache
-def _delta_params(fp32: bool) -> Struct:
-    """`fp32`: O and dO are."""
+def _delta_params() -> Struct:
     return params(
         [
-            *(Field(t, "const float*" if fp32 else "const u16*") for t in ("o", "d_o")),
+            *(Field(t, CONST_TENSOR) for t in ("o", "d_o")),
             *(Field(t, "const float*") for t in ("lse", "dlse", "sinks")),
             Field("cu_q", "const int*"),
             Field("dsink", "float*"),
             Field("seed", "u64"),
-            Field("dq", "u16*"),
+            Field("dq", TENSOR),
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
             *(Field(n, "int") for n in ("heads", "len_q", "dim_v", "dim")),
@@ -196,7 +196,7 @@ def side_kernel(
         params=params,
         threads=256,
         header=header,
-        element=features.element,
+        element=features.element.name,
         config=config,
         memory=SharedMemory([Region("tile", smem)]),
         blocks_per_sm=4,
@@ -226,7 +226,7 @@ def delta_kernel(
         "kClearDq": clear_dq,
         "kPartialOut": clear_dq and features.output.partial,
     }
-    struct = _delta_params(features.element == "float")
+    struct = _delta_params()
     return side_kernel("backward_delta", features, arch, struct, config, header="delta")
 
 
@@ -250,7 +250,7 @@ def delta_launch(
 
 CONVERT_DQ = params(
     [
-        Field("dq", "u16*"),
+        Field("dq", TENSOR),
         Field("cu_q", "const int*"),
         Field("dq_sum", "const float*"),
         Field("stat_rows", "i64"),

@@ -19,6 +19,7 @@ from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import tuned
 from strobe.cuda.parts.architecture import HOPPER
 from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS
+from strobe.cuda.parts.element import BF16, Element
 from strobe.cuda.parts.features import Features, common_features, wide_features
 from strobe.cuda.parts.kernel import TemplateKernel, flags
 from strobe.cuda.parts.params import Field, Struct, params
@@ -31,7 +32,7 @@ from strobe.cuda.parts.plan import (
     padded_dims,
 )
 from strobe.cuda.parts.rows import Rows, stride_fields
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
 from strobe.cuda.parts.tensor_maps import tile_map, tma_limits
 from strobe.cuda.plans import backward_sm90
 from strobe.cuda.plans.backward_plan import (
@@ -119,13 +120,13 @@ class DqTile:
             "kColumnParts": self.parts,
         }
 
-    def memory(self, dim: int, dim_v: int) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, element: Element = BF16) -> SharedMemory:
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, dim), self.block_m // 64),  # later dQ
-                Region("d_o", tile_bytes(64, dim_v), self.block_m // 64),
-                Region("k", tile_bytes(self.block_n, dim), self.stages),
-                Region("v", tile_bytes(self.block_n, dim_v), self.stages_v),
+                Region("q", element.tile_bytes(64, dim), self.block_m // 64),  # later dQ
+                Region("d_o", element.tile_bytes(64, dim_v), self.block_m // 64),
+                Region("k", element.tile_bytes(self.block_n, dim), self.stages),
+                Region("v", element.tile_bytes(self.block_n, dim_v), self.stages_v),
                 Region("q_barrier", 16),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages_v)),
@@ -150,14 +151,14 @@ class DkvTile:
     def config(self) -> dict[str, int | bool | str]:
         return {"kBlockM": self.block_m, "kBlockN": 64, "kStages": self.stages, "kColumnParts": self.parts}
 
-    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, element: Element = BF16) -> SharedMemory:
         row = 4 * self.block_m
         return SharedMemory(
             [
-                Region("k", tile_bytes(64, dim)),  # later dK
-                Region("v", tile_bytes(64, dim_v)),  # later dV
-                Region("q", tile_bytes(self.block_m, dim), self.stages),
-                Region("d_o", tile_bytes(self.block_m, dim_v), self.stages),
+                Region("k", element.tile_bytes(64, dim)),  # later dK
+                Region("v", element.tile_bytes(64, dim_v)),  # later dV
+                Region("q", element.tile_bytes(self.block_m, dim), self.stages),
+                Region("d_o", element.tile_bytes(self.block_m, dim_v), self.stages),
                 Region("p", self.block_m * 64 * 4),
                 Region("lse", row, 2),
                 Region("delta", row, 2),
@@ -222,7 +223,7 @@ def common_config(features: Features, one_box: bool) -> dict[str, int | bool | s
 
 def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel:
     dim, dim_v, n = features.dim, features.dim_v, tile.block_n
-    memory = tile.memory(dim, dim_v)
+    memory, k = tile.memory(dim, dim_v, features.element), features.element.mma_k
     return features.kernel(
         "dq_sm90",
         tile,
@@ -232,15 +233,16 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
         threads=384,
         config={**common_config(features, one_box), **tile.config()},
         memory=memory,
-        products=sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)}),
-        accumulators=[(dim // tile.parts, n // 16)],
+        products=sorted({(n, "ss_zero", dim // k), (n, "ss_zero", dim_v // k)}),
+        accumulators=[(dim // tile.parts, n // k)],
         facts={"one_box": one_box},
     )
 
 
 def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> TemplateKernel:
     dim, dim_v, tile = features.dim, features.dim_v, dkv_tile(features)
-    m, memory = tile.block_m, tile.memory(dim, dim_v, features.scores.dropout)
+    m, k = tile.block_m, features.element.mma_k
+    memory = tile.memory(dim, dim_v, features.scores.dropout, features.element)
     sizes = tile.config() | {"kGroupParts": parts, "kPartialOut": features.output.partial or parts}
     return features.kernel(
         "dkv_sm90",
@@ -251,8 +253,8 @@ def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> Templa
         threads=384,
         config={**common_config(features, one_box), **sizes},
         memory=memory,
-        products=sorted({(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16)}),
-        accumulators=sorted({(d // tile.parts, m // 16) for d in (dim, dim_v)}, reverse=True),
+        products=sorted({(m, "ss_zero", dim // k), (m, "ss_zero", dim_v // k)}),
+        accumulators=sorted({(d // tile.parts, m // k) for d in (dim, dim_v)}, reverse=True),
         facts={"one_box": one_box},
     )
 

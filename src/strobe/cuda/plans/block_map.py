@@ -91,7 +91,7 @@ def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transpo
             Rows.fields(tma=False), number_fields(printed.fields), entry_fields(printed.entries.values()), _OWN
         ),
         threads=1024,
-        element=features.element,
+        element=features.element.name,
         config=config,
         memory=SharedMemory([Region("seen", 128)]),
         types=(

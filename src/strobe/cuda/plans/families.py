@@ -12,8 +12,9 @@ import torch
 from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import terms
 from strobe.cuda.parts.architecture import Architecture
+from strobe.cuda.parts.element import ELEMENTS
 from strobe.cuda.parts.kernel import TemplateKernel
-from strobe.cuda.parts.plan import ELEMENTS, Machine, padded_dims
+from strobe.cuda.parts.plan import Machine, padded_dims
 from strobe.cuda.plans import (
     backward_fp32_sm90,
     backward_sm80,
@@ -120,7 +121,7 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
                 yield kernel
 
 
-_INPUTS = {element: dtype for dtype, element in (ELEMENTS | {torch.float32: terms.INPUTS}).items()}
+_INPUTS = {element.name: dtype for dtype, element in ELEMENTS.items()} | {terms.INPUTS: torch.float32}
 
 
 def inputs_of(kernel: TemplateKernel) -> torch.dtype:

@@ -32,7 +32,7 @@ from strobe.cuda.parts.plan import (
 )
 from strobe.cuda.parts.rows import Rows, stride_fields
 from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
 from strobe.cuda.parts.terms import TERMS, as_terms, features_of, terms_map
 from strobe.cuda.plans.forward_sm90 import ARCH
 from strobe.cuda.plans.planner import Planner
@@ -74,9 +74,9 @@ class Tile:
     def memory(self, dim: int, dim_v: int) -> SharedMemory:
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, TERMS * dim), self.q_slots * CONSUMERS),
-                Region("k", tile_bytes(self.block_n, TERMS * dim), self.stages),
-                Region("v", tile_bytes(self.block_n, TERMS * dim_v), self.stages),
+                Region("q", terms.ELEMENT.tile_bytes(64, TERMS * dim), self.q_slots * CONSUMERS),
+                Region("k", terms.ELEMENT.tile_bytes(self.block_n, TERMS * dim), self.stages),
+                Region("v", terms.ELEMENT.tile_bytes(self.block_n, TERMS * dim_v), self.stages),
                 Region("ring_q", ring_bytes(self.q_slots)),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages)),

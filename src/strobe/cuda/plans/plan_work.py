@@ -115,7 +115,7 @@ class Work:
             arch=arch,
             params=params(Rows.fields(tma=False, paged=True), mask, own),
             threads=THREADS,
-            element=features.element,
+            element=features.element.name,
             config=config,
             memory=SharedMemory([Region("sums", 128, 3)]),
             types=features.types()[:1],  # the mask

@@ -11,9 +11,10 @@ import torch
 
 from strobe.backends.backend import Capabilities
 from strobe.cuda.parts.architecture import Architecture
+from strobe.cuda.parts.element import ELEMENTS, Element
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
-from strobe.cuda.parts.plan import ALIGN, ELEMENTS, Dims, Machine, Plan
+from strobe.cuda.parts.plan import Dims, Machine, Plan
 from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem, Strides
@@ -56,8 +57,7 @@ class Planner:
     name: str
     architecture: Architecture
     gradients: bool = False  # its kernels compute the backward pass
-    dtypes: Mapping[torch.dtype, str] = field(default_factory=lambda: ELEMENTS)  # the C++ type that kernels read
-    element_bytes: int = 2  # of that type
+    dtypes: Mapping[torch.dtype, Element] = field(default_factory=lambda: ELEMENTS)  # of inputs, and what kernels read
     dims: list[Dims]  # of calls that fill a kernel's head dims; other calls are padded
     scope: str = ""  # how reasons tell these kernels from those of other planners
     can: Capabilities
@@ -84,7 +84,7 @@ class Planner:
         if problem.dtype not in self.dtypes:
             return f"{str(problem.dtype).removeprefix('torch.')} inputs"
         inputs = "" if self.dtypes is ELEMENTS else f" {self.scope}"
-        step, largest = ALIGN // self.element_bytes, [max(sizes) for sizes in zip(*self.dims, strict=True)]
+        step, largest = self.chunk, [max(sizes) for sizes in zip(*self.dims, strict=True)]
         for name, dim, most in zip(("head dim", "value head dim"), (problem.dim, problem.dim_v), largest, strict=True):
             if dim % step or not 0 < dim <= most:
                 return f"{name} {dim}; the kernels take multiples of {step} up to {most}{inputs}"
@@ -92,6 +92,11 @@ class Planner:
             pairs = ", ".join(f"{dim}/{dim_v}" for dim, dim_v in self.dims)
             return f"head dims {problem.dim}/{problem.dim_v}; the kernels take up to {pairs}"
         return None
+
+    @property
+    def chunk(self) -> int:
+        """Numbers that one copy moves: head dims are multiples."""
+        return min(element.chunk for element in self.dtypes.values())
 
     def splits_of(self, problem: Problem, machine: Machine) -> int:
         return 1 if self.splits is None else self.splits(problem, machine)
