@@ -57,7 +57,7 @@ def launches(family: str, dim: int, call: str) -> list[Launch]:
     shape, strides = (2, 1024, 8, dim), (1024 * 8 * dim, dim, 8 * dim)
     given: tuple[Any, ...] = (torch.device("cuda"), torch.bfloat16, shape, shape, shape)
     plain = supposed(*given, **CALLS[call])
-    forward = FAMILIES[family].module(plain).plan(plain, strides, machine)
+    forward = FAMILIES[family].planner(plain).plan(plain, {"o": strides}, machine)
     more = {"bias": "bias", "bias_of_keys": "bias", **dict.fromkeys((c for c in CALLS if "learnt" in c), "score0")}
     gradients = ("q", "k", "v", *([more[call]] if call in more else []))
     problem = supposed(*given, gradients=gradients, **CALLS[call])
@@ -67,7 +67,7 @@ def launches(family: str, dim: int, call: str) -> list[Launch]:
     assert FAMILIES[family].limits(problem) is None
     of: dict[str, Any] = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides)
     of["dbias"] = (0, 0, 0, 1)
-    return [*forward.launches, *FAMILIES[family].module(problem).plan(problem, of, machine).launches]
+    return [*forward.launches, *FAMILIES[family].planner(problem).plan(problem, of, machine).launches]
 
 
 @pytest.mark.parametrize(

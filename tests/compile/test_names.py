@@ -25,9 +25,9 @@ def of_a_call(family: str, dtype: torch.dtype = torch.bfloat16, **options: Any) 
     shape, strides = (1, 1024, 2, 64), (1024 * 128, 64, 128)
     problem = supposed(torch.device("cuda"), dtype, shape, shape, shape, **options)
     machine = replace(H200, arch="sm_80") if family == "sm80" else H200
-    module = FAMILIES[family].module(problem)
-    of: Any = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides) if problem.gradients else strides
-    return [launch.kernel for launch in module.plan(problem, of, machine).launches]
+    planner = FAMILIES[family].planner(problem)
+    of = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides)
+    return [launch.kernel for launch in planner.plan(problem, of, machine).launches]
 
 
 def of_small_calls() -> list[KernelSpec]:

@@ -103,8 +103,7 @@ def planned(
     for name in ("dq", "dk", "dv", "dsink"):
         if name in tensors:
             tensors[name].fill_(torch.nan)
-    planner = FAMILIES[family].module(asked).plan
-    plan = planner(actual, strides, machine, *([tile] if tile else []))
+    plan = FAMILIES[family].planner(asked).plan(actual, strides, machine, tile)
 
     def finish() -> Gradients:
         g = cuda_backend.gradients_of(asked, layout, tensors, a)

@@ -24,11 +24,11 @@ from everyday import everyday
 from oracle import prepare
 
 from strobe.backends.tiled import forward as tiled
+from strobe.cuda.parts.architecture import SMEM_BYTES, generation
 from strobe.cuda.parts.plan import Machine
 from strobe.cuda.plans import backward_plan, backward_sm80, backward_sm90
 from strobe.cuda.plans.backward_sm80 import Tile
 from strobe.cuda.plans.families import FAMILIES
-from strobe.cuda.plans.forward_sm80 import SMEM_BYTES, generation
 from strobe.emulator import compiler
 from strobe.emulator.backend import MACHINES
 from strobe.problem import Load

@@ -237,7 +237,7 @@ def test_a_list_serves_several_launches() -> None:
     table, lengths = torch.arange(40, dtype=torch.int32)[None], torch.tensor([640], dtype=torch.int32)
     a = Arguments(q, k, v, mask=strobe.causal, table=table, lengths=lengths, invariant=True)
     problem, _ = Problem.of(a)
-    plan = forward_sm90.plan(problem, (4 * HEADS * DIM, DIM, HEADS * DIM), backend.MACHINES["sm90"])
+    plan = forward_sm90.plan(problem, {"o": (4 * HEADS * DIM, DIM, HEADS * DIM)}, backend.MACHINES["sm90"])
     tensors = {name: torch.zeros(size // 4, dtype=torch.int32) for name, size in plan.workspace.items()}
     tensors |= {"q": q, "k": k, "v": v, "table": table, "lengths": lengths}
     backend.launch(Plan(plan.launches[:1]), tensors)

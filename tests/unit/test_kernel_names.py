@@ -27,11 +27,9 @@ def plan(family: str, dim: int, dtype: torch.dtype = torch.bfloat16, **options: 
     shape, strides = (2, 1024, 8, dim), (1024 * 8 * dim, dim, 8 * dim)
     problem = supposed(torch.device("cuda"), dtype, shape, shape, shape, **options)
     machine = replace(H200, arch="sm_80") if family == "sm80" else H200
-    module = FAMILIES[family].module(problem)
-    assert module.limits(problem) is None
-    if not problem.gradients:
-        return module.plan(problem, strides, machine)  # type: ignore[no-any-return]
-    return module.plan(problem, dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides), machine)  # type: ignore[no-any-return]
+    planner = FAMILIES[family].planner(problem)
+    assert planner.limits(problem) is None
+    return planner.plan(problem, dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides), machine)
 
 
 def entries(made: Plan) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from strobe.backends.backend import Backend, binder
+from strobe.backends.backend import Backend, Capabilities, binder
 from strobe.backends.pages import Sequences, gather, look_up
 from strobe.problem import Problem
 from strobe.problem.arguments import Inputs
@@ -196,6 +196,6 @@ BACKENDS = {
         details=lambda problem: {"dtype": "float64"},
         extra_bytes=lambda problem: 3 * 8 * problem.batch * problem.heads * problem.len_q * problem.len_k,
         automatic=False,
-        pages=True,
+        can=Capabilities(pages=True),
     )
 }

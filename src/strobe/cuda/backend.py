@@ -13,48 +13,42 @@ import torch
 from strobe.backends.backend import Backend, Gradients, Pass
 from strobe.cuda import summed_gradients
 from strobe.cuda.launch import Launcher, Planned, address, allocator, compile_together, spills
+from strobe.cuda.parts.architecture import SMEM_BYTES, Architecture, target
 from strobe.cuda.parts.plan import ALIGN, Machine, Plan
-from strobe.cuda.plans import forward_sm90
 from strobe.cuda.plans.backward_plan import Wanted, group_parts
 from strobe.cuda.plans.families import FAMILIES, Family
+from strobe.cuda.plans.planner import MakePlan
 from strobe.cuda.runtime import driver, jit
 from strobe.problem import Problem, Strides
 from strobe.problem.arguments import ROWS, Arguments, Layout
 from strobe.variants.text import MOST_TENSORS
 
-Planner = Callable[[Problem, Strides, Machine], Plan]
-_SMEM_OF_HOPPER = 227 << 10
-
 
 @functools.cache
 def machine_of(device: torch.device) -> Machine:
     facts = torch.cuda.get_device_properties(device)
-    hopper = (facts.major, facts.minor) == (9, 0)
     return Machine(
-        arch=forward_sm90.ARCH if hopper else f"sm_{facts.major}{facts.minor}",
+        arch=target((facts.major, facts.minor)),
         sms=facts.multi_processor_count,
         l2_bytes=facts.L2_cache_size,
-        smem_bytes=getattr(facts, "shared_memory_per_block_optin", _SMEM_OF_HOPPER),
+        smem_bytes=getattr(facts, "shared_memory_per_block_optin", SMEM_BYTES["sm_90"]),
         spills=functools.partial(spills, device.index or 0),
         compile=compile_together,
     )
 
 
 @functools.cache
-def missing(device: torch.device, hopper: bool) -> str | None:
-    """Why the kernels cannot run here; None if they can."""
+def missing(device: torch.device, *architectures: Architecture) -> str | None:
+    """Why kernels for one of these architectures cannot run here; None if they can."""
     if device.type != "cuda":
         return f"tensors on {device.type}; the kernels run on NVIDIA GPUs"
     if torch.version.hip is not None:
         return "this build of PyTorch is for AMD GPUs"
     if not torch.cuda.is_available():
         return "PyTorch sees no NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    if hopper and (major, minor) != (9, 0):
-        return f"compute capability {major}.{minor}; wgmma exists on 9.0 (Hopper) alone"
-    if major < 8:
-        return f"compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later"
-    return driver.available() or jit.compiler_missing()
+    capability = torch.cuda.get_device_capability(device)
+    refused = [architecture.refuses(capability) for architecture in architectures]
+    return refused[-1] if all(refused) else driver.available() or jit.compiler_missing()
 
 
 # ---- tensors as the kernels want them --------------------------------------------------------------------------------
@@ -229,8 +223,8 @@ def _sum_of_rows(dsink: torch.Tensor, layout: Layout, a: Arguments) -> torch.Ten
 
 
 def _bind(family: Family, problem: Problem, layout: Layout) -> Pass:
-    module = family.module(problem)
-    return _bind_backward(module, problem, layout) if problem.gradients else _bind_forward(module.plan, problem, layout)
+    make_plan = family.planner(problem).plan
+    return (_bind_backward if problem.gradients else _bind_forward)(make_plan, problem, layout)
 
 
 def _nothing_copied(given: Mapping[str, Any], used: Mapping[str, Any]) -> bool:
@@ -244,7 +238,7 @@ def _given(a: Arguments) -> dict[str, Any]:
     return {"q": a.q, "k": a.k, "v": a.v, **read}
 
 
-def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
+def _bind_forward(make_plan: MakePlan, problem: Problem, layout: Layout) -> Pass:
     launcher: Launcher | None = None
     planned: Planned | None = None
     device = problem.device.index or 0
@@ -256,7 +250,7 @@ def _bind_forward(planner: Planner, problem: Problem, layout: Layout) -> Pass:
                 return first(a)
         x, actual = prepare(problem, layout, a)
         if launcher is None:
-            plan = planner(actual, inside_strides(x["o"], layout), machine_of(problem.device))
+            plan = make_plan(actual, {"o": inside_strides(x["o"], layout)}, machine_of(problem.device))
             if a.plan is not None and "work" in plan.workspace:
                 planned = Planned(plan, device)
                 plan = planned.rest
@@ -302,7 +296,7 @@ def _repeated(launcher: Launcher, planned: Planned | None, device: int, a: Argum
     return run
 
 
-def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
+def _bind_backward(make_plan: MakePlan, problem: Problem, layout: Layout) -> Pass:
     """A launcher for each set of strides of those tensors that the signature of the forward call does not know."""
     machine, device = machine_of(problem.device), problem.device.index or 0
     launchers: dict[Any, Launcher] = {}
@@ -324,7 +318,7 @@ def _bind_backward(module: Any, problem: Problem, layout: Layout) -> Pass:
         key = (dlse is None, *strides.values(), actual.strides)
         launcher = launchers.get(key)
         if launcher is None:
-            plan = module.plan(actual, strides, machine)
+            plan = make_plan(actual, strides, machine)
             launcher = launchers[key] = Launcher(plan, device, tuple(x))
         launcher(*map(address, x.values()), blocks=a.blocks)
         sums = "dbias" in x or actual.learnt  # which begin with zeros
@@ -364,35 +358,30 @@ def _repeated_backward(launcher: Launcher, problem: Problem, layout: Layout, a: 
 # ---- the backends ----------------------------------------------------------------------------------------------------
 
 
-def _plan(planner: Planner, problem: Problem) -> Plan:
-    """With a contiguous output."""
+def _plan(family: Family, problem: Problem) -> Plan:
+    """The plan of a forward pass with a contiguous output."""
     width, row = problem.dim_v, problem.heads * problem.dim_v
-    return planner(problem, (problem.len_q * row, width, row), machine_of(problem.device))
+    strides = {"o": (problem.len_q * row, width, row)}
+    return family.planner(problem).plan(problem, strides, machine_of(problem.device))
 
 
 def _details(plan: Plan) -> dict[str, object]:
     return {**plan.details, "in profilers": ", ".join(launch.kernel.entry for launch in plan.launches)}
 
 
-def _backend(name: str, summary: str) -> Backend:
-    family = FAMILIES[name]
+def _backend(name: str, family: Family) -> Backend:
     return Backend(
         name=name,
-        summary=summary,
+        summary=family.summary,
         limits=family.limits,
-        machine=lambda device: missing(device, hopper=name == "sm90"),
+        machine=lambda device: missing(device, *family.architectures),
         bind=functools.partial(_bind, family),
-        details=lambda problem: _details(_plan(family.module(problem).plan, problem)),
-        extra_bytes=lambda problem: _plan(family.module(problem).plan, problem).workspace_bytes,
-        pages=name == "sm90",
-        invariant=name == "sm90",
-        merges=True,
-        captured_gradients=True,
-        rounds_states=lambda p: name == "sm90" and forward_sm90.splits_of(_plan(family.module(p).plan, p)) == 1,
+        details=lambda problem: _details(_plan(family, problem)),
+        extra_bytes=lambda problem: _plan(family, problem).workspace_bytes,
+        can=family.can,
+        rounds_states=lambda problem: family.rounds_states(problem, machine_of(problem.device)),
+        device_type="cuda",
     )
 
 
-BACKENDS = {
-    "sm90": _backend("sm90", "our CUDA kernels for Hopper: TMA, wgmma, warp specialisation"),
-    "sm80": _backend("sm80", "our CUDA kernels for Ampere and later: mma.sync, ldmatrix, cp.async"),
-}
+BACKENDS = {name: _backend(name, family) for name, family in FAMILIES.items()}

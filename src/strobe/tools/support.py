@@ -42,8 +42,10 @@ class Question:
 
 def home(backend: str) -> Question:
     """A plain call of the kind that a backend is there for: if it cannot run this, it cannot run here."""
-    device = torch.device("cuda", 0) if backend.startswith("sm") else torch.device("cpu")
-    return Question(device, torch.float32 if backend == "aten_cpu" else torch.bfloat16)
+    asked = dispatch.get(backend)
+    device = torch.device("cuda", 0) if asked.device_type == "cuda" else torch.device(asked.device_type)
+    questions = [Question(device, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    return next(question for question in questions if asked.lacks(question.problem()) is None)
 
 
 def home_problem(backend: str) -> Problem:

@@ -82,3 +82,13 @@ def packed_gqa_map(
     known = tuple(s if n > 1 else 128 for n, s in zip(dims[1:], wanted, strict=True))  # a size of 1 may have any stride
     box = (element.panel, pack, 64 // pack, 1, 1)
     return TensorMapSpec(0, size, dims, known, box, PANEL_BYTES, element.in_maps)  # type: ignore[arg-type]
+
+
+def tma_limits(problem: Problem) -> str | None:
+    """Why TMA does not read the tensors of this problem; None if it does."""
+    lengths = (problem.len_q, problem.len_k, problem.len_k)
+    heads = (problem.heads, problem.heads_k, problem.heads_k)
+    sizes = zip(problem.strides, heads, lengths, strict=True)
+    if any((head == 0 and n > 1) or (row == 0 and length > 1) for (_, head, row), n, length in sizes):
+        return "an expanded tensor (a stride is 0); TMA needs memory that is there"
+    return None

@@ -1,4 +1,4 @@
-"""The backward kernels for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, limits, plan, variants.
+"""The backward kernels for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, plan, variants.
 
 Three launches: `delta` prepares the statistics of rows and zeros for the sums of dQ, `backward_sm80` computes, and
 `convert_dq_sm80` rounds the sums.
@@ -8,43 +8,44 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import tuned
+from strobe.cuda.parts.architecture import AMPERE, SMEM_BYTES, generation
 from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, key_tiles
 from strobe.cuda.parts.element import BF16, CONST_TENSOR, TENSOR, Element
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, Struct, params
-from strobe.cuda.parts.plan import ANY_MACHINE, Launch, Machine, Plan, first_without_spills, padded_dims, shape_limits
+from strobe.cuda.parts.plan import ANY_MACHINE, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
-from strobe.cuda.parts.scores import Scores
 from strobe.cuda.parts.shared_memory import Region, SharedMemory
 from strobe.cuda.plans.backward_plan import (
     CONVERT_DQ,
+    KINDS,
     OTHER_REGISTERS,
     SCALE_GRAD,
     STATISTICS,
     SUMS_OF_DQ,
     Statistics,
     Wanted,
-    bias_gradient_values,
     convert_values,
     delta_kernel,
     delta_launch,
-    gradient_strides,
     gradients_of_keys,
     in_parts,
-    score_values,
     side_kernel,
     tuned_name,
+    values_of,
 )
-from strobe.cuda.plans.forward_sm80 import DIMS, SMEM_BYTES, generation
+from strobe.cuda.plans.forward_sm80 import DIMS
+from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.problem import Problem, Strides
 from strobe.variants.mask import causal
 
-__all__ = ["DIMS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limits", "plan", "variants"]
+__all__ = ["DIMS", "PLANNER", "Tile", "candidates", "choose_tile", "fits", "kernels", "plan", "variants"]
 
 
 @functools.cache
@@ -223,10 +224,10 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     needs_room = scores.is_function or (name == "sm_100" and (features.rows.varlen or scores.dropout))
     smaller = _SMALLER.get(name, {}).get(max(dims)) if needs_room else None
     if not needs_room or scores.is_function:
-        found = tuned.tile(tuned_name(features, name), Tile, lambda tile: fits(tile, *dims, arch))
+        best = tuned.tile(tuned_name(features, AMPERE, arch), Tile, lambda tile: fits(tile, *dims, arch))
     else:  # tuned tiles leave no registers for that
-        found = None
-    tile = found or smaller or table(*dims, arch)[0]
+        best = None
+    tile = best or smaller or table(*dims, arch)[0]
     if not scores.is_unknown:
         return tile
     # The tiles of sm_90 in _SMALLER are the smallest; larger ones have no room for an unknown score either.
@@ -234,12 +235,6 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     able = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
     tiles = [tile, *(t for t in able if fits(t, *dims, arch))]
     return first_without_spills(tiles, lambda t: kernels(features, t, Wanted(), arch, False)[1], machine)
-
-
-def limits(problem: Problem) -> str | None:
-    if not problem.gradients:
-        return "no forward kernel"
-    return shape_limits(problem) or Scores.limits(problem)
 
 
 def has_dependent_launch(arch: str) -> bool:
@@ -268,23 +263,18 @@ def kernels(
         "kWantKV": wanted.dkv,
         "kGroupParts": parts,
     }
-    only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
-    flags = f"{only}{' deterministic' if turns else ''}{' parts' if parts else ''}{'' if exact_dims else ' padded'}"
-    main = TemplateKernel(
-        name=f"backward_sm80[{features.name} {tile}{flags}]",
+    main = features.kernel(
+        "backward_sm80",
+        tile,
+        wanted.flags(parts=parts, padded=not exact_dims),
         arch=arch,
         params=_params(features.scores.fields()),
         threads=32 * tile.warps,
-        smem=memory.size,
-        header="backward_sm80",
-        template="backward_sm80",
-        label=features.label(deterministic=turns),
-        element=features.element.name,
-        config=tuple(config.items()),
+        config=config,
         memory=memory,
-        types=features.types(),
         blocks_per_sm=tile.blocks_per_sm,
-        facts={**features.facts(), **vars(wanted), "tile": str(tile), "exact_dims": exact_dims},
+        label={"deterministic": turns},
+        facts={**vars(wanted), "exact_dims": exact_dims},
     )
     zeros = tile.block_m * features.dim if wanted.dq else 0
     delta = delta_kernel(features, wanted, arch, tile.block_m, zeros, turns=turns)
@@ -297,11 +287,10 @@ def kernels(
         "kPartialOut": partial,
         "kVector": vector,
     }
-    return delta, main, side_kernel("convert_dq_sm80", "convert_dq_sm80", features, arch, CONVERT_DQ, of_sums, smem)
+    return delta, main, side_kernel("convert_dq_sm80", features, arch, CONVERT_DQ, of_sums, smem)
 
 
-def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
-    """`strides`: of o, d_o and the gradients."""
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     arch = machine.arch.rstrip("af")
     features, wanted = Features.of(problem, dims), Wanted.of(problem)
@@ -312,15 +301,8 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     turns = wanted.turns
     q, k, v = problem.strides
     schedule = key_tiles(parts, tile.block_n, machine.sms, alone=turns)
-    values = {
-        **features.rows.values(parts, tma=False),
-        **score_values(problem),
-        **bias_gradient_values(problem, strides),
-        **statistics.values(),
-        **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
-        **gradient_strides(strides, "dk", "dv"),
-        **schedule,
-    }
+    values = values_of(problem, parts, features, statistics, strides, ("dk", "dv"), schedule, tma=False)
+    values |= stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]})
     grid, overlaps = schedule["key_blocks"] * problem.batch * parts.heads_k, has_dependent_launch(arch)
     launches = [
         delta_launch(problem, delta, statistics, strides),
@@ -339,7 +321,6 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for; head dims that are rounded up have kernels of their own."""
-    seen: set[TemplateKernel] = set()
     every = [Wanted(), Wanted(deterministic=True)]
     if exhaustive:
         every += [Wanted(dkv=False), Wanted(dq=False), Wanted(sinks=True)]
@@ -350,7 +331,16 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
             exacts = (True, False) if exhaustive or not special else (True,)
             parts = (False, True) if exhaustive or (features.scores.mask is causal and not special) else (False,)
             for exact, part in itertools.product(exacts, parts):
-                for kernel in kernels(features, tile, wanted, arch, exact, part):
-                    if kernel not in seen:
-                        seen.add(kernel)
-                        yield kernel
+                yield from kernels(features, tile, wanted, arch, exact, part)
+
+
+PLANNER = Planner(
+    name="backward_sm80",
+    architecture=AMPERE,
+    gradients=True,
+    dims=DIMS,
+    can=Capabilities(captured_gradients=True),
+    plan=plan,
+    variants=variants,
+    tuning=Tuning(KINDS, DIMS, candidates),
+)
