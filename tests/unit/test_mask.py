@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from strobe.variants.mask import Mask, cached_window, causal, causal_top_left, chunked, full, prefix, window
+from strobe.cuda.parts import print_mask
+from strobe.variants.mask import Mask, causal, causal_top_left, full
+from strobe.variants.ready_made import cached_window, chunked, prefix, window
 
 DRAWN = {  # 5 queries, 8 keys: the last query stands opposite the last key
     full: """
@@ -160,7 +162,7 @@ def test_cpp_text_means_the_same(tmp_path: Path) -> None:
     ]
     source = "#include <algorithm>\n#define STROBE_DEVICE\nusing std::max;\nusing std::min;\n"
     for i, mask in enumerate(masks):
-        source += f"namespace n{i} {{\n{mask.cpp()}}}\n"
+        source += f"namespace n{i} {{\n{print_mask.struct(mask)}}}\n"
         source += (
             f'extern "C" void bounds{i}(int len_q, int len_k, const int* c, int q, int* out) {{\n'
             f"  n{i}::Mask m{{len_q, len_k, c}};\n  out[0] = m.lo(q), out[1] = m.hi(q);\n}}\n"
@@ -181,8 +183,11 @@ def test_cpp_text_means_the_same(tmp_path: Path) -> None:
 
 
 def test_same_text_for_other_constants() -> None:
-    assert window(3, 5).cpp() == window(700, 0).cpp() and window(3, 5).constants != window(700, 0).constants
-    assert window(3, 5).cpp() != window(3, None).cpp()
+    assert (
+        print_mask.struct(window(3, 5)) == print_mask.struct(window(700, 0))
+        and window(3, 5).constants != window(700, 0).constants
+    )
+    assert print_mask.struct(window(3, 5)) != print_mask.struct(window(3, None))
 
 
 def test_equality_and_hash() -> None:

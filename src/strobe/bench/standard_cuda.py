@@ -15,6 +15,7 @@ import torch
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.provider import Prepare, Prepared, Provider, Refusal, refuse, two_matrices
+from strobe.cuda.parts import print_mask
 from strobe.cuda.parts.params import Field, Struct
 from strobe.cuda.parts.plan import ELEMENTS, MAX_DIM, padded_dims
 from strobe.cuda.parts.shared_memory import tile_bytes
@@ -101,7 +102,7 @@ class Kernel:
             f"  using Element = {self.element};\n"
             f"  static constexpr int kBlockM = {self.block_m}, kBlockN = {self.block_n}, kDim = {self.dim};\n"
             "};\n"
-            f"{self.mask.cpp()}"
+            f"{print_mask.struct(self.mask)}"
             f"{self.params.cpp()}"
             "}  // namespace strobe\n"
             f"STROBE_KERNEL({self.threads}, 1) {function}(STROBE_GRID_CONSTANT strobe::Params p) {{\n"

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as _host
 from strobe.api import attend
 from strobe.compat.patch import Patch
 from strobe.problem.arguments import Arguments
-from strobe.variants.mask_function import mask_function, score_function
+from strobe.variants.user_function import mask_function, score_function
 
 _original = _host.flex_attention
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from strobe.variants.expression import Expr
 
 _S = Expr("var", ("s",))
-_PLACES = {"q", "k", "qi", "ki"}  # variables that differ within a fragment of scores
+_PLACES = {"q", "k"}  # variables that differ within a fragment of scores
 
 
 class KernelForm(NamedTuple):

@@ -13,7 +13,8 @@ from strobe.cuda.parts.plan import ELEMENTS, Dims
 from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem
-from strobe.variants.mask import causal, full, used_keys, window
+from strobe.variants.mask import causal, full, used_keys
+from strobe.variants.ready_made import window
 from strobe.variants.score import identity, softcap
 
 

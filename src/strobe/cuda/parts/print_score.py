@@ -18,7 +18,7 @@ _S, _X, _Y = (Expr("var", (name,)) for name in ("s", "x", "y"))
 # Operations on places and numbers that have a finite result.
 _BOUNDED = {"+", "-", "*", "abs", "iabs", "float", "int", "min", "max", "select"}
 _UNBOUNDED = {"/", "exp", "log", "pow", "sqrt"}  # that may have an infinite result, or NaN
-_OF_PAIRS = {"q", "k", "qi", "ki", "s"}  # variables that differ between the pairs of a head
+_OF_PAIRS = {"q", "k", "s"}  # variables that differ between the pairs of a head
 
 
 class Entries(NamedTuple):

@@ -1,7 +1,7 @@
 """`Scores`, one of the four parts of a kernel: what becomes of q.k before and after the softmax, given where it is.
 
-The C++ half is pipeline/scores.cuh. A mask and a score function print their structs themselves (`mask.py`, `score.py`); their
-numbers are arguments, so another window or softcap never compiles anything.
+The C++ half is pipeline/scores.cuh. `print_mask.py` and `print_score.py` print the structs of a mask and a score function;
+their numbers are arguments, so another window or softcap never compiles anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strobe.cuda.parts import print_score
+from strobe.cuda.parts import print_mask, print_score
 from strobe.cuda.parts.params import Field
 from strobe.cuda.parts.print_expression import Numbers
 from strobe.cuda.parts.print_score import Entries
@@ -137,7 +137,7 @@ class Scores:
         return {"kSinks": self.sinks, "kDropout": self.dropout, "kSparse": self.sparse, "BiasGradient": gradient}
 
     def types(self, positions: bool) -> tuple[tuple[str, str], ...]:
-        return ("Mask", self.mask.cpp(positions)), ("Score", self.score.cpp(self.entries))
+        return ("Mask", print_mask.struct(self.mask, positions)), ("Score", self.score.cpp(self.entries))
 
     @property
     def learnt(self) -> tuple[int, ...]:

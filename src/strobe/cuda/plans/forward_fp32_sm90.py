@@ -34,7 +34,8 @@ from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, ti
 from strobe.cuda.parts.terms import TERMS, as_terms, terms_map
 from strobe.cuda.plans.forward_sm90 import ARCH
 from strobe.problem import Problem, Strides
-from strobe.variants.mask import causal, full, window
+from strobe.variants.mask import causal, full
+from strobe.variants.ready_made import window
 from strobe.variants.score import identity, softcap
 
 __all__ = ["DIMS", "TILES", "Tile", "kernel", "limits", "plan", "variants"]
