@@ -17,7 +17,6 @@ import torch
 from strobe.variants import intervals
 from strobe.variants.expression import DIAGONAL, LEN_K, WORKING_DTYPE, Expr, Q, Value, on_device
 from strobe.variants.intervals import END_OPERATIONS, END_VARIABLES, LARGEST, joined
-from strobe.variants.score import with_later_tensors
 from strobe.variants.text import Grammar, full_name, parse, parse_name
 
 MAX_CONSTANTS = 32  # room for the numbers of a mask in the kernels' arguments
@@ -257,7 +256,7 @@ def _both(op: str, a: Mask, b: Mask) -> tuple[Expr | None, tuple[torch.Tensor, .
     """Two conditions as one, and its tensors."""
     if a.rest is None or b.rest is None:
         return (a.rest, a.tensors) if b.rest is None else (b.rest, b.tensors)
-    return Expr(op, (a.rest, with_later_tensors(b.rest, len(a.tensors)))), a.tensors + b.tensors
+    return Expr(op, (a.rest, b.rest.with_later_tensors(len(a.tensors)))), a.tensors + b.tensors
 
 
 full = Mask(None, None, "full")

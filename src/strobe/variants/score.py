@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 
-from strobe.cuda.parts import print_score
-from strobe.cuda.parts.print_expression import Numbers
-from strobe.cuda.parts.print_score import Entries
 from strobe.variants.expression import (
     BOOL,
     CTYPES,
@@ -34,8 +31,8 @@ from strobe.variants.expression import (
     K,
     Q,
     S,
-)
-from strobe.variants.kernel_form import KernelForm, kernel_form
+)  # fmt: skip
+from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
 from strobe.variants.text import Grammar, full_name, parse, parse_name
 
 _FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of finite numbers
@@ -121,14 +118,19 @@ class Score:
         """Whether its operations may make -inf of finite numbers."""
         return any(n.op in OPERATIONS and n.op not in _FINITE for n in self.expr.nodes())
 
-    def kernel_form(self, scale: float) -> KernelForm:
-        return kernel_form(self.expr, scale)
+    @functools.cached_property
+    def form(self) -> KernelForm:
+        return kernel_form(self.expr)
+
+    def kernel_form(self, scale: float) -> ScaledForm:
+        """The form that kernels compute; where they cannot, since no factors can be taken out, the score as it is."""
+        return self.form.at(scale) or ScaledForm(scale, self.expr, 1.0)
 
     def hiding(
         self, visible: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()
     ) -> Score:
         """The score where `visible`, an expression that reads `tensors`, is true, and nothing elsewhere."""
-        moved = with_later_tensors(visible, len(self.tensors))
+        moved = visible.with_later_tensors(len(self.tensors))
         title, sizes = (title, sizes) if self.is_identity else (f"{self.title} & {title}", self.sizes + sizes)
         return Score(Expr("where", (self.expr, moved)), title, self.tensors + tensors, sizes)
 
@@ -156,12 +158,6 @@ class Score:
             return None
         return condition
 
-    def cpp(self, entries: Sequence[Entries] = ()) -> str:
-        return print_score.struct(self, entries)
-
-    def numbers(self, scale: float, learnt: Sequence[int] = ()) -> Numbers:
-        return print_score.numbers(self, scale, learnt)
-
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""
         return f"{self.expr.text()};{self.name}"
@@ -171,18 +167,6 @@ class Score:
         numbers: list[Any] = []
         text = self.expr.text(numbers)
         return f"{text};{self.title}", [*numbers, *self.sizes]
-
-
-def with_later_tensors(e: Expr, first: int) -> Expr:
-    """The expression for tensors that begin with number `first`."""
-
-    def moved(e: Expr) -> Expr | None:
-        if e.op != "load":
-            return None
-        number, kind, *index = e.args
-        return Expr("load", (number + first, kind, *(i.mapped(moved) for i in index)))
-
-    return e.mapped(moved) if first else e
 
 
 def tensor_count(expr: Expr) -> int:

@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from strobe.variants.expression import CTYPES, FLOAT, INT, LEN_K, LEN_Q, LONG, OPERATIONS, Expr, K, Q
+from strobe.variants.kernel_form import UNSCALE
 
 # How the text gets the variables in it; `s` is given by the caller. `at` tells where entry i of a fragment lies.
 _PLACES = {
     "q": "at.q(i)", "k": "at.k(i)", "len_q": "at.len_q", "len_k": "at.len_k", "b": "at.batch", "h": "at.head(i)",
 }  # fmt: skip
 _OF_ONE_TYPE = ("min", "max", "//", "mod")  # templates
-_BY_A_NUMBER = ("//", "mod", "<<", ">>")  # which is part of the text if it is a user's: it chooses the instructions
+# What q.k is multiplied by to become `s`. Like UNSCALE it is a number of a call, since it follows from its scale.
+BEFORE = Expr("var", ("before",))
+
+
+def with_places(expr: Expr) -> Expr:
+    """The expression, with a place beside each of the user's numbers: that two are equal by chance must not change the text
+    of a kernel. A subexpression that occurs twice is computed once, and its numbers have one place."""
+    places = itertools.count()
+    fields = expr.mapped(_with_literal_divisor)
+    return fields.mapped(lambda e: Expr("const", (e.args[0], next(places))) if e.op == "const" else None)
+
+
+def _with_literal_divisor(e: Expr) -> Expr | None:
+    """A divisor and a number of bits are part of the text: they choose the instructions."""
+    if e.op not in ("//", "mod", "<<", ">>") or e.args[1].op != "const":
+        return None
+    return Expr(e.op, (e.args[0].mapped(_with_literal_divisor), Expr("literal", e.args[1].args)))
+
+
+class Values(NamedTuple):
+    """The numbers of a text: `c[i]` are floats, `n[i]` integers."""
+
+    floats: list[float]
+    integers: list[int]
 
 
 class Numbers:
-    """The user's numbers in a text, which are fields of the arguments: `c[i]` are floats, `n[i]` integers."""
+    """What a text refers to as `c[i]` and `n[i]`, which are fields of the arguments: the user's numbers, and those that follow
+    from the scale."""
 
-    def __init__(self) -> None:
-        self.floats: list[float] = []
-        self.integers: list[int] = []
+    def __init__(self, floats: Iterable[Expr] = ()) -> None:
+        self.floats, self.integers = list(floats), list[Expr]()
 
-    def add(self, value: float, kind: int) -> str:
-        if kind == FLOAT:
-            self.floats.append(value)
-            return f"c[{len(self.floats) - 1}]"
-        self.integers.append(int(value))
-        return f"n[{len(self.integers) - 1}]"
+    def field(self, e: Expr) -> str:
+        name, fields = ("c", self.floats) if e.kind == FLOAT else ("n", self.integers)
+        if e not in fields:
+            fields.append(e)
+        return f"{name}[{fields.index(e)}]"
+
+    def values(self, before: float = 1.0, unscale: float = 1.0) -> Values:
+        of_scale = {BEFORE: before, UNSCALE: unscale}
+        floats = [of_scale[e] if e in of_scale else e.args[0] for e in self.floats]
+        return Values(floats, [int(e.args[0]) for e in self.integers])
 
 
 class Body:
@@ -60,25 +90,23 @@ class Body:
         if e in self._names:
             return self._names[e]
         text = self._text(e)
-        if self._uses[e] > 1 and e.op not in ("literal", "var") and not _is_converted_place(e):
+        if self._uses[e] > 1 and e.op not in ("const", "literal", "var") and not _is_converted_place(e):
             name = f"x{len(self.statements)}"
             self.statements.append(f"const {CTYPES[e.kind]} {name} = {text};")
             self._names[e] = text = name
         return text
 
     def _text(self, e: Expr) -> str:
+        if e.op == "const" or e in (BEFORE, UNSCALE):
+            return self._numbers.field(e)
         if e.op == "var":
             return _PLACES[e.args[0]]
-        if e.op == "const":
-            return self._numbers.add(e.args[0], e.kind)
         if e.op == "literal":
             return literal(e)
         if e.op == "tensor":
             return f"entry{e.args[0]}(at, i)"
         if e.op == "load":
             return self._load(e)
-        if e.op in _BY_A_NUMBER and e.args[1].op == "const":
-            e = Expr(e.op, (e.args[0], Expr("literal", e.args[1].args)))
         converts = e.kind == FLOAT and e.op in ("+", "-", "*", "/", "float", "abs") and not _is_converted_place(e)
         args = [(converts and self._sum_of_places(a)) or self.text(a) for a in e.operands]
         if e.op in _OF_ONE_TYPE and e.kind == LONG:  # numbers that fit are 32-bit ones
