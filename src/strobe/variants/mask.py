@@ -131,9 +131,10 @@ class Mask:
 
     def as_condition(self) -> Mask:
         """The same mask, with its interval as a part of the condition."""
-        condition = intervals.condition_of((self.lo, self.hi))
-        if self.rest is not None:
-            condition = Expr("&", (condition, self.rest))
+        condition = self.rest
+        if condition is None or self.lo is not None or self.hi is not None:
+            inside = intervals.condition_of((self.lo, self.hi))
+            condition = inside if condition is None else Expr("&", (inside, condition))
         return Mask(None, None, self.title, self.sizes, condition, self.tensors)
 
     # ---- everything else is derived -------------------------------------------------------------------------------------

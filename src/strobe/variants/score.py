@@ -35,7 +35,7 @@ from strobe.variants.expression import (
 from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
 from strobe.variants.text import Grammar, full_name, parse, parse_name
 
-_FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of finite numbers
+_FINITE = ("+", "-", "*", "/", "tanh", "abs", "float")  # operations that make no -inf of finite numbers
 LOG2E = math.log2(math.e)
 # dtypes of the tensors that a function may capture -> the kind of their elements
 ELEMENT_KINDS = {
