@@ -1,7 +1,7 @@
-"""Small expressions, written once: evaluated with numbers or tensors, printed as C++, differentiated.
+"""Small expressions, written once: evaluated with numbers or tensors, differentiated, and printed as C++ elsewhere.
 
-Masks are integer expressions (`mask.py`), what happens to a score is a floating-point one (`score.py`). Each operation
-is one row of `OPERATIONS`. `text.py` sends expressions as text, `cuda/parts/print_expression.py` prints the larger ones.
+The ends of masks are integer expressions (`mask.py`), what happens to a score is a floating-point one (`score.py`). Each
+operation is one row of `OPERATIONS`. `text.py` sends expressions as text, `cuda/parts/print_*.py` write their C++.
 """
 
 from __future__ import annotations
