@@ -219,6 +219,7 @@ def kernels(
         smem=memory.size,
         header="backward_sm90",
         template="backward_sm90",
+        label=features.label(deterministic=turns),
         element=features.element,
         config=tuple(config.items()),
         memory=memory,
