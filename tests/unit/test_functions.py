@@ -299,8 +299,7 @@ def test_wrong_arguments_of_functions() -> None:
 def _made(cap: float, table: torch.Tensor, window: int) -> Score:
     score = strobe.score_function(lambda s, b, h, q, k: cap * torch.tanh(s / cap) + table[h, k - q + window])
     mask = strobe.mask_function(lambda b, h, q, k: (q + k) % 3 < window)
-    assert mask.rest is not None
-    return score.hiding(mask.rest, mask.tensors, mask.title)
+    return score.hiding(mask)
 
 
 def test_numbers_and_tensors_change_no_text() -> None:

@@ -34,7 +34,7 @@ def resolved(a: Arguments) -> Arguments:
     if a.score is not None and a.softcap is not None:
         return a._replace(mask=interval)  # refused by the checks
     base = a.score if a.score is not None else identity if a.softcap is None else softcap(a.softcap)
-    return a._replace(mask=interval, softcap=None, score=base.hiding(mask.rest, mask.tensors, mask.title, mask.sizes))
+    return a._replace(mask=interval, softcap=None, score=base.hiding(mask))
 
 
 def _of_flex(mask: Any, a: Arguments) -> Mask:

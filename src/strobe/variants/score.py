@@ -33,6 +33,7 @@ from strobe.variants.expression import (
     S,
 )  # fmt: skip
 from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
+from strobe.variants.mask import Mask
 from strobe.variants.text import Grammar, full_name, parse, parse_name
 
 _FINITE = ("+", "-", "*", "/", "tanh", "abs", "float")  # operations that make no -inf of finite numbers
@@ -126,13 +127,12 @@ class Score:
         """The form that kernels compute; where they cannot, since no factors can be taken out, the score as it is."""
         return self.form.at(scale) or ScaledForm(scale, self.expr, 1.0)
 
-    def hiding(
-        self, visible: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()
-    ) -> Score:
-        """The score where `visible`, an expression that reads `tensors`, is true, and nothing elsewhere."""
-        moved = visible.with_later_tensors(len(self.tensors))
-        title, sizes = (title, sizes) if self.is_identity else (f"{self.title} & {title}", self.sizes + sizes)
-        return Score(Expr("where", (self.expr, moved)), title, self.tensors + tensors, sizes)
+    def hiding(self, mask: Mask) -> Score:
+        """The score where the condition of a mask is true, and nothing elsewhere. Its interval is not looked at."""
+        assert mask.rest is not None
+        visible = mask.rest.with_later_tensors(len(self.tensors))
+        title = mask.title if self.is_identity else f"{self.title} & {mask.title}"
+        return Score(Expr("where", (self.expr, visible)), title, self.tensors + mask.tensors, self.sizes + mask.sizes)
 
     def with_first_head(self, head: int) -> Score:
         """The score for a call that has only some of the heads, from this one on: tensors have an entry for every
