@@ -86,6 +86,7 @@ def _parse_load(words: list[str], at: int, grammar: Grammar, numbers: Iterator[A
 
 
 def _check_division(op: str, args: list[Expr]) -> None:
+    """On a CPU, an integer division by 0 ends the process."""
     divisor = args[-1]
     if op in ("//", "mod") and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError(f"{op!r} divides by 0")
