@@ -31,7 +31,7 @@ from strobe.variants.expression import (
     K,
     Q,
     S,
-)  # fmt: skip
+)
 from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
 from strobe.variants.mask import Mask
 from strobe.variants.text import Grammar, full_name, parse, parse_name

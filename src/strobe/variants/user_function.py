@@ -17,8 +17,22 @@ from typing import Any
 import torch
 
 from strobe.variants.expression import (
-    BOOL, CTYPES, DIAGONAL, FLOAT, INT, LEN_K, LEN_Q, LONG, OPERATIONS, B, Expr, H, K, Q, S,
-)  # fmt: skip
+    BOOL,
+    CTYPES,
+    DIAGONAL,
+    FLOAT,
+    INT,
+    LEN_K,
+    LEN_Q,
+    LONG,
+    OPERATIONS,
+    B,
+    Expr,
+    H,
+    K,
+    Q,
+    S,
+)
 from strobe.variants.mask import Mask, of_condition
 from strobe.variants.score import ELEMENT_KINDS, Score
 from strobe.variants.text import MOST_AXES, MOST_TENSORS
