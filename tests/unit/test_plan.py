@@ -18,9 +18,9 @@ from kernel_cases import SUPPORTED
 from oracle import check, prepare
 
 from strobe.cuda.parts.blocks import key_tiles, section
+from strobe.cuda.parts.element import BF16, FP32
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims
-from strobe.cuda.parts.shared_memory import tile_bytes
 from strobe.cuda.parts.tensor_maps import FAR
 from strobe.cuda.plans import families, forward_sm80, forward_sm90
 from strobe.cuda.runtime import jit
@@ -88,8 +88,9 @@ def test_head_dims_are_rounded_up_no_further_than_needed() -> None:
 
 
 def test_a_tile_is_whole_panels() -> None:
-    assert tile_bytes(64, 64) == 64 * 128
-    assert tile_bytes(64, 65) == tile_bytes(64, 128) == 2 * 64 * 128
+    assert BF16.tile_bytes(64, 64) == FP32.tile_bytes(64, 32) == 64 * 128
+    assert BF16.tile_bytes(64, 65) == BF16.tile_bytes(64, 128) == 2 * 64 * 128
+    assert BF16.fills_panels(64, 128) and not BF16.fills_panels(128, 96) and FP32.fills_panels(128, 96)
 
 
 # ---- variants --------------------------------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ class Provider:
     skipped: Reason = _never  # why not, unless it is named
     roundings: Callable[[BenchCase], float] = lambda case: 0.0  # see tolerance.summation_floor
     compiles: bool = False  # each new shape costs seconds
-    tiles: bool = False  # can take a tile size
     functions: bool = False  # can take the variants of bench/variants.py
     models: bool = False  # runs steps of whole models, and nothing else
     device: str | None = None  # the only kind it runs on

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strobe.cuda.parts.element import ELEMENTS, Element
 from strobe.cuda.parts.names import word_for_mask, words_for_score
 from strobe.cuda.parts.output import Output
-from strobe.cuda.parts.plan import ELEMENTS, Dims
+from strobe.cuda.parts.plan import Dims
 from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem
@@ -21,7 +22,7 @@ from strobe.variants.score import identity, softcap
 
 @dataclass(frozen=True)
 class Features:
-    element: str
+    element: Element
     dim: int  # rounded up to what there is a kernel for
     dim_v: int
     scores: Scores
@@ -50,7 +51,7 @@ class Features:
         flags = [name for name, flag in self.flags.items() if flag]
         flags += [f"page{self.rows.page}"] if self.rows.page else []
         flags += ["invariant"] if self.output.invariant else []
-        return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
+        return " ".join([self.element.name, dims, self.scores.mask.name, *score, *flags])
 
     def label(self, **others: bool) -> str:
         """The end of a kernel's `entry`. `others`: flags of its plan. It says nothing that the source does not say."""
@@ -61,7 +62,7 @@ class Features:
         flags += ["dbias"] if self.scores.bias_gradient else []
         mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
         masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
-        return "_".join([self.element, dims, *masks, *flags, *score])
+        return "_".join([self.element.in_maps, dims, *masks, *flags, *score])
 
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""

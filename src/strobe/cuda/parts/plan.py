@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
-
+from strobe.cuda.parts.element import ELEMENTS
 from strobe.cuda.parts.kernel import KernelSpec
 from strobe.cuda.parts.params import COUNTER
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, State, Strides
 from strobe.variants.mask import full
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_DIM = 256
 MAX_DIM_SM90 = 512  # of Hopper's own kernels
 ALIGN = 16  # bytes: what one asynchronous copy moves

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from strobe.cuda.parts.element import ELEMENTS
 from strobe.cuda.parts.params import Field
 from strobe.cuda.parts.tensor_maps import buffer_rows
 from strobe.problem import Problem, Strides
@@ -90,7 +91,8 @@ class Rows:
         if pages is None:
             return None
         if pages.size % _SMALLEST_BOX:
-            far = max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1
+            chunk = ELEMENTS[problem.dtype].chunk
+            far = max(pages.count * page for page, _, _ in problem.k.strides) // chunk >= (1 << 32) - 1
             return "a pool of 64 GB or more, in pages that are no multiples of 8 rows" if far else None
         for page, _, row in problem.k.strides:
             if row <= 0 or page % row or pages.count * (page // row) >= 1 << 30:

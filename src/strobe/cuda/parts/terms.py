@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from strobe.cuda.parts.element import BF16, TENSOR
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, Struct, params
@@ -23,7 +24,7 @@ from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Rows as RowsInMemory, Strides
 
 TERMS = 3  # kTerms
-ELEMENT = "bf16"
+ELEMENT = BF16
 MAX_DIM = 128
 _ROWS = 64  # of a block of the kernel that splits
 _FORWARD, _BACKWARD = ("q", "k", "v"), ("q", "k", "v", "d_o")
@@ -55,7 +56,7 @@ def as_terms(problem: Problem, dim: int) -> Problem:
 def workspace(problem: Problem, dim: int, gradients: bool = False) -> dict[str, int]:
     size = {"q": problem.q, "k": problem.k, "v": problem.k, "d_o": problem.q}
     names = _BACKWARD if gradients else _FORWARD
-    return {f"{n}_terms": 2 * TERMS * dim * size[n].heads * size[n].total for n in names}
+    return {f"{n}_terms": ELEMENT.bytes * TERMS * dim * size[n].heads * size[n].total for n in names}
 
 
 def terms_map(
@@ -87,8 +88,8 @@ def launch(problem: Problem, dim: int, arch: str, strides: Mapping[str, Strides]
 def products(features: Features, block: int) -> tuple[tuple[int, str, int], ...]:
     """Of `gemm_terms` with `block` keys, or queries, and of `gemm_terms_t`."""
     dims = sorted({features.dim, features.dim_v})
-    both = [(block, form, d // 16) for form in ("ss_zero", "ss") for d in dims]
-    return tuple(both + [(d, form, block // 16) for form in ("rs_t_zero", "rs_t") for d in dims])
+    both = [(block, form, d // ELEMENT.mma_k) for form in ("ss_zero", "ss") for d in dims]
+    return tuple(both + [(d, form, block // ELEMENT.mma_k) for form in ("rs_t_zero", "rs_t") for d in dims])
 
 
 def kernel(dim: int, arch: str, gradients: bool) -> TemplateKernel:
@@ -100,7 +101,7 @@ def kernel(dim: int, arch: str, gradients: bool) -> TemplateKernel:
         smem=0,
         header="split_terms",
         template="split_terms",
-        element=ELEMENT,
+        element=ELEMENT.name,
         config=(("kRows", _ROWS), ("kColumns", dim), ("kGradients", gradients)),
         memory=SharedMemory([]),
         types=(),
@@ -113,7 +114,7 @@ def _params(gradients: bool) -> Struct:
     names = _BACKWARD if gradients else _FORWARD
     return params(
         [Field(name, "const float*") for name in names],
-        [Field(f"{name}_terms", "u16*") for name in names],
+        [Field(f"{name}_terms", TENSOR) for name in names],
         stride_fields(*(_OTHER_NAMES.get(name, name) for name in names)),
         [Field(n, "int") for n in ("batch", "heads", "heads_k", "len_q", "len_k", "dim", "dim_v")],
     )

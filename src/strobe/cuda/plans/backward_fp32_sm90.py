@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from strobe.cuda.parts import terms
 from strobe.cuda.parts.blocks import key_tiles, query_tiles
+from strobe.cuda.parts.element import FP32
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Struct
@@ -61,15 +62,15 @@ def _kernel(
     """`block`: the keys, or queries, that it takes at a time."""
     one_box = not features.rows.clipped
     return TemplateKernel(
-        name=f"{template}[{features.name.replace(terms.ELEMENT, 'fp32', 1)} {tile}{flags}]",
+        name=f"{template}[{features.name.replace(terms.ELEMENT.name, 'fp32', 1)} {tile}{flags}]",
         arch=ARCH,
         params=struct,
         threads=384,
         smem=memory.size,
         header=template,
         template=template,
-        label=replace(features, element="fp32").label(),
-        element=features.element,
+        label=replace(features, element=FP32).label(),
+        element=features.element.name,
         config=tuple({**common_config(features, one_box), **sizes}.items()),
         memory=memory,
         types=features.types(),
@@ -95,7 +96,7 @@ def dkv_kernel(features: Features, parts: bool = False) -> TemplateKernel:
 
 
 def _delta_kernel(features: Features, wanted: Wanted) -> TemplateKernel:
-    made = delta_kernel(replace(features, element="float"), wanted, ARCH, STAT_BLOCK, 0)
+    made = delta_kernel(replace(features, element=FP32), wanted, ARCH, STAT_BLOCK, 0)
     return replace(made, facts={"fp32": True})
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strobe.cuda.parts import tuned
+from strobe.cuda.parts.element import CONST_TENSOR, TENSOR
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.output import lse_values
@@ -131,16 +132,15 @@ def in_parts(problem: Problem) -> Problem:
 
 
 @functools.cache
-def _delta_params(fp32: bool) -> Struct:
-    """`fp32`: O and dO are."""
+def _delta_params() -> Struct:
     return params(
         [
-            *(Field(t, "const float*" if fp32 else "const u16*") for t in ("o", "d_o")),
+            *(Field(t, CONST_TENSOR) for t in ("o", "d_o")),
             *(Field(t, "const float*") for t in ("lse", "dlse", "sinks")),
             Field("cu_q", "const int*"),
             Field("dsink", "float*"),
             Field("seed", "u64"),
-            Field("dq", "u16*"),
+            Field("dq", TENSOR),
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
             *(Field(n, "int") for n in ("heads", "len_q", "dim_v", "dim")),
@@ -173,7 +173,7 @@ def side_kernel(
         smem=smem,
         header=header,
         template=template,
-        element=features.element,
+        element=features.element.name,
         config=tuple(config.items()),
         memory=SharedMemory([Region("tile", smem)]),
         types=(),
@@ -203,7 +203,7 @@ def delta_kernel(
         "kClearDq": clear_dq,
         "kPartialOut": clear_dq and features.output.partial,
     }
-    struct = _delta_params(features.element == "float")
+    struct = _delta_params()
     return side_kernel("backward_delta", "delta", features, arch, struct, config)
 
 
@@ -227,7 +227,7 @@ def delta_launch(
 
 CONVERT_DQ = params(
     [
-        Field("dq", "u16*"),
+        Field("dq", TENSOR),
         Field("cu_q", "const int*"),
         Field("dq_sum", "const float*"),
         Field("stat_rows", "i64"),

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda.parts import tuned
 from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, key_tiles
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, TENSOR, Element
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import ANY_MACHINE, Launch, Machine, Plan, first_without_spills, padded_dims, shape_limits
 from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
 from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory
 from strobe.cuda.plans.backward_plan import (
     CONVERT_DQ,
     OTHER_REGISTERS,
@@ -49,9 +50,9 @@ __all__ = ["DIMS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limi
 @functools.cache
 def _params(scores: tuple[Field, ...]) -> Struct:
     return params(
-        [Field(t, "const u16*") for t in ("q", "k", "v", "d_o")],
+        [Field(t, CONST_TENSOR) for t in ("q", "k", "v", "d_o")],
         stride_fields("q", "k", "v", "do"),
-        gradients_of_keys("u16*"),
+        gradients_of_keys(TENSOR),
         SUMS_OF_DQ,
         STATISTICS,
         Rows.fields(tma=False),
@@ -81,16 +82,16 @@ class Tile:
         flags = f"{' early' if self.early else ''}{' apart' if self.apart else ''}"
         return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}{flags}"
 
-    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, element: Element = BF16) -> SharedMemory:
         row = 4 * self.block_m
         return SharedMemory(
             [
-                Region("k", tile_bytes(self.block_n, dim)),  # later dK
-                Region("v", tile_bytes(self.block_n, dim_v)),  # later dV
-                Region("q", tile_bytes(self.block_m, dim), self.stages_q),
-                Region("d_o", tile_bytes(self.block_m, dim_v), self.stages_do),
-                Region("p", tile_bytes(self.block_m, self.block_n)),
-                Region("ds", tile_bytes(self.block_m, self.block_n)),
+                Region("k", element.tile_bytes(self.block_n, dim)),  # later dK
+                Region("v", element.tile_bytes(self.block_n, dim_v)),  # later dV
+                Region("q", element.tile_bytes(self.block_m, dim), self.stages_q),
+                Region("d_o", element.tile_bytes(self.block_m, dim_v), self.stages_do),
+                Region("p", element.tile_bytes(self.block_m, self.block_n)),
+                Region("ds", element.tile_bytes(self.block_m, self.block_n)),
                 Region("lse", row, self.stages_q),
                 Region("delta", row, self.stages_do),
                 Region("dropout", row, self.stages_q if dropout else 0),
@@ -252,7 +253,7 @@ def kernels(
     """(delta, main, convert). The sinks are in the LSE: only `delta` knows them, if they have a gradient. `exact_dims`:
     the head dims are not rounded up. `parts`: groups of query heads are divided."""
     features = features.without_sinks()
-    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout)
+    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.element)
     turns, partial = wanted.turns, features.output.partial
     vector = has_dependent_launch(arch)
     config = {
@@ -278,7 +279,7 @@ def kernels(
         header="backward_sm80",
         template="backward_sm80",
         label=features.label(deterministic=turns),
-        element=features.element,
+        element=features.element.name,
         config=tuple(config.items()),
         memory=memory,
         types=features.types(),
@@ -287,7 +288,7 @@ def kernels(
     )
     zeros = tile.block_m * features.dim if wanted.dq else 0
     delta = delta_kernel(features, wanted, arch, tile.block_m, zeros, turns=turns)
-    smem = tile.block_m * (2 * features.dim + 16)
+    smem = tile.block_m * (features.element.bytes * features.dim + 16)
     of_sums: dict[str, int | bool | str] = {
         "kStatBlock": tile.block_m,
         "kDim": features.dim,

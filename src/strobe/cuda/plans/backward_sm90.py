@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda.parts import tuned
 from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, key_tiles
+from strobe.cuda.parts.element import BF16, Element
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.parts.rows import Rows, stride_fields
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
 from strobe.cuda.parts.tensor_maps import tile_map
 from strobe.cuda.plans import block_map
 from strobe.cuda.plans.backward_plan import (
@@ -91,15 +92,15 @@ class Tile:
         """Columns of the sums of dQ."""
         return 64 if self.block_m == 128 else 128
 
-    def memory(self, dim: int, dim_v: int, dropout: bool, pairs: bool = False) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, pairs: bool = False, element: Element = BF16) -> SharedMemory:
         m, row = self.block_m, 4 * self.block_m
         return SharedMemory(
             [
-                Region("k", tile_bytes(BLOCK_N, dim)),  # later dK
-                Region("v", tile_bytes(BLOCK_N, dim_v)),  # later dV
-                Region("q", tile_bytes(m, dim), 2),
-                Region("d_o", tile_bytes(m, dim_v), 2),
-                Region("ds", tile_bytes(BLOCK_N, m), 2),
+                Region("k", element.tile_bytes(BLOCK_N, dim)),  # later dK
+                Region("v", element.tile_bytes(BLOCK_N, dim_v)),  # later dV
+                Region("q", element.tile_bytes(m, dim), 2),
+                Region("d_o", element.tile_bytes(m, dim_v), 2),
+                Region("ds", element.tile_bytes(BLOCK_N, m), 2),
                 Region("dq", 64 * 64 * 4, 2),  # one a consumer
                 Region("lse", row, 2),
                 Region("delta", row, 2),
@@ -149,7 +150,7 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
 
 def may_have_one_box(features: Features) -> bool:
     """Whether one TMA box may hold a tile: where head dims are whole panels, and no rows are clipped."""
-    return features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.rows.clipped
+    return features.element.fills_panels(features.dim, features.dim_v) and not features.rows.clipped
 
 
 def limits(problem: Problem) -> str | None:
@@ -186,7 +187,9 @@ def kernels(
     have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ. `parts`: groups of query
     heads are divided."""
     features = features.without_sinks()
-    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.scores.printed.staged)
+    memory = tile.memory(
+        features.dim, features.dim_v, features.scores.dropout, features.scores.printed.staged, features.element
+    )
     turns, partial = wanted.turns, features.output.partial
     config = {
         **features.config(),
@@ -206,9 +209,9 @@ def kernels(
         "kWantKV": wanted.dkv,
         "kGroupParts": parts,
     }
-    dim, dim_v, m = features.dim, features.dim_v, tile.block_m
-    products = {(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16), (64, "ss_tt_zero", BLOCK_N // 16)}
-    products |= {(dim, "rs_t", m // 16), (dim_v, "rs_t", m // 16)}
+    dim, dim_v, m, k = features.dim, features.dim_v, tile.block_m, features.element.mma_k
+    products = {(m, "ss_zero", dim // k), (m, "ss_zero", dim_v // k), (64, "ss_tt_zero", BLOCK_N // k)}
+    products |= {(dim, "rs_t", m // k), (dim_v, "rs_t", m // k)}
     only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
     order = f"{' deterministic' if turns else ''}{' rotate' if rotate else ''}{' parts' if parts else ''}"
     main = TemplateKernel(
@@ -220,7 +223,7 @@ def kernels(
         header="backward_sm90",
         template="backward_sm90",
         label=features.label(deterministic=turns),
-        element=features.element,
+        element=features.element.name,
         config=tuple(config.items()),
         memory=memory,
         types=features.types(),
@@ -231,7 +234,7 @@ def kernels(
     delta = delta_kernel(features, wanted, ARCH, m, zeros, turns=turns, clear_dq=turns and clear_dq)
     if turns or not wanted.dq:
         return delta, main
-    smem = m * (2 * tile.dim_q + 16)
+    smem = m * (features.element.bytes * tile.dim_q + 16)
     of_sums: dict[str, int | bool | str] = {"kStatBlock": m, "kPartialOut": partial}
     return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, CONVERT_DQ, of_sums, smem)
 

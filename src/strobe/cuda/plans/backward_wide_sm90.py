@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda.parts import tuned
 from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, query_tiles
+from strobe.cuda.parts.element import BF16, Element
 from strobe.cuda.parts.features import Features, common_features, wide_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, Struct, params
@@ -31,7 +32,7 @@ from strobe.cuda.parts.plan import (
     padded_dims,
 )
 from strobe.cuda.parts.rows import Rows, stride_fields
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
 from strobe.cuda.parts.tensor_maps import tile_map
 from strobe.cuda.plans import backward_sm90
 from strobe.cuda.plans.backward_plan import (
@@ -118,13 +119,13 @@ class DqTile:
             "kColumnParts": self.parts,
         }
 
-    def memory(self, dim: int, dim_v: int) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, element: Element = BF16) -> SharedMemory:
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, dim), self.block_m // 64),  # later dQ
-                Region("d_o", tile_bytes(64, dim_v), self.block_m // 64),
-                Region("k", tile_bytes(self.block_n, dim), self.stages),
-                Region("v", tile_bytes(self.block_n, dim_v), self.stages_v),
+                Region("q", element.tile_bytes(64, dim), self.block_m // 64),  # later dQ
+                Region("d_o", element.tile_bytes(64, dim_v), self.block_m // 64),
+                Region("k", element.tile_bytes(self.block_n, dim), self.stages),
+                Region("v", element.tile_bytes(self.block_n, dim_v), self.stages_v),
                 Region("q_barrier", 16),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages_v)),
@@ -149,14 +150,14 @@ class DkvTile:
     def config(self) -> dict[str, int | bool | str]:
         return {"kBlockM": self.block_m, "kBlockN": 64, "kStages": self.stages, "kColumnParts": self.parts}
 
-    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, element: Element = BF16) -> SharedMemory:
         row = 4 * self.block_m
         return SharedMemory(
             [
-                Region("k", tile_bytes(64, dim)),  # later dK
-                Region("v", tile_bytes(64, dim_v)),  # later dV
-                Region("q", tile_bytes(self.block_m, dim), self.stages),
-                Region("d_o", tile_bytes(self.block_m, dim_v), self.stages),
+                Region("k", element.tile_bytes(64, dim)),  # later dK
+                Region("v", element.tile_bytes(64, dim_v)),  # later dV
+                Region("q", element.tile_bytes(self.block_m, dim), self.stages),
+                Region("d_o", element.tile_bytes(self.block_m, dim_v), self.stages),
                 Region("p", self.block_m * 64 * 4),
                 Region("lse", row, 2),
                 Region("delta", row, 2),
@@ -230,7 +231,7 @@ def common_config(features: Features, one_box: bool) -> dict[str, int | bool | s
 
 def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel:
     dim, dim_v, n = features.dim, features.dim_v, tile.block_n
-    memory = tile.memory(dim, dim_v)
+    memory, k = tile.memory(dim, dim_v, features.element), features.element.mma_k
     return TemplateKernel(
         name=f"dq_sm90[{features.name} {tile}{'' if one_box else ' panels'}]",
         arch=ARCH,
@@ -240,19 +241,20 @@ def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel
         header="dq_sm90",
         template="dq_sm90",
         label=features.label(),
-        element=features.element,
+        element=features.element.name,
         config=tuple({**common_config(features, one_box), **tile.config()}.items()),
         memory=memory,
         types=features.types(),
-        products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
-        accumulators=((dim // tile.parts, n // 16),),
+        products=tuple(sorted({(n, "ss_zero", dim // k), (n, "ss_zero", dim_v // k)})),
+        accumulators=((dim // tile.parts, n // k),),
         facts={**features.facts(), "tile": str(tile), "one_box": one_box},
     )
 
 
 def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> TemplateKernel:
     dim, dim_v, tile = features.dim, features.dim_v, dkv_tile(features)
-    m, memory = tile.block_m, tile.memory(dim, dim_v, features.scores.dropout)
+    m, k = tile.block_m, features.element.mma_k
+    memory = tile.memory(dim, dim_v, features.scores.dropout, features.element)
     sizes = tile.config() | {"kGroupParts": parts, "kPartialOut": features.output.partial or parts}
     return TemplateKernel(
         name=f"dkv_sm90[{features.name} {tile}{' parts' if parts else ''}{'' if one_box else ' panels'}]",
@@ -263,12 +265,12 @@ def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> Templa
         header="dkv_sm90",
         template="dkv_sm90",
         label=features.label(),
-        element=features.element,
+        element=features.element.name,
         config=tuple({**common_config(features, one_box), **sizes}.items()),
         memory=memory,
         types=features.types(),
-        products=tuple(sorted({(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16)})),
-        accumulators=tuple(sorted({(d // tile.parts, m // 16) for d in (dim, dim_v)}, reverse=True)),
+        products=tuple(sorted({(m, "ss_zero", dim // k), (m, "ss_zero", dim_v // k)})),
+        accumulators=tuple(sorted({(d // tile.parts, m // k) for d in (dim, dim_v)}, reverse=True)),
         facts={**features.facts(), "tile": str(tile), "one_box": one_box},
     )
 
@@ -277,7 +279,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     """`strides`: of o, d_o and the gradients."""
     dims = padded_dims([*DIMS, *WIDE_DIMS], problem.dim, problem.dim_v)
     features, wanted = Features.of(problem, dims).without_sinks(), Wanted.of(problem)
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped
+    one_box = features.element.fills_panels(problem.dim, problem.dim_v) and not features.rows.clipped
     tile = tile or choose_tile(features, machine)
     statistics = Statistics.of(problem, STAT_BLOCK)
     delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
@@ -313,7 +315,7 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
     every = [*common_features(DIMS, exhaustive, backward=True), *wide_features(WIDE_DIMS, exhaustive)]
     for features in every:
         features = features.without_sinks()
-        able = features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.rows.clipped
+        able = features.element.fills_panels(features.dim, features.dim_v) and not features.rows.clipped
         for one_box in (True, False) if able and exhaustive else (able,):
             made = [dq_kernel(features, choose_tile(features), one_box), dkv_kernel(features, one_box)]
             if exhaustive or features.scores.mask is causal:

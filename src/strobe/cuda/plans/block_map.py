@@ -93,7 +93,7 @@ def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transpo
         smem=128,
         header="block_map",
         template="block_map",
-        element=features.element,
+        element=features.element.name,
         config=tuple(config.items()),
         memory=SharedMemory([Region("seen", 128)]),
         types=(

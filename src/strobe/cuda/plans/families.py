@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from strobe.cuda.parts.element import ELEMENTS
 from strobe.cuda.parts.kernel import TemplateKernel
-from strobe.cuda.parts.plan import ELEMENTS, MAX_DIM, MAX_DIM_SM90
+from strobe.cuda.parts.plan import MAX_DIM, MAX_DIM_SM90
 from strobe.cuda.plans import (
     backward_fp32_sm90,
     backward_sm80,
@@ -70,7 +71,7 @@ def largest_dim(arch: str) -> int:
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
-    """For compiling ahead of time, for studies and for tests. `exhaustive` adds every combination of features."""
+    """For compiling ahead of time and for tests. `exhaustive` adds every combination of features."""
     for module in modules(arch):
         yield from module.variants(arch, exhaustive=exhaustive)
 
@@ -79,7 +80,7 @@ def inputs_of(kernel: TemplateKernel) -> str:
     """Their dtype."""
     if kernel.facts.get("fp32", False):
         return "float32"
-    return next(str(dtype).removeprefix("torch.") for dtype, name in ELEMENTS.items() if name == kernel.element)
+    return next(str(dtype).removeprefix("torch.") for dtype, e in ELEMENTS.items() if e.name == kernel.element)
 
 
 def serves(kernel: TemplateKernel, head_dim: int) -> bool:

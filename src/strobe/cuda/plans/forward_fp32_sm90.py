@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda.parts import terms
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, query_tiles
+from strobe.cuda.parts.element import FP32
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.output import lse_values
@@ -30,7 +31,7 @@ from strobe.cuda.parts.plan import (
 )
 from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
 from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
 from strobe.cuda.parts.terms import TERMS, as_terms, terms_map
 from strobe.cuda.plans.forward_sm90 import ARCH
 from strobe.problem import Problem, Strides
@@ -72,9 +73,9 @@ class Tile:
     def memory(self, dim: int, dim_v: int) -> SharedMemory:
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, TERMS * dim), self.q_slots * CONSUMERS),
-                Region("k", tile_bytes(self.block_n, TERMS * dim), self.stages),
-                Region("v", tile_bytes(self.block_n, TERMS * dim_v), self.stages),
+                Region("q", terms.ELEMENT.tile_bytes(64, TERMS * dim), self.q_slots * CONSUMERS),
+                Region("k", terms.ELEMENT.tile_bytes(self.block_n, TERMS * dim), self.stages),
+                Region("v", terms.ELEMENT.tile_bytes(self.block_n, TERMS * dim_v), self.stages),
                 Region("ring_q", ring_bytes(self.q_slots)),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages)),
@@ -116,15 +117,15 @@ def kernel(features: Features, tile: Tile) -> TemplateKernel:
         "kOneBoxPerTile": not features.rows.clipped,
     }
     return TemplateKernel(
-        name=f"forward_fp32_sm90[{features.name.replace(terms.ELEMENT, 'fp32', 1)} {tile}]",
+        name=f"forward_fp32_sm90[{features.name.replace(terms.ELEMENT.name, 'fp32', 1)} {tile}]",
         arch=ARCH,
         params=_params(features.scores.fields()),
         threads=128 * (CONSUMERS + 1),
         smem=memory.size,
         header="forward_fp32_sm90",
         template="forward_fp32_sm90",
-        label=replace(features, element="fp32").label(),
-        element=features.element,
+        label=replace(features, element=FP32).label(),
+        element=features.element.name,
         config=tuple(config.items()),
         memory=memory,
         types=features.types(),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, query_tiles
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, Element
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.output import Output
@@ -30,7 +31,7 @@ from strobe.cuda.parts.plan import (
 )
 from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
 from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory
 from strobe.problem import Problem, Strides
 
 DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
@@ -39,7 +40,7 @@ DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
 @functools.cache
 def _params(output: Output, scores: tuple[Field, ...]) -> Struct:
     return params(
-        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        [*(Field(t, CONST_TENSOR) for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=False),
         scores,
@@ -65,13 +66,13 @@ class Tile:
         """Whether registers are so scarce that the row statistics live in shared memory."""
         return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
 
-    def memory(self, dim: int, dim_v: int, positions: bool = False) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, positions: bool = False, element: Element = BF16) -> SharedMemory:
         statistics = self.block_m // 16 * 32 * 16 if self.state_in_smem else 0
         return SharedMemory(
             [
-                Region("q", tile_bytes(self.block_m, max(dim, dim_v))),  # later O
-                Region("k", tile_bytes(self.block_n, dim), self.stages),
-                Region("v", tile_bytes(self.block_n, dim_v), self.stages),
+                Region("q", element.tile_bytes(self.block_m, max(dim, dim_v))),  # later O
+                Region("k", element.tile_bytes(self.block_n, dim), self.stages),
+                Region("v", element.tile_bytes(self.block_n, dim_v), self.stages),
                 Region("statistics", statistics),
                 Region("place", (64 if positions else 48) if self.state_in_smem else 0),  # where the tile lies
             ]
@@ -161,7 +162,7 @@ def limits(problem: Problem) -> str | None:
 
 def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> TemplateKernel:
     """`exact_dims`: the head dims are not rounded up."""
-    memory = tile.memory(features.dim, features.dim_v, features.rows.positions)
+    memory = tile.memory(features.dim, features.dim_v, features.rows.positions, features.element)
     config = {**features.config(), **tile.config(), "kThreads": 32 * tile.warps, "kExactDims": exact_dims}
     return TemplateKernel(
         name=f"forward_sm80[{features.name} {tile}{'' if exact_dims else ' padded'}]",
@@ -172,7 +173,7 @@ def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> Templ
         header="forward_sm80",
         template="forward_sm80",
         label=features.label(),
-        element=features.element,
+        element=features.element.name,
         config=tuple(config.items()),
         memory=memory,
         types=features.types(),

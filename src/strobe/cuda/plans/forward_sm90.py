@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from strobe.cuda.parts import tuned
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, may_split, query_tiles, splits_of_tiles
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, FP32, Element
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.output import Output
@@ -27,7 +28,7 @@ from strobe.cuda.parts.plan import (
 )
 from strobe.cuda.parts.rows import Rows, pack_gqa_of, stride_fields, stride_values
 from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
 from strobe.cuda.parts.tensor_maps import packed_gqa_map, tile_map
 from strobe.cuda.plans import block_map, plan_work
 from strobe.cuda.plans.plan_work import Work
@@ -42,7 +43,7 @@ DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 @functools.cache
 def _params(output: Output, scores: tuple[Field, ...], paged: bool) -> Struct:
     return params(
-        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        [*(Field(t, CONST_TENSOR) for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=True, paged=paged),
         plan_work.fields(output.invariant) if paged else (),
@@ -84,19 +85,19 @@ class Tile:
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     def memory(
-        self, dim: int, dim_v: int, page: int = 0, positions: bool = False, state_parts: int = 0
+        self, dim: int, dim_v: int, page: int = 0, positions: bool = False, parts: int = 0, element: Element = BF16
     ) -> SharedMemory:
-        """`state_parts`: see that function."""
+        """`parts`: see `state_parts`. O has a region of its own if it is staged some panels at a time, else it lies over Q."""
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, dim), self.q_slots * self.consumers),
-                Region("k", tile_bytes(self.block_n, dim), self.stages),
-                Region("v", tile_bytes(self.block_n, dim_v), self.stages),
-                Region("o", tile_bytes(64, 64 * self.store_panels), self.consumers),  # if it has a buffer of its own
+                Region("q", element.tile_bytes(64, dim), self.q_slots * self.consumers),
+                Region("k", element.tile_bytes(self.block_n, dim), self.stages),
+                Region("v", element.tile_bytes(self.block_n, dim_v), self.stages),
+                Region("o", element.tile_bytes(64, element.panel * self.store_panels), self.consumers),
                 Region("ring_q", ring_bytes(self.q_slots)),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages)),
-                Region("state_barriers", 16 * state_parts),
+                Region("state_barriers", 16 * parts),
                 Region("tile_info", 64 if page else 48 if positions else 32, self.q_slots),
                 *([Region("missing", 4, self.stages)] if page else []),
             ]
@@ -123,7 +124,7 @@ class Tile:
         }
 
 
-# Swept with NVRTC 13.0: benchmarks/results/h200/studies/tiles.json. Another ptxas may want others: `strobe tune`.
+# Swept on an H200 with NVRTC 13.0. Another ptxas may want others: `strobe tune`.
 _TILES = {
     (64, 64): Tile(3, 128, stages=3, exps_before_wait=8, skips_after=True),
     (96, 96): Tile(3, 112, ping_pong=True),
@@ -226,11 +227,11 @@ def tma_limits(problem: Problem, most: int = MAX_DIM) -> str | None:
 
 def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_box: bool) -> TemplateKernel:
     """`pack_gqa`: heads of a group that are rows of one tile. `one_box`: one TMA box fetches a whole tile, all panels of
-    it, because the head dims are multiples of 64."""
+    it, because the head dims fill them."""
     features = replace(features, output=replace(features.output, split=split))
-    dim, dim_v, keys = features.dim, features.dim_v, tile.block_n
+    dim, dim_v, keys, k = features.dim, features.dim_v, tile.block_n, features.element.mma_k
     parts = state_parts(tile, dim_v) if features.output.can_merge and not split else 0
-    memory = tile.memory(dim, dim_v, features.rows.page, features.rows.positions, parts)
+    memory = tile.memory(dim, dim_v, features.rows.page, features.rows.positions, parts, features.element)
     config = {
         **features.config(pack_gqa),
         **tile.config(),
@@ -251,12 +252,12 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
         header="forward_sm90",
         template="forward_sm90",
         label=features.label(pack_gqa=pack_gqa > 1),
-        element=features.element,
+        element=features.element.name,
         config=tuple(config.items()),
         memory=memory,
         types=features.types(),
-        products=tuple((n, "ss_zero", dim // 16) for n in widths),
-        accumulators=((dim_v, keys // 16),),
+        products=tuple((n, "ss_zero", dim // k) for n in widths),
+        accumulators=((dim_v, keys // k),),
         facts={**features.facts(), "tile": str(tile), "split": split, "pack_gqa": pack_gqa, "one_box": one_box},
     )
 
@@ -268,7 +269,7 @@ def partial_floats(tile: Tile, dim_v: int) -> int:
 
 def state_parts(tile: Tile, dim_v: int) -> int:
     """In how many parts the O of a state comes into the buffers of V (pipeline/state_parts.cuh)."""
-    panels, fit = -(-dim_v // 32), tile_bytes(tile.block_n, dim_v) // tile_bytes(64, 64)
+    panels, fit = FP32.panels(dim_v), BF16.tile_bytes(tile.block_n, dim_v) // FP32.tile_bytes(64, FP32.panel)
     return tile.consumers * -(-panels // fit) if fit and tile.q_slots <= 2 else 0
 
 
@@ -294,7 +295,7 @@ def plan(
     features = replace(features, scores=replace(features.scores, sparse=sparse))
     if features.output.rounds_state and not state_parts(tile, dims[1]):
         tile = _TILES[dims]  # has room for the parts of a state's O
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped and pack == 1
+    one_box = features.element.fills_panels(problem.dim, problem.dim_v) and not features.rows.clipped and pack == 1
     spec = kernel(features, tile, split=splits > 1 or listed, pack_gqa=pack, one_box=one_box)
     schedule = query_tiles(problem, tile.block_m, machine.l2_bytes, splits)
     values = {
@@ -338,10 +339,10 @@ def _maps(
     queries, keys, dims = features.rows.queries, features.rows.keys, (features.dim, features.dim_v)
     q, k, v = problem.strides
 
-    def of_queries(dim: int, strides: Strides, columns: int, fp32: bool = False) -> TensorMapSpec:
+    def of_queries(dim: int, strides: Strides, columns: int, element: Element | None = None) -> TensorMapSpec:
         if pack > 1:
-            return packed_gqa_map(problem, pack, len_q, dim, strides, fp32=fp32)
-        return tile_map(problem, queries, problem.q, dim, strides, 64, columns, one_box=one_box, fp32=fp32)
+            return packed_gqa_map(problem, pack, len_q, dim, strides, element)
+        return tile_map(problem, queries, problem.q, dim, strides, 64, columns, one_box=one_box, element=element)
 
     def of_keys(dim: int, strides: Strides, columns: int) -> TensorMapSpec:
         rows = features.rows.box_rows(tile.block_n) if keys == "paged" else tile.block_n
@@ -349,14 +350,15 @@ def _maps(
         bound_by_memory = keys == "paged" or problem.len_q * problem.group <= BOUND_BY_MEMORY
         return replace(found, promotion=128) if bound_by_memory else found
 
+    columns = features.element.panel * tile.store_panels or dims[1]  # of O, stored at a time
     maps = {
         "q": of_queries(problem.dim, q, dims[0]),
         "k": of_keys(problem.dim, k, dims[0]),
         "v": of_keys(problem.dim_v, v, dims[1]),
-        "o": of_queries(problem.dim_v, out_strides, 64 * tile.store_panels or dims[1], problem.partial),
+        "o": of_queries(problem.dim_v, out_strides, columns, FP32 if problem.partial else None),
     }
     if problem.state is not None and problem.state.out is not None:
-        maps["state"] = of_queries(problem.dim_v, problem.state.out, dims[1], fp32=True)
+        maps["state"] = of_queries(problem.dim_v, problem.state.out, dims[1], FP32)
     return maps
 
 
@@ -379,11 +381,11 @@ def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> 
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
-    """The kernels that calls ask for. Head dims that are no multiples of 64 fetch a tile panel by panel, and so do
+    """The kernels that calls ask for. Head dims that do not fill whole panels fetch a tile panel by panel, and so do
     packed sequences and packed GQA; eight heads stand for all groups."""
     for features in common_features(DIMS, exhaustive, states=True):
         dims, scores, rows = (features.dim, features.dim_v), features.scores, features.rows
-        one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not rows.clipped
+        one_box = features.element.fills_panels(*dims) and not rows.clipped
         plain = not rows.varlen and not scores.is_function and not scores.sinks
         whole = scores.dropout or features.output.rounds_state
         splits = (False,) if whole else (False, True) if exhaustive else (not plain,)

@@ -121,7 +121,7 @@ class Work:
             smem=memory.size,
             header=NAME,
             template=NAME,
-            element=features.element,
+            element=features.element.name,
             config=tuple(config.items()),
             memory=memory,
             types=features.types()[:1],  # the mask
