@@ -156,7 +156,7 @@ def _plain(case: FunctionCase, given: Any, x: Tensors, batch: range, *qkv: torch
         own = {"": own, "&": own & causal, "|": own | causal, "~": ~own}[case.combined]
         visible = visible & own
     if options.get("mask") is not None:
-        visible = visible & options["mask"].dense(n, m, device)
+        visible = visible & options["mask"].dense(n, m, device=device)
     s = torch.where(visible, s, -math.inf)
     if case.sinks:
         s = torch.cat([s, x["sinks"].view(-1, 1, 1).expand(*s.shape[:-1], 1)], -1)

@@ -10,7 +10,8 @@ from cases import CASES, Case
 from oracle import prepare
 
 from strobe.cuda.plans.families import FAMILIES
-from strobe.variants.mask import causal, causal_top_left, chunked, prefix, window
+from strobe.variants.mask import causal, causal_top_left
+from strobe.variants.ready_made import chunked, prefix, window
 
 # Lengths cross several key blocks and query tiles, whatever the tile table says; heads times rows make a persistent
 # kernel on three multiprocessors (as emulated) go several rounds.

@@ -17,7 +17,6 @@ from strobe.problem.hints import shows_known_keywords, unknown_keyword
 from strobe.problem.resolve import resolved
 from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask
-from strobe.variants.mask_function import MaskFunction
 from strobe.variants.score import Score
 
 
@@ -27,7 +26,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask | MaskFunction | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
+    mask: Mask | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     score: Score | Callable[..., Any] | None = None,
@@ -91,7 +90,7 @@ def attention_varlen(
     *,
     max_q: int | None = None,
     max_k: int | None = None,
-    mask: Mask | MaskFunction | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
+    mask: Mask | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     score: Score | Callable[..., Any] | None = None,
@@ -135,7 +134,9 @@ _PLAIN_MASKS, _PLAIN_SCORES = (NoneType, Mask, *PLAIN), (NoneType, Score)
 
 def attend(a: Arguments) -> Any:
     """The one way from arguments to a result: traced, cast by autocast, or run."""
-    if a.mask.__class__ not in _PLAIN_MASKS or a.score.__class__ not in _PLAIN_SCORES:
+    mask = a.mask
+    has_condition = mask.__class__ is Mask and mask.rest is not None
+    if has_condition or mask.__class__ not in _PLAIN_MASKS or a.score.__class__ not in _PLAIN_SCORES:
         a = resolved(a)
     q, k, v = a[:3]
     if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:

@@ -18,12 +18,13 @@ from strobe.cuda.parts.plan import Launch
 from strobe.cuda.plans.families import FAMILIES
 from strobe.cuda.runtime import jit
 from strobe.problem import supposed
+from strobe.variants.score import identity
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
 IDS = torch.empty(2, 1024, dtype=torch.int32, device="meta")
 SLOPES = torch.empty(8, device="meta")
-DOCUMENTS = strobe.mask_function(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & ((q - k) // 5 % 3 != 1)).over_identity
+DOCUMENTS = identity.hiding(strobe.mask_function(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & ((q - k) // 5 % 3 != 1)))
 CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": (2, 8, 1024, 1024)},
     "bias_of_keys": {"bias": (2, 1, 1, 1024), "mask": strobe.causal},

@@ -23,7 +23,8 @@ from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
 from strobe.cuda.plans import families, forward_sm90
 from strobe.cuda.runtime import jit, ptxas_log
-from strobe.variants.mask import Mask, causal, used_keys, window
+from strobe.variants.mask import Mask, causal, used_keys
+from strobe.variants.ready_made import window
 from strobe.variants.score import softcap
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")

@@ -32,7 +32,8 @@ from strobe.cuda.plans.families import FAMILIES
 from strobe.emulator import compiler
 from strobe.emulator.backend import MACHINES
 from strobe.problem import Load
-from strobe.variants.mask import Positions, causal, chunked, window
+from strobe.variants.mask import Positions, causal
+from strobe.variants.ready_made import chunked, window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

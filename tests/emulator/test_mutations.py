@@ -23,7 +23,8 @@ from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans import forward_sm80, forward_sm90
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.problem.arguments import Inputs
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -10,13 +10,12 @@ from everyday import everyday
 
 import strobe
 from strobe.emulator import compiler
-from strobe.variants.expression import Expr
+from strobe.variants.expression import DIAGONAL, Expr, K, S
 from strobe.variants.score import Score
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-S, Q, K, LEN_Q, LEN_K = (Expr("var", (name,)) for name in ("s", "q", "k", "len_q", "len_k"))
-DISTANCE = Expr("abs", (Q + (LEN_K - LEN_Q) - K,))
+DISTANCE = Expr("float", (Expr("iabs", (DIAGONAL - K,)),))
 DECAY = Score(Expr("tanh", (S,)) * Expr.of(2.0) - DISTANCE * Expr.of(0.05), "decay")
 
 

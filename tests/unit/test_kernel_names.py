@@ -16,9 +16,10 @@ from strobe.cuda.parts.kernel import ENTRY, PREFIX, TemplateKernel
 from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans.families import FAMILIES, variants
 from strobe.problem import supposed
+from strobe.variants.score import identity
 
 IDS, SLOPES = torch.empty(2, 1024, dtype=torch.int32, device="meta"), torch.empty(8, device="meta")
-DOCUMENTS = strobe.mask_function(lambda b, h, q, k: IDS[b, q] == IDS[b, k]).over_identity
+DOCUMENTS = identity.hiding(strobe.mask_function(lambda b, h, q, k: IDS[b, q] == IDS[b, k]))
 LONGEST = 80
 Options = dict[str, Any]
 
@@ -88,7 +89,7 @@ def test_a_name_tells_the_features(family: str, dim: int, options: Options, name
     [
         strobe.score_function(lambda s, b, h, q, k: s.exp()),
         strobe.score_function(lambda s, b, h, q, k: s * SLOPES[h]),
-        strobe.mask_function(lambda b, h, q, k: (q - k) % 3 == 0).over_identity,
+        identity.hiding(strobe.mask_function(lambda b, h, q, k: (q - k) % 3 == 0)),
     ],
     ids=["score", "captures", "mask"],
 )

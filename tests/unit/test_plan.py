@@ -28,7 +28,8 @@ from strobe.cuda.plans import families, forward_sm80, forward_sm90
 from strobe.cuda.runtime import jit
 from strobe.problem import Problem
 from strobe.tools import tune_backward
-from strobe.variants.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+from strobe.variants.mask import Mask, causal, causal_top_left, full
+from strobe.variants.ready_made import chunked, prefix, window
 
 FORWARD = {"sm_80": forward_sm80, "sm_90a": forward_sm90}
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -16,7 +16,7 @@ from strobe.problem import Problem, supposed
 from strobe.problem.arguments import Arguments
 from strobe.problem.resolve import resolved
 from strobe.variants.mask import causal, full
-from strobe.variants.mask_function import mask_function
+from strobe.variants.user_function import mask_function
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MEASURES = ("time", "call", "graph", "model")

@@ -84,7 +84,7 @@ def from_layout(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 def dense_mask(case: BenchCase, device: torch.device) -> torch.Tensor | None:
     """For those who can only be told a mask in full; None if nothing is hidden."""
-    interval = None if case.mask == full else case.mask.dense(case.len_q, case.len_k, device)
+    interval = None if case.mask == full else case.mask.dense(case.len_q, case.len_k, device=device)
     condition = variants.dense_mask(case, device)
     return condition if interval is None else interval if condition is None else interval & condition
 

@@ -13,14 +13,14 @@ import torch
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
 from strobe.problem.invalid import InvalidArgument
-from strobe.variants.expression import Expr
-from strobe.variants.mask import Mask, causal, chunked, full, used_keys, window
+from strobe.variants.expression import LEN_K, LEN_Q, Expr, Q, S
+from strobe.variants.mask import Mask, causal, full, used_keys
+from strobe.variants.ready_made import chunked, window
 from strobe.variants.score import Score, alibi, softcap
 
-_S, _Q, _LEN_Q, _LEN_K = (Expr("var", (name,)) for name in ("s", "q", "len_q", "len_k"))
 _0, _1 = (Expr("literal", (n,)) for n in (0, 1))
 # Only the queries that the whole sequence has, as positions say: those from len_q on see the keys from len_k on, none.
-used_queries = Mask(Expr("min", (Expr("max", (_Q - _LEN_Q + _1, _0)), _1)) * _LEN_K, None, "used_queries")
+used_queries = Mask(Expr("min", (Expr("max", (Q - LEN_Q + _1, _0)), _1)) * LEN_K, None, "used_queries")
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def score_of(cap: Any, slopes: torch.Tensor | None) -> Score | None:
     if not cap:
         return biased
     capped = capping(cap)
-    return Score(biased.expr.replaced(_S, capped.expr), f"{capped.title} with alibi", biased.tensors, capped.sizes)
+    return Score(biased.expr.replaced(S, capped.expr), f"{capped.title} with alibi", biased.tensors, capped.sizes)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

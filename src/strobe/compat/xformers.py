@@ -18,8 +18,9 @@ from strobe.compat import flash_terms
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
 from strobe.problem.invalid import InvalidArgument, raises_as_hosts
-from strobe.variants.expression import Expr
-from strobe.variants.mask import Mask, causal, causal_top_left, full, window
+from strobe.variants.expression import Expr, Q
+from strobe.variants.mask import Mask, causal, causal_top_left, full
+from strobe.variants.ready_made import window
 
 # ---- the function ----------------------------------------------------------------------------------------------------
 
@@ -107,12 +108,9 @@ class _Asked(NamedTuple):
     rows: Any = None  # the bias, if it says where sequences lie that were packed into one
 
 
-_Q = Expr("var", ("q",))
-
-
 def _window_top_left(size: int) -> Mask:
     """The last `size` keys up to the one with the query's own index in its block."""
-    return Mask(_Q - Expr.of(size - 1), None, "window_top_left(?)", (size - 1,)) & causal_top_left
+    return Mask(Q - Expr.of(size - 1), None, "window_top_left(?)", (size - 1,)) & causal_top_left
 
 
 def _local(b: Any) -> Mask:

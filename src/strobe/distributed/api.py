@@ -116,7 +116,7 @@ def _call(
         raise TypeError(f"score must be a strobe.Score (strobe.score_function(f), …) or None, got {score!r}")
     if score is not None and torch.is_grad_enabled() and any(t.requires_grad for t in score.tensors):
         raise ValueError(f"a tensor of {score!r} requires grad, which shards do not compute; capture its .detach()")
-    if mask is not None and not isinstance(mask, Mask):
+    if mask is not None and (not isinstance(mask, Mask) or mask.rest is not None):
         raise TypeError(f"mask must be a strobe mask (strobe.causal, strobe.window(…), …) or None, got {mask!r}")
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout must be one of 'bshd', 'bhsd', got {layout!r}")

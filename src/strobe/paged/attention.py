@@ -19,8 +19,9 @@ from strobe.problem.page_checks import check_tail, entries_of, in_order
 from strobe.problem.work_list import Plan
 from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask, causal, full
-from strobe.variants.mask_function import MaskFunction, mask_function, with_tail
 from strobe.variants.score import Score
+from strobe.variants.tail import with_tail
+from strobe.variants.user_function import mask_function
 
 
 @shows_known_keywords
@@ -105,9 +106,9 @@ def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
     if isinstance(a.q, torch.Tensor) and a.q.dim() == (4 if a.cu_q is None else 3):
         check_tail(tail, a.q, a.cu_q, a.max_q)
     mask = full if a.mask is None else a.mask
-    if not isinstance(mask, (Mask, MaskFunction, BlockMask, torch.Tensor)) and callable(mask):
+    if not isinstance(mask, (Mask, BlockMask, torch.Tensor)) and callable(mask):
         mask = mask_function(mask)
-    return with_tail(mask, tail, a.cu_q) if isinstance(mask, (Mask, MaskFunction)) else mask
+    return with_tail(mask, tail, a.cu_q) if isinstance(mask, Mask) else mask
 
 
 def _with_levels(a: Arguments, own: Arguments, levels: Sequence[Level]) -> Any:

@@ -13,9 +13,9 @@ import torch
 
 from strobe.problem.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
 from strobe.problem.overlap import overlaps_itself, share_memory
+from strobe.variants.expression import DIAGONAL, B, H, K, Q
 from strobe.variants.mask import MAX_CONSTANTS, Mask, full
 from strobe.variants.score import LOG2E, Score, identity, softcap
-from strobe.variants.user_function import ROW, B, H, K, Q
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -207,6 +207,7 @@ def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> 
             "a strobe mask (strobe.causal, strobe.window(…), …), a function (b, h, q, k), a boolean tensor or None"
         )
         raise TypeError(f"mask must be {allowed}, got {mask!r}")
+    assert mask.rest is None, "conditions belong to the score: see `resolved`"
     if len(mask.constants) > MAX_CONSTANTS:
         raise ValueError(f"{mask!r} combines too many masks: {len(mask.constants)} constants, at most {MAX_CONSTANTS}")
     return mask
@@ -231,7 +232,7 @@ def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) ->
             raise ValueError(f"a tensor of {a.score!r} is on {t.device}, q is on {a.q.device}")
     sizes = {B: (batch, "sequences"), H: (heads, "heads")}
     if a.cu_q is None and a.positions is None and not a.paged:  # else lengths are at most so long
-        sizes |= {ROW: (len_q, "queries"), Q: (len_k, "positions"), K: (len_k, "keys")}
+        sizes |= {Q: (len_q, "queries"), DIAGONAL: (len_k, "positions"), K: (len_k, "keys")}
     for load in a.score.expr.loads():
         shape = tuple(a.score.tensors[load.args[0]].shape)
         for axis, index in enumerate(load.operands):

@@ -10,8 +10,8 @@ from strobe.problem.arguments import Arguments, layout_of
 from strobe.variants.block_mask import BlockMask
 from strobe.variants.flex_mask import check_lengths, of_block_mask
 from strobe.variants.mask import Mask, full
-from strobe.variants.mask_function import MaskFunction, mask_function, score_function
-from strobe.variants.score import Score, softcap
+from strobe.variants.score import Score, identity, softcap
+from strobe.variants.user_function import mask_function, score_function
 
 
 def resolved(a: Arguments) -> Arguments:
@@ -22,24 +22,22 @@ def resolved(a: Arguments) -> Arguments:
     if isinstance(mask, BlockMask):
         if sizes := _sizes(a, "block mask"):
             mask.check(*sizes)
-        a, mask = a._replace(blocks=mask), mask.function
-    if not isinstance(mask, MaskFunction):
-        known = mask is None or isinstance(mask, (Mask, torch.Tensor))
+        a, mask = a._replace(blocks=mask), mask.mask
+    if not isinstance(mask, Mask):
+        known = mask is None or isinstance(mask, torch.Tensor)
         if known or not (callable(mask) or hasattr(mask, "kv_indices")):
             return a
         mask = _of_flex(mask, a) if hasattr(mask, "kv_indices") else mask_function(mask)
     interval = None if mask.interval == full else mask.interval
     if mask.rest is None:
         return a._replace(mask=interval)
-    if a.score is None and a.softcap is None:
-        return a._replace(mask=interval, score=mask.over_identity)
     if a.score is not None and a.softcap is not None:
-        return a  # refused by the checks
-    base = a.score if a.score is not None else softcap(a.softcap)
-    return a._replace(mask=interval, softcap=None, score=base.hiding(mask.rest, mask.tensors, mask.title))
+        return a._replace(mask=interval)  # refused by the checks
+    base = a.score if a.score is not None else identity if a.softcap is None else softcap(a.softcap)
+    return a._replace(mask=interval, softcap=None, score=base.hiding(mask))
 
 
-def _of_flex(mask: Any, a: Arguments) -> MaskFunction:
+def _of_flex(mask: Any, a: Arguments) -> Mask:
     if sizes := _sizes(a, "BlockMask"):
         check_lengths(mask, *sizes[2:])
     return of_block_mask(mask)

@@ -13,6 +13,7 @@ import torch
 from strobe.backends import dispatch
 from strobe.problem import Problem, supposed
 from strobe.variants import mask as masks
+from strobe.variants.ready_made import chunked, prefix, window
 from strobe.variants.score import alibi
 
 YES, NO = "✓", "–"
@@ -58,7 +59,7 @@ def _options(**options: Any) -> dict[str, Any]:
 
 # What is asked for each row: changes to a backend's home question. A row holds if every one of its problems is
 # supported.
-_MASKS = (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))
+_MASKS = (window(4, 2), prefix(3), chunked(8), masks.causal & window(4, None))
 FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
     ("float16, bfloat16", [{"dtype": torch.float16}, {"dtype": torch.bfloat16}]),
     ("float32, head dims up to 128", [{"dtype": torch.float32, "dim": d, "dim_v": d} for d in range(8, 129, 8)]),

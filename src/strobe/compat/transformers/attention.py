@@ -11,7 +11,8 @@ from strobe.compat.transformers import in_place, paged
 from strobe.compat.transformers.layer_mask import LayerMask
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.variants.mask import Mask, causal, causal_top_left, full, window
+from strobe.variants.mask import Mask, causal, causal_top_left, full
+from strobe.variants.ready_made import window
 
 _Maybe = torch.Tensor | None
 # Keywords that models pass to their attention functions although they say nothing about attention. These, and whatever

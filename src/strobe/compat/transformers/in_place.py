@@ -23,7 +23,8 @@ from strobe.merging import merge
 from strobe.paged import append
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.variants.mask import cached_window, causal, full, window
+from strobe.variants.mask import causal, full
+from strobe.variants.ready_made import cached_window, window
 
 
 class Layer(NamedTuple):

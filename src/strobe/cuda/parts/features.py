@@ -17,7 +17,8 @@ from strobe.cuda.parts.plan import Dims
 from strobe.cuda.parts.rows import Rows, stride_values
 from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem, Strides
-from strobe.variants.mask import causal, full, used_keys, window
+from strobe.variants.mask import causal, full, used_keys
+from strobe.variants.ready_made import window
 from strobe.variants.score import identity, softcap
 
 

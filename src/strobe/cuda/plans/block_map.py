@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from strobe.cuda.parts import print_condition
+from strobe.cuda.parts import print_condition, print_mask
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.params import Field, params
@@ -95,7 +95,7 @@ def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transpo
         config=config,
         memory=SharedMemory([Region("seen", 128)]),
         types=(
-            ("Mask", features.scores.mask.cpp(features.rows.positions)),
+            ("Mask", print_mask.struct(features.scores.mask, features.rows.positions)),
             ("Condition", printed.text),
         ),
     )

@@ -37,7 +37,8 @@ from strobe.cuda.parts.terms import TERMS, as_terms, features_of, terms_map
 from strobe.cuda.plans.forward_sm90 import ARCH
 from strobe.cuda.plans.planner import Planner
 from strobe.problem import Problem, Strides
-from strobe.variants.mask import causal, full, window
+from strobe.variants.mask import causal, full
+from strobe.variants.ready_made import window
 from strobe.variants.score import identity, softcap
 
 __all__ = ["DIMS", "PLANNER", "TILES", "Tile", "kernel", "plan", "variants"]
