@@ -9,7 +9,7 @@ import torch
 
 from strobe.api import attention, attention_varlen
 from strobe.call import sharded
-from strobe.problem.invalid import raises_as_hosts
+from strobe.problem.hints import raises_as_hosts
 from strobe.variants import mask as masks
 from strobe.variants.mask import Mask
 

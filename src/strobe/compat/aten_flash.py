@@ -17,7 +17,7 @@ from strobe.compat import flash_terms
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
 from strobe.problem.checks import with_longest
-from strobe.problem.invalid import raises_as_hosts
+from strobe.problem.hints import raises_as_hosts
 from strobe.variants.dropout import new_seed
 
 _QKV = (True, True, True, False, False)  # gradients of q, k and v, none of bias and sinks

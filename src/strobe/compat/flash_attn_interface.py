@@ -18,7 +18,7 @@ from strobe.compat import flash_terms, kvcache
 from strobe.merging import merge
 from strobe.problem.arguments import Arguments
 from strobe.problem.checks import with_longest
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]

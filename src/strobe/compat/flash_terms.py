@@ -12,7 +12,7 @@ import torch
 
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument
+from strobe.problem.hints import InvalidArgument
 from strobe.variants.expression import Expr
 from strobe.variants.mask import Mask, causal, chunked, full, used_keys, window
 from strobe.variants.score import Score, alibi, softcap

@@ -16,7 +16,7 @@ from strobe.api import attend as attend_to
 from strobe.compat import flash_terms
 from strobe.nn.rotary import rotate
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 from strobe.variants.mask import Mask
 from strobe.variants.score import Score
 

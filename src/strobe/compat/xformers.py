@@ -17,7 +17,7 @@ from strobe.api import attend
 from strobe.compat import flash_terms
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 from strobe.variants.expression import Expr
 from strobe.variants.mask import Mask, causal, causal_top_left, full, window
 

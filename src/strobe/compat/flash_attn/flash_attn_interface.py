@@ -29,7 +29,7 @@ from strobe.compat.flash_attn.kernels import (
 )
 from strobe.compat.flash_attn.probabilities import signed_scores
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 from strobe.variants.dropout import new_seed
 
 USE_TRITON_ROCM = False

@@ -16,7 +16,7 @@ from strobe.compat import flash_terms
 from strobe.compat.flash_attn.probabilities import keys_of_tile, signed_scores
 from strobe.problem.arguments import Arguments
 from strobe.problem.checks import with_longest
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 from strobe.variants.dropout import new_seed
 
 _ALL = (True, True, True, False, False)  # gradients of q, k and v
