@@ -75,9 +75,10 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         raise ValueError("after v, explain takes cu_q and cu_k by position; give table= and lengths= by name")
     if not paged and ((arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2)):
         raise ValueError("cu_q and cu_k go together: give both, or neither")
+    softcap = arguments.pop("softcap", None)
     if wrong := [name for name in arguments if name not in ROWS]:
-        raise unknown_word("explain", wrong[0], ROWS)
-    a = resolved(Arguments(q, k, v, *cu, **arguments))
+        raise unknown_word("explain", wrong[0], (*ROWS, "softcap"))
+    a = resolved(Arguments(q, k, v, *cu, **arguments), softcap)
     if a.cu_q is not None:
         a = with_longest(a)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
@@ -85,7 +86,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
     chosen = dispatch.choose(problem, a.backend)
     backward = None
     if needs_grad:
-        wanted = gradient_names([t is not None and t.requires_grad for t in tensors_of(a)])
+        wanted = gradient_names(tuple(t is not None and t.requires_grad for t in tensors_of(a)))
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
     kind = ("varlen " if problem.varlen else "") + ("paged " if paged else "")

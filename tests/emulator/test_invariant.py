@@ -17,7 +17,6 @@ from everyday import everyday
 
 import strobe
 from strobe import api
-from strobe.call import run
 from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans import forward_sm90, plan_work
 from strobe.emulator import backend, compiler
@@ -186,7 +185,7 @@ def test_keys_that_left_the_table_do_not_matter() -> None:
 @pytest.mark.parametrize("way", everyday(["alone", "in_a_batch", "pages_of_1"], ["alone"]))
 def test_missing_keys_are_the_same_for_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some in the middle of a block, and most of a split."""
-    monkeypatch.setattr(run, "check_call", lambda *_: None)
+    monkeypatch.setattr(emulator_backend, "check_call", lambda *_: None)
     options: dict[str, Any] = {"partial": True, "missing": range(192, 496)}
     expected = attend([CHUNK, *OTHERS], check=True, **options)
     assert not differing(WAYS[way](**options), expected)

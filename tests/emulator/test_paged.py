@@ -12,7 +12,6 @@ from everyday import everyday
 from paged_cases import Pool, dense, pool, queries, without_keys
 
 import strobe
-from strobe.call import run
 from strobe.emulator import EmulatorError, backend, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -116,7 +115,7 @@ LONGER, MISSING = [37, 0, 300, 290, 99, 1, 16], {0: range(37), 2: (70, 140, 299)
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables as on a GPU, where nobody looks at what they hold."""
-    monkeypatch.setattr(run, "check_call", lambda *_: None)
+    monkeypatch.setattr(emulator_backend, "check_call", lambda *_: None)
 
 
 def attend(p: Pool, q: torch.Tensor, *cu: torch.Tensor, backend: str = "emulator", **options: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from strobe import paged
-from strobe.api import attend as attend_to
+from strobe.call.attend import attend as attend_to
 from strobe.compat import flash_terms
 from strobe.nn.rotary import rotate
 from strobe.problem.arguments import Arguments

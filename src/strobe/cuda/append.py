@@ -10,8 +10,9 @@ import torch
 
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field
-from strobe.cuda.parts.plan import ALIGN, ELEMENTS, Launch, Plan
+from strobe.cuda.parts.plan import ELEMENTS, Launch, Plan
 from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
+from strobe.problem.arguments import ALIGN
 
 NAMES = ("k_new", "v_new", "k", "v", "slots", "cos", "sin", "positions")
 _INDICES = {torch.int32: "int", torch.int64: "i64"}

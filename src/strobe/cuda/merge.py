@@ -10,8 +10,9 @@ import torch
 
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import MOST_PARTS, Field
-from strobe.cuda.parts.plan import ALIGN, ELEMENTS, Launch, Plan
+from strobe.cuda.parts.plan import ELEMENTS, Launch, Plan
 from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
+from strobe.problem.arguments import ALIGN
 
 _TYPES = {torch.float32: "float", **dict.fromkeys(ELEMENTS, "u16")}  # how numbers travel
 _launchers = Launchers()

@@ -14,9 +14,9 @@ from strobe.cuda.backend import machine_of, missing
 from strobe.cuda.launch import Launcher
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, params
-from strobe.cuda.parts.plan import ALIGN, Plan
+from strobe.cuda.parts.plan import Plan
 from strobe.cuda.parts.shared_memory import SharedMemory
-from strobe.problem.arguments import PLAIN, tensor_facts
+from strobe.problem.arguments import ALIGN, PLAIN, tensor_facts
 
 THREADS = 128
 _MOST = 512  # launchers that a thread remembers

@@ -13,7 +13,7 @@ import torch
 
 from strobe.problem.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
 from strobe.variants.mask import MAX_CONSTANTS, Mask, full
-from strobe.variants.score import LOG2E, Score, identity, softcap
+from strobe.variants.score import LOG2E, Score, identity
 from strobe.variants.user_function import ROW, B, H, K, Q
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -40,7 +40,7 @@ def checked_number(name: str, value: Any) -> float:
 
 
 def checked_scale(value: Any, score: Score, dtype: torch.dtype) -> float:
-    """A scale that, with the factors of the score and in units of log 2, is a number of the type that scores have."""
+    """Checks that scale * score factors * log2(e) does not overflow the dtype of the scores."""
     scale = checked_number("scale", value)
     form, wide = score.kernel_form(scale), lse_dtype(dtype)
     most = torch.finfo(wide).max
@@ -212,13 +212,6 @@ def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> 
 
 
 def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) -> Score:
-    if a.softcap is not None:
-        cap = checked_number("softcap", a.softcap)
-        if cap <= 0:
-            raise ValueError(f"softcap must be greater than 0, got {a.softcap}")
-        if a.score is not None:
-            raise ValueError("softcap and score cannot be given together: a softcap is a score of its own")
-        return softcap(cap)
     if a.score is None:
         return identity
     if not isinstance(a.score, Score):

@@ -24,7 +24,6 @@ from strobe.variants.mask import full
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_DIM = 256
 MAX_DIM_SM90 = 512  # of Hopper's own kernels
-ALIGN = 16  # bytes: what one asynchronous copy moves
 MAP = "block_map"  # in a workspace: the bits of blocks, which the first launch makes
 _map_keys: dict[Any, int] = {}
 
