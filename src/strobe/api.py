@@ -11,6 +11,7 @@ from strobe.backends import dispatch
 from strobe.call.attend import attend
 from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments
 from strobe.problem.hints import shows_known_keywords, unknown_keyword
+from strobe.problem.resolve import with_softcap
 from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask
 from strobe.variants.mask_function import MaskFunction
@@ -66,11 +67,13 @@ def attention(
     """
     if wrong:
         raise unknown_keyword(attention, wrong)
+    if softcap is not None:
+        score = with_softcap(score, softcap)
     a = Arguments(
         q=q, k=k, v=v, mask=mask, scale=scale, score=score, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
         layout=layout, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    return attend(a, softcap)
+    return attend(a)
 
 
 @shows_known_keywords
@@ -106,12 +109,14 @@ def attention_varlen(
         raise unknown_keyword(attention_varlen, wrong)
     if cu_q is None or cu_k is None:
         raise TypeError(f"{'cu_q' if cu_q is None else 'cu_k'} must be a torch.Tensor, got NoneType")
+    if softcap is not None:
+        score = with_softcap(score, softcap)
     a = Arguments(
         q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, mask=mask, scale=scale, score=score, bias=bias,
         dropout=dropout, seed=seed, sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic,
         backend=backend,
     )  # fmt: skip
-    return attend(a, softcap)
+    return attend(a)
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:

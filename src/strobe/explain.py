@@ -13,7 +13,7 @@ from strobe.problem.arguments import ROWS, Arguments, gradient_names, tensors_of
 from strobe.problem.checks import with_longest
 from strobe.problem.hints import unknown_word
 from strobe.problem.page_checks import entries_of, in_order
-from strobe.problem.resolve import resolved
+from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import causal
 
 
@@ -75,10 +75,11 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         raise ValueError("after v, explain takes cu_q and cu_k by position; give table= and lengths= by name")
     if not paged and ((arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2)):
         raise ValueError("cu_q and cu_k go together: give both, or neither")
-    softcap = arguments.pop("softcap", None)
+    if (softcap := arguments.pop("softcap", None)) is not None:
+        arguments["score"] = with_softcap(arguments.get("score"), softcap)
     if wrong := [name for name in arguments if name not in ROWS]:
         raise unknown_word("explain", wrong[0], (*ROWS, "softcap"))
-    a = resolved(Arguments(q, k, v, *cu, **arguments), softcap)
+    a = resolved(Arguments(q, k, v, *cu, **arguments))
     if a.cu_q is not None:
         a = with_longest(a)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)

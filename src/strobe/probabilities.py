@@ -20,7 +20,7 @@ from strobe.problem import Problem
 from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments, Inputs
 from strobe.problem.checks import checked_tensor
 from strobe.problem.hints import shows_known_keywords, unknown_keyword, warn_of_layout
-from strobe.problem.resolve import resolved
+from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import Mask, Positions
 from strobe.variants.score import Score
 
@@ -55,9 +55,10 @@ def probabilities(
     if wrong:
         raise unknown_keyword(probabilities, wrong)
     # Keys stand in for the values, which play no part, so that the checks of a call are those of `attention`.
+    score = with_softcap(score, softcap)
     a = Arguments(q=q, k=k, v=k, mask=mask, scale=scale, score=score, bias=bias, sinks=sinks, layout=layout)
     refuse_sharded(a)
-    a = cast_for_autocast(resolved(a, softcap))
+    a = cast_for_autocast(resolved(a))
     with without_autocast(checked_tensor("q", q).device):
         return _of_rows(a, rows)
 

@@ -105,7 +105,7 @@ def test_a_tail_on_a_gpu_reads_the_longest_sequence_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if it were memory of a GPU
     read, passed, to_list = [], [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t), to_list(t))[1])
-    monkeypatch.setattr(attention, "attend", lambda a, softcap: passed.append(with_longest(a)))  # as a call begins
+    monkeypatch.setattr(attention, "attend", lambda a: passed.append(with_longest(a)))  # as a call begins
     for max_q in (None, 64):
         strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, max_q=max_q, tail=torch.zeros(67).long())
     assert len(read) == 1 and read[0] is cu and [a.max_q for a in passed] == [64, 64]

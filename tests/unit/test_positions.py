@@ -12,6 +12,7 @@ from strobe.call.attend import attend
 from strobe.call.bound_call import bind, lookup
 from strobe.problem.arguments import Arguments
 from strobe.variants.mask import Positions
+from strobe.variants.score import softcap
 
 LENGTH = 29
 CUTS = (0, 10, 11, LENGTH)
@@ -32,7 +33,7 @@ def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         {"mask": strobe.window(7, 2)},
         {"mask": strobe.chunked(8) & strobe.causal},
         {"mask": strobe.prefix(5)},
-        {"mask": strobe.causal, "softcap": 2.0},
+        {"mask": strobe.causal, "score": softcap(2.0)},
         {"score": strobe.alibi(torch.tensor([0.5, 0.1]))},
         {"mask": strobe.causal, "dropout": 0.4, "seed": 3},
     ],

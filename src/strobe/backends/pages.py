@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.problem import Problem
+from strobe.problem import Problem, page_checks
 from strobe.problem.arguments import Inputs
-from strobe.problem.page_checks import check_contents, visible_spans
 
 
 class Sequences(NamedTuple):
@@ -37,9 +36,9 @@ class Sequences(NamedTuple):
         else:
             first_q, len_q = x.cu_q[:-1].long(), x.cu_q.diff().long()
         start = torch.zeros_like(length) if x.starts is None else x.starts.long()
-        first, end = spans = visible_spans(problem.mask, len_q, length, start)
+        first, end = spans = page_checks.visible_spans(problem.mask, len_q, length, start)
         if x.lengths.is_cpu:
-            check_contents(x.table, x.indptr, x.lengths, pages.count, pages.size, spans)
+            page_checks.check_contents(x.table, x.indptr, x.lengths, pages.count, pages.size, spans)
         return Sequences(number, first_q, len_q, first, end - first, start + first, start + length)
 
     def take(self, index: torch.Tensor | slice) -> Sequences:

@@ -28,10 +28,10 @@ _autocasting = torch._C._is_any_autocast_enabled
 _transforming = torch._C._are_functorch_transforms_active
 
 
-def attend(a: Arguments, softcap: float | None = None) -> Any:
+def attend(a: Arguments) -> Any:
     """The output, or (output, LSE) if `a.return_lse`."""
-    if softcap is not None or a.mask.__class__ not in _PLAIN_MASKS or (a.score.__class__ not in _PLAIN_SCORES):
-        a = resolved(a, softcap)
+    if a.mask.__class__ not in _PLAIN_MASKS or a.score.__class__ not in _PLAIN_SCORES:
+        a = resolved(a)
     q = a.q
     if q.__class__ not in PLAIN or a.k.__class__ not in PLAIN or a.v.__class__ not in PLAIN:
         refuse_sharded(a)

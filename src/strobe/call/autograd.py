@@ -30,7 +30,6 @@ from strobe.problem.arguments import (
 _Maybe = torch.Tensor | None
 _transforming = torch._C._are_functorch_transforms_active
 _autocasting = torch._C._is_any_autocast_enabled
-_NOTHING = contextlib.nullcontext()
 _GRADIENTS = len(GRADIENTS)  # the first tensors of each operation; those of a score are the last
 _NO_FORWARD_MODE = "strobe.attention has no forward-mode derivative; reverse mode (torch.func.grad, vjp, jacrev) works"
 
@@ -92,7 +91,10 @@ class _Attention(torch.autograd.Function):
             gradients = in_tensor_order(found[:_GRADIENTS], found[_GRADIENTS:])
         else:
             a = bound.arguments(seed, tensors, blocks)
-            with without_autocast(out.device) if _autocasting() else _NOTHING:
+            if _autocasting():
+                with without_autocast(out.device):
+                    gradients = bound.backward(wanted, a, out, lse, dout, dlse).in_tensor_order()
+            else:
                 gradients = bound.backward(wanted, a, out, lse, dout, dlse).in_tensor_order()
         return _fitted((None, None, *gradients), len(needs))
 

@@ -97,7 +97,8 @@ class Launcher:
             if counter is None:
                 counter, _alive = zeros(self._device, stream)
             addresses = (*addresses, counter)
-        launches, new_map = self._launches, None
+        launches: Sequence[_Prepared] = self._launches
+        new_map: _Map | None = None
         if self._new_workspace is not None:
             workspace = self._new_workspace()
             start = workspace.data_ptr()

@@ -92,17 +92,14 @@ def attention_paged(
     if lengths is None:
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
     a = Arguments(
-        q=q, k=k, v=v, cu_q=cu_q, max_q=max_q, mask=mask, scale=scale, score=score, sinks=sinks, out=out,
+        q=q, k=k, v=v, cu_q=cu_q, max_q=max_q, mask=mask, scale=scale, score=with_softcap(score, softcap), sinks=sinks, out=out,
         return_lse=return_lse, backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, plan=plan,
         invariant=invariant,
     )  # fmt: skip
     if tail is not None and max_q is None and isinstance(cu_q, torch.Tensor) and not (cu_q.is_cpu or is_tracing(q)):
         a = with_longest(a)  # `tail` has no bits for more; the call would read it back later
     own = a if tail is None else a._replace(mask=_with_tail(a, tail))
-    if not shared:
-        return attend(own, softcap)
-    score = with_softcap(score, softcap)
-    return _with_levels(a._replace(score=score), own._replace(score=score), shared)
+    return attend(own) if not shared else _with_levels(a, own, shared)
 
 
 def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:

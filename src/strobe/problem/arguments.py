@@ -1,8 +1,8 @@
 """The table of arguments of `strobe.attention`, `attention_varlen` and `attention_paged`, and the layouts of tensors.
 
 `Arguments` holds what a caller passed, unchecked. Each argument is one row of it. Everything that lists arguments is derived
-from the rows: which tensors autograd sees, the key under which a bound call is remembered (`bound_call.py`), the schema of the
-traced operation (`traced.py`), and the views that backends get (`Inputs`). `problem.py` checks them.
+from the rows: the tensors that autograd sees, the key under which a bound call is remembered (`call/bound_call.py`), the
+schema of the traced operation (`call/traced.py`), and the views that backends get (`Inputs`). `Problem.of` checks them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a call, one by one. `problem.py` calls all of them, in order, and says what is asked for.
+"""Checks of the arguments of a call, one by one. `Problem.of` calls all of them, in order, and says what is asked for.
 
 An error names the argument, its value and what is allowed.
 """

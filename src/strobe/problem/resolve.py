@@ -17,7 +17,7 @@ from strobe.variants.mask import Mask, full
 from strobe.variants.mask_function import MaskFunction, mask_function, score_function
 from strobe.variants.score import Score, softcap as softcap_score
 
-_remembered_softcap = functools.lru_cache(maxsize=64)(softcap_score)
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def with_softcap(score: Any, softcap: float | None) -> Any:
@@ -26,21 +26,23 @@ def with_softcap(score: Any, softcap: float | None) -> Any:
         return score
     if score is not None:
         raise ValueError("softcap and score cannot be given together: a softcap is a score of its own")
-    if torch.compiler.is_dynamo_compiling() or isinstance(softcap, torch.SymFloat):  # symbols have no hash
+    if _is_compiling() or isinstance(softcap, torch.SymFloat):  # symbols have no hash
         return softcap_score(torch.sym_float(softcap))
-    cap = checked_number("softcap", softcap)
-    if cap <= 0:
-        raise ValueError(f"softcap must be greater than 0, got {softcap}")
-    return _remembered_softcap(cap)
+    return _checked_softcap(softcap if softcap.__class__ is float else checked_number("softcap", softcap))
 
 
-def resolved(a: Arguments, softcap: float | None = None) -> Arguments:
-    """The arguments with functions traced and the softcap as a score, which also hides what a mask function hides beside
-    its interval."""
-    mask, score = a.mask, with_softcap(a.score, softcap)
+@functools.lru_cache(maxsize=64)
+def _checked_softcap(cap: float) -> Score:
+    if checked_number("softcap", cap) <= 0:
+        raise ValueError(f"softcap must be greater than 0, got {cap}")
+    return softcap_score(cap)
+
+
+def resolved(a: Arguments) -> Arguments:
+    """The arguments with functions traced; the score also hides what a mask function hides beside its interval."""
+    mask, score = a.mask, a.score
     if score is not None and not isinstance(score, Score) and callable(score):
         score = score_function(score)
-    if score is not a.score:
         a = a._replace(score=score)
     if isinstance(mask, BlockMask):
         if sizes := _sizes(a, "block mask"):

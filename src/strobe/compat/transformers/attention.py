@@ -57,7 +57,7 @@ def attention(
                 f"{type(module).__name__} passes {name}= to its attention function, which strobe does not know; load the model "
                 'with attn_implementation="eager"'
             )
-    deterministic = bool(deterministic)
+    deterministic, score = bool(deterministic), with_softcap(None, softcap)
     query, key, value = _rows_together(query), _rows_together(key), _rows_together(value)
     if cache is not None and not paged.is_paged(cache):
         cache = None
@@ -76,7 +76,7 @@ def attention(
         else:
             mask = _mask_of(module, True if cache is not None else is_causal, sliding_window)
         a = Arguments(
-            q=query, k=key, v=value, mask=mask, scale=scaling, score=with_softcap(None, softcap), dropout=dropout,
+            q=query, k=key, v=value, mask=mask, scale=scaling, score=score, dropout=dropout,
             sinks=s_aux, deterministic=deterministic,
         )  # fmt: skip
         index: Any = getattr(module, "layer_idx", None)
@@ -114,18 +114,18 @@ def attention(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if documents is None:
         a = Arguments(
-            q=q, k=k, v=v, mask=chosen, scale=scaling, bias=bias, dropout=dropout, sinks=s_aux, deterministic=deterministic,
-            positions=positions,
+            q=q, k=k, v=v, mask=chosen, scale=scaling, score=score, bias=bias, dropout=dropout, sinks=s_aux,
+            deterministic=deterministic, positions=positions,
         )  # fmt: skip
-        return attend(a, softcap).contiguous(), None
+        return attend(a).contiguous(), None
     if bias is not None:
         raise Unsupported("position_bias cannot be combined with packed sequences (position_ids that start again)")
     cu, longest = documents
     a = Arguments(
         q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), cu_q=cu, cu_k=cu, max_q=longest, max_k=longest,
-        mask=chosen, scale=scaling, dropout=dropout, sinks=s_aux, deterministic=deterministic,
+        mask=chosen, scale=scaling, score=score, dropout=dropout, sinks=s_aux, deterministic=deterministic,
     )  # fmt: skip
-    out = attend(a, softcap)
+    out = attend(a)
     return out.unflatten(0, q.shape[:2]).contiguous(), None
 
 
