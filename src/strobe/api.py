@@ -70,7 +70,7 @@ def attention(
     if softcap is not None:
         score = with_softcap(score, softcap)
     a = Arguments(
-        q=q, k=k, v=v, mask=mask, scale=scale, score=score, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
+        q, k, v, mask=mask, scale=scale, score=score, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
         layout=layout, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     return attend(a)
@@ -112,7 +112,7 @@ def attention_varlen(
     if softcap is not None:
         score = with_softcap(score, softcap)
     a = Arguments(
-        q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, mask=mask, scale=scale, score=score, bias=bias,
+        q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, mask=mask, scale=scale, score=score, bias=bias,
         dropout=dropout, seed=seed, sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic,
         backend=backend,
     )  # fmt: skip

@@ -120,10 +120,13 @@ def _repeated(
     launcher: Launcher, slots: Slots, planned: Planned | None, device: int, a: Arguments, x: Mapping[str, Any]
 ) -> Any:
     """The same call with other tensors: allocate, and launch."""
-    pick, reads = slots.pick, slots.addresses_read if slots.read else None
+    has_lse, has_state = "lse" in x, "state" in x
+    order = ("q", "k", "v", "o", *("lse",) * has_lse, *("state",) * has_state)  # of the addresses below
+    assert slots.tensors == order, f"prepared are {slots.tensors}, a repeated call passes {order}"
+    reads = slots.addresses_read if slots.read else None
     new_out = allocator(x["o"].shape, x["o"].dtype)
     in_place = a.state_lse is not None
-    new_lse = None if "lse" not in x or in_place else allocator(x["lse"].shape, x["lse"].dtype)
+    new_lse = None if in_place or not has_lse else allocator(x["lse"].shape, x["lse"].dtype)
     get_device = torch._C._cuda_getDevice
 
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -132,8 +135,11 @@ def _repeated(
                 return run(a)
         out = new_out() if a.out is None else a.out
         lse = new_lse() if new_lse is not None else a.state_lse
-        tensors = {"q": a.q, "k": a.k, "v": a.v, "o": out, "lse": lse, "state": a.state_out}
-        addresses = [*map(_data_ptr, pick(tensors))]
+        addresses = [a.q.data_ptr(), a.k.data_ptr(), a.v.data_ptr(), out.data_ptr()]
+        if lse is not None:
+            addresses.append(lse.data_ptr())
+        if has_state:
+            addresses.append(a.state_out.data_ptr())
         if reads is not None:
             addresses += reads(a)
         if planned is not None:
