@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -500,3 +501,28 @@ def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: i
     q, k = ((2, length, h, 64) for h in (heads, heads_k))
     problem = supposed(torch.device("cpu"), torch.bfloat16, q, k, k, ("q", "k", "v"))
     assert group_parts(problem, H200.sms) == parts
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"scale": 0.5, "layout": "bhsd"}], ids=str)
+def test_a_repeated_call_makes_six_python_calls(options, no_driver, monkeypatch) -> None:
+    """Of ours, from `strobe.attention` to the driver; PyTorch's question whether it compiles is one of its own."""
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    monkeypatch.setattr(cuda_backend, "missing", lambda device, hopper: None)
+    monkeypatch.setattr(launching, "_zeros", {(0, 77): 4096})
+    q, k, v = torch.randn(3, 2, 160, 4, 64).bfloat16()
+    for _ in range(2):
+        strobe.attention(q, k, v, **options)
+    calls: list[str] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith(("strobe.", "namedtuple_")):
+            calls.append(f"{name}: {frame.f_code.co_name}")
+
+    sys.setprofile(profile)
+    try:
+        strobe.attention(q, k, v, **options)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 6 and calls[0] == "strobe.api: attention", calls
+    assert Recorder.made[-1].sent[-1][0] == 77

@@ -9,22 +9,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from strobe.problem import Problem
-from strobe.problem.arguments import GRADIENTS, Arguments, Inputs, Layout, behind_tensors
+from strobe.problem.arguments import GRADIENTS, Arguments, Inputs, Layout, in_tensor_order
 
 
 class Gradients(NamedTuple):
-    """The gradients of one attention call, each in its input's shape; `None` where none is wanted."""
+    """The gradients of one attention call, each in its input's shape; None for those that were not asked for."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
     v: torch.Tensor | None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    score: tuple[torch.Tensor | None, ...] | None = None  # of the tensors that it captures
+    score: tuple[torch.Tensor | None, ...] | None = None  # one for each tensor that the score captures
 
-    def of_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of `tensors_of`; the last ones may be missing."""
-        return behind_tensors(self[:-1], self.score or ())
+    def in_tensor_order(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradients in the order of `tensors_of`; the last ones may be missing."""
+        return in_tensor_order(self[:-1], self.score or ())
 
 
 class Pass:

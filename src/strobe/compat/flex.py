@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as _host
 
-from strobe.api import attend
+from strobe.call.attend import attend
 from strobe.compat.patch import Patch
 from strobe.problem.arguments import Arguments
 from strobe.variants.mask import Mask

@@ -11,8 +11,9 @@ import torch
 from strobe.cuda.parts.element import BF16, CONST_TENSOR, ELEMENTS, TENSOR
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field
-from strobe.cuda.parts.plan import ALIGN, Launch, Plan
+from strobe.cuda.parts.plan import Launch, Plan
 from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
+from strobe.problem.arguments import ALIGN
 
 NAMES = ("k_new", "v_new", "k", "v", "slots", "cos", "sin", "positions")
 _INDICES = {torch.int32: "int", torch.int64: "i64"}

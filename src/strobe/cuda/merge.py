@@ -11,8 +11,9 @@ import torch
 from strobe.cuda.parts.element import ELEMENTS, FP32
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import MOST_PARTS, Field
-from strobe.cuda.parts.plan import ALIGN, Launch, Plan
+from strobe.cuda.parts.plan import Launch, Plan
 from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
+from strobe.problem.arguments import ALIGN
 
 _TYPES = {torch.float32: FP32, **ELEMENTS}
 _launchers = Launchers()

@@ -15,8 +15,8 @@ from strobe.cuda.launch import Launcher
 from strobe.cuda.parts.architecture import AMPERE
 from strobe.cuda.parts.kernel import TemplateKernel, template_kernel
 from strobe.cuda.parts.params import Field, params
-from strobe.cuda.parts.plan import ALIGN, Plan
-from strobe.problem.arguments import PLAIN, tensor_facts
+from strobe.cuda.parts.plan import Plan
+from strobe.problem.arguments import ALIGN, PLAIN, tensor_facts
 
 THREADS = 128
 _MOST = 512  # launchers that a thread remembers

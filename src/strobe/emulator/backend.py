@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from strobe.backends.backend import Backend, Gradients, Pass
-from strobe.cuda import backend as cuda_backend
 from strobe.cuda.parts.architecture import SMEM_BYTES, generation
 from strobe.cuda.parts.params import COUNTER, COUNTERS
 from strobe.cuda.parts.plan import MAP, Machine, Plan
 from strobe.cuda.plans.families import FAMILIES, Family
+from strobe.cuda.tensors import gradients_of, inside_strides, prepare, prepare_backward
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
 from strobe.emulator.tensor_map import encode_tensor_map
 from strobe.problem import Problem
 from strobe.problem.arguments import Arguments, Layout
+from strobe.problem.page_checks import check_call
 from strobe.variants.block_mask import BlockMask
 
 
@@ -103,21 +104,23 @@ def _bind_backward(problem: Problem, layout: Layout) -> Any:
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         machine = MACHINES[_chosen()]
         results = (out, lse, dout, dlse)
-        tensors, actual, strides = cuda_backend.prepare_backward(problem, layout, a, *results, machine.sms)
+        tensors, actual, strides = prepare_backward(problem, layout, a, *results, machine.sms)
         mode, seed = mode_and_seed()
         plan = FAMILIES[_chosen()].planner(problem).plan(actual, strides, machine)
         launch(plan, tensors, mode=mode, seed=seed, blocks=a.blocks)
-        return cuda_backend.gradients_of(problem, layout, tensors, a)
+        return gradients_of(problem, layout, tensors, a)
 
     return run
 
 
 def _bind_forward(problem: Problem, layout: Layout) -> Any:
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if a.paged:
+            check_call(a, problem.mask)
         plain = a._replace(**{name: getattr(a, name).detach() for name in ("q", "k", "v")})
-        x, actual = cuda_backend.prepare(problem, layout, plain)
+        x, actual = prepare(problem, layout, plain)
         chosen = _chosen()
-        strides = {"o": cuda_backend.inside_strides(x["o"], layout)}
+        strides = {"o": inside_strides(x["o"], layout)}
         plan = FAMILIES[chosen].planner(problem).plan(actual, strides, MACHINES[chosen])
         mode, seed = mode_and_seed()
         launch(plan, x, mode=mode, seed=seed, blocks=a.blocks)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.api import attend as attend_to
+from strobe.call.attend import attend as attend_to
 from strobe.call.bound_call import lookup
 from strobe.compat.transformers.paged import of_layer
 from strobe.merging import merge

@@ -20,7 +20,6 @@ from strobe.problem import Problem, State, Strides
 from strobe.variants.mask import full
 
 MAX_DIM = 256  # of kernels with all columns of a tile at once
-ALIGN = 16  # bytes: what one asynchronous copy moves
 MAP = "block_map"  # in a workspace: the bits of blocks, which the first launch makes
 _map_keys: dict[Any, int] = {}
 
