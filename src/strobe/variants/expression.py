@@ -35,8 +35,9 @@ def on_device(value: Value, device: torch.device, dtype: torch.dtype | None = No
 def _minmax(of_numbers: Any, of_tensors: Any, a: Value, b: Value) -> Value:
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
         return of_numbers(a, b)
-    like = a if isinstance(a, torch.Tensor) else b
-    return of_tensors(on_device(a, like.device), on_device(b, like.device))
+    like, other = (a, b) if isinstance(a, torch.Tensor) else (b, a)
+    dtype = torch.result_type(like, other)  # a number beside float64 has 64 bits
+    return of_tensors(on_device(a, like.device, dtype), on_device(b, like.device, dtype))
 
 
 def _of_tensor(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:

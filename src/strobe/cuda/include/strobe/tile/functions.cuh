@@ -35,6 +35,7 @@ STROBE_DEVICE float cosine(float x) { return cos_approx(within_half_a_turn(x)); 
 STROBE_DEVICE float exp_fast(float x) { return exp2_approx(x * kLog2e); }
 STROBE_DEVICE float log_fast(float x) { return log2_approx(x) * kLn2; }
 STROBE_DEVICE float sigmoid_fast(float x) { return rcp_approx(1.f + exp2_approx(-x * kLog2e)); }
-STROBE_DEVICE float pow_fast(float a, float b) { return exp2_approx(b * log2_approx(a)); }
+// 0 to the power of 0 is 1, though its logarithm times 0 is not a number.
+STROBE_DEVICE float pow_fast(float a, float b) { return b == 0.f ? 1.f : exp2_approx(b * log2_approx(a)); }
 
 }  // namespace strobe
