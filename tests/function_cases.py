@@ -95,7 +95,8 @@ def gradients(out: torch.Tensor, lse: torch.Tensor, leaves: Tensors) -> Tensors:
 
 
 class Clamped:
-    """A captured tensor, read beyond the ends of its axes as the library reads it: there, its last entries."""
+    """A captured tensor, read beyond the ends of its axes as the library reads it: there, its last entries. Negative indices
+    count from the end."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         wide = (
@@ -107,7 +108,7 @@ class Clamped:
     def __getitem__(self, index: Any) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
         places = (torch.as_tensor(i, device=self.device) for i in index)
-        return self.tensor[tuple(p.clamp(0, n - 1) for p, n in zip(places, self.shape, strict=True))]
+        return self.tensor[tuple(p.clamp(-n, n - 1) for p, n in zip(places, self.shape, strict=True))]
 
 
 def plain(case: FunctionCase, x: Tensors, captured: Tensors) -> Tensors:

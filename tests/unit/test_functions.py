@@ -239,9 +239,9 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "keyword": (lambda s, b, h, q, k: torch.add(s, q, alpha=2), "add with alpha="),
     "operands": (lambda s, b, h, q, k: s.round(2), "round of 2 operands"),
     "whole tensor": (lambda s, b, h, q, k: s + torch.ones(3), "shape (3,) has 0 indices"),
-    "row": (lambda s, b, h, q, k: s + torch.ones(3, 4)[h], "shape (3, 4) has 1 indices"),
+    "row": (lambda s, b, h, q, k: s + torch.ones(3, 99)[h], "shape (3, 99) has 1 indices"),
     "too many": (lambda s, b, h, q, k: s + torch.ones(3)[h, q], "1 axes has 2 indices"),
-    "slice": (lambda s, b, h, q, k: s + torch.ones(3, 4)[h, :], "no slices"),
+    "slice": (lambda s, b, h, q, k: s + torch.ones(3, 4)[h, 1:], "no slices"),
     "float index": (lambda s, b, h, q, k: s + torch.ones(3)[q / 2], "an index is float"),
     "dtype": (lambda s, b, h, q, k: s + torch.ones(3, dtype=torch.complex64)[h], "complex64"),
     "half": (lambda s, b, h, q, k: s.to(torch.complex64), "to() takes a dtype"),
@@ -262,8 +262,11 @@ def test_an_error_names_the_operation_and_the_line(name: str) -> None:
 
 def test_errors_of_the_function_itself_say_what_it_was_called_with() -> None:
     slopes = torch.ones(2).numpy()
-    with pytest.raises(IndexError) as caught:
+    with pytest.raises(strobe.Unsupported, match="asks for a number") as refused:
         strobe.score_function(lambda s, b, h, q, k: s + slopes[h])
+    assert isinstance(refused.value.__cause__, IndexError)
+    with pytest.raises(KeyError) as caught:
+        strobe.score_function(lambda s, b, h, q, k: s + {"a": 1}["b"])
     assert "symbols for (score, b, h, q, k)" in caught.value.__notes__[0]
 
 

@@ -233,6 +233,11 @@ def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) ->
                 raise ValueError(f"a tensor of {a.score!r} has shape {shape}; axis {axis} is for {count} {what}")
             if not shape[axis]:
                 raise ValueError(f"a tensor of {a.score!r} has shape {shape}, without an entry")
+            if index == DIAGONAL and index in sizes and len_q > len_k:
+                raise ValueError(
+                    f"a tensor of {a.score!r} is indexed with q, a position that begins at {len_k - len_q}, since there are "
+                    f"{len_q} queries and {len_k} keys; rows=True counts query rows from 0: strobe.mask_function(f, rows=True)"
+                )
     return a.score
 
 

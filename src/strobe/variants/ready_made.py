@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from strobe.variants.expression import DIAGONAL, LEN_K, Expr, Q
+from strobe.variants.expression import DIAGONAL, FLOAT, LEN_K, Expr, H, K, Q, S
 from strobe.variants.intervals import LARGEST
 from strobe.variants.mask import Mask
 from strobe.variants.score import Score
-from strobe.variants.user_function import mask_function, score_function
+from strobe.variants.user_function import mask_function
 
 
 def window(left: int | None, right: int | None) -> Mask:
@@ -69,10 +69,15 @@ def documents(ids: torch.Tensor) -> Mask:
 def relative_bias(table: torch.Tensor) -> Score:
     """Adds `table[head, k - q + n - 1]`; the table is (heads, 2 n - 1) and may learn. Distances of n or more take its first
     or its last entry."""
-    if not isinstance(table, torch.Tensor) or table.dim() != 2 or not table.shape[1] % 2:
-        raise ValueError(f"table must be a tensor (heads, 2 n - 1), got {_shown(table)}")
-    middle = table.shape[1] // 2
-    return replace(score_function(lambda s, b, h, q, k: s + table[h, k - q + middle]), title="relative_bias")
+    if (
+        not isinstance(table, torch.Tensor)
+        or table.dim() != 2
+        or not table.shape[1] % 2
+        or not table.is_floating_point()
+    ):
+        raise ValueError(f"table must be a floating-point tensor (heads, 2 n - 1), got {_shown(table)}")
+    offset = K - DIAGONAL + table.shape[1] // 2  # clamped to the table where it is read
+    return Score(S + Expr("load", (0, FLOAT, H, offset)), "relative_bias", (table,))
 
 
 def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
@@ -123,7 +128,7 @@ def tree(parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.de
     begin, end = (torch.tensor(x, dtype=torch.int32, device=device) for x in _depth_first(list(parents)))
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
-        at, above = begin[q - first], k - first
+        at, above = begin[(q - first).clamp(min=0)], (k - first).clamp(min=0)
         return (k < first) | ((begin[above] <= at) & (at < end[above]))
 
     return replace(mask_function(mask), title="tree")

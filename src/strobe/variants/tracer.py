@@ -1,8 +1,4 @@
-"""Users' functions of a score and of its place, `f(score, b, h, q, k)` and `g(b, h, q, k) -> bool`, as scores and masks.
-
-A function is called once, with symbols in the place of numbers. What it does to them becomes an `Expr`, which the backends
-evaluate, differentiate and print. Whatever torch computes without a symbol is not traced: it runs, and its result is captured.
-"""
+"""One call of a user's function: the symbols that stand for its values, and what torch's operations do to them."""
 
 from __future__ import annotations
 
@@ -11,34 +7,27 @@ import linecache
 import numbers
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
-from strobe.variants.expression import (
-    BOOL,
-    CTYPES,
-    DIAGONAL,
-    FLOAT,
-    INT,
-    LEN_K,
-    LEN_Q,
-    LONG,
-    OPERATIONS,
-    B,
-    Expr,
-    H,
-    K,
-    Q,
-    S,
-)
-from strobe.variants.mask import Mask, of_condition
-from strobe.variants.score import ELEMENT_KINDS, Score
+from strobe.variants.composed import COMPOSED
+from strobe.variants.expression import BOOL, CTYPES, FLOAT, INT, LEN_K, LEN_Q, LONG, OPERATIONS, Expr, K, Q
+from strobe.variants.indices import counted_from_zero
+from strobe.variants.reductions import REDUCTIONS, of_the_row
+from strobe.variants.score import ELEMENT_KINDS
+from strobe.variants.symbols import Partial, Row, Symbol
 from strobe.variants.text import MOST_AXES, MOST_TENSORS
+from strobe.variants.torch_names import BINARY, CASTS, DTYPES, FILLED, LOGICAL, NAMES
+from strobe.variants.unsupported import Unsupported
+
+MOST_ENTRIES = 32  # of a tensor's axis that a function takes as a whole
+_NOT_OF_BOOLS = {"neg", "pos", "abs", "//", "mod", "pow", "<<", ">>", "floor", "ceil", "trunc", "round"}
 
 
-class CannotTrace(TypeError):
+class CannotTrace(Unsupported, TypeError):
     """The function does what no kernel can. The message names the operation and the user's line."""
 
 
@@ -46,114 +35,17 @@ def _literal(value: Any) -> Expr:
     return Expr("literal", (value,))
 
 
-_BINARY = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "mod", "pow": "pow", "and": "&",
-    "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
-}  # fmt: skip
-_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-# Names of functions and methods of torch -> operation.
-_NAMES = {
-    **_BINARY, **_COMPARE,
-    "subtract": "-", "multiply": "*", "div": "/", "divide": "/", "true_divide": "/", "floor_divide": "//",
-    "remainder": "mod", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max", "less": "<", "less_equal": "<=",
-    "greater": ">", "greater_equal": ">=", "not_equal": "!=", "logical_and": "&", "logical_or": "|", "logical_xor": "^",
-    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
-    "neg": "neg", "negative": "neg", "abs": "abs", "absolute": "abs", "invert": "invert", "bitwise_not": "invert",
-    "logical_not": "not",
-    **{name: name for name in ("exp", "log", "sqrt", "sin", "cos", "erf", "sigmoid", "tanh")},
-    **{name: name for name in ("floor", "ceil", "trunc", "round")},
-}  # fmt: skip
-_COMPOSED = ("square", "rsqrt", "reciprocal", "exp2", "log2", "log1p", "sign", "relu", "softplus", "silu")
-_LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
-_CASTS = {"int": INT, "long": LONG, "float": FLOAT, "bool": BOOL, "double": FLOAT}
-_DTYPES = {
-    torch.int32: INT, torch.int16: INT, torch.int8: INT, torch.uint8: INT, torch.int64: LONG, torch.bool: BOOL,
-    torch.float32: FLOAT, torch.float64: FLOAT, torch.float16: FLOAT, torch.bfloat16: FLOAT,
-}  # fmt: skip
-_TRUTH = "Python asks whether a value is true (if, and, or, not, min, max); use torch.where, &, |, ~, torch.minimum"
-_NUMBER = "Python asks for a number; use torch functions, .int() or .float(), and a tensor for a list"
-
-
-class Symbol:
-    """A value of a traced function. To the user's function it is a number of torch that writes down what is done to it."""
-
-    __array_ufunc__ = None  # numpy's numbers leave `x * symbol` to us
-    __hash__ = object.__hash__  # `==` is an operation
-    shape, ndim, requires_grad = torch.Size(()), 0, False
-
-    def __init__(self, tracer: Tracer, expr: Expr) -> None:
-        self._tracer, self._expr, self.device = tracer, expr, tracer.device
-        self.dtype = (torch.bool, torch.int32, torch.int64, torch.float32)[expr.kind]
-
-    @classmethod  # functions of torch with a symbol among their arguments come here, and so does `tensor[symbol]`
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.where:
-            args = (args[1], args[0], *args[2:])
-        return next(_symbols((args, kwargs)))._tracer.call(func.__name__, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "where":  # its condition comes second, torch.where's comes first
-            return lambda c, *other: self._tracer.call(name, (c, self, *other), {})
-        return lambda *args, **kwargs: self._tracer.call(name, (self, *args), kwargs)
-
-    def __bool__(self) -> bool:
-        raise self._tracer.error(_TRUTH)
-
-
-class Partial:
-    """A captured tensor of which some axes are still to be indexed."""
-
-    def __init__(self, tracer: Tracer, tensor: torch.Tensor, index: tuple[Expr, ...]) -> None:
-        self._tracer, self._tensor, self._index = tracer, tensor, index
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tracer.load(self._tensor, self._index, index)
-
-    def __getattr__(self, name: str) -> Any:
-        shape = tuple(self._tensor.shape)
-        raise self._tracer.error(
-            f"a tensor of shape {shape} has {len(self._index)} indices; index it down to one number"
-        )
-
-
-def _operator(name: str) -> Callable:
-    return lambda self, *others: self._tracer.call(name, (self, *others), {})
-
-
-def _refused(what: str) -> Callable:
-    def method(self: Symbol, *_: Any) -> Any:
-        raise self._tracer.error(what)
-
-    return method
-
-
-for _name in (*_BINARY, *("r" + name for name in _BINARY), *_COMPARE, "neg", "abs", "invert", "getitem"):
-    setattr(Symbol, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in (
-    "__int__",
-    "__float__",
-    "__index__",
-    "item",
-    "tolist",
-    "__iter__",
-    "__len__",
-    "__contains__",
-    "__setitem__",
-):
-    setattr(Symbol, _name, _refused(_NUMBER))
-
-
-def _symbols(x: Any) -> Iterator[Symbol]:
-    if isinstance(x, Symbol):
-        yield x
-    elif isinstance(x, (tuple, list, dict)):
-        for item in x.values() if isinstance(x, dict) else x:
-            yield from _symbols(item)
-
-
 _NOT_THE_USER = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+
+
+def _frame_of_the_user(frame: FrameType) -> FrameType:
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+        frame = frame.f_back
+    return frame
+
+
+def _has_items(x: Any) -> bool:
+    return isinstance(x, (Row, Partial)) or (isinstance(x, torch.Tensor) and x.ndim == 1)
 
 
 class Tracer:
@@ -162,13 +54,18 @@ class Tracer:
     def __init__(self, name: str, device: torch.device | None) -> None:
         self.name, self.device = name, device
         self.tensors: list[torch.Tensor] = []
+        self.refusal: CannotTrace | None = None  # the last one: numpy and lists put errors of their own in its place
 
-    def error(self, what: str) -> CannotTrace:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
-            frame = frame.f_back
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        return CannotTrace(f"{self.name}: {what}\n  {file}:{line}: {linecache.getline(file, line).strip()}")
+    def error(self, what: str, traceback: TracebackType | None = None) -> CannotTrace:
+        """`traceback`: of the error that torch or Python raised; else the operation is under way."""
+        frame, line = _frame_of_the_user(sys._getframe(1)), None
+        while traceback is not None:
+            if not traceback.tb_frame.f_code.co_filename.startswith(_NOT_THE_USER):
+                frame, line = traceback.tb_frame, traceback.tb_lineno
+            traceback = traceback.tb_next
+        file, line = frame.f_code.co_filename, line or frame.f_lineno
+        self.refusal = CannotTrace(f"{self.name}: {what}\n  {file}:{line}: {linecache.getline(file, line).strip()}")
+        return self.refusal
 
     # ---- what a function calls
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -177,38 +74,38 @@ class Tracer:
             if isinstance(args[0], Symbol):
                 raise self.error("a single number is indexed")
             return self.load(args[0], (), args[1])
+        if any(isinstance(x, (Row, Partial)) for x in (*args, *kwargs.values())):
+            return self._of_rows(name, args, kwargs)
         if name in ("to", "type"):
             return self._to(args, kwargs)
         if name == "where" and len(args) == 3 and not kwargs:
             return Symbol(self, self.select(*map(self.operand, args)))
         if name in ("clamp", "clip", "clamp_min", "clamp_max"):
             return self._clamp(name, args, kwargs)
-        if kwargs.get("inplace") is False:
-            kwargs = {n: value for n, value in kwargs.items() if n != "inplace"}
+        if name in FILLED:
+            return self._filled(name, args, kwargs)
+        if name in COMPOSED:
+            return self._composed(name, args, kwargs)
         if kwargs:
             raise self.error(f"{name} with {', '.join(kwargs)}=")
         if name == "masked_fill" and len(args) == 3:
             return Symbol(self, self.select(self.operand(args[1]), self.operand(args[2]), self.operand(args[0])))
-        if name in ("zeros_like", "ones_like"):
-            return Symbol(self, self.cast(_literal(int(name == "ones_like")), self.operand(args[0]).kind))
-        if name in _CASTS and len(args) == 1:
-            return Symbol(self, self.cast(self.operand(args[0]), _CASTS[name]))
-        if name in _COMPOSED and len(args) == 1:
-            return self._composed(name, Symbol(self, self.operand(args[0])))
-        swapped = name.startswith("r") and name[1:] in _BINARY
-        op = _BINARY[name[1:]] if swapped else name if name in ("min", "max") and len(args) == 2 else _NAMES.get(name)
+        if name in CASTS and len(args) == 1:
+            return Symbol(self, self.cast(self.operand(args[0]), CASTS[name]))
+        swapped = name.startswith("r") and name[1:] in BINARY
+        op = BINARY[name[1:]] if swapped else name if name in ("min", "max") and len(args) == 2 else NAMES.get(name)
         if op is None:
             raise self.error(f"the operation {name!r} cannot be part of a kernel")
-        if len(args) != (1 if op == "neg" else OPERATIONS[op].operands):
+        if len(args) != (1 if op in ("neg", "pos") else OPERATIONS[op].operands):
             raise self.error(f"{name} of {len(args)} operands")
         operands = [self.operand(x) for x in args]
-        if name in _LOGICAL:
+        if name in LOGICAL:
             operands = [self.cast(x, BOOL) for x in operands]
         return Symbol(self, self.apply(op, *(reversed(operands) if swapped else operands)))
 
     def _to(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Symbol:
         dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-        kind = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else None
+        kind = DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else None
         if kind is None or len(args) + len(kwargs) != 2:
             raise self.error("to() takes a dtype here, and nothing else")
         return Symbol(self, self.cast(self.operand(args[0]), kind))
@@ -221,28 +118,59 @@ class Tracer:
                 x = self.apply(op, x, self.operand(given[bound]))
         return Symbol(self, x)
 
-    def _composed(self, name: str, x: Any) -> Any:
-        x = x * 1.0 if name in ("reciprocal", "rsqrt", "exp2") and x._expr.kind != FLOAT else x
-        if name == "square":
-            return x * x
-        if name == "rsqrt":
-            return 1.0 / x.sqrt()
-        if name == "reciprocal":
-            return 1.0 / x
-        if name == "exp2":
-            return (x * 0.6931471805599453).exp()
-        if name == "log2":
-            return x.log() * 1.4426950408889634
-        if name == "log1p":
-            return (x + 1.0).log()
-        if name == "silu":
-            return x * x.sigmoid()
-        if name == "softplus":  # without overflow
-            return x.clamp(min=0) + (-x.abs()).exp().log1p()
-        if name == "relu":
-            return Symbol(self, self.apply("max", self.operand(0), x._expr))  # at 0 its slope is that of the 0
-        return Symbol(self, self.apply("-", self.cast(self.apply(">", x._expr, _literal(0)), x._expr.kind),
-                                       self.cast(self.apply("<", x._expr, _literal(0)), x._expr.kind)))  # fmt: skip
+    def _filled(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Symbol:
+        """One number, as `new_ones((), dtype=torch.bool)` makes it: whatever has a shape is no part of a kernel."""
+        names = (["size"] if name.startswith("new") else []) + (["fill_value"] if FILLED[name] is None else [])
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        others = given.keys() - {*names, "dtype", "device"}
+        if others or len(args) > 1 + len(names) or not given.keys() >= set(names):
+            raise self.error(f"{name} takes {', '.join([*names, 'dtype', 'device'])} here")
+        if names[:1] == ["size"] and given["size"] not in ((), []):
+            raise self.error(f"{name} makes a tensor of shape {given['size']!r}; in a function it makes one number: ()")
+        value = FILLED[name]
+        number = self.operand(given["fill_value"]) if value is None else _literal(value)
+        dtype = given.get("dtype")
+        if dtype is not None and dtype not in DTYPES:
+            raise self.error(f"{name} makes a tensor of {dtype}; kernels do not compute with such numbers")
+        return Symbol(self, self.cast(number, self.operand(args[0]).kind if dtype is None else DTYPES[dtype]))
+
+    def _composed(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        function = COMPOSED[name]
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise self.error(f"{name} is called as it cannot be in a kernel: {error}") from None
+        return function(Symbol(self, self.operand(args[0])), *args[1:], **kwargs)
+
+    def _of_rows(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The operation of each number of a row, or of all of them."""
+        if name in REDUCTIONS:
+            operands, axis = args[: REDUCTIONS[name].operands], args[REDUCTIONS[name].operands :]
+            if not all(of_the_row(*item) for item in (*(("dim", x) for x in axis), *kwargs.items())):
+                raise self.error(f"{name} of a row takes nothing but dim=-1")
+            return REDUCTIONS[name].of(*(self._items(x) for x in operands))
+        rows = [self._items(x) if _has_items(x) else None for x in args]
+        lengths = {len(row) for row in rows if row is not None}
+        if len(lengths) != 1 or any(map(_has_items, kwargs.values())):
+            raise self.error(f"{name} of rows of {' and '.join(map(str, sorted(lengths)))} numbers")
+        return Row(self, [
+            self.call(name, [x if row is None else row[i] for x, row in zip(args, rows, strict=True)], kwargs)
+            for i in range(*lengths)
+        ])  # fmt: skip
+
+    def _items(self, x: Any) -> list[Symbol]:
+        return self.entries(x) if isinstance(x, torch.Tensor) else x.items
+
+    def entries(self, tensor: Any, before: tuple[Expr, ...] = ()) -> list[Symbol]:
+        """The numbers along the last axis of a tensor, of which the axes before it have their indices."""
+        if not isinstance(tensor, torch.Tensor):
+            raise self.error(f"a {type(tensor).__name__} takes part where torch takes a tensor of one axis")
+        if tensor.ndim != len(before) + 1 or tensor.shape[-1] > MOST_ENTRIES:
+            raise self.error(
+                f"a tensor of shape {tuple(tensor.shape)} has {len(before)} indices; index it down to one number, "
+                f"or to a last axis of {MOST_ENTRIES} numbers at most"
+            )
+        return [self.load(tensor, before, Symbol(self, _literal(i))) for i in range(tensor.shape[-1])]
 
     # ---- operands
     def operand(self, x: Any) -> Expr:
@@ -251,8 +179,10 @@ class Tracer:
             x = x.item() if is_number else self.load(x, (), ())
         if isinstance(x, Symbol):
             return x._expr
-        if isinstance(x, Partial):
-            x.shape  # raises  # noqa: B018
+        if isinstance(x, (Row, Partial)):
+            raise self.error(
+                f"a row of {len(x.items)} numbers stands where one number is needed: .sum(-1), or index it"
+            )
         if isinstance(x, bool):
             return _literal(x)
         if isinstance(x, numbers.Integral):
@@ -262,7 +192,10 @@ class Tracer:
         raise self.error(f"a {type(x).__name__} takes part; numbers, tensors and what the function is given can")
 
     def load(self, tensor: torch.Tensor, before: tuple[Expr, ...], index: Any) -> Any:
-        indices = before + tuple(map(self._index, index if isinstance(index, tuple) else (index,)))
+        index = index if isinstance(index, tuple) else (index,)
+        while index and (index[-1] is Ellipsis or (isinstance(index[-1], slice) and index[-1] == slice(None))):
+            index = index[:-1]  # T[i, :] is T[i]
+        indices = before + tuple(map(self._index, index))
         if tensor.dtype not in ELEMENT_KINDS or tensor.layout != torch.strided:
             raise self.error(f"a captured tensor of {tensor.dtype}, {tensor.layout}; kernels do not read such elements")
         if self.device is not None and tensor.device != self.device:
@@ -278,7 +211,14 @@ class Tracer:
             self.tensors.append(tensor)
         if number == MOST_TENSORS:
             raise self.error(f"more than {MOST_TENSORS} tensors are captured")
-        return Symbol(self, Expr("load", (number, ELEMENT_KINDS[tensor.dtype], *indices)))
+        places = [self._place(index, tensor, axis) for axis, index in enumerate(indices)]
+        return Symbol(self, Expr("load", (number, ELEMENT_KINDS[tensor.dtype], *places)))
+
+    def _place(self, index: Expr, tensor: torch.Tensor, axis: int) -> Expr:
+        place = counted_from_zero(index, tensor.shape[axis])
+        if place is None:
+            raise self.error(f"index {index.args[0]} is out of bounds for axis {axis} of {tensor.shape[axis]} entries")
+        return place
 
     def _index(self, x: Any) -> Expr:
         if isinstance(x, (slice, type(None), type(Ellipsis))) or (isinstance(x, torch.Tensor) and x.ndim):
@@ -292,6 +232,8 @@ class Tracer:
     def cast(self, e: Expr, kind: int) -> Expr:
         if e.kind == kind:
             return e
+        if e.op == "literal" and kind == BOOL:
+            return _literal(bool(e.args[0]))
         if e.op in ("const", "literal") and kind != BOOL:
             return Expr(e.op, ((bool, int, int, float)[kind](e.args[0]),))
         if kind == BOOL:
@@ -313,12 +255,22 @@ class Tracer:
             return Expr("not", (self.cast(operands[0], BOOL),))
         if op in ("&", "|", "^", "<<", ">>", "invert") and kind == FLOAT:
             raise self.error(f"{op!r} of a float")
+        if kind == BOOL:
+            op = {"+": "|", "*": "&"}.get(op, op)
+        if (kind == BOOL and op in _NOT_OF_BOOLS) or (op == "-" and BOOL in (e.kind for e in operands)):
+            raise self.error(f"{op!r} of a bool, which torch does not compute: .int()")
+        if op == "pos" or (op in ("floor", "ceil", "trunc", "round") and kind in (INT, LONG)):
+            return operands[0]
         if op not in ("&", "|", "^", "min", "max", "==", "!="):
             kind = max(kind, INT)
         if op in ("/", "pow") or OPERATIONS.get(op, OPERATIONS["+"]).kind == FLOAT:
             kind = FLOAT
         if op == "pow":
             return self._power(self.cast(operands[0], FLOAT), operands[1])
+        if kind == BOOL and op in ("&", "|"):
+            for a, b in (operands, operands[::-1]):
+                if a.op == "literal":
+                    return b if a.args[0] == (op == "&") else a
         args = tuple(self.cast(e, kind) for e in operands)
         if op == "neg":
             return Expr("-", (_literal(0.0 if kind == FLOAT else 0), *args))
@@ -333,6 +285,8 @@ class Tracer:
         """Common exponents are part of the text: they choose the instructions. Others are for a base that is not negative:
         kernels take its logarithm."""
         number = exponent.args[0] if exponent.op == "const" else None
+        if number == 0:
+            return _literal(1.0)  # of 0, too
         if number == 0.5:
             return Expr("sqrt", (base,))
         if number in (-1, -2):
@@ -350,47 +304,3 @@ def _is_position(e: Expr) -> bool:
     if e.op in ("const", "literal"):
         return e.kind == INT and abs(e.args[0]) < 1 << 22
     return e.op in ("+", "-", "iabs") and all(map(_is_position, e.args))
-
-
-def mask_function(function: Callable[..., Any], *, rows: bool = False) -> Mask:
-    """A mask from `function(b, h, q, k) -> bool`, plain Python over torch operations, traced once. It may close over tensors
-    and index them. q and k are positions: the last query stands opposite the last key. `rows`: q counts query rows from
-    0 instead, as FlexAttention does."""
-    return of_condition(*trace(function, (B, H, Q if rows else DIAGONAL, K), BOOL, None))
-
-
-def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score:
-    """A score from `function(score, b, h, q, k)`, traced once: see `mask_function`. Its derivative follows from the
-    trace."""
-    expr, tensors, name = trace(function, (S, B, H, Q if rows else DIAGONAL, K), FLOAT, None)
-    return Score(expr, name, tensors)
-
-
-@getattr(torch, "_disable_dynamo", torch.compiler.disable)
-def trace(
-    function: Callable, given: Sequence[Expr], kind: int, device: torch.device | None
-) -> tuple[Expr, tuple[torch.Tensor, ...], str]:
-    """What a function of these values computes, the tensors it captures, and its name."""
-    name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "function")
-    tracer = Tracer(name, device)
-    what, takes = ("mask", "b, h, q, k") if kind == BOOL else ("score", "score, b, h, q, k")
-    try:
-        inspect.signature(function).bind(*given)
-    except TypeError as error:
-        raise CannotTrace(f"a {what} function takes ({takes}); {name} does not: {error}") from None
-    except ValueError:  # one without a signature
-        pass
-    try:
-        result = function(*(Symbol(tracer, e) for e in given))
-    except Exception as error:
-        if not isinstance(error, CannotTrace):
-            error.add_note(
-                f"{name} was called with symbols for ({takes}): they index tensors, but neither arrays nor lists"
-            )
-        raise
-    found = None if result is None else tracer.operand(result)
-    if found is None or (kind == BOOL) != (found.kind == BOOL):
-        wanted = "a bool" if kind == BOOL else "a number (a condition goes in mask=)"
-        returned = "None" if found is None else CTYPES[found.kind]
-        raise tracer.error(f"a {what} function must return {wanted}, this one returns {returned}")
-    return tracer.cast(found, kind), tuple(tracer.tensors), name
