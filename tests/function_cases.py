@@ -230,6 +230,16 @@ def pictures(b: int, h: int, k: int, g: torch.Generator) -> Tensors:
     }
 
 
+def edges(b: int, h: int, k: int, g: torch.Generator) -> Tensors:
+    return {
+        "weight": torch.randn(k, generator=g),
+        "exponent": torch.tensor([0.0, 1.0, 0.5, 2.0])[:h],
+        "small": torch.randint(-128, 128, (k,), generator=g, dtype=torch.int8),
+        "short": torch.randint(-999, 999, (k,), generator=g, dtype=torch.int16),
+        "byte": torch.randint(0, 256, (k,), generator=g, dtype=torch.uint8),
+    }
+
+
 WIDTH = 12
 
 
@@ -311,6 +321,16 @@ def log_n(t: Any) -> Made:
 
 def gaussian(t: Any) -> Made:
     return lambda s, b, h, q, k: s - (q - k) ** 2 / (2 * t.sigma[h] ** 2)
+
+
+def at_the_edges(t: Any) -> Made:
+    """Negative indices, 0 ** 0, and integers of few bits, which are computed with 32."""
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        small = t.small[k].abs() + t.small[q] // 5 + t.short[k] % -7 - t.short[q] // 9 + (t.byte[q] - t.byte[k]) % 3
+        return s + t.weight[k - q - 3] + 0.1 * (q - k).abs() ** t.exponent[h] + 0.01 * small
+
+    return score
 
 
 def clamped(t: Any) -> Made:
@@ -407,6 +427,7 @@ SCORES: dict[str, FunctionCase] = {
     "smooth": FunctionCase(40, 70, smooth, captured=slopes),
     "log_n": FunctionCase(40, 100, log_n, captured=slopes, options=(("mask", strobe.window(40, 10)),)),
     "gaussian": FunctionCase(70, 100, gaussian, captured=slopes, options=(("dropout", 0.2), ("seed", 5))),
+    "at_the_edges": FunctionCase(70, 90, at_the_edges, captured=edges),
     "clamped": FunctionCase(33, 65, clamped, captured=slopes),
     "swin": FunctionCase(144, 144, swin, captured=pictures),
     "retention": FunctionCase(40, 60, retention),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.variants.score import parse_score
 
 BACKENDS = ["tiled", "reference", None]
 
@@ -178,3 +179,40 @@ def test_a_power_of_integers_is_a_float() -> None:
     table = torch.ones(50)
     with pytest.raises(TypeError, match="an index is float; it must be an integer"):
         strobe.score_function(lambda s, b, h, q, k: s + table[k**2])
+
+
+OVERFLOWING: dict[
+    str, tuple[Callable[..., Any], bool]
+] = {  # and whether kernels compute them as an interval, in 32 bits
+    "a late chunk": (lambda b, h, q, k: k // 65536 == 65536, False),
+    "a product": (lambda b, h, q, k: k <= q * 100_000, False),
+    "a product of a product": (lambda b, h, q, k: k <= q * 1000 * 1000, False),
+    "a sum of numbers": (lambda b, h, q, k: k + 1_000_000_000 <= q - 1_000_000_000 + 2_000_000_000, True),
+    "a multiple": (lambda b, h, q, k: k <= q * 2, True),
+    "a chunk of the row": (lambda b, h, q, k: q // 4096 == k // 4096, True),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_an_end_stays_within_32_bits(name: str) -> None:
+    function, interval = OVERFLOWING[name]
+    traced = strobe.mask_function(function)
+    assert (traced.rest is None) == interval
+    q, k = torch.arange(9)[:, None], torch.arange(9)
+    assert torch.equal(traced.dense(9, 9), torch.as_tensor(function(0, 0, q, k)).expand(9, 9))
+    for end in (traced.lo, traced.hi):
+        assert end is None or all(abs(n.args[0]) < 1 << 31 for n in end.nodes() if n.op in ("const", "literal"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(& s s)", "(min s k)", "(max k True)", "(// s 2)", "(mod s 3)", "(<< s 2)", "(invert s)", "(not k)", "(not s)",
+        "(select s s s)", "(where s k)", "(where k (< q k))", "(tanh k)", "(abs k)", "(iabs s)", "(pow k 2.0)", "(exp True)",
+        "(< q k)", "k", "(mod (< q k) 2)", "(| True 1)",
+    ],
+)  # fmt: skip
+def test_texts_of_no_kernel_are_refused(text: str) -> None:
+    """They would end in an error of the C++ compiler."""
+    with pytest.raises(ValueError, match="cannot be computed of|is no score"):
+        parse_score(f"{text};hostile")

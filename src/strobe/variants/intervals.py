@@ -12,7 +12,9 @@ _DIAGONAL_TERMS = ((1, Q), (1, LEN_K), (-1, LEN_Q))
 # What an end of a mask is made of, beside numbers.
 END_VARIABLES = frozenset(("q", "len_q", "len_k"))
 END_OPERATIONS = frozenset(("+", "-", "*", "//", "min", "max"))
-LARGEST = 1 << 30  # of its numbers: sums of larger ones could overflow in the kernels' 32-bit arithmetic
+LARGEST = 1 << 30  # of its numbers
+# Kernels compute an end in 32 bits. Positions and lengths are supposed to be no more than this many.
+_MOST_POSITIONS = 1 << 28
 _REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 
@@ -147,7 +149,26 @@ def _checked(end: Expr, left: bool) -> Ends | None:
 
 def is_end(e: Expr) -> bool:
     """Whether an expression can be an end of a mask: made of positions and numbers, and never moving left."""
-    return e.variables() <= END_VARIABLES and all(map(_may_be_in_an_end, e.nodes())) and _never_moves_left(e)
+    return (
+        e.variables() <= END_VARIABLES
+        and all(map(_may_be_in_an_end, e.nodes()))
+        and _never_moves_left(e)
+        and all(_magnitude(node) < 1 << 31 for node in e.nodes())
+    )
+
+
+def _magnitude(e: Expr) -> int:
+    """The largest magnitude of an end's value, for any positions."""
+    if e.op in ("const", "literal"):
+        return abs(e.args[0])
+    if e.op == "var":
+        return _MOST_POSITIONS
+    a, b = map(_magnitude, e.args)
+    if e.op == "*":
+        return a * b
+    if e.op == "//":
+        return a // e.args[1].args[0] + 1
+    return a + b if e.op in ("+", "-") else max(a, b)
 
 
 def _may_be_in_an_end(e: Expr) -> bool:

@@ -215,4 +215,7 @@ def _parse_score(text: str, numbers: tuple[float, ...], key: str) -> Score:
         raise ValueError(f"{text!r:.80} is not the text of a score: an expression and a name, separated by ;")
     expr, title = text.split(";", 1)
     given = iter(numbers)
-    return Score(parse(expr, _GRAMMAR, given), parse_name(title, given))
+    parsed = parse(expr, _GRAMMAR, given)
+    if parsed.kind != FLOAT:
+        raise ValueError(f"{expr!r:.80} is no score: it is of type {CTYPES[parsed.kind]}")
+    return Score(parsed, parse_name(title, given))

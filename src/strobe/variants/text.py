@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strobe.variants.expression import FLOAT, INT, LONG, OPERATIONS, PLACEHOLDER, Expr
+from strobe.variants.expression import BOOL, CTYPES, FLOAT, INT, LONG, OPERATIONS, PLACEHOLDER, Expr
 
 _MOST_CHARACTERS, _MOST_LEVELS = 1 << 16, 100  # of a text; of operations inside of operations
 MOST_TENSORS, MOST_AXES = 6, 4  # of a score; as many have a place in the arguments of kernels
@@ -55,6 +55,7 @@ def _parse(words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], 
     args, end = _parse_operands(words, at + 2, grammar, numbers, levels)
     if len(args) != OPERATIONS[op].operands:
         raise ValueError(f"{op!r} has {len(args)} operands, it takes {OPERATIONS[op].operands}")
+    _check_kinds(op, [a.kind for a in args])
     _check_division(op, args)
     return Expr(op, tuple(args)), end
 
@@ -83,6 +84,28 @@ def _parse_load(words: list[str], at: int, grammar: Grammar, numbers: Iterator[A
             f"tensor {number} has {len(index)} indices; it takes at most {MOST_AXES}, all of them integers"
         )
     return Expr("load", (number, kind, *index)), end
+
+
+_OF_INTEGERS = {"//", "mod", "<<", ">>", "invert", "iabs"}
+_OF_ONE_KIND = {"min", "max", "&", "|", "^"}
+_OF_ANY_KIND = {"+", "-", "*", "/", "<", "<=", ">", ">=", "==", "!=", "int", "long", "float"}
+
+
+def _check_kinds(op: str, kinds: list[int]) -> None:
+    """The operands are of kinds for which there is C++, as a tracer makes them."""
+    integers = set(kinds) <= {INT, LONG}
+    if op in _OF_INTEGERS:
+        fits = integers
+    elif op in _OF_ONE_KIND:
+        fits = (integers or len(set(kinds)) == 1) and (op in ("min", "max") or FLOAT not in kinds)
+    elif op in ("not", "select"):
+        fits = kinds[0] == BOOL
+    elif op == "where":
+        fits = kinds == [FLOAT, BOOL]
+    else:
+        fits = op in _OF_ANY_KIND or set(kinds) == {FLOAT}
+    if not fits:
+        raise ValueError(f"{op!r} cannot be computed of {' and '.join(CTYPES[kind] for kind in kinds)}")
 
 
 def _check_division(op: str, args: list[Expr]) -> None:
