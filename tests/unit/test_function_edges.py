@@ -216,3 +216,25 @@ def test_texts_of_no_kernel_are_refused(text: str) -> None:
     """They would end in an error of the C++ compiler."""
     with pytest.raises(ValueError, match="cannot be computed of|is no score"):
         parse_score(f"{text};hostile")
+
+
+def test_a_position_below_zero_is_no_index() -> None:
+    """Where there are more queries than keys; rows are counted from 0."""
+    x, ids = [t.detach() for t in inputs(8, 6)], torch.arange(8) // 3
+    same: Callable[..., Any] = lambda b, h, q, k: ids[q] == ids[k]  # noqa: E731
+    with pytest.raises(ValueError, match="a position that begins at -2.*rows=True"):
+        strobe.attention(*x, mask=same)
+    found = strobe.attention(*x, mask=strobe.mask_function(same, rows=True))
+    seen = ids[:, None] == ids[:6]
+    torch.testing.assert_close(found, torch.where(seen.any(-1)[:, None, None], dense(x, lambda s: s, seen), 0.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_negative_index_counts_from_the_end(backend: str | None) -> None:
+    x, table = inputs(), torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+    distance = torch.arange(8) - torch.arange(6)[:, None] - 2
+    found = strobe.attention(*x, score=lambda s, b, h, q, k: s + table[h, k - q] * table[-1, -k], backend=backend)
+    expected = dense(x, lambda s: s + table[:, distance] * table[-1, -torch.arange(8)], torch.tensor(True))
+    torch.testing.assert_close(found, expected)
+    for f, e in zip(gradients(found, [*x, table]), gradients(expected, [*x, table]), strict=True):
+        torch.testing.assert_close(f, e)

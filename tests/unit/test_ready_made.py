@@ -101,7 +101,7 @@ def test_tree() -> None:
     [
         (lambda: strobe.documents(torch.ones(3)), "ids must be a tensor of integers"),
         (lambda: strobe.documents([0, 1]), "ids must be a tensor of integers"),
-        (lambda: strobe.relative_bias(torch.ones(2, 4)), r"table must be a tensor \(heads, 2 n - 1\)"),
+        (lambda: strobe.relative_bias(torch.ones(2, 4)), r"table must be a floating-point tensor \(heads, 2 n - 1\)"),
         (lambda: strobe.t5_bias(torch.ones(3, 2)), "at least 4 buckets"),
         (lambda: strobe.t5_bias(torch.ones(32, 2), max_distance=8), "max_distance must be greater than 8"),
         (lambda: strobe.neighbourhood(4, 4, 2), "at most the height 4"),

@@ -11,7 +11,7 @@ import torch
 
 import strobe
 from strobe.call.bound_call import remembered
-from strobe.cuda.parts import print_condition
+from strobe.cuda.parts import print_condition, print_score
 from strobe.cuda.plans.families import FAMILIES
 from strobe.problem import supposed
 from strobe.variants.score import Score, parse_score
@@ -50,7 +50,7 @@ def plain(x: list[torch.Tensor], score: Function, seen: Function | None = None) 
 
 def test_which_numbers_are_equal_changes_no_text() -> None:
     scores = [strobe.score_function(function(a, b)) for a, b in PAIRS]
-    printed = [score.printed() for score in scores]
+    printed = [print_score.printed(score) for score in scores]
     assert len({p.text for p in printed}) == 1
     for scale in (1.0, SCALE):
         for (a, b), p in zip(PAIRS, printed, strict=True):
@@ -68,7 +68,7 @@ def test_repeated_subexpressions_are_computed_once() -> None:
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.sin(0.5 * s * 3.0) * torch.exp(0.25 * (q - k)) + torch.exp(0.25 * (q - k))
 
-    printed = strobe.score_function(score).printed()
+    printed = print_score.printed(strobe.score_function(score))
     assert printed.numbers(1.0).floats == [1.0, 0.5, 3.0, 0.25]
     for method in ("operator()", "slope"):
         line = next(line for line in printed.text.splitlines() if f" {method}(" in line)
