@@ -12,8 +12,8 @@ import torch
 
 import strobe
 from strobe import merging, paged
-from strobe.paged import pool as pools
 from strobe.nn.rotary import angles
+from strobe.paged import pool as pools
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
