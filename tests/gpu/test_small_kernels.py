@@ -70,13 +70,13 @@ def test_what_the_kernel_does_not_take_is_written_as_well() -> None:
     slots = torch.tensor([3, -1, 18], device="cuda")
     cos, sin = angles(torch.arange(9, device="cuda"), 20)  # pairs 10 apart: turned by PyTorch
     rotary = paged.Rotary(cos, sin, slots.clamp(0, 8))
-    for pools, new, turn in (
+    for pool, new, turn in (
         ((k, v), (k_new, v_new), rotary),
         ((k.float(), v.float()), (k_new.float(), v_new.float()), None),
     ):
-        expected = by_torch(*new, *pools, slots, turn)
-        strobe.paged.append(*new, *pools, slots, rotary=turn)
-        assert all(torch.equal(a, b) for a, b in zip(pools, expected, strict=True))
+        expected = by_torch(*new, *pool, slots, turn)
+        strobe.paged.append(*new, *pool, slots, rotary=turn)
+        assert all(torch.equal(a, b) for a, b in zip(pool, expected, strict=True))
 
 
 @pytest.mark.parametrize("part", [torch.float32, torch.bfloat16])
