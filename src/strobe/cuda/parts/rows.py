@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strobe.cuda.parts.params import Field
@@ -35,6 +35,10 @@ class Rows:
             return Rows(queries, "paged", True, page if page >= _SMALLEST_BOX else 1)
         keys = "varlen" if problem.k.varlen else "buffer" if problem.k.positions else "dense"
         return Rows(queries, keys, problem.positions)
+
+    def gathered(self) -> Rows:
+        """The same of kernels without TMA: every row of a page has an address of its own."""
+        return replace(self, page=1) if self.page else self
 
     def box_rows(self, rows: int) -> int:
         """Of keys, in a TMA box of a tile of `rows`: none spans two pages."""

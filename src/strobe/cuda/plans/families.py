@@ -16,6 +16,7 @@ from strobe.cuda.plans import (
     backward_sm80,
     backward_sm90,
     backward_wide_sm90,
+    decode_sm80,
     forward_fp32_sm90,
     forward_sm80,
     forward_sm90,
@@ -52,7 +53,7 @@ FAMILIES = {
         (forward_fp32_sm90,),
         (backward_fp32_sm90,),
     ),
-    "sm80": Family((forward_sm80,), (backward_sm80,)),
+    "sm80": Family((decode_sm80, forward_sm80), (backward_sm80,)),
 }
 
 

@@ -5,74 +5,20 @@
 // one on it adds up itself, as merging would, in the first one's slot; nobody waits for that. All splits may be among
 // them.
 #pragma once
-#include <strobe/pipeline/output_rows.cuh>
+#include <strobe/pipeline/slots.cuh>
 #include <strobe/pipeline/staging.cuh>
 #include <strobe/tile/softmax.cuh>
 
 namespace strobe {
 
-template <class Config, class Params, class Staging> struct SplitKV {
-  static constexpr int kDimV = Config::kDimV, kConsumers = Config::kConsumers;
-  // One consumer's partial result: O, row by row, and behind it m and l of every row.
-  static constexpr int kFloats = 64 * kDimV + 2 * 64, kSplitStride = kConsumers * kFloats;
-  static_assert(kSplitStride == Config::kPartialFloats, "the workspace that Python asks for");
-  static_assert(!Config::kInvariant || kConsumers <= 2, "an item has two counters for each");
+template <class Config, class Params, class Staging> struct SplitKV : Slots<Config, Params, 64> {
+  using Base = Slots<Config, Params, 64>;
+  using Base::added, Base::alone, Base::counter, Base::first_row, Base::first_slot, Base::kConsumers, Base::kDimV,
+      Base::kInvariant, Base::merge_columns, Base::my_slot, Base::p, Base::partial, Base::parts, Base::rows,
+      Base::statistics_of_rows, Base::tile;
 
-  const Params& p;
-  const Tile& tile;
   const Staging& staging;  // of this consumer
   OutputRows<Config, Params> out{p, tile};
-  int added = 0;  // splits behind the first one that are in its slot
-
-  // Results lie in slots. Splits of equal size have neighbours, and so have those of invariant kernels; parts of listed
-  // work have every other slot behind the first.
-  static constexpr bool kListed = Config::Keys::kPaged, kInvariant = Config::kInvariant,
-                        kPieces = kListed && !kInvariant;
-  static constexpr int kStep = kPieces ? 2 * kSplitStride : kSplitStride;
-  // An invariant kernel has a slot for each split of each tile. It has p.slot_rows rows, as many as the longest tile of
-  // the call, since most tiles of a decode use few of theirs.
-  STROBE_DEVICE int slot_floats() const {
-    if constexpr (kInvariant) return p.slot_rows * (kDimV + 2);
-    else return kSplitStride;
-  }
-  STROBE_DEVICE int statistics_of_rows() const {  // where they begin behind the O of this consumer
-    if constexpr (kInvariant) return p.slot_rows * kDimV - 64 * staging.consumer * (kDimV - 2);
-    else return 64 * kDimV;
-  }
-  STROBE_DEVICE int tile_index() const { return quotient(tile.work, p.splits); }
-  STROBE_DEVICE int splits() const { return kListed ? tile.part.count : p.splits; }
-  STROBE_DEVICE int first_slot() const {
-    return kListed ? (kPieces ? tile.part.first_slot & ~1 : tile.part.first_slot) : tile_index() * p.splits;
-  }
-  STROBE_DEVICE int my_slot() const {
-    return kListed ? tile.work : tile_index() * p.splits + remainder(tile.work, p.splits);
-  }
-  STROBE_DEVICE int parts() const { return splits() - added; }  // to be merged
-  // A tile that is not cut is not counted: others may count in its slot already.
-  STROBE_DEVICE bool alone() const { return kListed && splits() == 1; }
-  STROBE_DEVICE int ahead(int split) const {  // the first part may lie in the odd slot of its piece
-    if constexpr (kInvariant) return split == 0 ? 0 : added * slot_floats();
-    else return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
-  }
-  STROBE_DEVICE int first_row() const { return tile.row0 + 64 * staging.consumer; }
-  // Of this consumer: more than 64 if others follow. A slot has room for no more, should a sequence have more than was
-  // said.
-  STROBE_DEVICE int rows() const {
-    const int there = tile.q.length - first_row();
-    if constexpr (kInvariant) return min(there, p.slot_rows - 64 * staging.consumer);
-    else return there;
-  }
-  STROBE_DEVICE float* partial(int slot) const {
-    if constexpr (kInvariant) return p.partial + i64(slot) * slot_floats() + 64 * staging.consumer * kDimV;
-    else return p.partial + (i64(slot) * kConsumers + staging.consumer) * kFloats;
-  }
-  // Of the tile. Those of invariant kernels lie behind the list; `added` of the first slot lies kConsumers further.
-  STROBE_DEVICE u32* counter() const {
-    if constexpr (kInvariant) {
-      u32* const counters = reinterpret_cast<u32*>(p.work) + kRecord * (grid_dim() + p.items);
-      return counters + 4 * tile.part.first_slot + staging.consumer;
-    } else return p.counter + 1 + (kListed ? tile.part.first_slot : tile_index()) * kConsumers + staging.consumer;
-  }
 
   // O becomes the sum of this split and those before, which this thread has stored. Statistics of both rows come first:
   // then ptxas has all loads of O under way together.
@@ -116,16 +62,9 @@ template <class Config, class Params, class Staging> struct SplitKV {
     store_rows(o, softmax);
     const u32 splits_before = staging.buffer;
     staging.acquire();
-    if (thread_idx() % 128 == 0) {
-      if (kInvariant && added) st_global(counter() + kConsumers, u32(added));
-      fence_device();
-      st_shared(splits_before, alone() ? 0 : atomic_inc_wrap(counter(), splits() - 1));
-      fence_device();
-      if (kInvariant) st_shared(splits_before + 4, alone() ? 0 : acquire_turn(counter() + kConsumers));
-    }
+    if (thread_idx() % 128 == 0) this->count_in(splits_before);
     sync_warpgroup(staging.consumer);
-    if (kInvariant) added = int(ld_shared(splits_before + 4));
-    const bool last = int(ld_shared(splits_before)) + added == splits() - 1;
+    const bool last = this->is_last(splits_before);
     sync_warpgroup(staging.consumer);  // all have read it
     // A bulk copy may write there next. `Staging::send` has a fence of its own, but the fp32 rows of partial output do
     // not go through it.
@@ -161,10 +100,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
         const int row = i / threads, column = i % threads * 4;
         float o[kFours][4] = {}, m, l;
         merge_columns<kFours, kAtOnce>(partials, row, panel * kPanel + column, stride, o, m, l);
-        float lse;
-        const float top = kInvariant ? mul_rn(m, p.scale_log2) : m * p.scale_log2, sink = out.sink(first_row() + row);
-        const float inverse = normaliser<Config::kSinks, kInvariant>(l, top, sink, lse);
-        if (p.lse && panel + column == 0) out.store_lse(first_row() + row, lse);
+        const float inverse = out.normalise(first_row() + row, m, l, panel + column == 0);
 #pragma unroll
         for (int c = 0; c < kFours; ++c) {
 #pragma unroll
@@ -180,51 +116,6 @@ template <class Config, class Params, class Staging> struct SplitKV {
       else sync_warpgroup(staging.consumer);  // the loop above is divergent, and ptxas must know where it ends
     }
   }
-
-  // O, m and l of a row under the maximum of all splits, which moves on from splits to splits as it does from key block
-  // to key block. kAtOnce are read at once and share a maximum. Invariant kernels take them one by one: which of its
-  // neighbours a row sees must not matter, and a split in which the row sees nothing changes no bit.
-  template <int kFours, int kAtOnce> STROBE_DEVICE void merge_columns(const float* partials, int row, int column,
-                                                                      int stride, float (&o)[kFours][4], float& m,
-                                                                      float& l) const {
-    constexpr int kTogether = kInvariant ? 1 : kAtOnce;
-    const int behind_o = statistics_of_rows();
-    const float *values = partials + row * kDimV + column, *statistics = partials + behind_o + 2 * row;
-    const int step = kInvariant ? slot_floats() : kStep;
-    m = neg_inf(), l = 0.f;
-#pragma unroll 1
-    for (int split = 0; split < parts(); split += kAtOnce) {
-      float x[kAtOnce][kFours][4], ml[kAtOnce][2];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const bool exists = split + j < parts();
-        ld_global_l2(ml[j], statistics + j * step + ahead(split + j), exists);
-        if (!exists) ml[j][0] = neg_inf();
-#pragma unroll
-        for (int c = 0; c < kFours; ++c)
-          ld_global_l2(x[j][c], values + j * step + ahead(split + j) + c * stride, exists);
-      }
-      statistics += kAtOnce * step, values += kAtOnce * step;
-#pragma unroll
-      for (int from = 0; from < kAtOnce; from += kTogether) {
-        float now = m;
-#pragma unroll
-        for (int j = from; j < from + kTogether; ++j) now = fmax(now, ml[j][0]);
-        const float safe = now == neg_inf() ? 0.f : now, past = exp2_approx((m - safe) * p.scale_log2);
-        m = now;
-        l *= past;
-#pragma unroll
-        for (int c = 0; c < 4 * kFours; ++c) o[c / 4][c % 4] *= past;
-#pragma unroll
-        for (int j = from; j < from + kTogether; ++j) {
-          const float weight = exp2_approx((ml[j][0] - safe) * p.scale_log2);
-          l = fma(ml[j][1], weight, l);
-#pragma unroll
-          for (int c = 0; c < 4 * kFours; ++c) o[c / 4][c % 4] = fma(x[j][c / 4][c % 4], weight, o[c / 4][c % 4]);
-        }
-      }
-    }
-  }
 };
 
 // Whether others have keys of a tile, too. Partial outputs take the same way in any case.
@@ -235,7 +126,7 @@ template <class Config> STROBE_DEVICE bool is_split(const Tile& tile) {
 // whether the tile is complete and still to be stored, because this block has added up all splits.
 template <class Config, class Params, class Staging, class O>
 STROBE_DEVICE bool store_split(const Params& p, const Tile& tile, const Staging& staging, O& o, Softmax<>& softmax) {
-  SplitKV<Config, Params, Staging> split{p, tile, staging};
+  SplitKV<Config, Params, Staging> split{{p, tile, staging.consumer}, staging};
   if constexpr (Config::kInvariant) {
     const int number = tile.work - tile.part.first_slot;  // of this split
     if (warp_uniform(WorkOf<Config>::first_item(p) <= tile.part.first_slot)) {

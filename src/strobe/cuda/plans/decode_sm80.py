@@ -1,0 +1,246 @@
+"""The forward kernel for Ampere and later where queries are few or keys lie in pages: tiles, limits, plan, variants.
+
+Keys are split among blocks, the heads of a group are rows of one tile, and warps share keys only where rows are many. Nobody
+has swept the tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, may_split, query_tiles, splits_of_tiles
+from strobe.cuda.parts.features import Features, common_features
+from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.output import Output
+from strobe.cuda.parts.params import Field, Struct, params
+from strobe.cuda.parts.plan import (
+    ANY_MACHINE,
+    Launch,
+    Machine,
+    Plan,
+    first_without_spills,
+    padded_dims,
+    shape_limits,
+)
+from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
+from strobe.cuda.parts.scores import Scores
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, tile_bytes
+from strobe.cuda.plans import plan_work
+from strobe.cuda.plans.forward_sm80 import DIMS, SMEM_BYTES, generation
+from strobe.cuda.plans.plan_work import Work
+from strobe.problem import Problem, Strides
+from strobe.variants.mask import used_keys
+
+WARPS = 4
+MOST_QUERIES = 64  # of a sequence whose keys are not in pages; `forward_sm80` has tiles for more
+LEAST_KEYS = 256  # fewer are read before a split has begun
+
+
+@functools.cache
+def _params(output: Output, scores: tuple[Field, ...], paged: bool) -> Struct:
+    return params(
+        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        stride_fields("q", "k", "v"),
+        Rows.fields(tma=False, paged=paged),
+        plan_work.fields(output.invariant) if paged else (),
+        scores,
+        QUERY_TILE_FIELDS,
+        output.fields(),
+        Output.SPLIT_FIELDS,
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_m: int  # rows: heads of a group for some queries
+    team: int  # warps that share keys, each with its part of the rows
+    keys: int  # that a warp copies at a time
+    stages: int  # buffers for K and for V of each team
+    blocks_per_sm: int = 2
+    warps: int = WARPS
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n} t{self.team} s{self.stages} b{self.blocks_per_sm}"
+
+    @property
+    def teams(self) -> int:
+        return self.warps // self.team
+
+    @property
+    def block_n(self) -> int:
+        return self.warps * self.keys
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def memory(self, dim: int, dim_v: int) -> SharedMemory:
+        keys, buffers = self.keys * self.team, self.stages * self.teams
+        regions = [
+            Region("q", tile_bytes(self.block_m, dim)),
+            Region("k", tile_bytes(keys, dim), buffers),
+            Region("v", tile_bytes(keys, dim_v), buffers),
+        ]
+        copied = sum(r.bytes * r.buffers for r in regions)
+        parts = self.teams * self.block_m * 4 * (dim_v + 8)  # of O, m and l, which later lie over those
+        return SharedMemory(
+            [*regions, Region("parts", max(0, parts - copied)), Region("missing", 4 * self.team, max(buffers, 4))]
+        )
+
+    def smem(self, dim: int, dim_v: int) -> int:
+        return self.memory(dim, dim_v).size
+
+    def config(self) -> dict[str, int | bool]:
+        return {
+            "kBlockM": self.block_m,
+            "kBlockN": self.block_n,
+            "kWarps": self.warps,
+            "kTeam": self.team,
+            "kStages": self.stages,
+            "kConsumers": 1,  # of a slot
+            "kThreads": self.threads,
+        }
+
+
+MOST_STAGES = 4
+
+
+def table_tile(rows: int, dim: int, dim_v: int, arch: str, *, invariant: bool = False) -> Tile:
+    """For so many rows that see the same keys. Two blocks of an SM if their buffers fit, else one, with as many stages as
+    fit; with little shared memory and wide rows a block has two warps. Invariant calls have one tile for all rows: which
+    warp sums up which keys must not depend on them."""
+    room = SMEM_BYTES[generation(arch)]
+    few = rows <= 32 and not invariant
+    block_m = (16 if rows <= 16 else 32) if few else 64
+    keys = 16 if few or dim > 64 else 32
+
+    for blocks in (2, 1):
+        for stages in range(MOST_STAGES, 1, -1):
+            tile = Tile(block_m, 1 if few else WARPS, keys, stages, blocks)
+            if tile.smem(dim, dim_v) + RESERVED <= (room + RESERVED) // blocks:
+                return tile
+    return Tile(block_m, 1 if few else 2, 16, 2, 1, warps=2)
+
+
+RESERVED = 1 << 10  # bytes of shared memory that a block of an SM has beside its own
+
+
+def choose_tile(features: Features, rows: int, arch: str, machine: Machine = ANY_MACHINE) -> Tile:
+    """A score function that no table knows gets the first tile whose kernel does not spill."""
+    tile = table_tile(rows, features.dim, features.dim_v, arch, invariant=features.output.invariant)
+    if not features.scores.is_unknown or tile.blocks_per_sm == 1:
+        return tile
+    tiles = [tile, replace(tile, blocks_per_sm=1)]
+    return first_without_spills(tiles, lambda t: kernel(features, t, arch, split=True, pack=1, exact_dims=False), machine)
+
+
+def limits(problem: Problem) -> str | None:
+    if problem.gradients:
+        return "no backward kernel"
+    if problem.dropout:
+        return "dropout"
+    if problem.k.pages is None and problem.len_q > MOST_QUERIES:
+        return f"{problem.len_q} queries; this kernel takes {MOST_QUERIES} where keys are not in pages"
+    if problem.k.pages is None and problem.len_k < LEAST_KEYS:
+        return f"{problem.len_k} keys; this kernel takes {LEAST_KEYS} or more"
+    if not may_split(problem):
+        return "a state that is merged and rounded"
+    return shape_limits(problem) or Scores.limits(problem) or _page_limits(problem)
+
+
+def _page_limits(problem: Problem) -> str | None:
+    pages = problem.k.pages
+    if pages is not None and max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1:
+        return "a pool of 64 GB or more"
+    return None
+
+
+def kernel(features: Features, tile: Tile, arch: str, *, split: bool, pack: int, exact_dims: bool) -> TemplateKernel:
+    """`pack`: heads of a group that are rows of one tile. `exact_dims`: the head dims are not rounded up."""
+    features = replace(features, output=replace(features.output, split=split))
+    memory = tile.memory(features.dim, features.dim_v)
+    config = {
+        **features.config(pack),
+        **tile.config(),
+        "kPartialFloats": tile.block_m * (features.dim_v + 2),
+        "kExactDims": exact_dims,
+    }
+    flags = f"{' split' if split else ''}{f' pack_gqa{pack}' if pack > 1 else ''}{'' if exact_dims else ' padded'}"
+    return TemplateKernel(
+        name=f"decode_sm80[{features.name} {tile}{flags}]",
+        arch=arch,
+        params=_params(replace(features.output, split=False), features.scores.fields(), bool(features.rows.page)),
+        threads=tile.threads,
+        smem=memory.size,
+        header="decode_sm80",
+        template="decode_sm80",
+        element=features.element,
+        config=tuple(config.items()),
+        memory=memory,
+        types=features.types(),
+        blocks_per_sm=tile.blocks_per_sm,
+        facts={**features.facts(), "tile": str(tile), "split": split, "pack_gqa": pack, "exact_dims": exact_dims},
+    )
+
+
+def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
+    pack = problem.group  # rows are copied one by one, so any group fits
+    rows = problem.len_q * pack
+    if pack > 1:
+        queries = replace(problem.q, heads=problem.heads_k, length=rows, total=problem.q.total * pack)
+        problem = replace(problem, q=queries)
+    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
+    arch = machine.arch.rstrip("af")
+    features = Features.of(problem, dims)
+    features = replace(features, rows=features.rows.gathered())
+    tile = tile or choose_tile(features, rows, arch, machine)
+    listed = problem.k.pages is not None
+    blocks = machine.sms * tile.blocks_per_sm
+    splits = splits_of_tiles(problem, tile.block_m, blocks, tile.block_n)
+    spec = kernel(
+        features, tile, arch, split=splits > 1 or listed, pack=pack, exact_dims=dims == (problem.dim, problem.dim_v)
+    )
+    schedule = query_tiles(problem, tile.block_m, machine.l2_bytes, splits)
+    values = {
+        **features.rows.values(problem, tma=False),
+        **Scores.values(problem),
+        **schedule,
+        **features.output.values(problem, pack),
+        **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
+    }
+    work = Work.of(problem, tile.block_m, tile.block_n, pack, blocks) if listed else None
+    grid = schedule["tiles"] if work is None else work.pieces
+    unusual = {"packed GQA": pack, "splits of the keys": splits}
+    details = {
+        "kernel": spec.name,
+        "arch": spec.arch,
+        "tile": f"{tile.block_m} rows x {tile.block_n} keys",
+        "threads": spec.threads,
+        "blocks": grid,
+        "shared memory": f"{spec.smem} bytes",
+        **{name: number for name, number in unusual.items() if number != 1},
+    }
+    if work is not None:
+        launches = work.launch(features, arch), Launch(spec, grid, values | work.values())
+        return Plan(launches, work.workspace(dims[1]), details)
+    partial = schedule["tiles"] * tile.block_m * (dims[1] + 2)
+    return Plan((Launch(spec, grid, values),), {"partial": 4 * partial} if splits > 1 else {}, details)
+
+
+_PAGED = Rows("dense", "paged", True, 1)
+
+
+def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
+    """The kernels that calls ask for: few rows and many, keys in pages and in one piece. Groups of four heads stand for
+    all."""
+    for features in common_features(DIMS, exhaustive):
+        if features.scores.dropout:
+            continue
+        rows, mask = features.rows, features.scores.mask
+        paged = replace(features, rows=_PAGED, scores=replace(features.scores, mask=mask & used_keys))
+        kinds = [features] if rows.positions or (rows.varlen and not exhaustive) else [features, paged]
+        for few, kind in ((few, kind) for kind in kinds for few in ((True, False) if exhaustive else (True,))):
+            tile = choose_tile(kind, 16 if few else 64, arch)
+            yield kernel(kind, tile, arch, split=True, pack=4, exact_dims=True)
