@@ -23,7 +23,7 @@ namespace strobe {
 struct RowPart {
   float o[8], m, l;
 
-  // kFixed: rounded before it is added up, as when splits are merged one by one.
+  // The operations of `merge_columns` for one split more.
   STROBE_DEVICE void add(const RowPart& x, float scale_log2) {
     const float top = fmax(m, x.m), safe = top == neg_inf() ? 0.f : top;
     const float mine = exp2_approx((m - safe) * scale_log2), its = exp2_approx((x.m - safe) * scale_log2);
@@ -244,10 +244,12 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     }
     float* const slot = block.partial(block.added ? block.first_slot() : block.my_slot());
     float* const statistics = slot + block.statistics_of_rows();
+    const bool adds = kInvariant && block.added;
+    if (adds) copy_statistics(statistics, block.rows());
     for_each_chunk(block.rows(), [&](int row, int chunk) {
       RowPart x = part_of_block(row, chunk);
       float* const to = slot + row * kDimV + 8 * chunk;
-      if (kInvariant && block.added) add_splits_before(x, to, statistics + 2 * row);
+      if (adds) add_splits_before(x, to, row);
       if (complete) return store_row(tile.row0 + row, chunk, x);
       store_chunk<T>(to, x.o);
       if (chunk == 0) st_global_x2(statistics + 2 * row, x.m, x.l);
@@ -269,13 +271,20 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     });
     if (kInvariant && thread_idx() == 0) st_global(block.counter(), 0u), st_global(block.counter() + 1, 0u);
   }
-  // The operations of `merge_columns`, in its order.
-  STROBE_DEVICE void add_splits_before(RowPart& x, const float* from, const float* statistics) const {
+  // m and l of the splits before, which one thread of a row will overwrite, to where all of them can read them.
+  static constexpr u32 kBefore = 4 * kDimV + 8;  // behind those of this block
+  STROBE_DEVICE void copy_statistics(const float* from, int rows) const {
+    for (int row = thread_idx(); row < min(rows, kBlockM); row += kThreads) {
+      float ml[2];
+      ld_global_l2(ml, from + 2 * row, true);
+      st_shared(part_row(0, row) + kBefore, u32x2{as_bits(ml[0]), as_bits(ml[1])});
+    }
+    sync_block();
+  }
+  STROBE_DEVICE void add_splits_before(RowPart& x, const float* from, int row) const {
     RowPart sum;
-    float ml[2];
     load_part(sum, from, true);
-    ld_global_l2(ml, statistics, true);
-    sum.m = ml[0], sum.l = ml[1];
+    ld_shared_x2(part_row(0, row) + kBefore, sum.m, sum.l);
     sum.add(x, p.scale_log2);
     x = sum;
   }

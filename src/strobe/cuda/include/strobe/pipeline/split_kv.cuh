@@ -14,7 +14,7 @@ namespace strobe {
 template <class Config, class Params, class Staging> struct SplitKV : Slots<Config, Params, 64> {
   using Base = Slots<Config, Params, 64>;
   using Base::added, Base::alone, Base::counter, Base::first_row, Base::first_slot, Base::kConsumers, Base::kDimV,
-      Base::kInvariant, Base::merge_columns, Base::my_slot, Base::p, Base::partial, Base::parts, Base::rows,
+      Base::kInvariant, Base::merge_columns, Base::my_slot, Base::p, Base::partial, Base::parts,
       Base::statistics_of_rows, Base::tile;
 
   const Staging& staging;  // of this consumer
@@ -28,7 +28,7 @@ template <class Config, class Params, class Staging> struct SplitKV : Slots<Conf
     float ml[2][2], past[2], weight[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      ld_global_l2(ml[r], sum + statistics_of_rows() + 2 * (own_row + 8 * r), own_row + 8 * r < rows());
+      ld_global_l2(ml[r], sum + statistics_of_rows() + 2 * (own_row + 8 * r), own_row + 8 * r < this->rows());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float m = fmax(ml[r][0], softmax.m[r]), safe = m == neg_inf() ? 0.f : m;
@@ -39,7 +39,7 @@ template <class Config, class Params, class Staging> struct SplitKV : Slots<Conf
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      o.add_row(r, sum + (own_row + 8 * r) * kDimV + 2 * (thread_idx() % 4), own_row + 8 * r < rows() ? kDimV : 0,
+      o.add_row(r, sum + (own_row + 8 * r) * kDimV + 2 * (thread_idx() % 4), own_row + 8 * r < this->rows() ? kDimV : 0,
                 past[r], weight[r]);
   }
   // Stores O, m and l where others, or this thread, find them.
@@ -50,8 +50,8 @@ template <class Config, class Params, class Staging> struct SplitKV : Slots<Conf
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int eight = tid / 32 * 16 + 8 * r, row = eight + lane / 4;
-      if (!warp_uniform(eight < rows())) continue;  // else ptxas takes the rings for divergent from here on
-      const bool has_room = !kInvariant || row < rows();
+      if (!warp_uniform(eight < this->rows())) continue;  // else ptxas takes the rings for divergent from here on
+      const bool has_room = !kInvariant || row < this->rows();
       o.store_row(r, mine + row * kDimV + 2 * (lane % 4), has_room ? kDimV : 0);
       const float l = quad_sum(softmax.l[r]);
       if (lane % 4 == 0 && has_room) st_global_x2(mine + behind_o + 2 * row, softmax.m[r], l);
@@ -77,7 +77,7 @@ template <class Config, class Params, class Staging> struct SplitKV : Slots<Conf
   // and four splits or, since invariant kernels have many splits, of four columns and 16 splits while there are threads
   // for it.
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
-    if (kInvariant && parts() > 4 && rows() * kDimV <= 4 * 128) merge_by<1, 16>(map, box);
+    if (kInvariant && parts() > 4 && this->rows() * kDimV <= 4 * 128) merge_by<1, 16>(map, box);
     else merge_by<4, 4>(map, box);
   }
 
