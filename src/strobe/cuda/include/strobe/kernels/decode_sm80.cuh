@@ -12,7 +12,7 @@
 // piece of a work list.
 #pragma once
 #include <strobe/pipeline/scores.cuh>
-#include <strobe/pipeline/slots.cuh>
+#include <strobe/pipeline/split_kv.cuh>
 #include <strobe/pipeline/warp_loader.cuh>
 #include <strobe/tile/chunk.cuh>
 #include <strobe/tile/gemm_sm80.cuh>
@@ -46,7 +46,10 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
   static_assert(kStages >= 2, "the next keys arrive during these");
   static_assert(!kInvariant || kTeams == 1, "parts of teams are not added one by one");
   using Loader = WarpLoader<Config, Params>;
-  using Block = Slots<Config, Params, kBlockM>;
+  struct WholeBlock {  // where Hopper's kernels have several consumers
+    static constexpr int kRows = kBlockM, consumer = 0;
+  };
+  using Split = SplitKV<Config, Params, WholeBlock>;
 
   const Params& p;
   const Tile& tile;
@@ -204,7 +207,9 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     return x;
   }
   STROBE_DEVICE void store_row(int row, int chunk, RowPart& x) const {
-    const float inverse = out.normalise(row, x.m, x.l, chunk == 0);
+    float lse;
+    const float inverse = out.normalise(row, x.m, x.l, lse);
+    if (p.lse && chunk == 0) out.store_lse(row, lse);
 #pragma unroll
     for (int c = 0; c < 8; ++c) x.o[c] *= inverse;
     if (!Config::kExactDims && 8 * chunk >= p.dim_v) return;
@@ -223,30 +228,30 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     sync_block();  // all are done with the buffers
     publish_part();
     sync_block();
-    Block block{p, tile, 0};
-    if (!Config::kSplit || block.alone()) {
-      for_each_chunk(block.rows(), [&](int row, int chunk) {
+    Split split{p, tile, WholeBlock{}};
+    if (!Config::kSplit || split.alone()) {
+      for_each_chunk(split.rows(), [&](int row, int chunk) {
         RowPart x = part_of_block(row, chunk);
         store_row(tile.row0 + row, chunk, x);
       });
       return;
     }
-    if constexpr (Config::kSplit) store_split(block);
+    if constexpr (Config::kSplit) store_split(split);
   }
-  STROBE_DEVICE void store_split(Block& block) const {
+  STROBE_DEVICE void store_split(Split& split) const {
     bool counts = true, complete = false;
     if constexpr (kInvariant) {  // the first splits of a tile are added up in the slot of the first: see split_kv.cuh
       const int number = tile.work - tile.part.first_slot;
       if (WorkOf<Config>::first_item(p) <= tile.part.first_slot) {
-        block.added = number, complete = number == tile.part.count - 1;
+        split.added = number, complete = number == tile.part.count - 1;
         counts = !complete && tile.work + 1 >= WorkOf<Config>::end_of_items(p);
       }
     }
-    float* const slot = block.partial(block.added ? block.first_slot() : block.my_slot());
-    float* const statistics = slot + block.statistics_of_rows();
-    const bool adds = kInvariant && block.added;
-    if (adds) copy_statistics(statistics, block.rows());
-    for_each_chunk(block.rows(), [&](int row, int chunk) {
+    float* const slot = split.partial(split.added ? split.first_slot() : split.my_slot());
+    float* const statistics = slot + split.statistics_of_rows();
+    const bool adds = kInvariant && split.added;
+    if (adds) copy_statistics(statistics, split.rows());
+    for_each_chunk(split.rows(), [&](int row, int chunk) {
       RowPart x = part_of_block(row, chunk);
       float* const to = slot + row * kDimV + 8 * chunk;
       if (adds) add_splits_before(x, to, row);
@@ -257,19 +262,19 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     if (!counts) return;
     const u32 word = smem_base() + Offset::missing;
     sync_block();
-    if (thread_idx() == 0) block.count_in(word);
+    if (thread_idx() == 0) split.count_in(word);
     sync_block();
-    if (!block.is_last(word)) return;
-    const float* const first = block.partial(block.first_slot());
-    for_each_chunk(block.rows(), [&](int row, int chunk) {
+    if (!split.is_last(word)) return;
+    const float* const first = split.partial(split.first_slot());
+    for_each_chunk(split.rows(), [&](int row, int chunk) {
       RowPart x;
       float sum[2][4] = {};
-      block.template merge_columns<2, 8>(first, row, 8 * chunk, 4, sum, x.m, x.l);
+      split.template merge_columns<2, 8>(first, row, 8 * chunk, 4, sum, x.m, x.l);
 #pragma unroll
       for (int c = 0; c < 8; ++c) x.o[c] = sum[c / 4][c % 4];
       store_row(tile.row0 + row, chunk, x);
     });
-    if (kInvariant && thread_idx() == 0) st_global(block.counter(), 0u), st_global(block.counter() + 1, 0u);
+    if (kInvariant && thread_idx() == 0) st_global(split.counter(), 0u), st_global(split.counter() + 1, 0u);
   }
   // m and l of the splits before, which one thread of a row will overwrite, to where all of them can read them.
   static constexpr u32 kBefore = 4 * kDimV + 8;  // behind those of this block

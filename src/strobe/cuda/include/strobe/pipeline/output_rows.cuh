@@ -49,13 +49,10 @@ template <class Config, class Params> struct OutputRows {
       if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.q.length) store_lse(row + 8 * r, x);
     }
   }
-  // The factor of O of a row that has m and l. Stores its LSE, if one is wanted, for one of the threads that share it.
-  STROBE_DEVICE float normalise(int row, float m, float l, bool stores) const {
-    float x;
+  // The factor of O of a row that has m and l, and its LSE.
+  STROBE_DEVICE float normalise(int row, float m, float l, float& lse) const {
     const float top = Config::kInvariant ? mul_rn(m, p.scale_log2) : m * p.scale_log2;
-    const float inverse = normaliser<Config::kSinks, Config::kInvariant>(l, top, sink(row), x);
-    if (p.lse && stores) store_lse(row, x);
-    return inverse;
+    return normaliser<Config::kSinks, Config::kInvariant>(l, top, sink(row), lse);
   }
   // kPartialOut: O as fp32, for a merge with other partial results.
   STROBE_DEVICE float* o(int row) const {

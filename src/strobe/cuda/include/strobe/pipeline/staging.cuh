@@ -46,7 +46,7 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
   u32 buffer;
   int consumer;
   int first_panel = 0;  // of the tensor: where these columns begin
-  static constexpr int kPanelsAtOnce = kPanels, kPanelColumns = kFp32 ? kPanelFp32 : kPanel,
+  static constexpr int kRows = 64, kPanelsAtOnce = kPanels, kPanelColumns = kFp32 ? kPanelFp32 : kPanel,
                        kPanelsInAll = (kColumns + kPanelColumns - 1) / kPanelColumns;
 
   template <bool kStagedBefore = kPrivate> STROBE_DEVICE void acquire() const {
