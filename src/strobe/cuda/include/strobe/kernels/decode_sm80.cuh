@@ -1,8 +1,8 @@
 // FlashAttention forward for Ampere and later where queries are few or keys lie in pages: split-KV, packed GQA.
 //
-// A block owns kBlockM rows, the heads of a group for some queries, and one split of the keys that they see. kTeam warps
-// share keys and have 16 * kTiles rows each. Where rows are few a team is one warp, and the teams of a block divide the
-// keys of each block among them:
+// A block owns kBlockM rows, the heads of a group for some queries, and one split of the keys that they see. kTeam
+// warps share keys and have 16 * kTiles rows each. Where rows are few a team is one warp, and the teams of a block
+// divide the keys of each block among them:
 //     each team, over its own keys, with its own ring of cp.async stages:
 //         S = Q K^T,  P = exp(S - m),  O = O + P V       as in forward_sm80.cuh
 //     m, l and O of the teams, of a state, and of the splits are parts of a row: their weighted sum is the result.
@@ -79,9 +79,9 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
       const int row = i / kQueryChunks, chunk = i % kQueryChunks;
       const bool valid = tile.row0 + row < tile.q.length && (Config::kExactDims || 8 * chunk < p.dim);
       const int at = valid ? tile.row0 + row : 0;
-      cp_async_16(
-          q_tile() + chunk_offset(kBlockM, row, chunk),
-          tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, out.head(at), at / kPackGqa) + (valid ? 8 * chunk : 0), valid);
+      cp_async_16(q_tile() + chunk_offset(kBlockM, row, chunk),
+                  tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, out.head(at), at / kPackGqa) + (valid ? 8 * chunk : 0),
+                  valid);
     }
   }
   STROBE_DEVICE void load(Loader& loader, int n, int stage) const {
@@ -158,7 +158,9 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
   // ---- epilogue: threads take eight columns of a row each, wherever its parts are -----------------------------------
   // Parts of teams lie over the buffers of Q, K and V; see `memory` in cuda/plans/decode_sm80.py.
   static constexpr int kRowFloats = kDimV + 8;  // so that the rows of a fragment lie in different banks
-  STROBE_DEVICE static u32 part_row(int of_team, int row) { return smem_base() + (of_team * kBlockM + row) * (4 * kRowFloats); }
+  STROBE_DEVICE static u32 part_row(int of_team, int row) {
+    return smem_base() + (of_team * kBlockM + row) * (4 * kRowFloats);
+  }
   STROBE_DEVICE void publish_part() const {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -181,14 +183,6 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     for (int i = 0; i < 8; i += 2) ld_shared_x2(at + 32 * chunk + 4 * i, x.o[i], x.o[i + 1]);
     return x;
   }
-  // Of the state that is merged with the result: `row` counts in the sequence.
-  STROBE_DEVICE RowPart part_of_state(int row, int chunk) const {
-    RowPart x;
-    const float lse = out.state_lse(row);
-    load_part(x, out.o(row) + 8 * chunk, 8 * chunk < out.state_columns(row));
-    x.m = lse * p.unscale, x.l = lse == neg_inf() ? 0.f : 1.f;
-    return x;
-  }
   STROBE_DEVICE static void load_part(RowPart& x, const float* from, bool valid) {
     float a[4], b[4];
     ld_global_l2(a, from, valid);
@@ -196,14 +190,29 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.o[i] = a[i], x.o[4 + i] = b[i];
   }
+  // A part that lies where this block's will go: of a state, or of the splits before. One thread of a row overwrites
+  // its m and l, so they are put behind those of the first team before, for all to read.
+  static constexpr u32 kBefore = 4 * kDimV + 8;
+  STROBE_DEVICE static void put_before(int row, float m, float l) {
+    st_shared(part_row(0, row) + kBefore, u32x2{as_bits(m), as_bits(l)});
+  }
+  STROBE_DEVICE void add_before(RowPart& x, const float* from, int row, bool there) const {
+    RowPart before;
+    load_part(before, from, there);
+    ld_shared_x2(part_row(0, row) + kBefore, before.m, before.l);
+    before.add(x, p.scale_log2);
+    x = before;
+  }
+  // A state belongs to one split, the first.
+  STROBE_DEVICE bool merges() const {
+    if constexpr (!Config::kMerge) return false;
+    else return out.merges() && (!kListed || tile.work == tile.part.first_slot);
+  }
   STROBE_DEVICE RowPart part_of_block(int row, int chunk) const {
     RowPart x = part_of_team(0, row, chunk);
 #pragma unroll
     for (int t = 1; t < kTeams; ++t) x.add(part_of_team(t, row, chunk), p.scale_log2);
-    if constexpr (Config::kMerge) {
-      const bool first = !kListed || tile.work == tile.part.first_slot;  // one split alone
-      if (out.merges() && first) x.add(part_of_state(tile.row0 + row, chunk), p.scale_log2);
-    }
+    if (merges()) add_before(x, out.o(tile.row0 + row) + 8 * chunk, row, 8 * chunk < p.dim_v);
     return x;
   }
   STROBE_DEVICE void store_row(int row, int chunk, RowPart& x) const {
@@ -214,11 +223,13 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     for (int c = 0; c < 8; ++c) x.o[c] *= inverse;
     if (!Config::kExactDims && 8 * chunk >= p.dim_v) return;
     if constexpr (Config::kPartialOut) store_chunk<T>(out.o(row) + 8 * chunk, x.o);
-    else
-      store_chunk<T>(
-          tile.q.rows(p.o, p.o_batch, p.o_head, p.o_row, out.head(row), row / kPackGqa) + 8 * chunk, x.o);
+    else store_chunk<T>(tile.q.rows(p.o, p.o_batch, p.o_head, p.o_row, out.head(row), row / kPackGqa) + 8 * chunk, x.o);
   }
-  // Calls visit(row of the tile, chunk) for all that exist.
+  // Call visit(row of the tile) or visit(row, chunk) for all that exist.
+  template <class Visit> STROBE_DEVICE static void for_each_row(int rows, Visit visit) {
+#pragma unroll 1
+    for (int row = thread_idx(); row < min(rows, kBlockM); row += kThreads) visit(row);
+  }
   template <class Visit> STROBE_DEVICE static void for_each_chunk(int rows, Visit visit) {
 #pragma unroll 1
     for (int i = thread_idx(); i < min(rows, kBlockM) * kChunks; i += kThreads) visit(i / kChunks, i % kChunks);
@@ -227,6 +238,12 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
   STROBE_DEVICE void store() const {
     sync_block();  // all are done with the buffers
     publish_part();
+    if constexpr (Config::kMerge)
+      if (merges())
+        for_each_row(tile.q.length - tile.row0, [&](int row) {
+          const float lse = out.state_lse(tile.row0 + row);
+          put_before(row, lse * p.unscale, lse == neg_inf() ? 0.f : 1.f);
+        });
     sync_block();
     Split split{p, tile, WholeBlock{}};
     if (!Config::kSplit || split.alone()) {
@@ -250,11 +267,18 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     float* const slot = split.partial(split.added ? split.first_slot() : split.my_slot());
     float* const statistics = slot + split.statistics_of_rows();
     const bool adds = kInvariant && split.added;
-    if (adds) copy_statistics(statistics, split.rows());
+    if (adds) {
+      for_each_row(split.rows(), [&](int row) {
+        float ml[2];
+        ld_global_l2(ml, statistics + 2 * row, true);
+        put_before(row, ml[0], ml[1]);
+      });
+      sync_block();
+    }
     for_each_chunk(split.rows(), [&](int row, int chunk) {
       RowPart x = part_of_block(row, chunk);
       float* const to = slot + row * kDimV + 8 * chunk;
-      if (adds) add_splits_before(x, to, row);
+      if (adds) add_before(x, to, row, true);
       if (complete) return store_row(tile.row0 + row, chunk, x);
       store_chunk<T>(to, x.o);
       if (chunk == 0) st_global_x2(statistics + 2 * row, x.m, x.l);
@@ -275,23 +299,6 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
       store_row(tile.row0 + row, chunk, x);
     });
     if (kInvariant && thread_idx() == 0) st_global(split.counter(), 0u), st_global(split.counter() + 1, 0u);
-  }
-  // m and l of the splits before, which one thread of a row will overwrite, to where all of them can read them.
-  static constexpr u32 kBefore = 4 * kDimV + 8;  // behind those of this block
-  STROBE_DEVICE void copy_statistics(const float* from, int rows) const {
-    for (int row = thread_idx(); row < min(rows, kBlockM); row += kThreads) {
-      float ml[2];
-      ld_global_l2(ml, from + 2 * row, true);
-      st_shared(part_row(0, row) + kBefore, u32x2{as_bits(ml[0]), as_bits(ml[1])});
-    }
-    sync_block();
-  }
-  STROBE_DEVICE void add_splits_before(RowPart& x, const float* from, int row) const {
-    RowPart sum;
-    load_part(sum, from, true);
-    ld_shared_x2(part_row(0, row) + kBefore, sum.m, sum.l);
-    sum.add(x, p.scale_log2);
-    x = sum;
   }
 
   STROBE_DEVICE void run() {

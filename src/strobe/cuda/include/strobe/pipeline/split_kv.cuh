@@ -56,8 +56,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
     else return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
   }
   STROBE_DEVICE int first_row() const { return tile.row0 + kRows * staging.consumer; }
-  // Of this consumer: more than kRows if others follow. A slot has room for no more, should a sequence have more than was
-  // said.
+  // Of this consumer: more than kRows if others follow. A slot has room for no more, should a sequence have more than
+  // was said.
   STROBE_DEVICE int rows() const {
     const int there = tile.q.length - first_row();
     if constexpr (kInvariant) return min(there, p.slot_rows - kRows * staging.consumer);
@@ -112,8 +112,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
       if (lane % 4 == 0 && has_room) st_global_x2(mine + behind_o + 2 * row, softmax.m[r], l);
     }
   }
-  // One thread, behind a barrier, counts this split in. At `to` in shared memory it leaves how many came before, and how
-  // many the first one has added up.
+  // One thread, behind a barrier, counts this split in. At `to` in shared memory it leaves how many came before, and
+  // how many the first one has added up.
   STROBE_DEVICE void count_in(u32 to) const {
     if (kInvariant && added) st_global(counter() + kConsumers, u32(added));
     fence_device();

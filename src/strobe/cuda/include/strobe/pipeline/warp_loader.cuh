@@ -1,5 +1,5 @@
-// Keys by cp.async, row by row: each warp copies its own share of a block of keys, and waits for its own copies. Rows of
-// pages may lie anywhere.
+// Keys by cp.async, row by row: each warp copies its own share of a block of keys, and waits for its own copies. Rows
+// of pages may lie anywhere.
 //
 // A key whose entry of the table is no page of the pool is missing: it becomes zero, and no query sees it. A warp tells
 // of them in a word of shared memory beside the buffers, a bit for each key that it has copied.
@@ -10,7 +10,8 @@
 namespace strobe {
 
 template <class Config, class Params> struct WarpLoader {
-  static constexpr int kRows = Config::kBlockN / Config::kWarps, kTileRows = kRows * Config::kTeam;  // of a warp, a team
+  static constexpr int kRows = Config::kBlockN / Config::kWarps,
+                       kTileRows = kRows * Config::kTeam;  // of a warp, a team
   static constexpr bool kPaged = Config::Keys::kPaged;
   static_assert(kRows == 16 || kRows == 32, "a lane knows where one row begins, and a word has a bit for each");
   static constexpr u32 kNowhere = ~0u;
