@@ -1,8 +1,8 @@
 """Compile kernels and compare their machine code with an earlier table: `python tests/replay.py --help`.
 
 NVRTC is deterministic. A kernel whose code is the same as before needs no new measurement and no new test on a GPU. The
-hashes are of what runs: `.text`, `.nv.info.<kernel>` (registers, parameters, barriers) and the constant sections. Numbers
-and addresses of symbols are left out, because every rename changes them.
+hashes are of what runs: `.text`, `.nv.info.<kernel>` (registers, parameters, barriers) and the constant sections. The name
+of the kernel, and numbers and addresses of symbols, are left out, because every rename changes them.
 
     python tests/replay.py --write before.json           some 60 kernels, a minute
     python tests/replay.py --write before.json --all     every variant that calls ask for, half an hour
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import ENTRY, TemplateKernel
 from strobe.cuda.plans.families import variants
 from strobe.cuda.runtime import jit
 
@@ -48,7 +48,8 @@ def chosen(every: bool, old: Collection[str] = ()) -> dict[str, TemplateKernel]:
     return {name: found[name] for name in sample}
 
 
-def code_hash(cubin: bytes) -> str:
+def code_hash(cubin: bytes, entry: str) -> str:
+    """The hash of the kernel with this name, whatever the name is."""
     digest = hashlib.sha256()
     for section in ELFFile(io.BytesIO(cubin)).iter_sections():
         data = section.data()
@@ -56,7 +57,7 @@ def code_hash(cubin: bytes) -> str:
             data = without_symbols(data)
         elif section.name == ".nv.constant4" or not section.name.startswith((".text", ".nv.constant")):
             continue  # the former is a table of the addresses of named constants
-        digest.update(section.name.encode())
+        digest.update(section.name.replace(entry, ENTRY).encode())
         digest.update(data)
     return digest.hexdigest()[:16]
 
@@ -77,7 +78,7 @@ def hashes(kernels: dict[str, TemplateKernel], workers: int) -> dict[str, str]:
 
     def one(name: str) -> tuple[str, str]:
         kernel = kernels[name]
-        return name, code_hash(jit.get(kernel.source, kernel.arch, name=kernel.name).cubin)
+        return name, code_hash(jit.get(kernel.source, kernel.arch, name=kernel.name).cubin, kernel.entry)
 
     found = {}
     with ThreadPoolExecutor(workers) as pool:

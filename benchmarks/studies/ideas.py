@@ -66,7 +66,7 @@ class Idea:
                 raise ValueError(f"{self.name}: {kernel.name} has no {old!r}")
             text = text.replace(old, new)
         return TextKernel(
-            f"{kernel.name} {self.name}", kernel.arch, kernel.params, kernel.threads, kernel.smem, text=text
+            f"{kernel.name} {self.name}", kernel.arch, kernel.params, kernel.threads, kernel.smem, text, kernel.entry
         )
 
     def planned(self, made: Plan, target: jit.Target = "ptx") -> Plan:

@@ -48,7 +48,7 @@ def spills(arch: str, kernel: KernelSpec) -> bool:
 
 @functools.cache
 def stack(arch: str, kernel: KernelSpec) -> int:
-    return cubins.inspect(jit.get(kernel.source, arch, name=kernel.name).cubin)["kernel"].stack_frame
+    return cubins.inspect(jit.get(kernel.source, arch, name=kernel.name).cubin)[kernel.entry].stack_frame
 
 
 def launches(family: str, dim: int, call: str) -> list[Launch]:

@@ -34,4 +34,4 @@ def test_they_compile(arch: str) -> None:
     assert len(found) == 15
     for kernel in found:
         cubin = jit.get(kernel.source, arch, name=kernel.name).cubin
-        assert not cubins.inspect(cubin)["kernel"].stack_frame, kernel.name
+        assert not cubins.inspect(cubin)[kernel.entry].stack_frame, kernel.name

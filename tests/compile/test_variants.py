@@ -129,7 +129,7 @@ def check_all(kernels: list[TemplateKernel], arch: str) -> None:
     assert built
     wrong = []
     for kernel, artifact in built:
-        info = cubins.inspect(artifact.cubin)["kernel"]
+        info = cubins.inspect(artifact.cubin)[kernel.entry]
         if info.stack_frame > allowed_stack(kernel) or ptxas_log.warnings(artifact.log):
             wrong.append(f"{kernel.name}: {info.stack_frame} bytes of stack, {ptxas_log.warnings(artifact.log)}")
         assert [size for _, size in info.params] == [kernel.params.size], kernel.name

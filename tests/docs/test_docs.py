@@ -34,6 +34,7 @@ EXPECTED = {
     "from-flex-attention",
     "from-xformers",
     "choosing-a-backend",
+    "profiling",
     "variants",
     "learn",
     "how-it-works",

@@ -62,7 +62,7 @@ def with_source(plan: Plan, edit: Callable[[str], str]) -> Plan:
     def edited(launch: Launch) -> Launch:
         spec = launch.kernel
         text = edit(jit.flatten(spec.source, "emu"))
-        kernel = TextKernel(spec.name, spec.arch, spec.params, spec.threads, spec.smem, text)
+        kernel = TextKernel(spec.name, spec.arch, spec.params, spec.threads, spec.smem, text, spec.entry)
         return dataclasses.replace(launch, kernel=kernel)
 
     return dataclasses.replace(plan, launches=tuple(edited(launch) for launch in plan.launches))

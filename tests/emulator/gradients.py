@@ -53,7 +53,7 @@ class Mutation:
                 return launch
             spec = launch.kernel
             edited = replaced(str(self), text, self.old, self.new)
-            kernel = TextKernel(spec.name, spec.arch, spec.params, spec.threads, spec.smem, edited)
+            kernel = TextKernel(spec.name, spec.arch, spec.params, spec.threads, spec.smem, edited, spec.entry)
             return dataclasses.replace(launch, kernel=kernel)
 
         return dataclasses.replace(plan, launches=tuple(map(damaged, plan.launches, texts)))

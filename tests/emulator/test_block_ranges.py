@@ -121,14 +121,15 @@ def test_against_brute_force(found: torch.Tensor) -> None:
 
 def test_which_blocks_are_looked_at(found: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other pair is said to be visible: then all blocks that are looked at are partial, and no others."""
-    original = print_condition.struct
+    original = print_condition.printed
 
-    def struct(*args: Any) -> str:
-        text, count = re.subn(r"(of_pair\(.*?\) const ).*", r"\1{ return (at.q(i) + at.k(i)) % 2; }", original(*args))
+    def printed(*args: Any) -> print_condition.PrintedCondition:
+        found = original(*args)
+        text, count = re.subn(r"(of_pair\(.*?\) const ).*", r"\1{ return (at.q(i) + at.k(i)) % 2; }", found.text)
         assert count == 1
-        return text
+        return found._replace(text=text)
 
-    monkeypatch.setattr(print_condition, "struct", struct)
+    monkeypatch.setattr(print_condition, "printed", printed)
     without_pairs = bits()
     looked_at = without_pairs == 3
     assert torch.equal(without_pairs[~looked_at], found[~looked_at])  # also those of the function that overflows

@@ -127,9 +127,9 @@ def test_mistakes_in_learning_are_caught(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
     build = backend.build
 
-    def damaged(source: str, name: str) -> Any:
+    def damaged(source: str, **names: str) -> Any:
         text = jit.flatten(source, "emu")
-        return build(replaced(mistake, text, *MISTAKES[mistake]) if "add_gradients(Sums" in text else text, name=name)
+        return build(replaced(mistake, text, *MISTAKES[mistake]) if "add_gradients(Sums" in text else text, **names)
 
     mistake = name
     monkeypatch.setattr(backend, "build", damaged)

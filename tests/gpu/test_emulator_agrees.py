@@ -31,7 +31,11 @@ def compiled() -> None:
     on_cpu = [prepare(case, dtype)[0] for case in exact_inputs.CASES for dtype in DTYPES]
     plans = [plan_of(kernel, p, (0, p.dim_v, p.heads * p.dim_v)) for p in on_cpu for kernel in kernels_here()]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda spec: build(spec.source, name=spec.name), {only(plan).kernel for plan in plans}))
+        list(
+            pool.map(
+                lambda spec: build(spec.source, name=spec.name, entry=spec.entry), {only(plan).kernel for plan in plans}
+            )
+        )
 
 
 def both(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, Any]:

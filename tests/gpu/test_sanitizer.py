@@ -14,6 +14,7 @@ import pytest
 from gpu.kernels import KERNELS, kernels_here
 
 import strobe
+from strobe.cuda.parts.kernel import PREFIX
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 pytestmark = pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not on the path")
@@ -36,10 +37,24 @@ torch.cuda.synchronize()
 print("done")
 """
 
+# Two warps write to shared memory, and each reads what the other one wrote, without a barrier in between.
+_RACE = """
+import sys, torch
+from strobe.cuda.runtime import driver, jit
+name = sys.argv[1]
+source = 'extern "C" __global__ void ' + name + '(int* out) {'
+source += '__shared__ int x[64]; x[threadIdx.x] = threadIdx.x; out[threadIdx.x] = x[63 - threadIdx.x]; }'
+out = torch.zeros(64, device="cuda", dtype=torch.int32)
+arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+function = driver.Kernel(jit.get(source, arch, name=name).cubin, name).function(0)
+driver.Launch(function, 1, 64, 0, out.data_ptr().to_bytes(8, "little")).launch(0)
+torch.cuda.synchronize()
+print("done")
+"""
+_SUMMARY = re.compile(r"RACECHECK SUMMARY: (?P<hazards>\d+) hazards? displayed \((?P<errors>\d+) errors?")
 
-def sanitize(tool: str, kernel: str) -> str:
-    if kernel not in kernels_here():
-        pytest.skip("no Hopper GPU")
+
+def sanitize(tool: str, script: str, argument: str) -> str:
     assert TOOL is not None
     # Without torch's pool every tensor is an allocation of its own, and reading behind it shows.
     environment = os.environ | {
@@ -47,8 +62,8 @@ def sanitize(tool: str, kernel: str) -> str:
         "PYTHONPATH": str(Path(strobe.__file__).parent.parent),
     }
     # torch asks the driver for functions that it may not have: an error to the tool, not to us.
-    filters = ["--kernel-name", "kne=kernel"] if tool == "racecheck" else ["--report-api-errors", "no"]
-    command = [TOOL, "--tool", tool, *filters, sys.executable, "-c", _SCRIPT, kernel]
+    filters = ["--kernel-name", f"kernel_substring={PREFIX}"] if tool == "racecheck" else ["--report-api-errors", "no"]
+    command = [TOOL, "--tool", tool, *filters, sys.executable, "-c", script, argument]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     output = done.stdout + done.stderr
     assert "done" in output, output[-4000:]
@@ -57,12 +72,24 @@ def sanitize(tool: str, kernel: str) -> str:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_memcheck(kernel: str) -> None:
-    output = sanitize("memcheck", kernel)
+    if kernel not in kernels_here():
+        pytest.skip("no Hopper GPU")
+    output = sanitize("memcheck", _SCRIPT, kernel)
     assert re.search(r"ERROR SUMMARY: 0 errors", output), output[-4000:]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_racecheck(kernel: str) -> None:
-    output = sanitize("racecheck", kernel)
-    summary = re.search(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?", output)
-    assert summary is not None and summary.group(1) == "0", output[-4000:]
+    if kernel not in kernels_here():
+        pytest.skip("no Hopper GPU")
+    output = sanitize("racecheck", _SCRIPT, kernel)
+    summary = _SUMMARY.search(output)
+    assert summary is not None and summary["errors"] == "0", output[-4000:]
+
+
+@pytest.mark.parametrize(("name", "checked"), [(f"{PREFIX}race", True), ("race", False)])
+def test_racecheck_checks_kernels_with_our_names(name: str, checked: bool) -> None:
+    """A filter that matches no kernel would find no race in any."""
+    output = sanitize("racecheck", _RACE, name)
+    summary = _SUMMARY.search(output)
+    assert summary is not None and (summary["hazards"] != "0") == checked, output[-4000:]

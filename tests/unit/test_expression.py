@@ -242,29 +242,31 @@ def test_what_has_no_derivative_says_so() -> None:
 
 
 def test_factors_leave_the_expression_that_kernels_compute() -> None:
-    before, inner, after = softcap(30.0).kernel_form(0.125)
-    assert (before, inner.op, after) == (0.125 / 30, "tanh", 30.0)
-    assert identity.kernel_form(0.125) == (1.0, s, 0.125)
+    capped = softcap(30.0).kernel_form(0.125)
+    assert (capped.inner.op, capped.after) == ("tanh", 30.0) and capped.before == pytest.approx(0.125 / 30)
+    assert identity.kernel_form(0.125)[:3] == (1.0, s, 0.125)
     both = Score(s * 2.0 + Expr("tanh", (s,)), "both").kernel_form(0.5)  # `s` occurs twice: nothing can be taken out
     assert both.before == 0.5 and both.after == 1.0
 
 
 def test_one_text_for_every_number() -> None:
-    assert softcap(30.0).cpp() == softcap(2.0).cpp() != identity.cpp()
-    assert softcap(30.0).numbers(0.125).floats != softcap(2.0).numbers(0.125).floats
-    assert "kIdentity = true" in identity.cpp()
+    large, small, nothing = (score.printed() for score in (softcap(30.0), softcap(2.0), identity))
+    assert large.text == small.text != nothing.text
+    assert large.numbers(0.125).floats != small.numbers(0.125).floats
+    assert "kIdentity = true" in nothing.text
 
 
 @pytest.mark.parametrize("cap", [0.7, 30.0])
 def test_cpp_text_means_the_same(tmp_path: Path, cap: float) -> None:
     scale, score = 0.31, softcap(cap)
-    numbers = ", ".join(f"{c!r}f" for c in score.numbers(scale).floats)
+    printed = score.printed()
+    numbers = ", ".join(f"{c!r}f" for c in printed.numbers(scale).floats)
     (tmp_path / "score.cpp").write_text(
         "#include <cmath>\n#define STROBE_DEVICE\n"
         "using std::fabs;\nconstexpr float kTanhNear = 0.25f;\nstruct Where { static constexpr bool kOneHead = true; };\n"
         "float tanh_fast(float x) { return std::tanh(x); }\n"
         "float tanh_near(float x, float scale) { return std::tanh(x * scale); }\n"
-        f"{score.cpp()}static const float c[] = {{{numbers}}};\n"
+        f"{printed.text}static const float c[] = {{{numbers}}};\n"
         'extern "C" float value(float x) { return Score{c}(x, Where{}, 0); }\n'
         'extern "C" float slope(float x) { Score f{c}; return f.slope(x, f(x, Where{}, 0), Where{}, 0); }\n'
     )
@@ -272,7 +274,7 @@ def test_cpp_text_means_the_same(tmp_path: Path, cap: float) -> None:
     library = ctypes.CDLL(str(tmp_path / "score.so"))
     for function in (library.value, library.slope):
         function.restype, function.argtypes = ctypes.c_float, [ctypes.c_float]
-    before, _, after = score.kernel_form(scale)
+    before, _, after, _ = score.kernel_form(scale)
     for product in (-9.0, -0.2, 0.0, 1.5, 40.0):
         scaled = torch.tensor(scale * product, dtype=torch.float64)
         assert after * library.value(product) == pytest.approx(score.expr.evaluate({"s": scaled}).item(), rel=1e-5)

@@ -12,6 +12,7 @@ from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.provider import Prepare, Prepared, Provider, Reason, Refusal
+from strobe.cuda.parts.kernel import PREFIX
 from strobe.tiled import block_sizes
 
 _NEEDS = {"sm80": "cuda", "sm90": "cuda", "aten_cpu": "cpu", "emulator": "cpu"}
@@ -117,7 +118,7 @@ def providers() -> list[Provider]:
             _prepare(name),
             skipped=_slow_unless_named(name),
             matrices=(lambda case: 16 * case.score_elements()) if name == "reference" else (lambda case: 0),
-            kernels="kernel" if _NEEDS.get(name) == "cuda" else None,
+            kernels=f"^{PREFIX}" if _NEEDS.get(name) == "cuda" else None,
             tiles=name in ("tiled", "sm80", "sm90"),
             functions=True,
             device=_NEEDS.get(name),

@@ -370,6 +370,10 @@ def _plan(planner: Planner, problem: Problem) -> Plan:
     return planner(problem, (problem.len_q * row, width, row), machine_of(problem.device))
 
 
+def _details(plan: Plan) -> dict[str, object]:
+    return {**plan.details, "in profilers": ", ".join(launch.kernel.entry for launch in plan.launches)}
+
+
 def _backend(name: str, summary: str) -> Backend:
     family = FAMILIES[name]
     return Backend(
@@ -378,7 +382,7 @@ def _backend(name: str, summary: str) -> Backend:
         limits=family.limits,
         machine=lambda device: missing(device, hopper=name == "sm90"),
         bind=functools.partial(_bind, family),
-        details=lambda problem: dict(_plan(family.module(problem).plan, problem).details),
+        details=lambda problem: _details(_plan(family.module(problem).plan, problem)),
         extra_bytes=lambda problem: _plan(family.module(problem).plan, problem).workspace_bytes,
         pages=True,
         invariant=True,

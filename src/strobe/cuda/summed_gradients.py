@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from strobe.cuda.parts import print_score
+from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem, captured_strides
 from strobe.problem.arguments import Arguments, four_axes
 
@@ -53,7 +53,7 @@ def results(problem: Problem, a: Arguments, x: Mapping[str, Any]) -> tuple[_Mayb
     bias = x["dbias"].to(a.bias.dtype) if "bias" in problem.gradients else None
     if not problem.learnt:
         return bias, None
-    factor = print_score.factor_of_gradients(problem.logit, problem.scale, problem.learnt)
+    factor = Scores.of(problem).printed.factor_of_gradients(problem.scale)
     found: list[_Maybe] = [None] * problem.captured
     for i in problem.learnt:
         total = x[f"dscore{i}"]

@@ -81,7 +81,7 @@ def _launch_one(part: Any, tensors: dict[str, Any], mode: Mode, seed: int, worke
         address = tensor.data_ptr() + part.offsets.get(name, 0)
         values[f"map_{name}"] = encode_tensor_map(dataclasses.replace(tensor_map, address=address))
     assert mapped <= values.keys()
-    program = build(spec.source, name=spec.name)
+    program = build(spec.source, name=spec.name, entry=spec.entry)
     params = bytes(spec.params.pack(values))
     launched = {"grid": part.grid, "threads": spec.threads, "smem": spec.smem, "buffers": buffers}
     return program.run(params, **launched, mode=mode, seed=seed, workers=workers, together=part.together)

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from strobe.cuda.parts.kernel import ENTRY
 from strobe.cuda.runtime import cache, jit
 from strobe.emulator.program import Program
 
@@ -87,15 +88,16 @@ def _called(command: str) -> str:
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
-def build(source: str, *, name: str = "kernel", frame_limit: tuple[str, int] | None = None) -> Program:
-    """The kernel of `source` (flattened or not) as a program for this machine; compiled once per text and compiler.
+def build(source: str, *, name: str = ENTRY, entry: str = ENTRY, frame_limit: tuple[str, int] | None = None) -> Program:
+    """The kernel `entry` of `source` (flattened or not) as a program for this machine; compiled once per text and compiler.
 
     `frame_limit` is (file, bytes): a function of that file whose frame is larger raises `FrameError`. A frame that is
     larger than the guard beside a stack would step over it."""
     command = compiler()
     if command is None:
         raise CompilerMissing(how_to_install())
-    text = jit.flatten(source, "emu") + "\n" + jit.flatten("#include <strobe/emu/driver.cuh>\n", "emu")
+    driver = jit.flatten("#include <strobe/emu/driver.cuh>\n", "emu")
+    text = f"{jit.flatten(source, 'emu')}\n#define STROBE_ENTRY {entry}\n{driver}"
     options = (*_OPTIONS, *_machine_options())
     limit = () if frame_limit is None else map(str, frame_limit)
     compiled_by = (_version(command), *shlex.split(command)[1:], platform.machine())

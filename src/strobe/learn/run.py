@@ -166,10 +166,7 @@ def _on_emulator(
         values[argument] = tensor.data_ptr()
         size = tensor.numel() * tensor.element_size()
         buffers.append(Buffer(argument, tensor.data_ptr(), size, writable=argument in _written(struct)))
-    called_kernel = re.sub(
-        rf"\b{name}(?=\(STROBE_GRID_CONSTANT)", "kernel", text
-    )  # the one name that the emulator calls
-    program = build(jit.flatten(called_kernel, "emu", f"{name}.cu"), name=name)
+    program = build(jit.flatten(text, "emu", f"{name}.cu"), name=name, entry=name)
     counters = program.run(bytes(struct.pack(values)), grid=grid, threads=threads, smem=smem, buffers=buffers)
     return Run("emulator", counters=counters)
 

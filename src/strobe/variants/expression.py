@@ -163,12 +163,12 @@ class Expr:
     args: tuple[Any, ...]
 
     def __eq__(self, other: object) -> bool:
-        """1, 1.0 and True are different numbers here: kernels compute with them in different types."""
+        """1, 1.0 and True are different numbers here: kernels compute with them in different types. So are 0.0 and -0.0."""
         if self is other:
             return True
         if not isinstance(other, Expr) or self.op != other.op or self.args != other.args:
             return False
-        return self.op not in ("const", "literal") or type(self.args[0]) is type(other.args[0])
+        return self.op not in ("const", "literal") or _same_number(self.args[0], other.args[0])
 
     def __hash__(self) -> int:
         return self._hash
@@ -327,15 +327,17 @@ class Expr:
     def replaced(self, old: Expr, new: Expr) -> Expr:
         return self.mapped(lambda e: new if e == old else None)
 
-    def mapped(self, change: Callable[[Expr], Expr | None]) -> Expr:
-        """The expression, with each one replaced for which `change` returns another."""
-        found = change(self)
-        if found is not None:
-            return found
-        if not self.operands:
-            return self
-        kept = self.args[: len(self.args) - len(self.operands)]
-        return Expr(self.op, (*kept, *(a.mapped(change) for a in self.operands)))
+    def mapped(self, change: Callable[[Expr], Expr | None], known: dict[Expr, Expr] | None = None) -> Expr:
+        """The expression, with each one replaced for which `change` returns another. `known` collects operations, so that
+        one that occurs twice is entered once."""
+        changed = change(self)
+        if changed is not None or not self.operands:
+            return self if changed is None else changed
+        known = {} if known is None else known
+        if self not in known:
+            kept = self.args[: len(self.args) - len(self.operands)]
+            known[self] = Expr(self.op, (*kept, *(a.mapped(change, known) for a in self.operands)))
+        return known[self]
 
     def text(self, numbers: list[Any] | None = None) -> str:
         """The whole expression, as `expression_text.parse` reads it; given `numbers`, the user's are appended there and a
@@ -364,6 +366,10 @@ _ZERO: Expr = Expr("literal", (0.0,))
 _ONE: Expr = Expr("literal", (1.0,))
 _MINUS_ONE: Expr = Expr("literal", (-1.0,))
 _LARGEST: Expr = Expr("literal", (3e38,))
+
+
+def _same_number(a: Value, b: Value) -> bool:
+    return type(a) is type(b) and (not isinstance(a, float) or math.copysign(1.0, a) == math.copysign(1.0, b))
 
 
 def kind_of_number(value: Any) -> int:

@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
+from strobe.cuda.parts.print_expression import UNSCALE
 from strobe.variants.expression import Expr
 
 _S = Expr("var", ("s",))
+LEAST = 2.0**-64  # of a factor: what is divided by it stays within fp32
 _PLACES = {"q", "k", "qi", "ki"}  # variables that differ within a fragment of scores
 
 
-class KernelForm(NamedTuple):
+class ScaledForm(NamedTuple):
     """exp2(after * log2(e) * inner(before * q.k))"""
 
     before: float
     inner: Expr  # of "s"; `s` itself where nothing happens
     after: float
+    unscale: float = 1.0  # UNSCALE in `inner`
 
 
-def kernel_form(expr: Expr, scale: float) -> KernelForm:
+class KernelForm(NamedTuple):
+    """The form of a score for any scale, on which no text depends therefore."""
+
+    inner: Expr
+    is_sum: bool  # `inner` is q.k and what is added to it, divided by the scale; else "s" in it has been scaled
+    factor: float  # joins the scale
+    after: float
+
+    def at(self, scale: float) -> ScaledForm | None:
+        """None: nothing may be multiplied by `after` later, or divided by the scale, since they are too small or negative."""
+        scale = scale * self.factor
+        if not self.is_sum:
+            return ScaledForm(scale, self.inner, self.after) if self.after >= LEAST else None
+        after = self.after * scale
+        return ScaledForm(1.0, self.inner, after, 1 / scale) if min(scale, after) >= LEAST else None
+
+
+def kernel_form(expr: Expr) -> KernelForm:
     """Outer factors join the exponential's, inner ones the scale. The scale of a sum divides what is added to q.k, which is
     often the same for many scores, instead of multiplying each of them."""
     if expr.op == "where" and "s" not in expr.args[1].variables():  # hidden is -inf, whatever the factors
-        form = kernel_form(expr.args[0], scale)
+        form = kernel_form(expr.args[0])
         return form._replace(inner=Expr("where", (form.inner, expr.args[1])))
     after = 1.0
-    while expr.op == "*" and (factor := _positive(expr.args[0]) or _positive(expr.args[1])):
-        after *= factor
-        expr = expr.args[1] if expr.args[0].op == "const" else expr.args[0]
-    before, scaled = scale, _only_parent_of_s(expr)
-    if scaled is not None:
-        number = scaled.args[1].args[0]
-        before = scale * number if scaled.op == "*" else scale / number
+    while expr.op == "*" and (outer := _factor(expr.args[0]) or _factor(expr.args[1])):
+        after *= outer
+        expr = expr.args[1] if _factor(expr.args[0]) else expr.args[0]
+    factor, scaled = 1.0, _only_parent_of_s(expr)
+    if scaled is not None and (number := _factor(scaled.args[1])):
+        factor = number if scaled.op == "*" else 1 / number
         expr = expr.replaced(scaled, _S)
-    if expr == _S:
-        return KernelForm(1.0, _S, after * before)
-    if is_sum(expr) and before:
-        return KernelForm(1.0, _divided(expr, before), after * before)
-    return KernelForm(before, expr, after)
+    if is_sum(expr):
+        return KernelForm(_divided(expr), True, factor, after)
+    return KernelForm(expr, False, factor, after)
 
 
 def is_sum(expr: Expr) -> bool:
@@ -49,25 +65,26 @@ def is_sum(expr: Expr) -> bool:
     return len(of_s) == 1 and is_sum(of_s[0]) and (expr.op == "+" or of_s[0] is expr.args[0])
 
 
-def _divided(total: Expr, divisor: float) -> Expr:
-    """A sum, of which everything but `s` is divided."""
+def _divided(total: Expr) -> Expr:
+    """A sum, of which everything but `s` is divided by the scale."""
     if total == _S:
         return total
     if "s" in total.variables():
-        return Expr(total.op, tuple(_divided(a, divisor) for a in total.args))
-    return _times(total, Expr("const", (1 / divisor,)))
+        return Expr(total.op, tuple(map(_divided, total.args)))
+    return _unscaled(total)
 
 
-def _times(e: Expr, factor: Expr) -> Expr:
-    """The product, formed out of what is the same for many scores as far as there is such a factor."""
+def _unscaled(e: Expr) -> Expr:
+    """The quotient, formed out of what is the same for many scores as far as there is such a factor."""
     for i, a in enumerate(e.args if e.op == "*" else ()):
         if not a.variables() & _PLACES:
-            return Expr("*", tuple(_times(a, factor) if i == j else b for j, b in enumerate(e.args)))
-    return Expr("*", (e, factor))
+            return Expr("*", tuple(_unscaled(a) if i == j else b for j, b in enumerate(e.args)))
+    return Expr("*", (e, UNSCALE))
 
 
-def _positive(x: Expr) -> float | None:
-    return x.args[0] if x.op == "const" and 0 < x.args[0] < math.inf else None
+def _factor(x: Expr) -> float | None:
+    """The number, if others may be multiplied and divided by it."""
+    return x.args[0] if x.op == "const" and LEAST <= x.args[0] <= 1 / LEAST else None
 
 
 def _only_parent_of_s(expr: Expr) -> Expr | None:

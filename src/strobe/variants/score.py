@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from strobe.cuda.parts import print_score
-from strobe.cuda.parts.print_expression import Numbers
-from strobe.cuda.parts.print_score import Entries
+from strobe.cuda.parts.print_score import Entries, PrintedScore
 from strobe.variants.expression import BOOL, CTYPES, FLOAT, INT, KINDS, LONG, OPERATIONS, Expr
-from strobe.variants.kernel_form import KernelForm, kernel_form
+from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
 from strobe.variants.text import Grammar, full_name, parse, parse_name
 
 _FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of finite numbers
@@ -106,8 +105,13 @@ class Score:
         """Whether its operations may make -inf of finite numbers."""
         return any(n.op in OPERATIONS and n.op not in _FINITE for n in self.expr.nodes())
 
-    def kernel_form(self, scale: float) -> KernelForm:
-        return kernel_form(self.expr, scale)
+    @functools.cached_property
+    def form(self) -> KernelForm:
+        return kernel_form(self.expr)
+
+    def kernel_form(self, scale: float) -> ScaledForm:
+        """The form that kernels compute; where they cannot, since no factors can be taken out, the score as it is."""
+        return self.form.at(scale) or ScaledForm(scale, self.expr, 1.0)
 
     def hiding(
         self, visible: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()
@@ -142,11 +146,9 @@ class Score:
             return None
         return condition
 
-    def cpp(self, entries: Sequence[Entries] = ()) -> str:
-        return print_score.struct(self, entries)
-
-    def numbers(self, scale: float, learnt: Sequence[int] = ()) -> Numbers:
-        return print_score.numbers(self, scale, learnt)
+    def printed(self, entries: Sequence[Entries] = ()) -> PrintedScore:
+        """`entries`: how kernels read the captured tensors, by their numbers."""
+        return print_score.printed(self.structure, tuple(entries))
 
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""

@@ -21,7 +21,6 @@ from strobe.problem import Problem
 from strobe.problem.arguments import Inputs
 from strobe.variants import dropout
 from strobe.variants.expression import WORKING_DTYPE
-from strobe.variants.kernel_form import KernelForm
 from strobe.variants.mask import Positions, full
 from strobe.variants.score import LOG2E
 
@@ -110,15 +109,14 @@ class Slab:
         self.narrow = problem.device.type == "cuda" and problem.dtype.itemsize == 2
         self.operand = problem.dtype if self.narrow else self.accumulate
         form = problem.score.kernel_form(problem.scale)
-        if form.after <= 0 and form.inner.op == "where":  # -inf times it is not -inf
-            form = KernelForm(problem.scale, problem.score.expr, 1.0)
         self._inner = None if problem.score.is_identity else form.inner
+        self._unscale = form.unscale
         self.slope_factor = form.before * form.after  # of the score's derivative
         self.captured_factor = form.after  # of its derivatives by entries of captured tensors
         # Scores are in units of log2, but natural ones beside a bias: finfo.min would overflow in others.
         self.unit = 1.0 if self.inputs.bias is None else LOG2E
         after = form.after * (LOG2E if self.inputs.bias is None else 1.0)
-        self._before, self._after = (after, 1.0) if self._inner is None else (form.before, after)
+        self._before, self._after = (form.before * after, 1.0) if self._inner is None else (form.before, after)
         self.k, self.v = self.of_keys(self.inputs.k), self.of_keys(self.inputs.v)
         self.q = self.of_queries(self.inputs.q)
         self.mask, self.bias = self.of_pairs(self.inputs.mask), self.of_pairs(self.inputs.bias)
@@ -223,7 +221,9 @@ class Slab:
 
     def _scored(self, s: torch.Tensor, rows: range, keys: range) -> tuple[torch.Tensor, Slopes]:
         assert self._inner is not None
-        slopes = Slopes(self._inner, {**self.environment(rows, keys), "s": self.spread(s, rows)})
+        slopes = Slopes(
+            self._inner, {**self.environment(rows, keys), "s": self.spread(s, rows), "unscale": self._unscale}
+        )
         # In memory of its own: `slopes` may need the value.
         return spread_over(slopes.value() * self._after, slopes.env["s"]).reshape(s.shape), slopes
 

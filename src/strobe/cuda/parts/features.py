@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strobe.cuda.parts.names import word_for_mask, words_for_score
 from strobe.cuda.parts.output import Output
 from strobe.cuda.parts.plan import ELEMENTS, Dims
 from strobe.cuda.parts.rows import Rows
@@ -49,6 +50,17 @@ class Features:
         flags += [f"page{self.rows.page}"] if self.rows.page else []
         flags += ["invariant"] if self.output.invariant else []
         return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
+
+    def label(self, **others: bool) -> str:
+        """The end of a kernel's `entry`. `others`: flags of its plan. It says nothing that the source does not say."""
+        dims = f"d{self.dim}" if self.dim == self.dim_v else f"d{self.dim}x{self.dim_v}"
+        output = {"split": self.output.split, "invariant": self.output.invariant, "sparse": self.scores.sparse}
+        flags = [name.removesuffix("_out") for name, flag in (self.flags | output | others).items() if flag]
+        flags += [f"page{self.rows.page}"] if self.rows.page else []
+        flags += ["dbias"] if self.scores.bias_gradient else []
+        mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
+        masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
+        return "_".join([self.element, dims, *masks, *flags, *score])
 
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""

@@ -15,12 +15,13 @@ from strobe.cuda.parts import wgmma
 from strobe.cuda.parts.params import Struct
 from strobe.cuda.parts.shared_memory import SharedMemory
 
-ENTRY = "kernel"  # the name of every kernel, unless a text says otherwise
+ENTRY = "kernel"  # the name of the kernel in a text, unless the text says otherwise
+PREFIX = "strobe_"  # of the names of all other kernels
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """`source` is what is compiled; `name` is for people."""
+    """`source` is what is compiled; `entry` is the name of the kernel in it, which profilers show; `name` is for people."""
 
     name: str = field(compare=False)  # masks that print the same text may have other names
     arch: str
@@ -57,6 +58,7 @@ class TemplateKernel(KernelSpec):
     config: tuple[tuple[str, int | bool | str], ...]  # members of Config: numbers, flags, and types by name
     memory: SharedMemory = field(compare=False)  # its layout; `source` has the offsets
     types: tuple[tuple[str, str], ...]  # the template's further arguments: (name, text), as Mask and Score print them
+    label: str = ""  # the end of `entry`: the features, if the template has any
     blocks_per_sm: int = 1
     products: tuple[tuple[int, str, int], ...] = ()  # of wgmma: (N, form, steps of a chain; 0: a single product)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)  # for tables
@@ -67,6 +69,10 @@ class TemplateKernel(KernelSpec):
     def member(self, name: str) -> int | bool | str:
         """A member of Config."""
         return dict(self.config)[name]
+
+    @property
+    def entry(self) -> str:  # type: ignore[override]
+        return f"{PREFIX}{self.template}{self.label and '_'}{self.label}"
 
     @functools.cached_property
     def source(self) -> str:  # type: ignore[override]

@@ -7,11 +7,13 @@ are exact, whatever it does. Only what depends on both is left to the rules of i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from strobe.cuda.parts.print_expression import Body, Numbers
+from strobe.cuda.parts.print_expression import Body, Numbers, with_places
 from strobe.cuda.parts.print_score import Entries
-from strobe.variants.expression import BOOL, CTYPES, FLOAT, OPERATIONS, Expr
+from strobe.variants.expression import BOOL, CTYPES, OPERATIONS, Expr
 
 _OF_QUERIES, _OF_KEYS = frozenset(("q", "qi")), frozenset(("k", "ki"))
 # Operations with a rule; others may give anything. A `>` is a `<` with its operands exchanged.
@@ -25,58 +27,46 @@ _ROUNDING = ("floor", "ceil", "trunc", "round")
 _CASTS = ("int", "long", "float")
 
 
-class _Distinct(Numbers):
-    """Both functions have the same numbers: equal ones share a field."""
-
-    def add(self, value: float, kind: int) -> str:
-        known: list[float] = [*(self.floats if kind == FLOAT else self.integers)]
-        if value in known:
-            return f"{'c' if kind == FLOAT else 'n'}[{known.index(value)}]"
-        return super().add(value, kind)
+class PrintedCondition(NamedTuple):
+    text: str
+    fields: Numbers
+    entries: dict[int, Entries]  # of the tensors that it reads, by their numbers
 
 
-def struct(condition: Expr, entries: Mapping[int, Entries]) -> str:
-    """`entries`: how the tensors that it reads are read, by their numbers."""
-    made, methods = _printed(condition, entries)
-    tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in entries)
-    given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries.values())
-    integers = ("  const int* n;\n", ", p.score_integers") if made.integers else ("", "")
-    return (
+@functools.lru_cache(maxsize=256)
+def printed(condition: Expr, entries: tuple[Entries, ...]) -> PrintedCondition:
+    """`entries`: how all tensors of the score are read."""
+    condition = with_places(condition)
+    read = {load.args[0] for load in condition.loads()}
+    own = {i: e for i, e in enumerate(entries) if i in read}
+    fields, elements = Numbers(), {i: e.element for i, e in enumerate(entries)}
+    body = Body([condition], fields, {}, elements)
+    of_pair = body.text(condition)
+    ranges = _Ranges(fields, elements)
+    of_block = ranges.name(condition)
+    tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in own)
+    given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in own.values())
+    integers = ("  const int* n;\n", ", p.score_integers") if fields.integers else ("", "")
+    text = (
         "struct Condition {\n"
         "  static constexpr bool kPositional = true;\n"
         f"  const float* c;\n{integers[0]}{tensors}"
         "  template <class Params> STROBE_DEVICE static Condition of(const Params& p) "
         f"{{ return Condition{{p.score{integers[1]}{given}}}; }}\n"
-        f"{methods}"
-        "};\n"
-    )
-
-
-def numbers(condition: Expr) -> Numbers:
-    """What c[i] and n[i] are in the text of `struct`."""
-    tensors = {load.args[0]: Entries("", "", pairs=False) for load in condition.loads()}
-    return _printed(condition, tensors)[0]
-
-
-def _printed(condition: Expr, entries: Mapping[int, Entries]) -> tuple[Numbers, str]:
-    made, elements = _Distinct(), {i: e.element for i, e in entries.items()}
-    body = Body([condition], made, {}, elements)
-    of_pair = body.text(condition)
-    ranges = _Ranges(made, elements)
-    of_block = ranges.name(condition)
-    return made, (
         f"  template <class At> STROBE_DEVICE bool of_pair(const At& at, int i) const {body.function(of_pair)}\n"
         "  template <class Block> STROBE_DEVICE Range<bool> of_block(const Block& block) const {\n"
         "    using At = typename Block::At;\n"
         f"{''.join(f'    {line}' for line in ranges.statements)}    return {of_block};\n  }}\n"
+        "};\n"
     )
+    return PrintedCondition(text, fields, own)
 
 
 class _Ranges:
     """One statement for each expression: r0, r1 and so on are the ranges of their values."""
 
-    def __init__(self, made: Numbers, elements: Mapping[int, str]) -> None:
-        self._made, self._elements = made, elements
+    def __init__(self, fields: Numbers, elements: Mapping[int, str]) -> None:
+        self._fields, self._elements = fields, elements
         self._names: dict[Expr, str] = {}
         self.statements: list[str] = []
 
@@ -91,7 +81,7 @@ class _Ranges:
         of_queries, of_keys = not e.variables().isdisjoint(_OF_QUERIES), not e.variables().isdisjoint(_OF_KEYS)
         ctype = CTYPES[e.kind]
         if not (of_queries and of_keys):
-            body = Body([e], self._made, {}, self._elements)
+            body = Body([e], self._fields, {}, self._elements)
             text = body.text(e)
             over = "over_queries" if of_queries else "over_keys" if of_keys else "of_all"
             return f"block.{over}([&](const At& at, int i) -> {ctype} {body.function(text)})"
@@ -122,7 +112,7 @@ class _Ranges:
     def _load(self, e: Expr, ctype: str) -> str:
         """Known where a block has one index for each axis, as in a table of blocks."""
         indices = {a: self.name(a) for a in e.operands}
-        body = Body([e], self._made, {a: f"{r}.lo" for a, r in indices.items()}, self._elements)
+        body = Body([e], self._fields, {a: f"{r}.lo" for a, r in indices.items()}, self._elements)
         entry = f"ranges::point<{ctype}>({body.text(e)})"
         same = " && ".join(f"{r}.lo == {r}.hi" for r in indices.values())
         return f"{same} ? {entry} : ranges::anything<{ctype}>()"

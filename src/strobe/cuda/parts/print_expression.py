@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from strobe.variants.expression import CTYPES, FLOAT, INT, LONG, OPERATIONS, Expr
 
@@ -26,19 +28,42 @@ _LENGTHS = {"len_q": "at.len_q", "len_k": "at.len_k", "len_qi": "at.len_q", "len
 _OF_ONE_TYPE = ("min", "max", "floordiv", "mod")  # templates
 
 
+# Variables that are numbers of a call, since they follow from its scale: what q.k is multiplied by to become `s`, and what
+# the rest of a sum is multiplied by (kernel_form.py).
+BEFORE, UNSCALE = (Expr("var", (name,)) for name in ("before", "unscale"))
+
+
+def with_places(expr: Expr) -> Expr:
+    """The expression, with a place beside each of the user's numbers: that two are equal by chance must not change the text
+    of a kernel. A subexpression that occurs twice is computed once, and its numbers have one place."""
+    places = itertools.count()
+    return expr.mapped(lambda e: Expr("const", (e.args[0], next(places))) if e.op == "const" else None)
+
+
+class Values(NamedTuple):
+    """The numbers of a text: `c[i]` are floats, `n[i]` integers."""
+
+    floats: list[float]
+    integers: list[int]
+
+
 class Numbers:
-    """The user's numbers in a text, which are fields of the arguments: `c[i]` are floats, `n[i]` integers."""
+    """What a text refers to as `c[i]` and `n[i]`, which are fields of the arguments: the user's numbers, and those that follow
+    from the scale."""
 
-    def __init__(self) -> None:
-        self.floats: list[float] = []
-        self.integers: list[int] = []
+    def __init__(self, floats: Iterable[Expr] = ()) -> None:
+        self.floats, self.integers = list(floats), list[Expr]()
 
-    def add(self, value: float, kind: int) -> str:
-        if kind == FLOAT:
-            self.floats.append(value)
-            return f"c[{len(self.floats) - 1}]"
-        self.integers.append(int(value))
-        return f"n[{len(self.integers) - 1}]"
+    def field(self, e: Expr) -> str:
+        name, fields = ("c", self.floats) if e.kind == FLOAT else ("n", self.integers)
+        if e not in fields:
+            fields.append(e)
+        return f"{name}[{fields.index(e)}]"
+
+    def values(self, before: float = 1.0, unscale: float = 1.0) -> Values:
+        of_scale = {BEFORE: before, UNSCALE: unscale}
+        floats = [of_scale[e] if e in of_scale else e.args[0] for e in self.floats]
+        return Values(floats, [int(e.args[0]) for e in self.integers])
 
 
 class Body:
@@ -71,17 +96,17 @@ class Body:
         if e in self._names:
             return self._names[e]
         text = self._text(e)
-        if self._uses[e] > 1 and e.op not in ("literal", "var"):
+        if self._uses[e] > 1 and e.op not in ("const", "literal", "var"):
             name = f"x{len(self.statements)}"
             self.statements.append(f"const {CTYPES[e.kind]} {name} = {text};")
             self._names[e] = text = name
         return text
 
     def _text(self, e: Expr) -> str:
+        if e.op == "const" or e in (BEFORE, UNSCALE):
+            return self._numbers.field(e)
         if e.op == "var":
             return _PLACES[e.args[0]]
-        if e.op == "const":
-            return self._numbers.add(e.args[0], e.kind)
         if e.op == "literal":
             return literal(e)
         if e.op == "tensor":

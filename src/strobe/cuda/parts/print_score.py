@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from strobe.cuda.parts.print_expression import Body, Numbers, is_of_head
+from strobe.cuda.parts.print_expression import BEFORE, Body, Numbers, Values, is_of_head, with_places
 from strobe.variants.expression import CTYPES, FLOAT, Expr
-from strobe.variants.kernel_form import KernelForm, is_sum
+from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
 
 if TYPE_CHECKING:
     from strobe.variants.score import Score
@@ -51,15 +52,43 @@ class _Method(NamedTuple):
     expr: Expr
 
 
-def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
+@dataclass(frozen=True)
+class PrintedScore:
+    """A score as the kernels have it: the text of `struct Score`, and the numbers that it refers to, which are a call's."""
+
+    text: str
+    fields: Numbers
+    staged: (
+        bool  # kernels that can read a bias by whole tiles do so: before dP is there, which a cheap sum alone allows
+    )
+    _form: KernelForm
+    _whole: bool
+
+    def numbers(self, scale: float) -> Values:
+        return self.fields.values(self._at(scale).before, self._at(scale).unscale)
+
+    def factor_of_gradients(self, scale: float) -> float:
+        """Of what `add_gradients` and `finish_gradients` add."""
+        return 1.0 if self._whole else self._at(scale).after
+
+    def _at(self, scale: float) -> ScaledForm:
+        form = self._form.at(scale)
+        assert form is not None, scale  # `Scores.limits`
+        return form
+
+
+@functools.lru_cache(maxsize=256)
+def printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
     """x is q.k, y the inner expression of `kernel_form`, of which kernels compute exp2(scale_log2 * y), and `slope` its
     derivative. `at` tells where entry i of a fragment lies (pipeline/scores.cuh). The text does not depend on numbers:
-    those are fields, see `numbers`. `entries`: how the captured tensors are read, by their numbers."""
+    those are fields. `entries`: how the captured tensors are read, by their numbers."""
     learnt = tuple(i for i, e in enumerate(entries) if e.learnt)
-    made, methods, of_head = _printed(score, 1.0, entries, learnt)
-    form = score.kernel_form(1.0)
+    expr = with_places(score.expr)
+    form = kernel_form(expr)
     inner = form.inner
-    of_learnt = _Learnt.of(score, form, learnt)
+    of_learnt = _Learnt.of(expr, form, learnt)
+    fields, of_head = Numbers([BEFORE]), dict[Expr, str]()
+    methods = "".join(_methods_text(form, score.condition, of_learnt, entries, fields, of_head))
     cheap = _is_cheap_sum(inner, entries, of_learnt)
     staged = "".join(
         f"  using Staged = {e.element};\n"
@@ -72,14 +101,14 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
     tensors += "".join(f"  float* g{i};\n" for i in learnt)
     given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
     given += "".join(f", p.d{entries[i].name}" for i in learnt)
-    integers = ("  const int* n;\n", ", p.score_integers") if made.integers else ("", "")
+    integers = ("  const int* n;\n", ", p.score_integers") if fields.integers else ("", "")
     steep = _may_be_infinite(inner.derivative("s"))
     of_tanh = _arguments_of_tanh(inner)
     reach = "reach * fabs(c[0])" if of_tanh == [_S] else "reach"
     members = "".join(f"  {CTYPES[e.kind]} h{i};\n" for i, e in enumerate(of_head))
     loads = "".join(f" s.h{i} = {load};" for i, load in enumerate(of_head.values()))
     visits = "".join(f" f(t{i}, strides{i}, {e.size});" for i, e in enumerate(entries) if e.prefetched)
-    return (
+    text = (
         "struct Score {\n"
         f"  static constexpr bool kIdentity = {str(inner == _S).lower()};\n"
         f"  static constexpr bool kPositional = {str(not score.pointwise).lower()};\n"
@@ -102,6 +131,8 @@ def struct(score: Score, entries: Sequence[Entries] = ()) -> str:
         f"{methods}"
         "};\n"
     )
+    stages = cheap and any(e.staged for e in entries)
+    return PrintedScore(text, fields, stages, form, of_learnt.whole)
 
 
 def _is_cheap_sum(inner: Expr, entries: Sequence[Entries], learnt: _Learnt) -> bool:
@@ -111,46 +142,33 @@ def _is_cheap_sum(inner: Expr, entries: Sequence[Entries], learnt: _Learnt) -> b
     return near and inner.op != "where" and inner.derivative("s").is_one and not learnt.slopes
 
 
-def stages(score: Score, entries: Sequence[Entries]) -> bool:
-    """Whether kernels that can read a bias by whole tiles do so: before dP is there, which a cheap sum alone allows."""
-    form = score.kernel_form(1.0)
-    learnt = _Learnt.of(score, form, tuple(i for i, e in enumerate(entries) if e.learnt))
-    return any(e.staged for e in entries) and _is_cheap_sum(form.inner, entries, learnt)
-
-
 def _indices(inner: Expr) -> list[Expr]:
     return [index for load in inner.loads() for index in load.operands]
 
 
-def numbers(score: Score, scale: float, learnt: Sequence[int] = ()) -> Numbers:
-    """What c[i] and n[i] are in the text of `struct`. `learnt`: the captured tensors whose gradients are wanted."""
-    return _printed(score, scale, (), learnt)[0]
-
-
-def _printed(
-    score: Score, scale: float, entries: Sequence[Entries], learnt: Sequence[int]
-) -> tuple[Numbers, str, dict[Expr, str]]:
-    """The numbers, the methods, and what they need of a head."""
-    form = score.kernel_form(scale)
-    made = Numbers()
-    made.floats.append(form.before)
-    plain = form.inner.args[0] if form.inner.op == "where" else form.inner
-    s = "x" if is_sum(plain) else "x * c[0]"
-    given = {_X: "x", _Y: "y", _S: "s", Expr("tanh_near", (_S,)): "tanh_near(x, c[0])"}
+def _methods_text(
+    form: KernelForm,
+    condition: Expr | None,
+    learnt: _Learnt,
+    entries: Sequence[Entries],
+    fields: Numbers,
+    of_head: dict[Expr, str],
+) -> Iterator[str]:
+    """`fields` collects the numbers of the methods, `of_head` what they need of a head."""
+    s = "x" if form.is_sum else f"x * {fields.field(BEFORE)}"
+    given = {_X: "x", _Y: "y", _S: "s", Expr("tanh_near", (_S,)): f"tanh_near(x, {fields.field(BEFORE)})"}
     elements = collections.defaultdict(str, {i: e.element for i, e in enumerate(entries)})
-    lines, of_head = [], dict[Expr, str]()
-    for method in _methods(form.inner, score.condition):
-        body = Body([method.expr], made, given, elements, of_head)
+    for method in _methods(form.inner, condition):
+        body = Body([method.expr], fields, given, elements, of_head)
         text = body.text(method.expr)
         if body.reads(_S):
             body.statements.insert(0, f"const float s = {s};")
-        lines.append(
+        yield (
             f"  template <class At> STROBE_DEVICE {method.result} {method.name}({method.given}const At& at, int i) const "
             f"{body.function(text)}\n"
         )
-    if learnt:
-        lines += _gradients(_Learnt.of(score, form, learnt), made, s, elements, of_head)
-    return made, "".join(lines), of_head
+    if learnt.slopes or any(e.learnt for e in entries):
+        yield from _gradients(learnt, fields, s, elements, of_head)
 
 
 class _Learnt(NamedTuple):
@@ -159,17 +177,16 @@ class _Learnt(NamedTuple):
     slopes: dict[Expr, Expr]  # the derivative by each load, where nothing is hidden
     of_head: list[Expr]  # at one place for all pairs of a head
     running: list[Expr]  # the others
-    factor: float  # of what they get, left to the host
+    whole: bool  # else they are to be multiplied by the factor of the kernel form
 
     @staticmethod
-    def of(score: Score, form: KernelForm, learnt: Sequence[int]) -> _Learnt:
+    def of(expr: Expr, form: KernelForm, learnt: Sequence[int]) -> _Learnt:
         """Of a sum the logit itself is differentiated: what is added to q.k in the kernel form is divided by a number."""
-        inner, factor = _visible(form.inner), form.after
-        slopes, whole = _slopes(inner, learnt), _slopes(_visible(score.expr), learnt)
-        if is_sum(inner) and not any("s" in slope.variables() for slope in whole.values()):
-            slopes, factor = whole, 1.0
+        slopes, of_logit = _slopes(_visible(form.inner), learnt), _slopes(_visible(expr), learnt)
+        whole = form.is_sum and not any("s" in slope.variables() for slope in of_logit.values())
+        slopes = of_logit if whole else slopes
         of_head = [e for e in slopes if not any(index.variables() & _OF_PAIRS for index in e.operands)]
-        return _Learnt(slopes, of_head, [e for e in slopes if e not in of_head], factor)
+        return _Learnt(slopes, of_head, [e for e in slopes if e not in of_head], whole)
 
 
 def _slopes(e: Expr, learnt: Sequence[int]) -> dict[Expr, Expr]:
@@ -192,18 +209,13 @@ def _may_be_infinite(slope: Expr) -> bool:
     return any(n.op in _UNBOUNDED and n not in by_number for n in slope.nodes())
 
 
-def factor_of_gradients(score: Score, scale: float, learnt: Sequence[int]) -> float:
-    """Of what `add_gradients` and `finish_gradients` add."""
-    return _Learnt.of(score, score.kernel_form(scale), learnt).factor
-
-
 def _gradients(
-    learnt: _Learnt, made: Numbers, s: str, elements: Mapping[int, str], of_head: dict[Expr, str]
+    learnt: _Learnt, fields: Numbers, s: str, elements: Mapping[int, str], of_head: dict[Expr, str]
 ) -> Iterator[str]:
     """`add_gradients` takes dS of an entry; what it leaves in `sums` is for `finish_gradients`, once for many. Where dS is 0
     the slope may be infinite."""
     roots = [*learnt.slopes.values(), *(index for e in learnt.running for index in e.operands)]
-    body = Body(roots, made, {_S: "s"}, elements, of_head)
+    body = Body(roots, fields, {_S: "s"}, elements, of_head)
 
     def part(load: Expr) -> str:
         slope = learnt.slopes[load]
@@ -219,7 +231,7 @@ def _gradients(
         "STROBE_DEVICE void add_gradients(Sums& sums, float x, float ds, const At& at, int i) const "
         f"{{ {' '.join([*given_s, *body.statements, *adds])} }}\n"
     )
-    body = Body([index for e in learnt.of_head for index in e.operands], made, {}, elements)
+    body = Body([index for e in learnt.of_head for index in e.operands], fields, {}, elements)
     adds = [f"add_of_warp(g{e.args[0]} + ({body.place(e)}), sums.of_head[{i}]);" for i, e in enumerate(learnt.of_head)]
     adds += [
         f"for (const RunningSum& of_row : sums.running[{i}]) of_row.finish(g{e.args[0]});"

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from strobe.cuda.parts import print_score
 from strobe.cuda.parts.params import Field
-from strobe.cuda.parts.print_expression import Numbers
-from strobe.cuda.parts.print_score import Entries
+from strobe.cuda.parts.print_expression import Numbers, Values
+from strobe.cuda.parts.print_score import Entries, PrintedScore
 from strobe.problem import Load, Problem
 from strobe.variants import dropout
+from strobe.variants.expression import LONG
 from strobe.variants.mask import MAX_CONSTANTS, Mask, full
 from strobe.variants.score import ELEMENT_KINDS, LOG2E, Score, identity, softcap, tensor_count
 from strobe.variants.text import MOST_TENSORS
 
-_SOFTCAP = softcap(1.0).cpp()
+_SOFTCAP = softcap(1.0).printed()
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "bool"}
 _CAPTURED = {  # what a score may capture besides _ELEMENTS
     torch.float64: "double", torch.int64: "i64", torch.int32: "int", torch.int16: "short", torch.int8: "signed char",
@@ -51,7 +51,7 @@ def number_fields(numbers: Numbers) -> list[Field]:
     return [floats, Field("score_integers", "int", MORE_ROOM)] if numbers.integers else [floats]
 
 
-def number_values(numbers: Numbers) -> dict[str, Any]:
+def number_values(numbers: Values) -> dict[str, Any]:
     room = ROOM if len(numbers.floats) <= ROOM else MORE_ROOM
     floats = (*map(_as_float, numbers.floats), *(0.0,) * (room - len(numbers.floats)))
     integers = (*numbers.integers, *(0,) * (MORE_ROOM - len(numbers.integers)))
@@ -114,12 +114,11 @@ class Scores:
     @property
     def is_unknown(self) -> bool:
         """Whether tables of tiles know nothing of it: a function other than softcap."""
-        return self.is_function and (bool(self.entries) or self.score.cpp() != _SOFTCAP)
+        return self.is_function and (bool(self.entries) or self.printed.text != _SOFTCAP.text)
 
     @property
-    def staged(self) -> bool:
-        """Whether some kernels read a bias by whole tiles."""
-        return print_score.stages(self.score, self.entries)
+    def printed(self) -> PrintedScore:
+        return self.score.printed(self.entries)
 
     @property
     def name(self) -> str:
@@ -137,17 +136,12 @@ class Scores:
         return {"kSinks": self.sinks, "kDropout": self.dropout, "kSparse": self.sparse, "BiasGradient": gradient}
 
     def types(self, positions: bool) -> tuple[tuple[str, str], ...]:
-        return ("Mask", self.mask.cpp(positions)), ("Score", self.score.cpp(self.entries))
-
-    @property
-    def learnt(self) -> tuple[int, ...]:
-        """The numbers of those whose gradients are wanted."""
-        return tuple(i for i, e in enumerate(self.entries) if e.learnt)
+        return ("Mask", self.mask.cpp(positions)), ("Score", self.printed.text)
 
     def fields(self) -> tuple[Field, ...]:
         gradient = [Field("dbias", "void*"), Field("dbias_strides", "i64", 4)] if self.bias_gradient else []
         gradient += [Field(f"d{e.name}", "float*") for e in self.entries if e.learnt]
-        room = number_fields(self.score.numbers(1.0, self.learnt))  # of the printed Score
+        room = number_fields(self.printed.fields)
         sparse = MAP_FIELDS if self.sparse else ()
         return *room, *self.FIELDS, *entry_fields(self.entries), *gradient, *sparse
 
@@ -161,7 +155,7 @@ class Scores:
     @staticmethod
     def values(problem: Problem) -> dict[str, Any]:
         found: dict[str, Any] = {
-            **number_values(problem.logit.numbers(problem.scale, problem.learnt)),
+            **number_values(Scores.of(problem).printed.numbers(problem.scale)),
             "scale_log2": problem.logit.kernel_form(problem.scale).after * LOG2E,
             "dropout_scale": 1 / dropout.kept_share(problem.dropout),
             "dropout_threshold": 0x10001
@@ -190,15 +184,15 @@ class Scores:
             return "deterministic gradients of tensors that a score function captures; the kernels add them up"
         if any(math.prod(n for n in problem.loads[i].strides[4:] if n) >= 1 << 31 for i in problem.learnt):
             return "the gradient of a captured tensor of 2^31 numbers or more"
-        numbers = problem.logit.numbers(problem.scale, problem.learnt)
+        numbers = Scores.of(problem).printed.fields
         if (count := max(len(numbers.floats), len(numbers.integers))) > MORE_ROOM:
             return f"{count} numbers in a score function; the kernels take {MORE_ROOM}"
-        if any(not -(1 << 31) <= n < 1 << 31 for n in numbers.integers):
+        if any(e.kind == LONG for e in numbers.integers):
             return "an integer of more than 32 bits in a score function"
         if problem.dropout > dropout.LARGEST:
             return f"dropout {problem.dropout}; the kernels drop up to {dropout.LARGEST:.3f}"
         if problem.dropout and (problem.positions or problem.first_head):
             return "dropout of a part of a sequence or of its heads; the kernels count from the first"
-        if problem.logit.kernel_form(problem.scale).after <= 0 or problem.scale == 0:
+        if problem.logit.form.at(problem.scale) is None or problem.scale == 0:
             return f"scale {problem.scale}; the kernels' running maximum needs a scale greater than 0"
         return None

@@ -68,6 +68,7 @@ def _kernel(
         smem=memory.size,
         header=template,
         template=template,
+        label=replace(features, element="fp32").label(),
         element=features.element,
         config=tuple({**common_config(features, one_box), **sizes}.items()),
         memory=memory,

@@ -277,6 +277,7 @@ def kernels(
         smem=memory.size,
         header="backward_sm80",
         template="backward_sm80",
+        label=features.label(deterministic=turns),
         element=features.element,
         config=tuple(config.items()),
         memory=memory,

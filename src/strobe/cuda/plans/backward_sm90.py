@@ -140,9 +140,9 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     tile = tuned.tile(tuned_name(features, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
     if not features.scores.is_unknown:
         return tile
-    if features.scores.learnt:  # sums take registers, and some kernels for 128 queries at a time spill
-        return Tile(64)
-    able = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.staged)]
+    if any(e.learnt for e in features.scores.entries):
+        return Tile(64)  # sums take registers, and some kernels for 128 queries at a time spill
+    able = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.printed.staged)]
     one_box = may_have_one_box(features)
     return first_without_spills(able, lambda t: kernels(features, t, Wanted(), one_box)[1], machine)
 
@@ -186,7 +186,7 @@ def kernels(
     have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ. `parts`: groups of query
     heads are divided."""
     features = features.without_sinks()
-    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.scores.staged)
+    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.scores.printed.staged)
     turns, partial = wanted.turns, features.output.partial
     config = {
         **features.config(),
@@ -219,6 +219,7 @@ def kernels(
         smem=memory.size,
         header="backward_sm90",
         template="backward_sm90",
+        label=features.label(deterministic=turns),
         element=features.element,
         config=tuple(config.items()),
         memory=memory,

@@ -18,7 +18,6 @@ from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import MAP_FIELDS, entry_fields, mask_values, number_fields, number_values
 from strobe.cuda.parts.shared_memory import Region, SharedMemory
 from strobe.problem import Problem
-from strobe.variants.expression import Expr
 from strobe.variants.mask import MAX_CONSTANTS
 
 LEAST_KEYS = 1024  # an estimate: below, there are few blocks to leave out, and one more launch costs as much
@@ -48,7 +47,7 @@ def block_map(
 ) -> BlockMap:
     """For tiles of `block_m` queries that visit blocks of `block_n` keys or, transposed, the other way round. A transposed
     map is for key heads: a block counts as visible if one head of the group sees it."""
-    condition = problem.logit.condition
+    condition, printed = problem.logit.condition, _printed(features)
     assert condition is not None
     blocks_q, blocks_k = -(-problem.len_q // block_m), -(-problem.len_k // block_n)
     tiles, blocks = (blocks_k, blocks_q) if transposed else (blocks_q, blocks_k)
@@ -69,8 +68,8 @@ def block_map(
     }
     values = {
         **features.rows.values(problem, tma=False),
-        **number_values(print_condition.numbers(condition)),
-        **{f"{load.name}_strides": load.strides for i, load in enumerate(problem.loads) if i in _read_by(condition)},
+        **number_values(printed.fields.values()),
+        **{f"{problem.loads[i].name}_strides": problem.loads[i].strides for i in printed.entries},
         "mask": mask_values(problem.mask),
         **strides,
         **own,
@@ -82,15 +81,14 @@ def block_map(
 
 
 def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool) -> TemplateKernel:
-    condition = features.scores.score.condition
-    assert condition is not None
-    entries = {i: e for i, e in enumerate(features.scores.entries) if i in _read_by(condition)}
+    printed = _printed(features)
     config = {**features.rows.config(), "kBlockM": block_m, "kBlockN": block_n, "kTransposed": transposed}
-    numbers = print_condition.numbers(condition)
     return TemplateKernel(
         name=f"block_map[{features.scores.name} {block_m}x{block_n}{' transposed' if transposed else ''}]",
         arch=arch,
-        params=params(Rows.fields(tma=False), number_fields(numbers), entry_fields(entries.values()), _OWN),
+        params=params(
+            Rows.fields(tma=False), number_fields(printed.fields), entry_fields(printed.entries.values()), _OWN
+        ),
         threads=1024,
         smem=128,
         header="block_map",
@@ -100,11 +98,12 @@ def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transpo
         memory=SharedMemory([Region("seen", 128)]),
         types=(
             ("Mask", features.scores.mask.cpp(features.rows.positions)),
-            ("Condition", print_condition.struct(condition, entries)),
+            ("Condition", printed.text),
         ),
     )
 
 
-def _read_by(condition: Expr) -> set[int]:
-    """The numbers of the tensors that it reads."""
-    return {load.args[0] for load in condition.loads()}
+def _printed(features: Features) -> print_condition.PrintedCondition:
+    condition = features.scores.score.condition
+    assert condition is not None
+    return print_condition.printed(condition, features.scores.entries)

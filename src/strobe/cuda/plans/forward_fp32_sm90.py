@@ -122,6 +122,7 @@ def kernel(features: Features, tile: Tile) -> TemplateKernel:
         smem=memory.size,
         header="forward_fp32_sm90",
         template="forward_fp32_sm90",
+        label=replace(features, element="fp32").label(),
         element=features.element,
         config=tuple(config.items()),
         memory=memory,

@@ -171,6 +171,7 @@ def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> Templ
         smem=memory.size,
         header="forward_sm80",
         template="forward_sm80",
+        label=features.label(),
         element=features.element,
         config=tuple(config.items()),
         memory=memory,

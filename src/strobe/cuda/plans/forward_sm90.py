@@ -250,6 +250,7 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
         smem=memory.size,
         header="forward_sm90",
         template="forward_sm90",
+        label=features.label(pack_gqa=pack_gqa > 1),
         element=features.element,
         config=tuple(config.items()),
         memory=memory,
