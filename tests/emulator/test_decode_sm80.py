@@ -126,7 +126,9 @@ def test_lengths_beyond_the_table(page: int) -> None:
 
 def test_a_shared_level() -> None:
     """Its fp32 result is a state that the sequences' own keys are merged with."""
-    p, prefix = (pool(n, 16, dim=64, dim_v=64, dtype=torch.bfloat16, seed=i) for i, n in enumerate(([37, 0, 90], [120])))
+    p, prefix = (
+        pool(n, 16, dim=64, dim_v=64, dtype=torch.bfloat16, seed=i) for i, n in enumerate(([37, 0, 90], [120]))
+    )
     k, v = (torch.cat(pair) for pair in ((p.k, prefix.k), (p.v, prefix.v)))
     level = strobe.paged.Level(prefix.table + len(p.k), prefix.lengths, torch.tensor([0, 3], dtype=torch.int32))
     q, _ = queries([1] * 3, dim=64, dtype=torch.bfloat16)
@@ -189,10 +191,9 @@ MUTATIONS = {
     "next_tile_too_early": Mutation("sync_block();  // all have read what lies over the buffers", ""),
     "not_counted_in": Mutation("if (!split.is_last(word)) return;", "if (split.is_last(word)) return;"),
     "entries_beyond_the_length": Mutation("return row + lane_row(group) < s.k.used;", "return true;"),
-    "entries_of_another_block": Mutation("if (asked.row != key) asked.read", "if (asked.row < 0) asked.read"),
-    "rows_of_no_page_read": Mutation("page < 0 ? kNowhere : u32(", "u32("),
+    "rows_of_no_page_read": Mutation("page < 0 ? kNowhere : u32((", "u32(("),
     "missing_not_hidden": Mutation("if constexpr (kListed) hide_missing(s[t], stage);", ""),
-    "other_keys_hidden": Mutation("- w * kEach + 2 * (lane % 4)) & 1", "- w * kEach) & 1"),
+    "other_keys_hidden": Mutation("(column % kEach + 2 * (lane % 4)) & 1", "(column % kEach) & 1", page=1),
     "keys_of_another_warp": Mutation("int(thread_idx() / 32) * kRows;", "int(thread_idx() / 64) * kRows;"),
 }
 

@@ -112,7 +112,8 @@ def table_tile(rows: int, dim: int, dim_v: int, arch: str, *, invariant: bool = 
     fit; with little shared memory and wide rows a block has two warps. Invariant calls have one tile for all rows: which
     warp sums up which keys must not depend on them."""
     room = SMEM_BYTES[generation(arch)]
-    few = rows <= 32 and not invariant
+    most = 32 if dim_v <= 192 else 16  # rows of which one warp has O in its registers
+    few = rows <= most and not invariant
     block_m = (16 if rows <= 16 else 32) if few else 64
     keys = 16 if few or dim > 64 else 32
 
@@ -121,7 +122,7 @@ def table_tile(rows: int, dim: int, dim_v: int, arch: str, *, invariant: bool = 
             tile = Tile(block_m, 1 if few else WARPS, keys, stages, blocks)
             if tile.smem(dim, dim_v) + RESERVED <= (room + RESERVED) // blocks:
                 return tile
-    return Tile(block_m, 1 if few else 2, 16, 2, 1, warps=2)
+    return Tile(block_m if few else 32, 1 if few else 2, 16, 2, 1, warps=2)
 
 
 RESERVED = 1 << 10  # bytes of shared memory that a block of an SM has beside its own
@@ -133,7 +134,9 @@ def choose_tile(features: Features, rows: int, arch: str, machine: Machine = ANY
     if not features.scores.is_unknown or tile.blocks_per_sm == 1:
         return tile
     tiles = [tile, replace(tile, blocks_per_sm=1)]
-    return first_without_spills(tiles, lambda t: kernel(features, t, arch, split=True, pack=1, exact_dims=False), machine)
+    return first_without_spills(
+        tiles, lambda t: kernel(features, t, arch, split=True, pack=1, exact_dims=False), machine
+    )
 
 
 def limits(problem: Problem) -> str | None:

@@ -145,13 +145,14 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
   }
   STROBE_DEVICE void hide_missing(float (&s)[kKeys / 2], int stage) const {
     constexpr int kEach = kKeys / kTeam;  // that a warp has loaded
+    u32 words[kTeam], some = 0;
 #pragma unroll
-    for (int w = 0; w < kTeam; ++w) {
-      const u32 word = ld_shared(missing(stage) + 4 * w);
-      if (!any(word)) continue;
+    for (int w = 0; w < kTeam; ++w) some |= words[w] = ld_shared(missing(stage) + 4 * w);
+    if (!any(some)) return;
 #pragma unroll
-      for (int i = w * kEach / 2; i < (w + 1) * kEach / 2; ++i)
-        if (word >> (fragment_column(i) - w * kEach + 2 * (lane % 4)) & 1) s[i] = neg_inf();
+    for (int i = 0; i < kKeys / 2; ++i) {
+      const int column = fragment_column(i);
+      if (words[column / kEach] >> (column % kEach + 2 * (lane % 4)) & 1) s[i] = neg_inf();
     }
   }
 
