@@ -88,14 +88,21 @@ class Rows:
         return found
 
     @staticmethod
+    def limits_of_copies(problem: Problem) -> str | None:
+        """Which pages are too far for rows that are copied one by one: where they begin is counted in 32 bits."""
+        pages = problem.k.pages
+        far = pages is not None and max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1
+        return "a pool of 64 GB or more" if far else None
+
+    @staticmethod
     def limits(problem: Problem) -> str | None:
-        """Which pages no kernel of ours reads."""
+        """Which pages no Hopper kernel reads."""
         pages = problem.k.pages
         if pages is None:
             return None
         if pages.size % _SMALLEST_BOX:
-            far = max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1
-            return "a pool of 64 GB or more, in pages that are no multiples of 8 rows" if far else None
+            reason = Rows.limits_of_copies(problem)
+            return f"{reason}, in pages that are no multiples of 8 rows" if reason else None
         for page, _, row in problem.k.strides:
             if row <= 0 or page % row or pages.count * (page // row) >= 1 << 30:
                 return "pages that whole rows do not lead to, or too far"

@@ -105,6 +105,7 @@ class Tile:
 
 
 MOST_STAGES = 4
+RESERVED = 1 << 10  # bytes of shared memory that every block of an SM takes beside its own
 
 
 def table_tile(rows: int, dim: int, dim_v: int, arch: str, *, invariant: bool = False) -> Tile:
@@ -123,9 +124,6 @@ def table_tile(rows: int, dim: int, dim_v: int, arch: str, *, invariant: bool = 
             if tile.smem(dim, dim_v) + RESERVED <= (room + RESERVED) // blocks:
                 return tile
     return Tile(block_m if few else 32, 1 if few else 2, 16, 2, 1, warps=2)
-
-
-RESERVED = 1 << 10  # bytes of shared memory that a block of an SM has beside its own
 
 
 def choose_tile(features: Features, rows: int, arch: str, machine: Machine = ANY_MACHINE) -> Tile:
@@ -150,14 +148,7 @@ def limits(problem: Problem) -> str | None:
         return f"{problem.len_k} keys; this kernel takes {LEAST_KEYS} or more"
     if not may_split(problem):
         return "a state that is merged and rounded"
-    return shape_limits(problem) or Scores.limits(problem) or _page_limits(problem)
-
-
-def _page_limits(problem: Problem) -> str | None:
-    pages = problem.k.pages
-    if pages is not None and max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1:
-        return "a pool of 64 GB or more"
-    return None
+    return shape_limits(problem) or Scores.limits(problem) or Rows.limits_of_copies(problem)
 
 
 def kernel(features: Features, tile: Tile, arch: str, *, split: bool, pack: int, exact_dims: bool) -> TemplateKernel:
@@ -232,18 +223,18 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
     return Plan((Launch(spec, grid, values),), {"partial": 4 * partial} if splits > 1 else {}, details)
 
 
-_PAGED = Rows("dense", "paged", True, 1)
-
-
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
-    """The kernels that calls ask for: few rows and many, keys in pages and in one piece. Groups of four heads stand for
-    all."""
+    """The kernels that calls ask for: a few dense queries of keys in one piece and in pages, packed ones of pages. Groups of
+    four heads stand for all."""
     for features in common_features(DIMS, exhaustive):
-        if features.scores.dropout:
+        rows, scores = features.rows, features.scores
+        if scores.dropout:
             continue
-        rows, mask = features.rows, features.scores.mask
-        paged = replace(features, rows=_PAGED, scores=replace(features.scores, mask=mask & used_keys))
-        kinds = [features] if rows.positions or (rows.varlen and not exhaustive) else [features, paged]
-        for few, kind in ((few, kind) for kind in kinds for few in ((True, False) if exhaustive else (True,))):
-            tile = choose_tile(kind, 16 if few else 64, arch)
-            yield kernel(kind, tile, arch, split=True, pack=4, exact_dims=True)
+        queries = "varlen" if rows.varlen else "dense"
+        in_pages = replace(scores, mask=scores.mask & used_keys)
+        paged = replace(features, rows=Rows(queries, "paged", True, 1), scores=in_pages)
+        kinds = [features] if rows.positions else [features, paged] if exhaustive or not rows.varlen else [paged]
+        for kind in kinds:
+            sizes = (16, 32, 64) if exhaustive else (64,) if kind.rows.queries == "varlen" else (16,)
+            for size in sizes:
+                yield kernel(kind, choose_tile(kind, size, arch), arch, split=True, pack=4, exact_dims=True)

@@ -154,9 +154,10 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
 def limits(problem: Problem) -> str | None:
     if problem.gradients:
         return "no backward kernel"
+    reason = shape_limits(problem) or Scores.limits(problem)
     if problem.k.pages is not None:
-        return "paged keys"
-    return shape_limits(problem) or Scores.limits(problem)
+        return reason or Rows.limits_of_copies(problem) or "paged keys"
+    return reason
 
 
 def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> TemplateKernel:
