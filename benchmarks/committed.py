@@ -8,8 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import anchors as others, read_results
-from strobe.bench.anchors import Anchors
+from benchmarks import anchors as others
+from benchmarks.anchors import Anchors
+from strobe.bench import read_results
 from strobe.bench.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
@@ -46,8 +47,3 @@ def where(study: dict[str, Any]) -> str:
     """The machine of a study, and the commit in seven digits."""
     p = study["provenance"]
     return f"{p['device']['name'].removeprefix('NVIDIA ')}, commit {p['git']['commit'][:7]}"
-
-
-def study(root: Path, name: str) -> dict[str, Any] | None:
-    path = root / RESULTS / "studies" / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -25,7 +25,7 @@ RATES = {  # provider: (kind, TFLOP/s reached by long sequences, length at which
     "torch-efficient": ("peer", 250, 300, 0),
     "torch-math": ("standard", 38, 200, 8),
     "torch-math-half": ("standard", 110, 250, 4),
-    "cuda-mma": ("standard", 90, 300, 4),
+    "cuda-unfused": ("standard", 90, 300, 4),
 }
 
 
@@ -33,7 +33,7 @@ MODELS = {"model-strobe": "ours", "model-sdpa": "peer", "model-flex_attention": 
 
 
 def synthetic(
-    suites: tuple[str, ...] = ("grid36", "sweep", "overhead", "tiles"),
+    suites: tuple[str, ...] = ("grid36", "sweep", "overhead"),
     faster: float = 1.0,
     seed: int = 0,
     methods: tuple[str, ...] = (TURNS,),
@@ -78,14 +78,9 @@ def synthetic(
                 if case.measure == "model":
                     results.rows += [_model_row(case, name, kind, method, chance) for name, kind in MODELS.items()]
                     continue
-                results.rows += [
-                    _row(case, name, chance, faster, method)
-                    for name in RATES
-                    if case.tile is None or name.startswith("strobe")
-                ]
-                if case.tile is None:
-                    missing = {"status": "not installed", "reason": "flash-attn 3 is not installed"}
-                    results.rows.append(Row(case, "flash-attn-3", "peer", method, **missing))
+                results.rows += [_row(case, name, chance, faster, method) for name in RATES]
+                missing = {"status": "not installed", "reason": "flash-attn 3 is not installed"}
+                results.rows.append(Row(case, "flash-attn-3", "peer", method, **missing))
     return results
 
 
@@ -119,8 +114,6 @@ def _row(case: BenchCase, provider: str, chance: random.Random, faster: float, m
         * (faster if kind == "ours" else 1.0)
         * (0.6 + 0.4 * min(case.dim, 128) / 128)
     )
-    if case.tile is not None:
-        reached *= 0.4 + 0.6 * min(1, case.tile[0] * case.tile[1] / (128 * 128))
     ms = 0.012 * (1 if kind == "ours" else 1.6) if case.measure == "call" else flops / reached / 1e9 + 0.004
     if method == SUSTAINED:  # at a lower clock, which costs the fast ones more
         ms *= 1.25 if kind == "ours" else 1.15

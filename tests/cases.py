@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from strobe.measure.cases import Case
-from strobe.variants.mask import causal, causal_top_left, chunked, full, prefix, window
+from strobe.variants.mask import causal, causal_top_left, full
+from strobe.variants.ready_made import chunked, prefix, window
 
 CASES = [
     Case("plain", 64, 64),

@@ -13,7 +13,8 @@ from cases import Case, make
 from emulator.emulate import forward
 from oracle import checked
 
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 CASES = [
     Case("e_64", 150, 300, batch=1, heads=4, dim=64),

@@ -87,7 +87,8 @@ def gradients(out: torch.Tensor, lse: torch.Tensor, leaves: Tensors) -> Tensors:
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device)
     seen = torch.where(lse > -1e30, lse, 0)
     total = (out.double() * weights).sum() + 0.1 * seen.double().sum()
-    return dict(zip((f"d{n}" for n in leaves), torch.autograd.grad(total, list(leaves.values())), strict=True))
+    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip((f"d{n}" for n in leaves), found, strict=True))
 
 
 # ---- plain torch -----------------------------------------------------------------------------------------------------
@@ -97,7 +98,10 @@ class Clamped:
     """A captured tensor, read beyond the ends of its axes as the library reads it: there, its last entries."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.double() if tensor.is_floating_point() else tensor
+        wide = (
+            torch.float64 if tensor.is_floating_point() else torch.bool if tensor.dtype == torch.bool else torch.int64
+        )
+        self.tensor = tensor.to(wide)
         self.shape, self.device = tensor.shape, tensor.device
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -140,8 +144,8 @@ def _plain(case: FunctionCase, given: Any, x: Tensors, batch: range, *qkv: torch
     b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
     h, rows = torch.arange(heads, device=device).view(-1, 1, 1), torch.arange(n, device=device).view(-1, 1)
     at_q, at_k = rows + (m - n), torch.arange(m, device=device)
-    s = q @ k.mT / math.sqrt(q.shape[-1])
     options = dict(case.options)
+    s = q @ k.mT * options.get("scale", 1 / math.sqrt(q.shape[-1]))
     if "softcap" in options:
         s = options["softcap"] * torch.tanh(s / options["softcap"])
     if case.score is not None:
@@ -152,7 +156,7 @@ def _plain(case: FunctionCase, given: Any, x: Tensors, batch: range, *qkv: torch
         own = {"": own, "&": own & causal, "|": own | causal, "~": ~own}[case.combined]
         visible = visible & own
     if options.get("mask") is not None:
-        visible = visible & options["mask"].dense(n, m, device)
+        visible = visible & options["mask"].dense(n, m, device=device)
     s = torch.where(visible, s, -math.inf)
     if case.sinks:
         s = torch.cat([s, x["sinks"].view(-1, 1, 1).expand(*s.shape[:-1], 1)], -1)

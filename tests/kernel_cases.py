@@ -9,9 +9,9 @@ import torch
 from cases import CASES, Case
 from oracle import prepare
 
-from strobe.cuda.parts.plan import shape_limits
-from strobe.cuda.parts.scores import Scores
-from strobe.variants.mask import causal, causal_top_left, chunked, prefix, window
+from strobe.cuda.plans.families import FAMILIES
+from strobe.variants.mask import causal, causal_top_left
+from strobe.variants.ready_made import chunked, prefix, window
 
 # Lengths cross several key blocks and query tiles, whatever the tile table says; heads times rows make a persistent
 # kernel on three multiprocessors (as emulated) go several rounds.
@@ -110,7 +110,7 @@ FP32_CASES = [
 def limits(case: Case, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the kernels do not compute this case; None if they do."""
     problem, _ = prepare(case, dtype)
-    return "nothing to attend" if problem.empty else shape_limits(problem) or Scores.limits(problem)
+    return "nothing to attend" if problem.empty else FAMILIES["sm80"].limits(problem)
 
 
 SUPPORTED = [case for case in (*CASES, *KERNEL_CASES) if limits(case) is None]

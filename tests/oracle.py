@@ -15,6 +15,7 @@ from strobe.call.bound_call import bind
 from strobe.problem import Problem
 from strobe.problem.arguments import Arguments, Inputs, layout_of
 from strobe.problem.checks import with_longest
+from strobe.problem.resolve import with_softcap
 
 LEAVES = ("q", "k", "v", "bias", "sinks")
 
@@ -28,6 +29,8 @@ def prepare(
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Problem, Inputs]:
     """From the keywords of strobe.attention, or of attention_varlen if cu_q is among them."""
+    kwargs = dict(kwargs)
+    kwargs["score"] = with_softcap(kwargs.get("score"), kwargs.pop("softcap", None))
     a = Arguments(q, k, v, **kwargs)
     if a.cu_q is not None:
         a = with_longest(a)

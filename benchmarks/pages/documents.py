@@ -1,68 +1,34 @@
-"""The numbers in the documents, made from the committed results: two blocks of README.md, the whole of docs/results.md,
-the tables of seven other pages, the figures. And the table of backends in README.md, made from the code.
-
-Where there are no results for something, nothing is said about it."""
+"""The numbers in the documents, made from the committed results: docs/results.md, blocks of README.md and of the users'
+pages, the figures. And the table of backends in README.md, made from the code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from benchmarks import committed
-from benchmarks.pages import (
-    backward_page,
-    figures,
-    forward_page,
-    method_page,
-    paged_page,
-    readme_page,
-    training_page,
-    variants_page,
-    wide_page,
-)
-from benchmarks.pages.generated import replace_between
-from benchmarks.pages.readme_page import BEGIN, END, NUMBERS_BEGIN, NUMBERS_END
-from benchmarks.pages.repeated_page import AGAIN
-from benchmarks.pages.results_page import figure_name, page
-from strobe.bench.figures import unavailable
+from benchmarks.pages import figures, generated, results_page, tables, training_page
+from benchmarks.pages.generated import marks, replace_between
+from benchmarks.pages.results_page import AGAIN, figure_name
 from strobe.bench.names import PASSES
 from strobe.tools import support
 
-SUPPORT_BEGIN = "<!-- support table: begin (python -m benchmarks.pages --write) -->"
-SUPPORT_END = "<!-- support table: end -->"
-
 
 def texts(root: Path) -> dict[Path, str]:
-    """Every generated file with the text it should have."""
-    machines = committed.runs(root)
-    elsewhere = committed.anchors(root)
-    files = {root / "docs" / "results.md": page(machines, elsewhere)}
-    readme = root / "README.md"
-    if readme.exists():
-        text = readme.read_text(encoding="utf-8")
-        for begin, end, block in (
-            (BEGIN, END, readme_page.results(machines)),
-            (NUMBERS_BEGIN, NUMBERS_END, readme_page.numbers(machines, elsewhere)),
-            (SUPPORT_BEGIN, SUPPORT_END, f"{support.table()}\n"),
-        ):
-            text = replace_between(text, begin, end, block) if begin in text else text
-        files[readme] = text
-    hopper_backward = root / backward_page.PAGE
-    for path, begin, end, block in (
-        (root / forward_page.PAGE, forward_page.BEGIN, forward_page.END, forward_page.block(root)),
-        (hopper_backward, backward_page.BEGIN, backward_page.END, backward_page.block(root)),
-        (hopper_backward, backward_page.TURNS_BEGIN, backward_page.TURNS_END, backward_page.turns_block(root)),
-        (hopper_backward, backward_page.SUMS_BEGIN, backward_page.SUMS_END, backward_page.sums_block(root)),
-        (hopper_backward, backward_page.STAGES_BEGIN, backward_page.STAGES_END, backward_page.stages_block(root)),
-        (root / "benchmarks" / "README.md", method_page.BEGIN, method_page.END, method_page.block(root)),
-        (root / variants_page.PAGE, variants_page.BEGIN, variants_page.END, variants_page.block(root)),
-        (root / variants_page.PAGE, variants_page.BESIDE_BEGIN, variants_page.BESIDE_END, variants_page.beside(root)),
-        (root / paged_page.PAGE, paged_page.BEGIN, paged_page.END, paged_page.block(root)),
-        (root / wide_page.PAGE, wide_page.BEGIN, wide_page.END, wide_page.block(root)),
-        (root / training_page.PAGE, training_page.BEGIN, training_page.END, training_page.block(root)),
-    ):
+    """Every generated file with the text it should have. A page that is not there has no blocks."""
+    machines, elsewhere = committed.runs(root), committed.anchors(root)
+    files = {root / "docs" / "results.md": results_page.page(machines, elsewhere)}
+    blocks = [
+        ("README.md", "numbers", lambda: results_page.readme_numbers(machines, elsewhere)),
+        ("README.md", "results", lambda: results_page.readme_table(machines)),
+        ("README.md", "support table", lambda: f"{support.table()}\n"),
+        ("docs/training.md", "training", lambda: training_page.block(root)),
+        *((page, name, lambda lines=lines: "\n".join([*lines(root), ""])) for page, name, lines in tables.BLOCKS),
+    ]
+    for page, name, block in blocks:
+        path = root / page
         if path.exists():
             text = files.get(path) or path.read_text(encoding="utf-8")
-            files[path] = replace_between(text, begin, end, block)
+            files[path] = replace_between(text, *marks(name), block())
     return files
 
 
@@ -80,7 +46,7 @@ def drawings(root: Path) -> dict[Path, figures.Committed]:
 
 
 def outdated(root: Path) -> list[Path]:
-    late = [p for p, text in texts(root).items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+    late = generated.outdated(texts(root))
     drawn = drawings(root)
     machines = {path.parent.name for path in (root / "benchmarks" / "results").glob("*/*.json")} | {"train-gpt"}
     figures_there = (root / "docs" / "figures").glob("*.svg")  # others draw, too
@@ -96,7 +62,7 @@ def main(arguments: list[str], root: Path | None = None) -> int:
             print(f"out of date: {path.relative_to(root)}")
         return 1 if late else 0
     wanted, drawn = texts(root), drawings(root)
-    if any(path in drawn for path in late) and (problem := unavailable()) is not None:
+    if any(path in drawn for path in late) and (problem := figures.unavailable()) is not None:
         raise SystemExit(f"the figures cannot be drawn: {problem}")
     for path in late:
         if path in wanted or path in drawn:

@@ -13,12 +13,11 @@ from typing import Any
 
 from benchmarks.committed import ROOT
 from benchmarks.pages import ladder_chart
-from benchmarks.pages.generated import replace_between
+from benchmarks.pages.generated import marks, replace_between, update
 from strobe.learn.ladder import rungs, show
 from strobe.learn.ladder.rung import Rung
 from strobe.learn.ladder.rungs import RUNGS
 
-BEGIN, END = "<!-- ladder: begin (python -m benchmarks.pages --write) -->", "<!-- ladder: end -->"
 FIGURE = Path("docs", "figures", "ladder.svg")
 
 
@@ -112,7 +111,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def updated(text: str, root: Path) -> str:
-    return replace_between(text, BEGIN, END, block(root))
+    return replace_between(text, *marks("ladder"), block(root))
 
 
 # ---- a page for each rung --------------------------------------------------------------------------------------------
@@ -184,31 +183,17 @@ def _forget() -> None:
         rung.__dict__.pop("header", None)
 
 
-def outdated(root: Path) -> dict[Path, str]:
-    """Path -> what it should hold, of every text that differs. The figure is not among them: its bytes depend on the
-    version of the plotting library."""
-    wanted = headers(root)
-    wanted |= pages(root)
+def texts(root: Path) -> dict[Path, str]:
+    """Path -> what it should hold. The figure is not among them: its bytes depend on the version of the plotting library."""
     page = root / "docs" / "ladder.md"
-    wanted[page] = updated(page.read_text(encoding="utf-8"), root)
-    return {
-        path: text for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
-    }
+    return headers(root) | pages(root) | {page: updated(page.read_text(encoding="utf-8"), root)}
 
 
-def main(arguments: list[str], root: Path | None = None) -> int:
-    root = root or ROOT
+def main(arguments: list[str], root: Path = ROOT) -> int:
     if "--write" not in arguments:
-        stale = outdated(root)
-        for path in stale:
-            print(f"{path.relative_to(root)} is out of date: python -m benchmarks.pages --write")
-        return 1 if stale else 0
-    for path, text in headers(root).items():
-        path.write_text(text, encoding="utf-8")
+        return update(texts(root), root, write=False)
+    update(headers(root), root, write=True)
     _forget()
-    for path, text in outdated(root).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     for found in list(measurements(root).values())[:1]:
         (root / FIGURE).write_text(ladder_chart.svg(completed(found)), encoding="utf-8")
-    return 0
+    return update(texts(root), root, write=True)

@@ -4,69 +4,62 @@ first page of the documents."""
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.committed import ROOT
-from benchmarks.pages.generated import replace_between
+from benchmarks import committed
+from benchmarks.pages.generated import marks, replace_between, update
+from strobe.bench import claims
+from strobe.bench.results import Row
 from strobe.learn import measured
+from strobe.measure.statistics import geometric_mean
 
 MACHINE = "h200"
 _CASE = "m2048-full-4k"  # of the suite `sweep`: 16 heads of 128 numbers, 4096 tokens, no mask
-BEGIN, END = "<!-- speed: begin (python -m benchmarks.pages --write) -->", "<!-- speed: end -->"
-_OURS, _PEER = "strobe-sm90", "torch-cudnn"
 _FACTS = ("number", "title", "dtype", "ms", "tflops", "speed_up", "predicted", "against")
 
 
 def excerpt(root: Path) -> dict[str, Any]:
     """From the results that are committed in the checkout `root`."""
-    results = root / "benchmarks" / "results" / MACHINE
-    ladder, sweep, grid = (
-        json.loads((results / f"{name}.json").read_text(encoding="utf-8")) for name in ("ladder", "sweep", "grid36")
-    )
-    timed = [row for row in sweep["rows"] if row["case"]["label"] == _CASE and row.get("timing")]
-    if not timed:
-        raise ValueError(f"{results / 'sweep.json'} has no timed row of the case {_CASE!r}")
-    case = timed[0]["case"]
+    folder = f"benchmarks/results/{MACHINE}"
+    ladder = json.loads((root / folder / "ladder.json").read_text(encoding="utf-8"))
+    runs = committed.runs(root)[MACHINE]
+    sweep = [row for row in runs["sweep"].rows if row.case.label == _CASE and row.timed]
+    if not sweep:
+        raise ValueError(f"{root / folder / 'sweep.json'} has no timed row of the case {_CASE!r}")
+    case = sweep[0].case.to_dict()
+    grid = claims.duels(claims.selected(runs["grid36"].rows, "grid36"), "peer")
+    ((ours, peer),) = {(a.provider, b.provider) for a, b in grid}
     return {
         "device": ladder["provenance"]["device"]["name"],
         "ladder": {
-            "file": f"benchmarks/results/{MACHINE}/ladder.json",
+            "file": f"{folder}/ladder.json",
             "date": ladder["provenance"]["date"][:10],
             "method": ladder["method"],
             "shape": ladder["shape"],
             "rungs": [{name: row[name] for name in _FACTS} for row in ladder["rungs"]],
         },
         "attention": {
-            "file": f"benchmarks/results/{MACHINE}/sweep.json",
-            "date": sweep["provenance"]["date"][:10],
+            "file": f"{folder}/sweep.json",
+            "date": runs["sweep"].provenance["date"][:10],
             "case": {name: case[name] for name in ("heads", "len_q", "len_k", "dim", "mask", "dtype")},
-            "flash": _fastest(timed, "ours"),
-            "standard": _fastest(timed, "standard"),
+            "flash": _fastest(sweep, "ours"),
+            "standard": _fastest(sweep, "standard"),
         },
-        "peer": {"file": f"benchmarks/results/{MACHINE}/grid36.json"} | _over_peer(grid["rows"]),
+        "peer": {
+            "file": f"{folder}/grid36.json",
+            "ours": ours,
+            "peer": peer,
+            "cases": len(grid),
+            "faster": round(geometric_mean([(b.ms or 0) / (a.ms or 1) for a, b in grid]), 4),
+        },
     }
 
 
-def _over_peer(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as fast as the peer, as a geometric mean over the cases that both have run."""
-    times: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["provider"] in (_OURS, _PEER) and row.get("timing"):
-            times.setdefault(row["case"]["key"], {})[row["provider"]] = _median(row)
-    ratios = [found[_PEER] / found[_OURS] for found in times.values() if len(found) == 2]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return {"ours": _OURS, "peer": _PEER, "cases": len(ratios), "faster": round(mean, 4)}
-
-
-def _fastest(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    row = min((row for row in rows if row["kind"] == kind), key=_median)
-    return {"provider": row["provider"], "ms": _median(row), "tflops": row["tflops"]}
-
-
-def _median(row: dict[str, Any]) -> float:
-    return row["timing"]["summary"]["median"]
+def _fastest(rows: list[Row], kind: str) -> dict[str, Any]:
+    row = claims.fastest(rows, kind)
+    assert row is not None
+    return {"provider": row.provider, "ms": row.ms, "tflops": row.tflops}
 
 
 def facts(found: dict[str, Any]) -> str:
@@ -91,16 +84,9 @@ def texts(root: Path) -> dict[Path, str]:
     excerpt_file = root / "src" / "strobe" / "learn" / measured.FILE.name
     return {
         excerpt_file: json.dumps(found, indent=1) + "\n",
-        page: replace_between(page.read_text(encoding="utf-8"), BEGIN, END, facts(found)),
+        page: replace_between(page.read_text(encoding="utf-8"), *marks("speed"), facts(found)),
     }
 
 
-def main(arguments: list[str], root: Path | None = None) -> int:
-    root = root or ROOT
-    stale = {p: t for p, t in texts(root).items() if not p.is_file() or p.read_text(encoding="utf-8") != t}
-    for path, text in stale.items():
-        if "--write" in arguments:
-            path.write_text(text, encoding="utf-8")
-        else:
-            print(f"{path.relative_to(root)} is out of date: python -m benchmarks.pages --write")
-    return 1 if stale and "--write" not in arguments else 0
+def main(arguments: list[str], root: Path = committed.ROOT) -> int:
+    return update(texts(root), root, "--write" in arguments)

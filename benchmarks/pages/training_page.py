@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import figures
-from strobe.bench.figures import panels
+from benchmarks.pages.tables import Cell, table
 from strobe.measure import palette
 
-BEGIN, END = "<!-- training: begin (python -m benchmarks.pages --write) -->", "<!-- training: end -->"
 KIND = "train gpt"
 PAGE = Path("docs", "training.md")
 
@@ -55,12 +55,11 @@ def block(root: Path) -> str:
 
 def _section(place: Path, data: dict[str, Any]) -> list[str]:
     p, s, verdict = data["provenance"], data["settings"], data["verdict"]
-    exact = _exact(data)
     sizes = ", ".join(f"{name} {s[name]}" for name in ("layers", "heads", "width", "batch", "context", "steps"))
     judged = ", ".join(f"`{name}`" for name in verdict["distance"])
     many = len(verdict["distance"]) > 1
     agree = ("agree" if many else "agrees") if verdict["agrees"] else ("do not agree" if many else "does not agree")
-    lines = [
+    return [
         f"**{p['device']['name']}**, {s['dtype']}: {judged} {agree} with math attention. Largest distance: "
         f"{max(verdict['distance'].values()) / verdict['noise']:.2g} × the noise.",
         "",
@@ -74,21 +73,20 @@ def _section(place: Path, data: dict[str, Any]) -> list[str]:
         f"![Loss curves, and how far each is from that of math attention: {p['device']['name']}, {s['dtype']}]"
         f"(figures/{figure_name(place)})",
         "",
-        "| attention | forward | backward | last validation loss | distance from math |",
-        "|---|---|---|---:|---:|",
-    ]
-    for run in data["runs"]:
-        far = "" if run is exact else f"{distance_from(data, run):.2g}"
-        ours = run["attention"].startswith("strobe")
-        ways = [run[way] if ours else "PyTorch" for way in ("forward", "backward")]
-        cells = (title(data, run), *ways, f"{run['validation'][-1]:.4f}", far)
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
+        *table("attention", (cell for run in data["runs"] for cell in _row(data, run))),
         "",
         f"The noise is {verdict['noise']:.2g}, the largest distance between two runs of math attention from one seed. "
         f"Another seed moves the curve by {verdict['another_seed']:.2g}.",
     ]
-    return lines
+
+
+def _row(data: dict[str, Any], run: dict[str, Any]) -> Iterator[Cell]:
+    name = title(data, run)
+    for way in ("forward", "backward"):
+        yield name, way, run[way] if run["attention"].startswith("strobe") else "PyTorch"
+    yield name, "last validation loss", f"{run['validation'][-1]:.4f}"
+    if run is not _exact(data):
+        yield name, "distance from math", f"{distance_from(data, run):.2g}"
 
 
 def _exact(data: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def drawing(data: dict[str, Any]) -> figures.Committed:
 def _draw(data: dict[str, Any]) -> Any:
     """Left: the losses. Right: how far each run is from the math run, step by step, smoothed so that lines can be told
     apart."""
-    figure, (left, right) = panels(2)
+    figure, (left, right) = figures.panels(2)
     kinds = [(title(data, r), "ours" if r["attention"].startswith("strobe") else "standard") for r in data["runs"]]
     styles, exact = palette.styles(kinds), _exact(data)
     for run, (name, _) in zip(data["runs"], kinds, strict=True):

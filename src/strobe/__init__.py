@@ -31,10 +31,19 @@ if TYPE_CHECKING or not _is_command():
     from strobe.problem import Unsupported
     from strobe.scaled_dot_product import sdpa
     from strobe.variants.block_mask import block_mask
-    from strobe.variants.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
-    from strobe.variants.mask_function import mask_function, score_function
-    from strobe.variants.ready_made import documents, neighbourhood, relative_bias, t5_bias, tree
+    from strobe.variants.mask import Mask, causal, causal_top_left, full
+    from strobe.variants.ready_made import (
+        chunked,
+        documents,
+        neighbourhood,
+        prefix,
+        relative_bias,
+        t5_bias,
+        tree,
+        window,
+    )
     from strobe.variants.score import Score, alibi
+    from strobe.variants.user_function import mask_function, score_function
 
 __all__ = [
     "Mask",
@@ -69,7 +78,7 @@ __all__ = [
 
 _HOMES = (  # of the public names
     "api explain merging paged.attention probabilities problem scaled_dot_product variants.block_mask variants.mask "
-    "variants.mask_function variants.ready_made variants.score"
+    "variants.ready_made variants.score variants.user_function"
 ).split()
 
 

@@ -1,24 +1,24 @@
-"""The public functions. Each makes `Arguments` of what it was passed; `attend` finds or makes the bound call and runs it."""
+"""The public functions. Each makes `Arguments` of what it was passed, and hands them to `attend`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import NoneType
 from typing import Any, Never
 
 import torch
 
 from strobe.backends import dispatch
-from strobe.call import autograd, sharded, traced
-from strobe.call.bound_call import PLAIN
-from strobe.call.run import cast_for_autocast, run
+from strobe.call.attend import attend
 from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments
 from strobe.problem.hints import shows_known_keywords, unknown_keyword
-from strobe.problem.resolve import resolved
+from strobe.problem.resolve import with_softcap
 from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask
-from strobe.variants.mask_function import MaskFunction
 from strobe.variants.score import Score
+
+# `Arguments(...)`, with the same checks of names. Calling a class puts keywords into a dict first: half a microsecond.
+_arguments = functools.partial(Arguments.__new__, Arguments)
 
 
 @shows_known_keywords
@@ -27,7 +27,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask | MaskFunction | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
+    mask: Mask | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     score: Score | Callable[..., Any] | None = None,
@@ -70,15 +70,13 @@ def attention(
     """
     if wrong:
         raise unknown_keyword(attention, wrong)
-    return attend(
-        _arguments(
-            Arguments,
-            (
-                q, k, v, None, None, None, None, mask, scale, softcap, score, bias, dropout, seed, sinks, layout, out,
-                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, False, None,
-            ),
-        )
+    if softcap is not None:
+        score = with_softcap(score, softcap)
+    a = _arguments(
+        q, k, v, mask=mask, scale=scale, score=score, bias=bias, dropout=dropout, seed=seed, sinks=sinks,
+        layout=layout, out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
     )  # fmt: skip
+    return attend(a)
 
 
 @shows_known_keywords
@@ -91,7 +89,7 @@ def attention_varlen(
     *,
     max_q: int | None = None,
     max_k: int | None = None,
-    mask: Mask | MaskFunction | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
+    mask: Mask | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     score: Score | Callable[..., Any] | None = None,
@@ -114,40 +112,14 @@ def attention_varlen(
         raise unknown_keyword(attention_varlen, wrong)
     if cu_q is None or cu_k is None:
         raise TypeError(f"{'cu_q' if cu_q is None else 'cu_k'} must be a torch.Tensor, got NoneType")
-    return attend(
-        _arguments(
-            Arguments,
-            (
-                q, k, v, cu_q, cu_k, max_q, max_k, mask, scale, softcap, score, bias, dropout, seed, sinks, "bshd", out,
-                return_lse, deterministic, backend, None, False, 0, None, None, None, None, None, None, None, False, None,
-            ),
-        )
+    if softcap is not None:
+        score = with_softcap(score, softcap)
+    a = _arguments(
+        q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, mask=mask, scale=scale, score=score, bias=bias,
+        dropout=dropout, seed=seed, sinks=sinks, out=out, return_lse=return_lse, deterministic=deterministic,
+        backend=backend,
     )  # fmt: skip
-
-
-_arguments = tuple.__new__  # what Arguments(...) does, without a call in between
-_is_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_autocasting = torch._C._is_any_autocast_enabled
-_tracing = torch._C._is_tracing
-_PLAIN_MASKS, _PLAIN_SCORES = (NoneType, Mask, *PLAIN), (NoneType, Score)
-
-
-def attend(a: Arguments) -> Any:
-    """The one way from arguments to a result: traced, cast by autocast, or run."""
-    if a.mask.__class__ not in _PLAIN_MASKS or a.score.__class__ not in _PLAIN_SCORES:
-        a = resolved(a)
-    q, k, v = a[:3]
-    if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN:
-        sharded.refuse(a)
-        if traced.is_traced(q):
-            return traced.attention(a)
-    if _is_compiling() or _dispatch_modes() or _tracing():
-        return traced.attention(a)
-    if _autocasting() and isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
-        with autograd.without_autocast(q.device):
-            return run(cast_for_autocast(a))
-    return run(a)
+    return attend(a)
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:

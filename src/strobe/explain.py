@@ -13,7 +13,7 @@ from strobe.problem.arguments import ROWS, Arguments, gradient_names, tensors_of
 from strobe.problem.checks import with_longest
 from strobe.problem.hints import unknown_word
 from strobe.problem.page_checks import entries_of, in_order
-from strobe.problem.resolve import resolved
+from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import causal
 
 
@@ -75,8 +75,10 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         raise ValueError("after v, explain takes cu_q and cu_k by position; give table= and lengths= by name")
     if not paged and ((arguments.get("cu_q") is None) != (arguments.get("cu_k") is None) or len(cu) not in (0, 2)):
         raise ValueError("cu_q and cu_k go together: give both, or neither")
+    if (softcap := arguments.pop("softcap", None)) is not None:
+        arguments["score"] = with_softcap(arguments.get("score"), softcap)
     if wrong := [name for name in arguments if name not in ROWS]:
-        raise unknown_word("explain", wrong[0], ROWS)
+        raise unknown_word("explain", wrong[0], (*ROWS, "softcap"))
     a = resolved(Arguments(q, k, v, *cu, **arguments))
     if a.cu_q is not None:
         a = with_longest(a)
@@ -85,7 +87,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
     chosen = dispatch.choose(problem, a.backend)
     backward = None
     if needs_grad:
-        wanted = gradient_names([t is not None and t.requires_grad for t in tensors_of(a)])
+        wanted = gradient_names(tuple(t is not None and t.requires_grad for t in tensors_of(a)))
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
     kind = ("varlen " if problem.varlen else "") + ("paged " if paged else "")

@@ -14,12 +14,13 @@ from typing import Any, Never
 import torch
 
 from strobe.backends import reference
-from strobe.call import autograd, sharded
-from strobe.call.run import cast_for_autocast
+from strobe.call.attend import refuse_sharded
+from strobe.call.autograd import cast_for_autocast, without_autocast
 from strobe.problem import Problem
 from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments, Inputs
+from strobe.problem.checks import checked_tensor
 from strobe.problem.hints import shows_known_keywords, unknown_keyword, warn_of_layout
-from strobe.problem.resolve import resolved
+from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import Mask, Positions
 from strobe.variants.score import Score
 
@@ -54,19 +55,15 @@ def probabilities(
     if wrong:
         raise unknown_keyword(probabilities, wrong)
     # Keys stand in for the values, which play no part, so that the checks of a call are those of `attention`.
-    a = Arguments(q, k, k, mask=mask, scale=scale, softcap=softcap, score=score, bias=bias, sinks=sinks, layout=layout)
-    sharded.refuse(a)
-    return _computed(resolved(a), rows)
+    score = with_softcap(score, softcap)
+    a = Arguments(q=q, k=k, v=k, mask=mask, scale=scale, score=score, bias=bias, sinks=sinks, layout=layout)
+    refuse_sharded(a)
+    a = cast_for_autocast(resolved(a))
+    with without_autocast(checked_tensor("q", q).device):
+        return _of_rows(a, rows)
 
 
-def _computed(a: Arguments, rows: Any) -> torch.Tensor:
-    if isinstance(a.q, torch.Tensor) and torch.is_autocast_enabled(a.q.device.type):
-        with autograd.without_autocast(a.q.device):
-            return _checked(cast_for_autocast(a), rows)
-    return _checked(a, rows)
-
-
-def _checked(a: Arguments, rows: Any) -> torch.Tensor:
+def _of_rows(a: Arguments, rows: Any) -> torch.Tensor:
     problem, layout = Problem.of(a)
     warn_of_layout(a)
     inputs, dtype = Inputs.of(a, layout), problem.lse_dtype

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any
 
 import torch
 
 from strobe.api import attention, attention_varlen
-from strobe.call import sharded
-from strobe.problem.invalid import raises_as_hosts
+from strobe.call.attend import is_sharded
+from strobe.problem.hints import raises_as_hosts
 from strobe.variants import mask as masks
 from strobe.variants.mask import Mask
 
@@ -123,7 +123,7 @@ def _special(t: torch.Tensor) -> Any:
     """How to attend to tensors that are more than one piece of memory."""
     if getattr(t, "is_nested", False):
         return _nested
-    return functools.partial(sharded.sdpa, _attend) if sharded.is_sharded(t) else None
+    return _sharded if is_sharded(t) else None
 
 
 def _nested(query: Any, key: Any, value: Any, mask: _Mask, dropout_p: float, scale: Any, enable_gqa: bool) -> Any:
@@ -145,3 +145,67 @@ def _nested(query: Any, key: Any, value: Any, mask: _Mask, dropout_p: float, sca
     cu_q, cu_k = (t.offsets().to(torch.int32) for t in (q, k))
     out = attention_varlen(q.values(), k.values(), v.values(), cu_q, cu_k, mask=mask, dropout=dropout_p, scale=scale)
     return torch.nested.nested_tensor_from_jagged(out, offsets=q.offsets()).transpose(1, 2)
+
+
+def _sharded(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, scale: Any, enable_gqa: bool) -> Any:
+    """Attention of DTensors, which are sharded over the ranks of a mesh. Batches and heads do not see each other, so each
+    rank attends to its own; whatever else is sharded is gathered first."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    tensors = [t for t in (query, key, value, attn_mask) if is_sharded(t)]
+    source = next((t for t in (query, key, value) if is_sharded(t)), tensors[0])
+    mesh = source.device_mesh
+    if any(t.device_mesh != mesh for t in tensors):
+        raise ValueError(f"query, key, value and attn_mask lie on different meshes: {[t.device_mesh for t in tensors]}")
+    axes = query.dim()
+    if axes < 2 or key.dim() != axes or value.dim() != axes:
+        counts = f"{axes}, {key.dim()}, {value.dim()}"
+        raise ValueError(f"query, key and value must have the same number of axes, at least 2; got {counts}")
+    sizes = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
+    if axes > 2:  # heads: fewer ones are grouped, or one is for all
+        sizes = (*sizes, max(t.shape[-3] for t in (query, key, value)))
+    shape = (*sizes, query.shape[-2], value.shape[-1])
+    parts = [
+        math.prod(mesh.size(i) for i, p in enumerate(source.placements) if p.is_shard(axis)) for axis in range(axes - 2)
+    ]  # into how many parts each axis is cut
+
+    def stays(axis: int) -> bool:
+        """Whether parts along an axis fit: they do where all have the same size, or one for all, or equal groups."""
+        lengths = {t.shape[axis] for t in (query, key, value)} - {1}
+        return len(lengths) == 1 or all(n % parts[axis] == 0 for n in lengths)
+
+    def is_kept(p: Any) -> bool:
+        # `type`: a kind of Shard that torch has for itself cuts in another order.
+        return (
+            type(p) is Shard
+            and source is not attn_mask
+            and p.dim < axes - 2
+            and source.shape[p.dim] > 1
+            and stays(p.dim)
+        )
+
+    placements = [p if is_kept(p) else Replicate() for p in source.placements]
+    if 0 < dropout_p < 1 and any(p == Replicate() and mesh.size(i) > 1 for i, p in enumerate(placements)):
+        has = f"dropout_p is {dropout_p} and ranks compute the same ({tuple(placements)})"
+        raise ValueError(f"{has}, but would not drop the same weights; shard by batch or heads, or call to_local()")
+
+    def local(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor):  # no mask, or an interval
+            return t
+        if not is_sharded(t):
+            t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        missing = axes - t.dim()  # a mask may have fewer axes, or 1 where it is the same for all
+        wanted = [
+            Shard(p.dim - missing)
+            if type(p) is Shard and p.dim >= missing and t.shape[p.dim - missing] > 1
+            else Replicate()
+            for p in placements
+        ]
+        # What is whole here and used by parts elsewhere gets a part of its gradient from each rank.
+        gradients = [Partial() if w == Replicate() and p != w else w for w, p in zip(wanted, placements, strict=True)]
+        return t.redistribute(mesh, wanted).to_local(grad_placements=gradients)
+
+    q, k, v, mask = map(local, (query, key, value, attn_mask))
+    out = _attend(q, k, v, mask, dropout_p, scale, enable_gqa).contiguous()
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(out, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

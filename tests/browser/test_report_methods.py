@@ -20,7 +20,7 @@ def gpu_run() -> Results:
     for row in run.rows:
         if row.provider == "strobe-sm90" and row.extra_bytes is not None:
             row.extra_bytes = 0
-        if row.provider == "cuda-mma":
+        if row.provider == "cuda-unfused":
             row.provider = "megatron-fused-softmax"  # the longest there is
     return run
 

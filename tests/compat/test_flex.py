@@ -136,3 +136,10 @@ def test_patched() -> None:
         assert host.flex_attention is flex.flex_attention
     assert host.flex_attention is before
     torch.testing.assert_close(out, before(q, k, v, SCORES["alibi"]))
+
+
+def test_masks_of_strobe_take_the_place_of_block_masks() -> None:
+    q, k, v = tensors()
+    for mask in (strobe.causal, strobe.causal & strobe.mask_function(lambda b, h, i, j: (i - j) % 3 != 1)):
+        want = strobe.attention(q, k, v, mask=mask, layout="bhsd")
+        torch.testing.assert_close(flex.flex_attention(q, k, v, block_mask=mask), want)

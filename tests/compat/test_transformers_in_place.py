@@ -89,7 +89,8 @@ def test_steps(window: int | None, page: int, old: bool) -> None:
             "position_ids": torch.cat([torch.arange(a, b) for a, b in zip(past, used, strict=True)])[None],
         }  # fmt: skip
         a = Arguments(
-            q, *new, cu_q, cu_k, max(counts), max(lengths), mask=strobe.causal, scale=0.4, softcap=5.0, sinks=sinks
+            q, *new, cu_q, cu_k, max(counts), max(lengths), mask=strobe.causal, scale=0.4, sinks=sinks,
+            score=strobe.variants.score.softcap(5.0),
         )  # fmt: skip
         found = in_place.attend(a, layer.cache, 7, kwargs)
         assert found is not None

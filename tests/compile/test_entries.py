@@ -18,12 +18,13 @@ from strobe.cuda.parts.plan import Launch
 from strobe.cuda.plans.families import FAMILIES
 from strobe.cuda.runtime import jit
 from strobe.problem import supposed
+from strobe.variants.score import identity
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
 IDS = torch.empty(2, 1024, dtype=torch.int32, device="meta")
 SLOPES = torch.empty(8, device="meta")
-DOCUMENTS = strobe.mask_function(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & ((q - k) // 5 % 3 != 1)).over_identity
+DOCUMENTS = identity.hiding(strobe.mask_function(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & ((q - k) // 5 % 3 != 1)))
 CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": (2, 8, 1024, 1024)},
     "bias_of_keys": {"bias": (2, 1, 1, 1024), "mask": strobe.causal},
@@ -57,7 +58,7 @@ def launches(family: str, dim: int, call: str) -> list[Launch]:
     shape, strides = (2, 1024, 8, dim), (1024 * 8 * dim, dim, 8 * dim)
     given: tuple[Any, ...] = (torch.device("cuda"), torch.bfloat16, shape, shape, shape)
     plain = supposed(*given, **CALLS[call])
-    forward = FAMILIES[family].module(plain).plan(plain, strides, machine)
+    forward = FAMILIES[family].planner(plain).plan(plain, {"o": strides}, machine)
     more = {"bias": "bias", "bias_of_keys": "bias", **dict.fromkeys((c for c in CALLS if "learnt" in c), "score0")}
     gradients = ("q", "k", "v", *([more[call]] if call in more else []))
     problem = supposed(*given, gradients=gradients, **CALLS[call])
@@ -67,7 +68,7 @@ def launches(family: str, dim: int, call: str) -> list[Launch]:
     assert FAMILIES[family].limits(problem) is None
     of: dict[str, Any] = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides)
     of["dbias"] = (0, 0, 0, 1)
-    return [*forward.launches, *FAMILIES[family].module(problem).plan(problem, of, machine).launches]
+    return [*forward.launches, *FAMILIES[family].planner(problem).plan(problem, of, machine).launches]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cubins
 import pytest
 
-from strobe.cuda.plans.forward_sm80 import SMEM_BYTES
+from strobe.cuda.parts.architecture import SMEM_BYTES
 from strobe.cuda.runtime import jit, ptxas_log
 from strobe.learn.ladder.rung import PARAMS, Rung
 from strobe.learn.ladder.rungs import RUNGS

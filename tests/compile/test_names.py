@@ -17,6 +17,7 @@ from strobe.cuda.parts.kernel import KernelSpec
 from strobe.cuda.plans.families import FAMILIES
 from strobe.cuda.runtime import jit
 from strobe.problem import supposed
+from strobe.variants.score import identity
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
@@ -25,9 +26,9 @@ def of_a_call(family: str, dtype: torch.dtype = torch.bfloat16, **options: Any) 
     shape, strides = (1, 1024, 2, 64), (1024 * 128, 64, 128)
     problem = supposed(torch.device("cuda"), dtype, shape, shape, shape, **options)
     machine = replace(H200, arch="sm_80") if family == "sm80" else H200
-    module = FAMILIES[family].module(problem)
-    of: Any = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides) if problem.gradients else strides
-    return [launch.kernel for launch in module.plan(problem, of, machine).launches]
+    planner = FAMILIES[family].planner(problem)
+    of = dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides)
+    return [launch.kernel for launch in planner.plan(problem, of, machine).launches]
 
 
 def of_small_calls() -> list[KernelSpec]:
@@ -39,7 +40,7 @@ def of_small_calls() -> list[KernelSpec]:
     return [launch.kernel for plan in plans if plan is not None for launch in plan.launches]
 
 
-THIRDS = strobe.mask_function(lambda b, h, q, k: (q - k) % 3 == 0).over_identity
+THIRDS = identity.hiding(strobe.mask_function(lambda b, h, q, k: (q - k) % 3 == 0))
 CALLS = {
     "forward": (lambda: of_a_call("sm80", mask=strobe.causal), ["strobe_forward_sm80_bf16_d64_causal"]),
     "backward": (

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cubins
 import pytest
 
+from strobe.cuda.parts.architecture import SMEM_BYTES, generation
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.output import Output
@@ -21,9 +22,9 @@ from strobe.cuda.parts.plan import Dims
 from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
 from strobe.cuda.plans import decode_sm80, families, forward_sm90
-from strobe.cuda.plans.forward_sm80 import SMEM_BYTES, generation
 from strobe.cuda.runtime import jit, ptxas_log
-from strobe.variants.mask import Mask, causal, used_keys, window
+from strobe.variants.mask import Mask, causal, used_keys
+from strobe.variants.ready_made import window
 from strobe.variants.score import softcap
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
@@ -43,7 +44,7 @@ def selected(arch: str) -> list[TemplateKernel]:
         facts = kernel.facts
         window = "window" in kernel.name  # with used keys alone it is no other mask
         everything = kernel.element == "bf16" and window and facts["varlen"]
-        has_dropout, other_type = facts.get("dropout", False), kernel.element == "fp16" or facts.get("fp32", False)
+        has_dropout, other_type = facts.get("dropout", False), kernel.element == "fp16" or "inputs" in facts
         dropped = kernel.element == "bf16" and has_dropout and facts["dim"] in (64, 128)
         plain = other_type and not window and not facts.get("varlen", False) and not has_dropout
         shards = kernel.element == "bf16" and has(kernel, "kPartialOut") and facts.get("dim", 64) in (64, 128)

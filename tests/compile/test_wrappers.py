@@ -11,7 +11,7 @@ from strobe.cuda.runtime import jit, ptxas_log
 
 pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.nvrtc_status()))
 
-PTX = Path(jit.__file__).parent / "include" / "strobe" / "ptx"
+PTX = Path(jit.__file__).parents[1] / "include" / "strobe" / "ptx"
 
 AMPERE = """
 #include <strobe/ptx/atomic.cuh>

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import api
-from strobe.distributed import ShardPlan, attention, simulator
+from strobe.distributed import ShardPlan, attention, operation, simulator
 
 LENGTH = 8192
 
@@ -29,8 +28,8 @@ def seconds(call: Callable[[], Any], calls: int) -> float:
 def test_one_rank_makes_the_same_call_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 32, 4, 8)
     calls = []
-    attend = api.attend
-    monkeypatch.setattr(api, "attend", lambda a: calls.append(a) or attend(a))
+    attend = operation.attend
+    monkeypatch.setattr(operation, "attend", lambda a: calls.append(a) or attend(a))
 
     def work(mesh: Any) -> torch.Tensor:
         def never(*_: Any) -> None:

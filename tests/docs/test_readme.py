@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import documents
-from benchmarks.pages.generated import replace_between
+from benchmarks.pages.generated import marks, replace_between
 from strobe.tools import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,10 +44,6 @@ def test_the_readme_is_short_and_leads_learners_on() -> None:
         assert f"\n## {part}\n" in text
 
 
-def test_support_table_is_current() -> None:
-    assert f"{support.table()}\n{documents.SUPPORT_END}" in README.read_text(encoding="utf-8"), "run `make docs`"
-
-
 def test_support_table_differs_between_backends() -> None:
     """A table of ticks only would mean that nobody was asked."""
     cells = {name: support.answers(name) for name in ("sm80", "aten_cpu", "tiled", "emulator")}
@@ -64,7 +59,7 @@ def test_support_table_differs_between_backends() -> None:
 
 def test_a_text_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="support table"):
-        replace_between("# no table here", documents.SUPPORT_BEGIN, documents.SUPPORT_END, "a table")
+        replace_between("# no table here", *marks("support table"), "a table")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))

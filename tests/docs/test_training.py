@@ -17,8 +17,8 @@ import torch
 from training_example import SCRIPT, load
 
 import strobe
-from benchmarks.pages import documents, training_page
-from strobe.bench import figures
+from benchmarks.pages import documents, figures, training_page
+from benchmarks.pages.generated import marks
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "examples" / "text" / "moby-dick.txt"
@@ -149,15 +149,6 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
     assert 200 <= len(found["runs"][0]["loss"]) < 4000
 
 
-def test_help_is_in_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpt.main(["--help"])
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0 and "Train a small GPT on the bytes of a book." in shown
-    for option in ("attention", "compare", "seed", "steps", "sample", "out", "text"):
-        assert f"--{option}" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -235,7 +226,8 @@ def test_the_page_shows_the_distances(place: Path) -> None:
 def test_other_files_of_that_kind_are_taken(tmp_path: Path) -> None:
     results, page = tmp_path / "benchmarks" / "results", tmp_path / training_page.PAGE
     page.parent.mkdir(parents=True)
-    page.write_text(f"before\n{training_page.BEGIN}\n{training_page.END}\nafter\n", encoding="utf-8")
+    begin, end = marks("training")
+    page.write_text(f"before\n{begin}\n{end}\nafter\n", encoding="utf-8")
     found = dict(next(iter(COMMITTED.values()))) | {"runs": made_up(0.0001, 0.001)}
     found["verdict"] = gpt.judge(found["runs"])
     for name in ("h200/train-gpt.json", "train-gpt-h200.json"):

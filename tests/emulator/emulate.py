@@ -23,7 +23,7 @@ SMS = backend.MACHINES["sm90"].sms
 
 def plan_of(kernel: str, problem: Problem, out_strides: Strides, sms: int = SMS, tile: Any = None) -> Plan:
     machine = dataclasses.replace(backend.MACHINES[kernel], sms=sms)
-    return FAMILIES[kernel].module(problem).plan(problem, out_strides, machine, tile)
+    return FAMILIES[kernel].planner(problem).plan(problem, {"o": out_strides}, machine, tile)
 
 
 def with_positions(problem: Problem, positions: Any) -> Problem:

@@ -17,11 +17,11 @@ from oracle import prepare
 
 from strobe.backends.backend import Gradients
 from strobe.backends.tiled import forward as tiled
-from strobe.cuda import backend as cuda_backend
 from strobe.cuda.parts.kernel import TextKernel
 from strobe.cuda.parts.plan import Launch, Machine, Plan
 from strobe.cuda.plans.families import FAMILIES
 from strobe.cuda.runtime import jit
+from strobe.cuda.tensors import gradients_of, prepare_backward
 from strobe.emulator import EmulatorError, backend
 from strobe.emulator.program import Mode
 from strobe.problem import Problem
@@ -99,15 +99,14 @@ def planned(
     asked = p.backward(found)
     assert FAMILIES[family].limits(asked) is None
     machine = machine or backend.MACHINES[family]
-    tensors, actual, strides = cuda_backend.prepare_backward(asked, layout, a, *results, machine.sms)
+    tensors, actual, strides = prepare_backward(asked, layout, a, *results, machine.sms)
     for name in ("dq", "dk", "dv", "dsink"):
         if name in tensors:
             tensors[name].fill_(torch.nan)
-    planner = FAMILIES[family].module(asked).plan
-    plan = planner(actual, strides, machine, *([tile] if tile else []))
+    plan = FAMILIES[family].planner(asked).plan(actual, strides, machine, tile)
 
     def finish() -> Gradients:
-        g = cuda_backend.gradients_of(asked, layout, tensors, a)
+        g = gradients_of(asked, layout, tensors, a)
         return Gradients(*(None if t is None else layout.inside(t) for t in g[:3]), *g[3:])
 
     return mutation.applied(plan) if mutation else plan, tensors, finish

@@ -109,6 +109,6 @@ def test_it_is_planned_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     for least in (64, 1024):
         monkeypatch.setattr(block_map, "LEAST_KEYS", least)
         problem = supposed(*given, score=score.with_tensors([IDS.to("meta")]), mask=strobe.causal)
-        plan = forward_sm90.plan(problem, (300 * 4 * 64, 64, 4 * 64), H200)
+        plan = forward_sm90.plan(problem, {"o": (300 * 4 * 64, 64, 4 * 64)}, H200)
         kernels.append([launch.kernel.name.split("[")[0] for launch in plan.launches])
     assert kernels == [["block_map", "forward_sm90"], ["forward_sm90"]]

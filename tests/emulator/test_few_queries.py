@@ -13,7 +13,8 @@ from oracle import prepare
 
 from strobe.cuda.parts import blocks
 from strobe.emulator import compiler
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

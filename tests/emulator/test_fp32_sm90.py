@@ -259,10 +259,10 @@ def test_what_is_left_to_others() -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"dim": 136, "dim_v": 136}, "head dim 136; the kernels take multiples of 8 up to 128 with float32 inputs"),
         ({"dim_v": 36}, "value head dim 36; the kernels take multiples of 8"),
-        ({"dropout": 0.1}, "float32 inputs with dropout"),
-        ({"partial": True}, "float32 inputs with results that are merged with others"),
-        ({"state": State((1, 1), (1, 1, 1))}, "float32 inputs with results that are merged with others"),
-        ({"q": replace(problem.q, positions=True)}, "float32 inputs with parts of longer sequences"),
+        ({"dropout": 0.1}, "dropout with float32 inputs"),
+        ({"partial": True}, "no partial results with float32 inputs"),
+        ({"state": State((1, 1), (1, 1, 1))}, "no merging with a state with float32 inputs"),
+        ({"q": replace(problem.q, positions=True)}, "parts of longer sequences with float32 inputs"),
         ({"scale": -1.0}, "scale -1.0"),
     ]
     for change, reason in changes:

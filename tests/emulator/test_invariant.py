@@ -16,12 +16,11 @@ from emulator.mutation import replaced
 from everyday import everyday
 
 import strobe
-from strobe import api
-from strobe.call import run
+from strobe.call.attend import attend as attend_to
 from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans import forward_sm90, plan_work
 from strobe.emulator import backend, compiler
-from strobe.problem import Problem
+from strobe.problem import Problem, page_checks
 from strobe.problem.arguments import Arguments
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -111,9 +110,9 @@ def attend(
         options["starts"] = torch.full_like(lengths, gone)
     longest = max(s.end - s.first for s in spans)
     a = Arguments(q, *pools, cu, None, longest, None, mask, table=table, lengths=lengths, return_lse=True, **options)
-    out, lse = api.attend(a._replace(backend="emulator", invariant=True))
+    out, lse = attend_to(a._replace(backend="emulator", invariant=True))
     if check:
-        want, want_lse = api.attend(a._replace(backend="reference"))
+        want, want_lse = attend_to(a._replace(backend="reference"))
         torch.testing.assert_close(out.double(), want.double(), atol=0.03, rtol=0.01)
         torch.testing.assert_close(lse, want_lse.to(lse.dtype), atol=1e-4, rtol=1e-5)
     if dense:
@@ -186,7 +185,7 @@ def test_keys_that_left_the_table_do_not_matter() -> None:
 @pytest.mark.parametrize("way", everyday(["alone", "in_a_batch", "pages_of_1"], ["alone"]))
 def test_missing_keys_are_the_same_for_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some in the middle of a block, and most of a split."""
-    monkeypatch.setattr(run, "check_call", lambda *_: None)
+    monkeypatch.setattr(page_checks, "check_contents", lambda *_: None)
     options: dict[str, Any] = {"partial": True, "missing": range(192, 496)}
     expected = attend([CHUNK, *OTHERS], check=True, **options)
     assert not differing(WAYS[way](**options), expected)
@@ -237,7 +236,7 @@ def test_a_list_serves_several_launches() -> None:
     table, lengths = torch.arange(40, dtype=torch.int32)[None], torch.tensor([640], dtype=torch.int32)
     a = Arguments(q, k, v, mask=strobe.causal, table=table, lengths=lengths, invariant=True)
     problem, _ = Problem.of(a)
-    plan = forward_sm90.plan(problem, (4 * HEADS * DIM, DIM, HEADS * DIM), backend.MACHINES["sm90"])
+    plan = forward_sm90.plan(problem, {"o": (4 * HEADS * DIM, DIM, HEADS * DIM)}, backend.MACHINES["sm90"])
     tensors = {name: torch.zeros(size // 4, dtype=torch.int32) for name, size in plan.workspace.items()}
     tensors |= {"q": q, "k": k, "v": v, "table": table, "lengths": lengths}
     backend.launch(Plan(plan.launches[:1]), tensors)

@@ -19,7 +19,8 @@ from strobe.emulator.program import Mode
 from strobe.merging import merge_
 from strobe.problem import Problem, State
 from strobe.problem.arguments import Inputs
-from strobe.variants.mask import causal, full, window
+from strobe.variants.mask import causal, full
+from strobe.variants.ready_made import window
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),

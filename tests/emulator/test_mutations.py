@@ -23,7 +23,8 @@ from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans import forward_sm80, forward_sm90
 from strobe.emulator import EmulatorError, backend, compiler
 from strobe.problem.arguments import Inputs
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -82,7 +83,7 @@ class Mutation:
 DIAGONAL_LOOP = "if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;"
 LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have landed"
 VALUES = "cp_async_wait<0>();\n    sync_block();  // V_n is here"
-ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel : src, row_there && column_there);"
+ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel<T> : src, row_there && column_there);"
 
 SKIP = "sync_warp();  // else one lane's release could let the barrier run a round ahead of another's wait"
 SKIPPED_BEFORE = "sees_keys ? mine.end : all.first"
@@ -129,7 +130,7 @@ MUTATIONS = [
     Mutation("one_buffer_for_two", "Offset::k + (n & (kStages - 1)) * Bytes::k", "Offset::k", tile="sm80_two_buffers"),
     Mutation("place_not_published", "sync_block();  // now all can read it", tile="sm80_state_in_smem"),
     Mutation("tail_not_filled_with_zeros", ZERO_FILL, f"if (row_there && column_there) {ZERO_FILL}"),
-    Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel);"),
+    Mutation("tail_read_from_beyond", ZERO_FILL, "cp_async_16(to, from + panel * kPanel<T>);"),
     Mutation("output_not_rescaled", "softmax[t].template rescale<kMaybeEmpty>(o[t]);", case=FALLING, times=2),
     Mutation("output_read_too_early", "sync_warp();\n      constexpr int kChunks", "constexpr int kChunks"),
     Mutation(

@@ -12,8 +12,8 @@ from everyday import everyday
 from paged_cases import Pool, dense, pool, queries, without_keys
 
 import strobe
-from strobe.call import run
 from strobe.emulator import EmulatorError, backend, compiler
+from strobe.problem import page_checks
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 LENGTHS, COUNTS = [37, 0, 150, 100, 99, 1, 16], [1, 2, 40, 1, 0, 1, 5]
@@ -116,7 +116,7 @@ LONGER, MISSING = [37, 0, 300, 290, 99, 1, 16], {0: range(37), 2: (70, 140, 299)
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables as on a GPU, where nobody looks at what they hold."""
-    monkeypatch.setattr(run, "check_call", lambda *_: None)
+    monkeypatch.setattr(page_checks, "check_contents", lambda *_: None)
 
 
 def attend(p: Pool, q: torch.Tensor, *cu: torch.Tensor, backend: str = "emulator", **options: Any) -> Any:

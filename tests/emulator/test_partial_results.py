@@ -21,7 +21,8 @@ from strobe.cuda.parts import blocks
 from strobe.emulator import backend, compiler
 from strobe.problem import Problem
 from strobe.problem.arguments import Inputs
-from strobe.variants.mask import causal, chunked, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import chunked, window
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

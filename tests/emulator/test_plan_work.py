@@ -40,7 +40,7 @@ def planned(
     more = {"starts": first_positions, **options}
     a = Arguments(q, pool, pool, cu_q=cu, max_q=longest, mask=mask, table=table, lengths=used, **more)
     problem, _ = Problem.of(a)
-    plan = forward_sm90.plan(problem, (1, 1, 1), H200)
+    plan = forward_sm90.plan(problem, {"o": (1, 1, 1)}, H200)
     first = plan.launches[0]
     work = torch.full((-(-plan.workspace["work"] // RECORD), 16), -1, dtype=torch.int32)
     launch(Plan((first,)), {"work": work, "lengths": used, "cu_q": cu, "table": table, "starts": first_positions})

@@ -10,13 +10,12 @@ from everyday import everyday
 
 import strobe
 from strobe.emulator import compiler
-from strobe.variants.expression import Expr
+from strobe.variants.expression import DIAGONAL, Expr, K, S
 from strobe.variants.score import Score
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-S, Q, K, LEN_Q, LEN_K = (Expr("var", (name,)) for name in ("s", "q", "k", "len_q", "len_k"))
-DISTANCE = Expr("abs", (Q + (LEN_K - LEN_Q) - K,))
+DISTANCE = Expr("float", (Expr("iabs", (DIAGONAL - K,)),))
 DECAY = Score(Expr("tanh", (S,)) * Expr.of(2.0) - DISTANCE * Expr.of(0.05), "decay")
 
 
@@ -55,7 +54,7 @@ def test_a_score_of_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_keys_behind_those_in_use_are_not_multiplied(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN there comes out of no gradient, and those keys have the gradient 0."""
-    from strobe.call.run import run
+    from strobe.call.attend import attend
     from strobe.problem.arguments import Arguments
     from strobe.variants.mask import used_keys
 
@@ -67,7 +66,7 @@ def test_keys_behind_those_in_use_are_not_multiplied(family: str, monkeypatch: p
         k[i, n:], v[i, n:] = torch.nan, torch.nan
     positions = torch.tensor([(0, 40, 0, n) for n in used], dtype=torch.int32)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = run(Arguments(*leaves, mask=strobe.causal & used_keys, positions=positions, backend="emulator"))
+    out = attend(Arguments(*leaves, mask=strobe.causal & used_keys, positions=positions, backend="emulator"))
     found = torch.autograd.grad(out.float().square().sum(), leaves)
     for i, n in enumerate(used):
         one = [t[i : i + 1, :length].detach().requires_grad_() for t, length in ((q, 40), (k, n), (v, n))]

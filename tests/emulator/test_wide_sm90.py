@@ -170,8 +170,8 @@ def test_what_it_does_not_take() -> None:
     for other, reason in (
         (replace(problem, dim=520, dim_v=520), "head dim 520; the kernels take multiples of 8 up to 512"),
         (replace(problem, dim_v=260), "value head dim 260"),
-        (replace(problem, partial=True), "results that are merged with others"),
-        (replace(problem, state=State((1, 1), (1, 1, 1))), "results that are merged with others"),
+        (replace(problem, partial=True), "no partial results above head dim 256"),
+        (replace(problem, state=State((1, 1), (1, 1, 1))), "no merging with a state above head dim 256"),
     ):
         assert reason in str(family.limits(other))
     assert "up to 256" in str(FAMILIES["sm80"].limits(problem))

@@ -55,17 +55,17 @@ def plan_of(kernel: str, problem: Problem) -> Plan:
         length = rows.total if problem.varlen else rows.length
         return length * rows.heads * dim, dim, rows.heads * dim
 
-    planner, machine = FAMILIES[kernel].module(problem).plan, machine_of(problem.device)
+    make_plan, machine = FAMILIES[kernel].planner(problem).plan, machine_of(problem.device)
     if problem.gradients:
         problem = replace(problem, group_parts=group_parts(problem, machine.sms))
     out = contiguous(problem.q, problem.dim_v)
     if not problem.gradients:
-        return planner(problem, out, machine)
+        return make_plan(problem, {"o": out}, machine)
     dims = {"dk": problem.dim, "dv": problem.dim_v}
     strides = {"o": out, "d_o": out, "dq": contiguous(problem.q, problem.dim)}
     strides |= {name: contiguous(problem.k, dim) for name, dim in dims.items()}
     strides |= {f"d{load.name}": load.strides for load in problem.loads if load.name in problem.gradients}
-    return planner(problem, strides, machine)
+    return make_plan(problem, strides, machine)
 
 
 def attend(case: Case, dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:

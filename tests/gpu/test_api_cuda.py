@@ -13,7 +13,8 @@ from gpu.kernels import KERNELS, check, fastest, hopper, kernels_here, reference
 from oracle import prepare
 
 import strobe
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 each_kernel = pytest.mark.parametrize(
     "kernel", [pytest.param(k, marks=() if k in kernels_here() else pytest.mark.skip("no Hopper GPU")) for k in KERNELS]

@@ -17,7 +17,8 @@ from strobe.backends import dispatch
 from strobe.call.bound_call import remembered
 from strobe.cuda.plans import backward_sm90
 from strobe.problem import Problem
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 # Many blocks of queries and keys, several rounds of each head's keys.
 LARGE = [

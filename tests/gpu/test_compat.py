@@ -15,7 +15,7 @@ import tolerance
 import torch
 
 import strobe
-from strobe.call import run
+from strobe.call import attend, piece
 from strobe.compat import sdpa as ours
 
 F = torch.nn.functional
@@ -30,14 +30,16 @@ needs_registry = pytest.mark.skipif(
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the backends that ran forward passes, one for each call."""
     names: list[str] = []
-    original = run.lookup
+    original = piece.lookup
 
     def lookup(a: Any) -> Any:
         bound = original(a)
         names.append(bound.backend.name)
         return bound
 
-    monkeypatch.setattr(run, "lookup", lookup)
+    monkeypatch.setattr(piece, "lookup", lookup)
+    monkeypatch.setattr(attend, "lookup", lookup)
+    monkeypatch.setattr(attend, "signature", lambda a: None)  # so that it looks up every call
     return names
 
 
@@ -106,14 +108,14 @@ def test_flash_is_first_while_active_and_everything_comes_back(ran: list[str]) -
 def test_activation_does_not_start_the_gpu() -> None:
     code = f"""
         import torch, strobe
-        from strobe import call
+        from strobe.call import piece
 
         strobe.compat.sdpa.activate()
         assert not torch.cuda.is_initialized()
         q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
         assert torch._C._get_sdp_priority_order()[0] == {FLASH}
-        names, lookup = [], run.lookup
-        run.lookup = lambda a: names.append(lookup(a).backend.name) or lookup(a)
+        names, lookup = [], piece.lookup
+        piece.lookup = lambda a: names.append(lookup(a).backend.name) or lookup(a)
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
         assert names == ["{FASTEST}"], names
     """

@@ -8,7 +8,8 @@ from cases import Case, make
 from gpu.kernels import KERNELS, kernels_here
 
 import strobe
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 RUNS = 20
 CASES = [

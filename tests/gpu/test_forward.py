@@ -14,7 +14,8 @@ from oracle import prepare
 
 import strobe
 from strobe.backends import dispatch
-from strobe.variants.mask import causal, causal_top_left, chunked, prefix, window
+from strobe.variants.mask import causal, causal_top_left
+from strobe.variants.ready_made import chunked, prefix, window
 
 # Many blocks, many rounds, and lengths at which a tile table may switch.
 LARGE = [

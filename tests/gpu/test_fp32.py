@@ -14,7 +14,8 @@ from oracle import prepare
 
 import strobe
 from strobe.backends import dispatch
-from strobe.variants.mask import causal, full, window
+from strobe.variants.mask import causal, full
+from strobe.variants.ready_made import window
 
 pytestmark = pytest.mark.skipif(not hopper(), reason="no Hopper GPU")
 

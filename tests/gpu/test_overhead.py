@@ -1,5 +1,5 @@
 """What a call costs besides the kernel, beside something else of the same run: hosts differ, ratios hardly do. The
-benchmark has the times (`strobe bench --suite overhead`, `--suite compile`)."""
+benchmark has the times (`strobe bench --suite overhead`)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from kernel_cases import WIDE_CASES
 from oracle import prepare
 
 from strobe.backends import dispatch
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 pytestmark = pytest.mark.skipif(not hopper(), reason="no Hopper GPU")
 

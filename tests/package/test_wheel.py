@@ -86,7 +86,6 @@ def test_the_wheel_holds_the_whole_package(wheel: Path) -> None:
         "learn/ladder/kernels/01_standard.cu",
         "learn/ladder/kernels/13_overlap.cu",
         "bench/report/page.html",
-        "bench/kernels/standard_mma.cuh",
     ):
         assert f"strobe/{needed}" in packed
 

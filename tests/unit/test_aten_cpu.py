@@ -14,6 +14,7 @@ import strobe
 from strobe.backends import aten_cpu
 from strobe.problem import Load
 from strobe.variants import mask as masks
+from strobe.variants.ready_made import window
 from strobe.variants.score import softcap
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -136,7 +137,7 @@ def plain(**changes: object) -> str | None:
         ({"score": softcap(2.0)}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
         ({"per_head": frozenset(("sinks",))}, "sinks"),
-        ({"mask": masks.window(3, 0)}, "window"),
+        ({"mask": window(3, 0)}, "window"),
         ({"mask": masks.causal, "k": dataclasses.replace(PLAIN.k, length=65)}, "unequal lengths"),
         ({"mask": masks.causal, "loads": (Load("bias", torch.float32, (0, 0, 0, 0)),)}, "bias together"),
         ({"loads": (Load("bias", torch.float32, (0, 0, 0, 0)),), "gradients": ("bias",)}, "gradient of the bias"),

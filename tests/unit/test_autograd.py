@@ -15,7 +15,8 @@ from strobe.backends import dispatch, reference
 from strobe.problem import Problem
 from strobe.problem.arguments import Inputs
 from strobe.tiled import block_sizes
-from strobe.variants.mask import causal, window
+from strobe.variants.mask import causal
+from strobe.variants.ready_made import window
 
 TILED, ATEN = "tiled", "aten_cpu"
 

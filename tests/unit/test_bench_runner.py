@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from strobe.backends.dispatch import get as provider_backend
 from strobe.bench import exactness, read_results, registry, request, results as files, runner, suites
 from strobe.bench.case import BenchCase, case
 from strobe.bench.exactness import Judge
@@ -295,7 +294,7 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
         size = {"batch": 1, "heads": 2 * c.group, "heads_k": 2, "len_q": 24, "len_k": 24, "dtype": "float32"}
         return dataclasses.replace(c, **size, bias=c.bias and (1, 2 * c.group, 24, 24))
 
-    asked = ["strobe-tiled", "strobe-sm90", "torch-math", "torch-flash", "eager", "cuda-mma", "flashinfer"]
+    asked = ["strobe-tiled", "strobe-sm90", "torch-math", "torch-flash", "eager", "cuda-unfused", "flashinfer"]
     made = [small(c) for suite in ("grid36", "gqa", "models") for c in suites.cases(suite, direction)]
     made = [c for c in made if c.measure == "time"]
     unlike = {(c.dim, c.value_dim, c.mask, c.group, c.softcap, c.sinks, c.bias): c for c in made}
@@ -308,20 +307,9 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
         assert row.case.direction == direction and f"/{direction}" in row.case.key
     ran = {name: [r.case.label for r in found.rows if r.provider == name and r.timed] for name in asked}
     assert len(ran["strobe-tiled"]) == len(ran["eager"]) == len(unlike)
-    assert len(unlike) > len(ran["torch-math"]) > 10 and ran["cuda-mma"] == ran["flashinfer"] == []
+    assert len(unlike) > len(ran["torch-math"]) > 10 and ran["cuda-unfused"] == ran["flashinfer"] == []
     best = next(r for r in found.rows if r.provider == "strobe-tiled")
     assert best.peak_bytes is not None and best.extra_bytes == best.peak_bytes - best.case.tensor_bytes()
-
-
-def test_tiles_of_a_backward_are_tuned_elsewhere() -> None:
-    what = case("t", "x", heads=1, length=64, dim=64, tile=(64, 64), direction="backward")
-    (provider,) = registry.select(["strobe-sm90"])
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(Refusal, match="strobe tune --pass backward"),
-    ):
-        patch.setattr(type(provider_backend("sm90")), "supports", lambda self, problem: None)
-        provider.prepare(what, make_tensors(what, CPU, 0))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

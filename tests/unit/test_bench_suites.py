@@ -64,11 +64,6 @@ def test_every_pass_counts_its_own_flops(suite: str) -> None:
         assert backward.title.endswith(", backward") and passes["both"][label].title.endswith(", forward and backward")
 
 
-def test_masks_are_read_from_text() -> None:
-    assert case("t", "x", heads=1, length=9, dim=8, mask="window(3, 0)").mask.area(9, 9) == 4 * 9 - 6
-    assert case("t", "x", heads=1, length=4, dim=8, mask="window(None, 0)").mask.area(4, 4) == 10
-
-
 def test_names_are_refused_with_the_allowed_ones() -> None:
     with pytest.raises(ValueError, match="grid36.*got 'grid'"):
         cases("grid")
@@ -84,21 +79,6 @@ def test_providers_are_selected_by_name_kind_and_prefix() -> None:
     assert all(p.name.startswith("torch-") for p in registry.select(["torch"]))
     names = [p.name for p in registry.every()]
     assert len(set(names)) == len(names)
-    for wanted in (
-        "torch-math",
-        "torch-math-half",
-        "eager-compiled",
-        "cuda-naive",
-        "cuda-mma",
-        "megatron-local",
-        "megatron-fused-softmax",
-        "torch-flash",
-        "torch-cudnn",
-        "flex",
-        "flash-attn-2",
-        "flash-attn-3",
-        "flash-attn-4",
-        "xformers",
-        "flashinfer",
-    ):
-        assert wanted in names
+    wanted = """torch-math torch-math-half eager-compiled cuda-unfused megatron-local megatron-fused-softmax torch-flash
+        torch-cudnn flex flash-attn-2 flash-attn-3 flash-attn-4 xformers flashinfer"""
+    assert set(wanted.split()) <= set(names)

@@ -41,7 +41,7 @@ def test_everyone_is_exact(direction: str, tmp_path: Path, monkeypatch: pytest.M
         assert rows[name, "torch-flash"].status == "unsupported", name
     assert read_results.load(tmp_path / "results.json").rows[0].case == found.rows[0].case
     table.show(found, Console(file=(tmp_path / "table").open("w")))
-    page.write([found], tmp_path, None)
+    page.write([found], tmp_path)
 
 
 MASKS = ("documents", "prefix", "window", "neighbourhood", variants.BOOLEANS)

@@ -27,7 +27,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mask tensor": {"mask": torch.ones(20, 20, dtype=torch.bool)},
     "mask tensor of another shape": {"mask": torch.ones(1, 20, dtype=torch.bool)},
     "scale": {"scale": 0.5},
-    "softcap": {"softcap": 2.0},
+    "softcap": {"score": softcap(2.0)},
     "score": {"score": strobe.alibi(torch.ones(4))},
     "bias": {"bias": torch.zeros(20, 20)},
     "dropout": {"dropout": 0.5, "seed": 1},

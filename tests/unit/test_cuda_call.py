@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def test_launches_of_column_parts_begin_further_on(first_word: bool, no_driver: 
     monkeypatch.setattr(driver, "address_is_first_word", lambda: first_word)
     x = torch.empty(1, 150, 4, 512, dtype=torch.bfloat16)
     problem, _ = check(x, x, x, mask=strobe.causal)
-    plan = forward_wide_sm90.plan(problem, (150 * 4 * 512, 512, 4 * 512), H200)
+    plan = forward_wide_sm90.plan(problem, {"o": (150 * 4 * 512, 512, 4 * 512)}, H200)
     call = Launcher(plan, 0)
     for base in (1 << 20, 1 << 24):
         addresses = {name: base + (i << 14) for i, name in enumerate(plan.tensors)}
@@ -143,7 +144,7 @@ def test_a_map_of_blocks_is_kept(no_driver: None, monkeypatch: pytest.MonkeyPatc
     q = torch.empty(2, 2048, 4, 64, dtype=torch.bfloat16)
     mask = strobe.block_mask(lambda b, h, q, k: (q + k) % 7 < 3, None, None, 2048, 2048)
     problem, _ = Problem.of(resolved(Arguments(q, q, q, mask=mask)))
-    plan = forward_sm90.plan(problem, (2048 * 4 * 64, 64, 4 * 64), H200)
+    plan = forward_sm90.plan(problem, {"o": (2048 * 4 * 64, 64, 4 * 64)}, H200)
     call = Launcher(plan, 0)
     (of_map, main), addresses = Recorder.made, range(256, 256 * (len(plan.tensors) + 1), 256)
     for capturing, kept, counts in ((True, 0, (1, 1)), (False, 1, (2, 2)), (False, 1, (2, 3)), (True, 1, (2, 4))):  # noqa: B007
@@ -216,7 +217,7 @@ def test_layers_share_a_list_of_work(invariant: bool, no_driver: None, monkeypat
             filling, attention = Recorder.made
             assert (len(filling.sent), len(attention.sent)) == (step + 1, 3 * step + layer + 1)
     (known,) = plan.found.values()
-    fields, (_, sent) = forward_sm90.plan(Problem.of(a)[0], (1, 1, 1), H200).launches, filling.sent[-1]
+    fields, (_, sent) = forward_sm90.plan(Problem.of(a)[0], {"o": (1, 1, 1)}, H200).launches, filling.sent[-1]
     at = [struct.unpack_from("<Q", sent, fields[0].kernel.params.offsets[name])[0] for name in ("work", "lengths")]
     assert at[0] == known.memory.data_ptr() and at[1] != lengths.data_ptr()
     offsets, (_, sent) = fields[1].kernel.params.offsets, attention.sent[-1]
@@ -500,3 +501,28 @@ def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: i
     q, k = ((2, length, h, 64) for h in (heads, heads_k))
     problem = supposed(torch.device("cpu"), torch.bfloat16, q, k, k, ("q", "k", "v"))
     assert group_parts(problem, H200.sms) == parts
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"scale": 0.5, "layout": "bhsd"}], ids=str)
+def test_a_repeated_call_makes_six_python_calls(options, no_driver, monkeypatch) -> None:
+    """Of ours, from `strobe.attention` to the driver; PyTorch's question whether it compiles is one of its own."""
+    monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
+    monkeypatch.setattr(cuda_backend, "missing", lambda device, hopper: None)
+    monkeypatch.setattr(launching, "_zeros", {(0, 77): 4096})
+    q, k, v = torch.randn(3, 2, 160, 4, 64).bfloat16()
+    for _ in range(2):
+        strobe.attention(q, k, v, **options)
+    calls: list[str] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith(("strobe.", "namedtuple_")):
+            calls.append(f"{name}: {frame.f_code.co_name}")
+
+    sys.setprofile(profile)
+    try:
+        strobe.attention(q, k, v, **options)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 6 and calls[0] == "strobe.api: attention", calls
+    assert Recorder.made[-1].sent[-1][0] == 77

@@ -16,9 +16,10 @@ from strobe.cuda.parts.kernel import ENTRY, PREFIX, TemplateKernel
 from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans.families import FAMILIES, variants
 from strobe.problem import supposed
+from strobe.variants.score import identity
 
 IDS, SLOPES = torch.empty(2, 1024, dtype=torch.int32, device="meta"), torch.empty(8, device="meta")
-DOCUMENTS = strobe.mask_function(lambda b, h, q, k: IDS[b, q] == IDS[b, k]).over_identity
+DOCUMENTS = identity.hiding(strobe.mask_function(lambda b, h, q, k: IDS[b, q] == IDS[b, k]))
 LONGEST = 80
 Options = dict[str, Any]
 
@@ -27,11 +28,9 @@ def plan(family: str, dim: int, dtype: torch.dtype = torch.bfloat16, **options: 
     shape, strides = (2, 1024, 8, dim), (1024 * 8 * dim, dim, 8 * dim)
     problem = supposed(torch.device("cuda"), dtype, shape, shape, shape, **options)
     machine = replace(H200, arch="sm_80") if family == "sm80" else H200
-    module = FAMILIES[family].module(problem)
-    assert module.limits(problem) is None
-    if not problem.gradients:
-        return module.plan(problem, strides, machine)  # type: ignore[no-any-return]
-    return module.plan(problem, dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides), machine)  # type: ignore[no-any-return]
+    planner = FAMILIES[family].planner(problem)
+    assert planner.limits(problem) is None
+    return planner.plan(problem, dict.fromkeys(("o", "d_o", "dq", "dk", "dv"), strides), machine)
 
 
 def entries(made: Plan) -> list[str]:
@@ -90,7 +89,7 @@ def test_a_name_tells_the_features(family: str, dim: int, options: Options, name
     [
         strobe.score_function(lambda s, b, h, q, k: s.exp()),
         strobe.score_function(lambda s, b, h, q, k: s * SLOPES[h]),
-        strobe.mask_function(lambda b, h, q, k: (q - k) % 3 == 0).over_identity,
+        identity.hiding(strobe.mask_function(lambda b, h, q, k: (q - k) % 3 == 0)),
     ],
     ids=["score", "captures", "mask"],
 )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from strobe.variants.mask import Mask, cached_window, causal, causal_top_left, chunked, full, prefix, window
+from strobe.cuda.parts import print_mask
+from strobe.variants.mask import Mask, Positions, causal, causal_top_left, full
+from strobe.variants.ready_made import cached_window, chunked, prefix, window
+from strobe.variants.user_function import mask_function
 
 DRAWN = {  # 5 queries, 8 keys: the last query stands opposite the last key
     full: """
@@ -160,7 +165,7 @@ def test_cpp_text_means_the_same(tmp_path: Path) -> None:
     ]
     source = "#include <algorithm>\n#define STROBE_DEVICE\nusing std::max;\nusing std::min;\n"
     for i, mask in enumerate(masks):
-        source += f"namespace n{i} {{\n{mask.cpp()}}}\n"
+        source += f"namespace n{i} {{\n{print_mask.struct(mask)}}}\n"
         source += (
             f'extern "C" void bounds{i}(int len_q, int len_k, const int* c, int q, int* out) {{\n'
             f"  n{i}::Mask m{{len_q, len_k, c}};\n  out[0] = m.lo(q), out[1] = m.hi(q);\n}}\n"
@@ -181,8 +186,11 @@ def test_cpp_text_means_the_same(tmp_path: Path) -> None:
 
 
 def test_same_text_for_other_constants() -> None:
-    assert window(3, 5).cpp() == window(700, 0).cpp() and window(3, 5).constants != window(700, 0).constants
-    assert window(3, 5).cpp() != window(3, None).cpp()
+    assert (
+        print_mask.struct(window(3, 5)) == print_mask.struct(window(700, 0))
+        and window(3, 5).constants != window(700, 0).constants
+    )
+    assert print_mask.struct(window(3, 5)) != print_mask.struct(window(3, None))
 
 
 def test_equality_and_hash() -> None:
@@ -230,3 +238,63 @@ def test_a_window_over_cached_keys_is_the_part_before_the_queries(left: int, cac
     """The keys of a sequence in two states: those before all queries, and the queries' own."""
     whole = window(left, 0).dense(4, cached + 4)
     assert torch.equal(cached_window(left).dense(4, cached), whole[:, :cached])
+
+
+# ---- what masks refuse -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combine", [lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a])
+def test_a_mask_is_neither_true_nor_false(combine: Callable[[Mask, Mask], object]) -> None:
+    """`window(5, 0) and causal` would be causal alone."""
+    with pytest.raises(TypeError, match=r"strobe.window\(5, 0\) is neither true nor false.* with &, \| and ~"):
+        combine(window(5, 0), causal)
+
+
+@pytest.mark.parametrize(
+    "combine", [lambda m, t: m & t, lambda m, t: t & m, lambda m, t: m | t], ids=["mask & t", "t & mask", "mask | t"]
+)
+def test_a_tensor_beside_a_mask_says_what_to_write(combine: Callable[[Mask, torch.Tensor], object]) -> None:
+    tensor = torch.rand(1, 1, 5, 8) > 0.5
+    with pytest.raises(
+        TypeError, match=r"strobe.causal & strobe.mask_function\(lambda b, h, q, k: tensor\[b, h, q, k\]"
+    ):
+        combine(causal, tensor)
+    written = causal & mask_function(lambda b, h, q, k: tensor[b, h, q, k], rows=True)
+    assert torch.equal(written.dense(5, 8, 1, 1), causal.dense(5, 8) & tensor)
+
+
+@pytest.mark.parametrize("arguments", [(), (4,), (0, 0, 1, 1)])
+def test_a_mask_is_not_called(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(TypeError, match="strobe.causal is a mask, not a function: write mask=strobe.causal"):
+        causal(*arguments)
+
+
+# ---- conditions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_condition_is_part_of_a_mask() -> None:
+    allowed = torch.rand(3, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask = window(3, 0) & mask_function(lambda b, h, q, k: (q + k) % 2 == 0)
+    assert repr(mask) == "strobe.mask_function(window(3, 0) & function)" and mask.interval == window(3, 0) != mask
+    assert mask.area(5, 8) == mask.dense(5, 8).sum() < window(3, 0).area(5, 8)
+    again = pickle.loads(pickle.dumps(mask))
+    assert again == mask and hash(again) == hash(mask) and again.name == mask.name
+    assert not mask_function(lambda b, h, q, k: k != 3).hides_nothing(1, 8)
+    of_heads = mask_function(lambda b, h, q, k: allowed[h])
+    assert of_heads.dense(2, 4, heads=3).shape == (1, 3, 2, 4)
+    assert torch.equal(of_heads.dense(2, 4, heads=3)[0, :, 0, 0], allowed)
+    with pytest.raises(ValueError, match="depends on h; give heads"):
+        of_heads.dense(2, 4)
+
+
+def test_names_of_what_was_combined() -> None:
+    either = (causal & window(3, 0)) | chunked(4)
+    assert repr(either) == "strobe.mask_function(causal and window(3, 0) or chunked(4))"
+    assert repr(~causal & causal & causal) == "strobe.mask_function(not causal) & strobe.causal"
+    assert repr(mask_function(lambda b, h, q, k: q >= k)) == "strobe.mask_function(function)"
+
+
+def test_a_condition_at_a_part_of_a_sequence() -> None:
+    mask = window(6, 0) & mask_function(lambda b, h, q, k: (q - k) % 3 != 1)
+    whole = mask.dense(9, 12)
+    assert torch.equal(mask.dense(4, 5, at=Positions(3, 9, 2, 12)), whole[3:7, 2:7])

@@ -10,6 +10,7 @@ from oracle import checked
 from strobe.measure import palette, tolerance, units
 from strobe.measure.cases import mask_of, problem_of
 from strobe.variants import mask as masks
+from strobe.variants.ready_made import chunked, prefix, window
 
 # ---- units
 
@@ -146,9 +147,9 @@ def test_shapes_and_sizes() -> None:
         masks.full,
         masks.causal,
         masks.causal_top_left,
-        masks.window(3, None),
-        masks.prefix(4),
-        masks.chunked(5) & masks.causal,
+        window(3, None),
+        prefix(4),
+        chunked(5) & masks.causal,
     ],
     ids=lambda m: m.name,
 )

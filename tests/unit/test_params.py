@@ -9,7 +9,7 @@ import cubins
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from strobe.cuda.parts.params import Field, Struct
+from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.runtime import jit
 
 CTYPES = {
@@ -190,3 +190,14 @@ def test_a_patch_checks_its_fields_and_values():
 def test_a_bad_struct_is_named(make, named):
     with pytest.raises(ValueError, match=named):
         make()
+
+
+def test_fields_of_one_kernel_follow_those_of_all_within_their_kind():
+    own = [
+        Field("mine", "int"),
+        Field("map_mine", "TensorMap"),
+        Field("my_tensor", "u16*"),
+        Field("your_tensor", "u16*"),
+    ]
+    struct = params(own, [Field("len_q", "int"), Field("q", "u16*")])
+    assert [field.name for field in struct.fields] == ["q", "my_tensor", "your_tensor", "len_q", "mine", "map_mine"]

@@ -17,16 +17,19 @@ from hypothesis import given, settings, strategies as st
 from kernel_cases import SUPPORTED
 from oracle import check, prepare
 
+from strobe.cuda.parts.architecture import SMEM_BYTES, generation
 from strobe.cuda.parts.blocks import key_tiles, section
+from strobe.cuda.parts.element import BF16, FP32
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.plan import MAX_DIM, Launch, Machine, Plan, pack_group, padded_dims
-from strobe.cuda.parts.shared_memory import tile_bytes
+from strobe.cuda.parts.rows import pack_gqa_of
 from strobe.cuda.parts.tensor_maps import FAR
 from strobe.cuda.plans import families, forward_sm80, forward_sm90
 from strobe.cuda.runtime import jit
 from strobe.problem import Problem
 from strobe.tools import tune_backward
-from strobe.variants.mask import Mask, causal, causal_top_left, chunked, full, prefix, window
+from strobe.variants.mask import Mask, causal, causal_top_left, full
+from strobe.variants.ready_made import chunked, prefix, window
 
 FORWARD = {"sm_80": forward_sm80, "sm_90a": forward_sm90}
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -45,11 +48,11 @@ A100 = Machine("sm_80", sms=108, l2_bytes=40 << 20, smem_bytes=163 << 10)
 
 
 def plan_sm80(p: Problem) -> Plan:
-    return forward_sm80.plan(p, out_strides(p), A100)
+    return forward_sm80.plan(p, {"o": out_strides(p)}, A100)
 
 
 def plan_sm90(p: Problem, machine: Machine = H200) -> Plan:
-    return forward_sm90.plan(p, out_strides(p), machine)
+    return forward_sm90.plan(p, {"o": out_strides(p)}, machine)
 
 
 def plans(p: Problem) -> list[Plan]:
@@ -87,8 +90,9 @@ def test_head_dims_are_rounded_up_no_further_than_needed() -> None:
 
 
 def test_a_tile_is_whole_panels() -> None:
-    assert tile_bytes(64, 64) == 64 * 128
-    assert tile_bytes(64, 65) == tile_bytes(64, 128) == 2 * 64 * 128
+    assert BF16.tile_bytes(64, 64) == FP32.tile_bytes(64, 32) == 64 * 128
+    assert BF16.tile_bytes(64, 65) == BF16.tile_bytes(64, 128) == 2 * 64 * 128
+    assert BF16.fills_panels(64, 128) and not BF16.fills_panels(128, 96) and FP32.fills_panels(128, 96)
 
 
 # ---- variants --------------------------------------------------------------------------------------------------------
@@ -103,7 +107,7 @@ def test_variants_fit_into_shared_memory(arch: str) -> None:
     found = all_variants(arch)
     assert found and len({v.name for v in found}) == len(set(found)), "two variants of one name"
     for variant in found:
-        most = forward_sm80.SMEM_BYTES[forward_sm80.generation(arch)] // variant.blocks_per_sm
+        most = SMEM_BYTES[generation(arch)] // variant.blocks_per_sm
         assert variant.smem <= most, f"{variant.name}: {variant.smem} bytes of {most}"
         assert variant.threads <= 1024 and variant.threads % 32 == 0
 
@@ -131,7 +135,7 @@ def test_plans_use_listed_tiles_and_dims(case: Case) -> None:
         listed = {facts(v) for v in all_forward_variants(arch)}
         kernel, values, pack = kernel_of(found), only(found).values, 1
         if arch == "sm_90a":
-            pack = forward_sm90.pack_gqa_of(p)
+            pack = pack_gqa_of(p, forward_sm90.PLANNER.packed_heads)
             assert kernel.member("kPackGqa") == pack
         packed = pack_group(p, out_strides(p))[0] if pack == 1 else p
         assert facts(kernel) in listed
@@ -236,7 +240,7 @@ def test_sections_put_heads_together_only_where_rows_differ() -> None:
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_tensor_maps_are_valid(case: Case) -> None:
     p = problem_of(case)
-    maps, pack = only(plan_sm90(p)).maps, forward_sm90.pack_gqa_of(p)
+    maps, pack = only(plan_sm90(p)).maps, pack_gqa_of(p, forward_sm90.PLANNER.packed_heads)
     heads = p.heads // pack if pack > 1 else pack_group(p, out_strides(p))[0].heads
     assert list(maps) == ["q", "k", "v", "o"]
     for name, spec in maps.items():
@@ -279,7 +283,7 @@ def test_tensor_maps_of_odd_strides(
 @pytest.mark.parametrize(("len_q", "heads_k", "promotion"), [(1, 2, 128), (16, 1, 128), (17, 1, 256), (2048, 8, 256)])
 def test_few_rows_to_a_key_fetch_less_at_a_time(len_q: int, heads_k: int, promotion: int) -> None:
     p = problem_of(Case("few", len_q, 2048, batch=1, heads=8, heads_k=heads_k, dim=64))
-    maps = forward_sm90.plan(p, out_strides(p), H200).launches[0].maps
+    maps = forward_sm90.plan(p, {"o": out_strides(p)}, H200).launches[0].maps
     assert {maps["k"].promotion, maps["v"].promotion} == {promotion} and maps["q"].promotion == 256
 
 
@@ -316,7 +320,7 @@ def test_one_query_of_a_group_is_packed(mask) -> None:  # type: ignore[no-untype
     assert (packed.heads, packed.len_q, packed.group, packed.mask) == (2, 4, 1, full)
     assert packed.strides == ((q[0], 4 * q[1], q[1]), k, v)
     assert strides == (1024, 256, 64)
-    values = only(forward_sm80.plan(problem, (1024, 64, 512), A100)).values
+    values = only(forward_sm80.plan(problem, {"o": (1024, 64, 512)}, A100)).values
     assert (values["lse_batch"], values["lse_head"]) == (8, 4)  # as (batch, heads, 1) lies in memory
     assert values["tiles"] == 2 * 2  # one a key head
     assert kernel_of(plan_sm90(problem)).facts["mask"] == "full"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import strobe
-from strobe.api import attend
-from strobe.call import run
+from strobe.call.attend import attend
 from strobe.call.bound_call import bind, lookup
 from strobe.problem.arguments import Arguments
 from strobe.variants.mask import Positions
+from strobe.variants.score import softcap
 
 LENGTH = 29
 CUTS = (0, 10, 11, LENGTH)
@@ -33,7 +33,7 @@ def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         {"mask": strobe.window(7, 2)},
         {"mask": strobe.chunked(8) & strobe.causal},
         {"mask": strobe.prefix(5)},
-        {"mask": strobe.causal, "softcap": 2.0},
+        {"mask": strobe.causal, "score": softcap(2.0)},
         {"score": strobe.alibi(torch.tensor([0.5, 0.1]))},
         {"mask": strobe.causal, "dropout": 0.4, "seed": 3},
     ],
@@ -54,7 +54,7 @@ def test_shards_merge_to_the_whole(varlen: bool, options: dict, backend: str) ->
             if varlen:
                 cu = [torch.tensor([0, n], dtype=torch.int32) for n in (q1 - q0, k1 - k0)]
                 a = a._replace(q=a.q[0], k=a.k[0], v=a.v[0], cu_q=cu[0], cu_k=cu[1])
-            out, lse = run.run(a)
+            out, lse = attend(a)
             parts.append((out, lse) if not varlen else (out[None], lse[None]))
         torch.testing.assert_close(merged(parts), expected[:, q0:q1])
 
@@ -63,10 +63,10 @@ def test_partial_output_is_in_fp32() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
     whole = strobe.attention(q, k, v)
     for backend in ("tiled", "reference"):
-        out, lse = run.run(Arguments(q, k, v, partial=True, return_lse=True, backend=backend))
+        out, lse = attend(Arguments(q, k, v, partial=True, return_lse=True, backend=backend))
         assert out.dtype == lse.dtype == torch.float32
         torch.testing.assert_close(out.bfloat16(), whole, atol=1e-2, rtol=0)
-    assert run.run(Arguments(q.double(), k.double(), v.double(), partial=True)).dtype == torch.float64
+    assert attend(Arguments(q.double(), k.double(), v.double(), partial=True)).dtype == torch.float64
 
 
 def test_parts_are_bound_apart_from_equal_looking_wholes() -> None:
@@ -76,7 +76,7 @@ def test_parts_are_bound_apart_from_equal_looking_wholes() -> None:
         a = Arguments(q, q, q, mask=strobe.causal, **more)
         problem = lookup(a).problem
         assert (problem.positions, problem.partial) == ("positions" in more, "partial" in more)
-        assert run.run(a).dtype == (torch.float32 if "partial" in more else torch.bfloat16)
+        assert attend(a).dtype == (torch.float32 if "partial" in more else torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_gradients_of_shards_add_up_to_the_whole(options: dict) -> None:
             *(t.detach() for t in (q[:, q0:q1], k[:, k0:k1], v[:, k0:k1])), **options, positions=at, partial=True
         )
         shares = bind(a, needs_grad=True).backward(
-            (True, True, True, False, False), a, out[:, q0:q1].detach(), lse[:, :, q0:q1].detach(), dout[:, q0:q1], None
+            ("q", "k", "v"), a, out[:, q0:q1].detach(), lse[:, :, q0:q1].detach(), dout[:, q0:q1], None
         )
         for total, share, (start, stop) in zip(found, shares[:3], ((q0, q1), (k0, k1), (k0, k1)), strict=True):
             assert share is not None and share.dtype == torch.float32
@@ -116,12 +116,12 @@ def test_some_heads_drop_what_they_drop_among_all(backend: str) -> None:
     parts = []
     for h in range(heads // group):
         mine = q[:, :, group * h : group * (h + 1)], k[:, :, h : h + 1], v[:, :, h : h + 1]
-        parts.append(run.run(Arguments(*mine, **options, first_head=group * h)))
+        parts.append(attend(Arguments(*mine, **options, first_head=group * h)))
     found = torch.cat(parts, 2)
     torch.testing.assert_close(found, whole)
     for a, b in zip(torch.autograd.grad(found.square().sum(), (q, k, v)), expected, strict=True):
         torch.testing.assert_close(a, b)
-    without = run.run(Arguments(*mine, **options))
+    without = attend(Arguments(*mine, **options))
     assert not torch.allclose(without, whole[:, :, -group:])
 
 
@@ -130,7 +130,7 @@ def test_traced_calls_keep_positions_and_refuse_partial_outputs() -> None:
     at = torch.tensor([Positions(4, 20, 0, 20), Positions(17, 20, 0, 20)], dtype=torch.int32)
     a = Arguments(q, k, v, mask=strobe.causal, positions=at)
     compiled = torch.compile(lambda q: attend(a._replace(q=q)), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q), run.run(a))
+    torch.testing.assert_close(compiled(q), attend(a))
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode, pytest.raises(strobe.Unsupported, match="fp32"):

@@ -26,7 +26,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_driver.install(monkeypatch)
     monkeypatch.setattr(launching, "kernel", lambda spec: Kernel())
     monkeypatch.setattr(launching, "compile_together", lambda specs: None)
-    monkeypatch.setattr(small_calls, "missing", lambda device, hopper: None)
+    monkeypatch.setattr(small_calls, "missing", lambda device, architecture: None)
     monkeypatch.setattr(small_calls, "machine_of", lambda device: H200)
     for module in (append, merge):
         monkeypatch.setattr(module, "_launchers", small_calls.Launchers())

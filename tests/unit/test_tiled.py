@@ -22,6 +22,7 @@ from strobe.problem import Problem
 from strobe.problem.arguments import Arguments, Inputs
 from strobe.tiled import block_sizes
 from strobe.variants import mask as masks
+from strobe.variants.ready_made import chunked, prefix, window
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = {"block_q": 24, "block_k": 40}  # small and unequal, so that the cases have many tiles and ragged ones
@@ -119,9 +120,7 @@ def test_worked_example() -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 lengths = st.integers(1, 40)
-mask_kinds = st.sampled_from(
-    [masks.full, masks.causal, masks.window(5, 3), masks.prefix(7), masks.chunked(8) & masks.causal]
-)
+mask_kinds = st.sampled_from([masks.full, masks.causal, window(5, 3), prefix(7), chunked(8) & masks.causal])
 
 
 def some_inputs(len_q: int, len_k: int) -> list[torch.Tensor]:
@@ -216,7 +215,7 @@ def test_memory_grows_with_the_length_and_not_its_square() -> None:
     peaks = []
     for length in (2048, 8192):
         q, k, v = (torch.randn(1, length, h, 16) for h in (4, 1, 1))
-        p, inputs = check(q, k, v, mask=masks.window(200, 0))
+        p, inputs = check(q, k, v, mask=window(200, 0))
         with LiveMemory() as memory:
             out, lse = tiled.forward(p, inputs)
             backward(p, inputs, out, lse, out, lse)

@@ -15,8 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import strobe
-from benchmarks import committed
-from strobe.bench import results, tile_speeds
+from strobe.bench import results
 from strobe.cuda.launch import addresses_of
 from strobe.cuda.parts import tuned
 from strobe.cuda.parts.plan import Machine, Plan
@@ -356,17 +355,6 @@ def test_the_command_names_what_is_wrong() -> None:
         done = CliRunner().invoke(cli.app, ["tune", *arguments])
         said = f"{done.output} {done.exception}"
         assert done.exit_code != 0 and says in " ".join(said.replace("│", " ").split()), (arguments, said)
-
-
-def test_the_tables_are_those_of_the_committed_sweep(no_overrides) -> None:  # type: ignore[no-untyped-def]
-    """A tile that another beats clearly has no business in the table."""
-    found = committed.study(committed.ROOT, "tiles")
-    assert found is not None
-    for dim, dim_v in forward_sm90.DIMS:
-        for kind in forward_sm90.KINDS:
-            speeds = tile_speeds.means(found["rows"], dim, dim_v, kind)
-            in_use = str(tune_forward.candidates(dim, dim_v, kind)[0])
-            assert speeds[in_use] > 0.98 * max(speeds.values()), (dim, dim_v, kind, in_use)
 
 
 def test_every_tensor_of_a_plan_has_an_address() -> None:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from strobe.problem import Problem
-from strobe.problem.arguments import GRADIENTS, Arguments, Inputs, Layout, behind_tensors
+from strobe.problem.arguments import GRADIENTS, Arguments, Inputs, Layout, in_tensor_order
 
 
 class Gradients(NamedTuple):
-    """The gradients of one attention call, each in its input's shape; `None` where none is wanted."""
+    """The gradients of one attention call, each in its input's shape; None for those that were not asked for."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
     v: torch.Tensor | None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    score: tuple[torch.Tensor | None, ...] | None = None  # of the tensors that it captures
+    score: tuple[torch.Tensor | None, ...] | None = None  # one for each tensor that the score captures
 
-    def of_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of `tensors_of`; the last ones may be missing."""
-        return behind_tensors(self[:-1], self.score or ())
+    def in_tensor_order(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradients in the order of `tensors_of`; the last ones may be missing."""
+        return in_tensor_order(self[:-1], self.score or ())
 
 
 class Pass:
@@ -51,6 +51,32 @@ class Backward(Protocol):
     ) -> Gradients: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What some backends and kernels can do and others cannot."""
+
+    pages: bool = False  # looks keys up in pages
+    invariant: bool = False  # gives a row of a paged call the same bits whatever is beside it
+    captured_gradients: bool = False  # computes the gradients of tensors that a score function captures
+    merges: bool = False  # merges the result of a forward pass with a state
+    partial: bool = True  # writes results in fp32, to be merged with others
+
+    def __or__(self, other: Capabilities) -> Capabilities:
+        return Capabilities(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)})
+
+    def lacks(self, problem: Problem) -> str | None:
+        """What the problem asks for in vain; None if nothing."""
+        if not self.captured_gradients and any(name not in GRADIENTS for name in problem.gradients):
+            return "no gradients of tensors that a score function captures"
+        if problem.k.pages is not None and not self.pages:
+            return "no paged keys"
+        if problem.invariant and not self.invariant:
+            return "invariant=True; its bits depend on what is beside a row"
+        if problem.state is not None and not self.merges:
+            return "no merging with a state"
+        return "no partial results" if problem.partial and not self.partial else None
+
+
 def _nothing(problem: Problem) -> dict[str, object]:
     return {}
 
@@ -68,12 +94,10 @@ class Backend:
     details: Callable[[Problem], dict[str, object]] = field(default=_nothing)  # tiles, threads, … for `explain`
     extra_bytes: Callable[[Problem], int] = field(default=lambda problem: 0)  # besides inputs, output and LSE
     automatic: bool = True  # may be chosen without being named
-    pages: bool = False  # it looks keys up in pages
-    invariant: bool = False  # it can give a row of a paged call the same bits whatever is beside it
-    captured_gradients: bool = False  # its backward pass finds those of tensors that a score captures
-    merges: bool = False  # its forward pass merges its result with a state
-    # Whether it also rounds a merged state on its way to another tensor, and had better for a problem that it could merge.
+    can: Capabilities = Capabilities()
+    # Whether it can round a merged state into another tensor, and is faster so.
     rounds_states: Callable[[Problem], bool] = field(default=lambda problem: False)
+    device_type: str = "cpu"  # of the tensors that it is there for
 
     def supports(self, problem: Problem) -> str | None:
         """None, or the reason why not."""
@@ -87,19 +111,13 @@ class Backend:
 
     def lacks(self, problem: Problem) -> str | None:
         """Why its code cannot do this, whatever the machine; None if it can."""
-        if not self.captured_gradients and any(name not in GRADIENTS for name in problem.gradients):
-            return "no gradients of tensors that a score function captures"
-        if problem.k.pages is not None and not self.pages:
-            return "no paged keys"
-        if problem.invariant and not self.invariant:
-            return "invariant=True; its bits depend on what is beside a row"
-        return self.limits(problem)
+        return self.can.lacks(problem) or self.limits(problem)
 
     def can_merge(self, problem: Problem) -> bool:
         """Whether it could merge the result of this problem, which it supports, with a state. An empty problem is not
         run; and with dropout, kernels scale all of the output at the end, which would scale the state too."""
         wide = problem.partial or (problem.state is not None and problem.state.out is not None)
-        return self.merges and wide and not problem.dropout and not problem.empty
+        return self.can.merges and wide and not problem.dropout and not problem.empty
 
 
 ViewsForward = Callable[[Problem, Inputs, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]

@@ -58,7 +58,7 @@ def _fastest(problem: Problem) -> Backend:
         if backend.automatic and backend.supports(problem) is None:
             return backend
     assert problem.invariant, "`tiled` supports every other problem"
-    able = [b for b in map(get, NAMES) if b.automatic and b.invariant]
+    able = [b for b in map(get, NAMES) if b.automatic and b.can.invariant]
     reasons = "; or ".join(f"{b.name!r}, which cannot run this: {b.supports(problem)}" for b in able)
     raise Unsupported(f"invariant=True needs backend {reasons}")
 

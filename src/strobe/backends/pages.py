@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.problem import Problem
+from strobe.problem import Problem, page_checks
 from strobe.problem.arguments import Inputs
-from strobe.problem.page_checks import visible_spans
 
 
 class Sequences(NamedTuple):
@@ -24,7 +23,8 @@ class Sequences(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, x: Inputs) -> Sequences:
-        """All of them. Lengths are clamped to what the table has room for; nothing waits for a device."""
+        """All sequences of the problem. On a CPU the contents of the tables are checked. Elsewhere that would wait for the
+        device, so lengths are clamped to what the table has room for."""
         pages = problem.k.pages
         assert pages is not None
         length = x.lengths.long().clamp(min=0, max=problem.k.length)
@@ -36,7 +36,9 @@ class Sequences(NamedTuple):
         else:
             first_q, len_q = x.cu_q[:-1].long(), x.cu_q.diff().long()
         start = torch.zeros_like(length) if x.starts is None else x.starts.long()
-        first, end = visible_spans(problem.mask, len_q, length, start)
+        first, end = spans = page_checks.visible_spans(problem.mask, len_q, length, start)
+        if x.lengths.is_cpu:
+            page_checks.check_contents(x.table, x.indptr, x.lengths, pages.count, pages.size, spans)
         return Sequences(number, first_q, len_q, first, end - first, start + first, start + length)
 
     def take(self, index: torch.Tensor | slice) -> Sequences:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from strobe.backends.backend import Backend, binder
+from strobe.backends.backend import Backend, Capabilities, binder
 from strobe.backends.pages import Sequences, gather, look_up
 from strobe.problem import Problem
 from strobe.problem.arguments import Inputs
@@ -59,11 +59,9 @@ def weights(
     len_q, len_k = q.shape[2], k.shape[2]
     offset_q, whole_q, offset_k, whole_k = at or (0, len_q, 0, len_k)
     rows, keys = range(offset_q, offset_q + len_q), range(offset_k, offset_k + len_k)
-    where: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k}
-    where |= {"len_qi": whole_q, "len_ki": whole_k, WORKING_DTYPE: dtype}
-    where["qi"] = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-    where["ki"] = torch.arange(keys.start, keys.stop, device=q.device)
-    where |= {"q": where["qi"].to(dtype), "k": where["ki"].to(dtype)}
+    where: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k, WORKING_DTYPE: dtype}
+    where["q"] = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+    where["k"] = torch.arange(keys.start, keys.stop, device=q.device)
     where["b"] = torch.arange(batch.start, batch.stop, device=q.device)[:, None, None, None]
     where["h"] = torch.arange(problem.heads, device=q.device)[:, None, None]
     where |= dict(enumerate(x.score_tensors))
@@ -71,7 +69,7 @@ def weights(
     s = scores(problem, q @ k.mT, where, None if x.bias is None else x.bias.to(dtype))
     visible = s != -torch.inf
     if problem.k.pages is None:  # else `x.mask` has all of it
-        visible = visible & problem.mask.dense(len_q, len_k, q.device, at)
+        visible = visible & problem.mask.dense(len_q, len_k, device=q.device, at=at)
     if x.mask is not None:
         visible = visible & x.mask
     return probabilities(s, visible, None if x.sinks is None else x.sinks.to(dtype)[:, None, None])
@@ -166,7 +164,7 @@ def _paged_sequences(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, 
         page, row, there = look_up(problem, inputs, one, index)
         batch, rows = (i, slice(None)) if inputs.cu_q is None else (0, slice(first_q, first_q + len_q))
         at = Positions(0, len_q, position, whole)
-        visible = problem.mask.dense(len_q, keys, index.device, at)
+        visible = problem.mask.dense(len_q, keys, device=index.device, at=at)
         part = inputs._replace(
             q=inputs.q[batch : batch + 1, :, rows],
             k=gather(inputs.k, page, row, there),
@@ -196,6 +194,6 @@ BACKENDS = {
         details=lambda problem: {"dtype": "float64"},
         extra_bytes=lambda problem: 3 * 8 * problem.batch * problem.heads * problem.len_q * problem.len_k,
         automatic=False,
-        pages=True,
+        can=Capabilities(pages=True),
     )
 }

@@ -16,10 +16,10 @@ from strobe.problem import Problem, supposed
 from strobe.problem.arguments import Arguments
 from strobe.problem.resolve import resolved
 from strobe.variants.mask import causal, full
-from strobe.variants.mask_function import mask_function
+from strobe.variants.user_function import mask_function
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MEASURES = ("time", "call", "graph", "compile", "model")
+MEASURES = ("time", "call", "graph", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,9 @@ class BenchCase(Case):
     suite: str
     dtype: str = "bfloat16"
     direction: str = "forward"  # one of names.PASSES
-    # "time": of the device; "call": of the CPU, per call; "graph": of the device, replayed; "compile": of a kernel; "model":
-    # of a step of a whole model.
+    # "time": of the device; "call": of the CPU, per call; "graph": of the device, replayed; "model": of a step
+    # of a whole model.
     measure: str = "time"
-    tile: tuple[int, int] | None = None  # (queries, keys) in a tile, for the study of tile sizes
     model: str | None = None  # whose shape it is
     variant: str | None = None  # one of variants.NAMES
 
@@ -58,7 +57,6 @@ class BenchCase(Case):
             parts.append(f"{queries}{units.length(self.len_k)} {'keys' if queries else 'tokens'}")
             parts.append("" if self.batch == 1 or not queries else f"batch {self.batch}")
             parts.append("" if self.group == 1 else f"{self.heads} heads on {self.heads_k}")
-        parts.append("" if self.tile is None else f"tile {self.tile[0]} x {self.tile[1]}")
         parts.append("" if self.direction == "forward" else PASS_TITLES[self.direction])
         return ", ".join(part for part in parts if part)
 
@@ -141,7 +139,6 @@ class BenchCase(Case):
             "softcap": self.softcap,
             "sinks": self.sinks,
             "bias": self.bias is not None,
-            "tile": None if self.tile is None else list(self.tile),
             "model": self.model,
             "variant": self.variant,
             "key": self.key,

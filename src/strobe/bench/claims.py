@@ -13,10 +13,10 @@ from strobe.measure.statistics import growth_exponent
 
 
 def by_case(rows: Iterable[Row], method: str = TURNS) -> dict[str, list[Row]]:
-    """Key of a case -> its rows by one method. Cases of chosen tile sizes are a study of their own."""
+    """Key of a case -> its rows by one method."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row.case.tile is None and row.method == method:
+        if row.method == method:
             found[row.case.key].append(row)
     return found
 
@@ -61,7 +61,7 @@ def memory_exponents(results: Results, suite: str, direction: str = "forward") -
     series: dict[str, dict[tuple[int, int, str], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for row in results.rows:
         c = row.case
-        plain = (c.suite, c.direction, c.measure, c.tile, c.batch) == (suite, direction, "time", None, 1)
+        plain = (c.suite, c.direction, c.measure, c.batch) == (suite, direction, "time", 1)
         if plain and row.timed and row.extra_bytes:
             series[row.provider][c.heads, c.dim, c.mask.name][c.len_k] = row.extra_bytes
     found = {}

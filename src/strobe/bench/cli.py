@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from strobe.bench.anchors import Anchors
     from strobe.bench.request import Request
     from strobe.bench.results import Results
 
@@ -56,8 +55,7 @@ def bench(
     provider: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name, a kind (ours, ladder, standard, peer) or a prefix (torch, ladder-05). May be repeated. "
-            "Default: all but the ladder."
+            help="A name, a kind (ours, standard, peer) or a prefix (torch, strobe). May be repeated. Default: all."
         ),
     ] = None,
     only: Annotated[
@@ -174,45 +172,29 @@ def _by_itself(suite: list[str], device: str | None, out: Path | None, seed: int
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(
-            help="Files written by `strobe bench`; a second run is compared with the first. A file of anchors, such as "
-            "benchmarks/results/h200/anchors.json, adds what others reached in other runs."
-        ),
+        typer.Argument(help="Files written by `strobe bench`; a second run of the same is compared with the first."),
     ],
-    out: Annotated[
-        Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html and the figures.")
-    ] = Path("report"),
-    figures: Annotated[bool, typer.Option(help="Also write PNG and SVG files (needs matplotlib).")] = True,
+    out: Annotated[Path, typer.Option("-o", "--out", file_okay=False, help="Directory for index.html.")] = Path(
+        "report"
+    ),
 ) -> None:
-    """Write results as one self-contained HTML page, and its figures as PNG and SVG."""
-    from strobe.bench import anchors, read_results
+    """Write results as one self-contained HTML page."""
+    from strobe.bench import read_results
 
     try:
-        others = [path for path in results if anchors.is_anchors(path)]
-        loaded = [read_results.load(path) for path in results if path not in others]
-        elsewhere = anchors.load(others[0]) if others else None
-        if not loaded or len(others) > 1:
-            raise ValueError(
-                f"results must be files of `strobe bench` and at most one of anchors, got {len(others)} of them"
-            )
+        loaded = [read_results.load(path) for path in results]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    _report(loaded, out, figures, elsewhere)
+    _report(loaded, out)
 
 
-def _report(loaded: list[Results], out: Path, figures: bool = True, elsewhere: Anchors | None = None) -> None:
-    from strobe.bench import figures as drawn
+def _report(loaded: list[Results], out: Path) -> None:
     from strobe.bench.report import page
 
     try:
-        written = [page.write(loaded, out, elsewhere)]
-        if figures and (problem := drawn.unavailable()) is not None:
-            typer.echo(f"no PNG and SVG: {problem}", err=True)
-        elif figures:
-            written += drawn.write([page.together(loaded)[0]], out)
+        typer.echo(page.write(loaded, out))
     except OSError as error:
         raise typer.BadParameter(f"{out}: {error.strerror or error}") from None
-    typer.echo(f"{written[0]}" + (f" and {len(written) - 1} figures" if len(written) > 1 else ""))
 
 
 def _compare(old: Results, found: Results, tolerance: float, console: Console, name: str) -> None:
@@ -268,7 +250,7 @@ def _ask_before_hours(suites: list[str], device: torch.device, yes: bool, chosen
         return
     what = f"{', '.join(large)} is sized for a GPU and would run for a long time on this CPU"
     if not sys.stdin.isatty():
-        raise ValueError(f"suite: {what}; --suite cpu and --suite quick are not, --yes runs it all the same")
+        raise ValueError(f"suite: {what}; --suite quick is not, --yes runs it all the same")
     if not typer.confirm(f"{what}. Go on?"):
         raise typer.Exit(2)
 

@@ -53,7 +53,7 @@ class Row:
 def _textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """(queries, heads, dim), causal, by PyTorch in the dtype of the inputs; a key head at a time."""
     group = q.shape[1] // k.shape[1]
-    hidden = ~causal.dense(len(q), len(k), q.device)
+    hidden = ~causal.dense(len(q), len(k), device=q.device)
     found = []
     for head in range(k.shape[1]):
         rows = q[:, head * group : (head + 1) * group].transpose(0, 1)

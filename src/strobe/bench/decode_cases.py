@@ -269,7 +269,7 @@ def _cudnn(c: Cache, batch: Batch, size: Size, page: int) -> Callable[[], torch.
     q, k, v = (t.transpose(1, 2) for t in (_by_sequence(c, batch), *_pieces(c, batch)))
     mask = None
     if q.shape[2] > 1:  # the last query stands opposite the last key
-        mask = strobe.causal.dense(q.shape[2], k.shape[2], q.device)
+        mask = strobe.causal.dense(q.shape[2], k.shape[2], device=q.device)
 
     def call() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

@@ -6,15 +6,11 @@ from __future__ import annotations
 SUITES = {
     "grid36": ("3 head dims x 2 masks x 6 lengths, 16384 tokens", True),
     "sweep": ("length against model dimension, one sequence", True),
-    "gqa": ("grouped heads; decode, speculative decode and chunked prefill", True),
+    "gqa": ("grouped heads; speculative decode and chunked prefill", True),
     "models": ("attention of models people run, shape by shape; then the suite llama", True),
     "llama": ("steps of a Llama-shaped stack, prefill and training, in tokens/s; needs transformers", False),
     "variants": ("functions of scores and masks, softcap, a bias that learns, a mask of booleans", False),
     "overhead": ("short calls: CPU time, and replays of a CUDA graph", False),
-    "tiles": ("tile sizes of our backends", True),
-    "ladder": ("the shapes that every rung of the ladder takes", True),
-    "compile": ("compile times, and first calls of a process", False),
-    "cpu": ("lengths and dtypes for a CPU", False),
     "quick": ("a look at everything, on a GPU or a CPU", False),
 }
 # They have rows of their own, and run by themselves: strobe.bench.context_parallel and strobe.bench.decode.

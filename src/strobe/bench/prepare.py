@@ -42,10 +42,10 @@ def compile_ahead(cases: list[BenchCase], providers: list[Provider], device: tor
     backward; returns the seconds it took.
     What cannot be compiled fails again, with its reason, when it is measured."""
     begun = time.perf_counter()
-    own = [p for p in providers if p.device == "cuda" and (p.kind in ("ours", "ladder") or p.name.startswith("cuda-"))]
+    own = [p for p in providers if p.device == "cuda" and (p.kind == "ours" or p.name == "cuda-unfused")]
     jobs: dict[Any, tuple[Provider, BenchCase]] = {}
     for case in cases:
-        if case.measure not in ("compile", "model"):
+        if case.measure != "model":
             small = dataclasses.replace(
                 case,
                 name="",
@@ -60,7 +60,7 @@ def compile_ahead(cases: list[BenchCase], providers: list[Provider], device: tor
                 small = dataclasses.replace(small, bias=(1, small.heads, small.len_q, small.len_k))
             if case.mask_tensor is not None:
                 small = dataclasses.replace(small, mask_tensor=(1, 1, small.len_q, small.len_k))
-            jobs |= {(p.name, small): (p, small) for p in own if p.tiles or case.tile is None}
+            jobs |= {(p.name, small): (p, small) for p in own}
 
     def compile_one(job: tuple[Provider, BenchCase]) -> None:
         provider, case = job

@@ -58,7 +58,6 @@ class Provider:
     skipped: Reason = _never  # why not, unless it is named
     roundings: Callable[[BenchCase], float] = lambda case: 0.0  # see tolerance.summation_floor
     compiles: bool = False  # each new shape costs seconds
-    tiles: bool = False  # can take a tile size
     functions: bool = False  # can take the variants of bench/variants.py
     models: bool = False  # runs steps of whole models, and nothing else
     device: str | None = None  # the only kind it runs on
@@ -85,7 +84,7 @@ def from_layout(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 def dense_mask(case: BenchCase, device: torch.device) -> torch.Tensor | None:
     """For those who can only be told a mask in full; None if nothing is hidden."""
-    interval = None if case.mask == full else case.mask.dense(case.len_q, case.len_k, device)
+    interval = None if case.mask == full else case.mask.dense(case.len_q, case.len_k, device=device)
     condition = variants.dense_mask(case, device)
     return condition if interval is None else interval if condition is None else interval & condition
 

@@ -1,5 +1,4 @@
-"""Results from a file. Every field must have its type; an error names the one that has not. Files of older versions are
-read as well."""
+"""Results from a file. Every field must have its type; an error names the one that has not."""
 
 import dataclasses
 import functools
@@ -8,7 +7,7 @@ import math
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from strobe.bench.case import DTYPES, MEASURES, BenchCase, case
 from strobe.bench.names import PASSES
@@ -16,88 +15,25 @@ from strobe.bench.results import SCHEMA, STATUSES, Ceilings, Results, Row
 from strobe.measure.method import METHODS
 from strobe.measure.palette import KINDS
 
-# Names in files of schema 1 -> names now.
-_RENAMED = {
-    "timing": {"method": "how", "late": "host_bound"},
-    "error": {"max_abs": "largest", "allowed_max_abs": "allowed"},
+# Objects: field -> type. A name that ends in "?" may be missing, and fields that are not here are kept as they are.
+_TEXT, _COUNT = str | None, int | None
+_DEVICE: dict[str, Any] = {"kind": str, "name": str, "arch?": _TEXT}
+_DEVICE |= dict.fromkeys(("memory_bytes?", "multiprocessors?", "l2_bytes?"), _COUNT)
+_PROVENANCE: dict[str, Any] = dict.fromkeys(("strobe", "date", "command", "torch"), str)
+_PROVENANCE |= {"git": {"commit": _TEXT, "dirty": bool | None}, "device": _DEVICE}
+_PROVENANCE |= {"driver?": _TEXT, "cuda?": _TEXT, "nvrtc?": _TEXT, "cudnn?": _COUNT, "seed?": int}
+_PROVENANCE |= dict.fromkeys(("python?", "system?", "host_cpu?"), str) | {
+    "host_cores?": int,
+    "host_load?": float | None,
 }
-_RELABELLED = {"guess8-": "speculative8-", "piece256-": "prefill256-"}
-_ERROR_DROPPED = ("allowed_relative",)
-
-
-class _Git(TypedDict):
-    commit: str | None
-    dirty: bool | None
-
-
-class _Device(TypedDict, total=False):
-    kind: typing.Required[str]
-    name: typing.Required[str]
-    arch: str | None
-    memory_bytes: int | None
-    multiprocessors: int | None
-    l2_bytes: int | None
-
-
-class _Provenance(TypedDict, total=False):
-    strobe: typing.Required[str]
-    date: typing.Required[str]
-    command: typing.Required[str]
-    git: typing.Required[_Git]
-    device: typing.Required[_Device]
-    torch: typing.Required[str]
-    seed: int
-    driver: str | None
-    cuda: str | None
-    cudnn: int | None
-    nvrtc: str | None
-    python: str
-    system: str
-    host_cpu: str
-    host_cores: int
-    host_load: float | None
-    packages: dict[str, str]
-    environment: dict[str, str]
-
-
-class _Method(TypedDict, total=False):
-    budget_ms: float
-    rounds: int
-    warmup_ms: float
-    l2: str | None
-
-
-class _Case(TypedDict, total=False):
-    suite: typing.Required[str]
-    label: typing.Required[str]
-    batch: typing.Required[int]
-    heads: typing.Required[int]
-    heads_k: typing.Required[int]
-    len_q: typing.Required[int]
-    len_k: typing.Required[int]
-    dim: typing.Required[int]
-    dim_v: typing.Required[int]
-    mask: str
-    dtype: str
-    direction: str
-    measure: str
-    softcap: float | None
-    sinks: bool
-    bias: bool
-    tile: list[int] | None
-    model: str | None
-    variant: str | None
-
-
-class _File(TypedDict):
-    complete: bool
-    seconds: float | None
-    provenance: _Provenance
-    method: _Method
-    ceilings: Ceilings
-    clocks: dict[str, Any]
-    rows: list[Any]
-
+_PROVENANCE |= dict.fromkeys(("packages?", "environment?"), dict[str, str])
+_METHOD: dict[str, Any] = {"budget_ms?": float, "rounds?": int, "warmup_ms?": float, "l2?": _TEXT}
+_SIZES = ("batch", "heads", "heads_k", "len_q", "len_k", "dim", "dim_v")
+_CASE: dict[str, Any] = {"suite": str, "label": str, **dict.fromkeys(_SIZES, int), "softcap?": float | None}
+_CASE |= dict.fromkeys(("mask?", "dtype?", "direction?", "measure?"), str) | {"sinks?": bool, "bias?": bool}
+_CASE |= dict.fromkeys(("model?", "variant?"), _TEXT)
+_FILE: dict[str, Any] = {"complete": bool, "seconds": float | None, "provenance": _PROVENANCE, "method": _METHOD}
+_FILE |= {"ceilings": Ceilings, "clocks": dict[str, Any], "rows": list[Any]}
 
 _WANTED = "wanted is a file that `strobe bench --out FILE` wrote"
 
@@ -124,11 +60,11 @@ def from_json(data: Any) -> Results:
             f"not a result of `strobe bench`: a JSON object is expected, this is a {type(data).__name__}; {_WANTED}"
         )
     kind, schema = data.get("kind"), data.get("schema")
-    if kind != "strobe bench" or not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+    if kind != "strobe bench" or schema != SCHEMA:
         raise ValueError(
-            f"not a result of `strobe bench` with schema 1 to {SCHEMA}: kind {kind!r}, schema {schema!r}; {_WANTED}"
+            f"not a result of `strobe bench` with schema {SCHEMA}: kind {kind!r}, schema {schema!r}; {_WANTED}"
         )
-    found = _checked(_File, data, "")
+    found = _checked(_FILE, data, "")
     results = Results(
         provenance=found["provenance"],
         method=found["method"],
@@ -138,30 +74,14 @@ def from_json(data: Any) -> Results:
         seconds=found["seconds"],
     )
     results.rows = [_row(entry, f"rows[{i}]") for i, entry in enumerate(found["rows"])]
-    if schema < 3:
-        _leave_out_gradients(results.rows)
     return results
-
-
-def _leave_out_gradients(rows: list[Row]) -> None:
-    """Before schema 3 a peak did not count do, and dq, dk and dv were extra memory."""
-    for row in rows:
-        c = row.case
-        if c.direction != "forward" and row.peak_bytes is not None:
-            row.peak_bytes += c.batch * c.heads * c.len_q * c.value_dim * c.torch_dtype.itemsize
-            row.extra_bytes = max(0, row.peak_bytes - c.tensor_bytes())
 
 
 def _row(data: Any, where: str) -> Row:
     if not isinstance(data, dict):
         raise ValueError(f"{where} must be an object, got {data!r:.60}")
     data = dict(data)
-    for part, names in _RENAMED.items():
-        if isinstance(data.get(part), dict):
-            data[part] = {names.get(name, name): value for name, value in data[part].items()}
-    if isinstance(data.get("error"), dict):
-        error = {name: value for name, value in data["error"].items() if name not in _ERROR_DROPPED}
-        error.setdefault("what", error.pop("checked", "out"))
+    if isinstance(error := data.get("error"), dict):
         numbers = ("largest", "relative", "allowed")  # a NaN is stored as null: JSON has none
         data["error"] = error | {name: math.nan for name in numbers if name in error and error[name] is None}
     data["case"] = _case(data.get("case"), f"{where}.case")
@@ -178,23 +98,19 @@ def _row(data: Any, where: str) -> Row:
 
 
 def _case(data: Any, where: str) -> BenchCase:
-    facts = dict(_checked(_Case, data, where))
-    label, length, tile = facts.pop("label"), facts.pop("len_q"), facts.pop("tile", None)
-    for old, new in _RELABELLED.items():
-        label = new + label.removeprefix(old) if label.startswith(old) else label
-    for name in ("batch", "heads", "heads_k", "len_k", "dim", "dim_v"):
-        if not 1 <= facts[name] < 1 << 40:
-            raise ValueError(f"{where}.{name} must be at least 1, got {facts[name]}")
-    if length < 1 or facts["heads"] % facts["heads_k"]:
-        raise ValueError(f"{where}: len_q must be at least 1, and heads a multiple of heads_k")
+    facts = _checked(_CASE, data, where)
+    label, length = facts.pop("label"), facts.pop("len_q")
+    for name in _SIZES:
+        if not 1 <= (size := facts.get(name, length)) < 1 << 40:
+            raise ValueError(f"{where}.{name} must be at least 1, got {size}")
+    if facts["heads"] % facts["heads_k"]:
+        raise ValueError(f"{where}: heads must be a multiple of heads_k, got {facts['heads']} and {facts['heads_k']}")
     _one_of(facts.get("dtype", "bfloat16"), DTYPES, f"{where}.dtype")
     _one_of(facts.get("direction", "forward"), PASSES, f"{where}.direction")
     _one_of(facts.get("measure", "time"), MEASURES, f"{where}.measure")
-    if tile is not None and len(tile) != 2:
-        raise ValueError(f"{where}.tile must be two numbers, got {tile}")
-    known = {name: value for name, value in facts.items() if name in _Case.__annotations__}
+    known = {name: value for name, value in facts.items() if name in _CASE or f"{name}?" in _CASE}
     try:
-        return case(**known, label=label, length=length, tile=None if tile is None else (tile[0], tile[1]))
+        return case(**known, label=label, length=length)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -234,7 +150,7 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
             return None
         (inner,) = (a for a in arguments if a is not type(None))
         return _checked(inner, value, where)
-    if typing.is_typeddict(hint):
+    if isinstance(hint, dict):
         return _checked_object(hint, _is(dict, value, "an object", where), where)
     if dataclasses.is_dataclass(hint):
         return _built(hint, _is(dict, value, "an object", where), where)
@@ -249,12 +165,15 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     return _checked_scalar(hint, value, where)
 
 
-def _checked_object(hint: Any, value: dict[str, Any], where: str) -> dict[str, Any]:
-    if missing := sorted(hint.__required_keys__ - set(value)):
-        raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
-    hints = _hints(hint)
-    known = {k: _checked(hints[k], v, f"{where}.{k}".removeprefix(".")) for k, v in value.items() if k in hints}
-    return value | known
+def _checked_object(fields: dict[str, Any], value: dict[str, Any], where: str) -> dict[str, Any]:
+    found = dict(value)
+    for field, hint in fields.items():
+        name = field.removesuffix("?")
+        if name in value:
+            found[name] = _checked(hint, value[name], f"{where}.{name}".removeprefix("."))
+        elif name == field:
+            raise ValueError(f"{where}.{name} is missing".removeprefix("."))
+    return found
 
 
 def _checked_scalar(hint: Any, value: Any, where: str) -> Any:

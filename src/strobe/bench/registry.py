@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from strobe.bench import llama, megatron, peers, rungs, standard_cuda, strobe_providers, torch_attention
+from strobe.bench import llama, megatron, peers, strobe_providers, torch_attention, unfused
 from strobe.bench.provider import Provider
 from strobe.measure.palette import KINDS
-
-ON_REQUEST = ("ladder",)  # kinds that are not measured unless asked for by name, kind or prefix
 
 
 def every() -> list[Provider]:
     """All there are, ours first."""
-    others = (torch_attention, standard_cuda, megatron, peers, llama)
-    return [*strobe_providers.providers(), *rungs.providers(), *(p for module in others for p in module.providers())]
+    modules = (strobe_providers, torch_attention, unfused, megatron, peers, llama)
+    return [provider for module in modules for provider in module.providers()]
 
 
 def select(names: list[str] | None) -> list[Provider]:
-    """By name, or all but those of kinds that wait to be asked for. A name may also be a kind ("ours", "ladder",
-    "standard", "peer") or a prefix ("torch", "strobe", "ladder-05")."""
+    """By name, or all. A name may also be a kind ("ours", "standard", "peer") or a prefix ("torch", "strobe")."""
     found = every()
     if not names:
-        return [p for p in found if p.kind not in ON_REQUEST]
+        return found
     chosen: list[Provider] = []
     for name in names:
         hits = [p for p in found if name in (p.name, p.kind)] or [p for p in found if p.name.startswith(f"{name}-")]

@@ -20,7 +20,7 @@ class Request:
     device: torch.device
     methods: tuple[str, ...] = (TURNS,)
     direction: str = "forward"
-    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all but those on request
+    providers: tuple[str, ...] = ()  # names, kinds or prefixes; () for all
     only: tuple[str, ...] = ()  # patterns that a case's label or key must match
     seed: int = 0
     settings: stopwatch.Settings = field(default_factory=stopwatch.Settings)
@@ -53,14 +53,13 @@ class Request:
         return able
 
     def methods_for(self, case: BenchCase) -> tuple[str, ...]:
-        """What a call costs the CPU, how long a graph or a compilation takes: such cases have a way of their own."""
+        """What a call costs the CPU, how long a graph takes: such cases have a way of their own."""
         return self.methods if case.measure in ("time", "model") else tuple(m for m in self.methods if m == TURNS)
 
-    def repeat(self, case: BenchCase, provider: str, method: str = TURNS) -> str:
+    def repeat(self, case: BenchCase, method: str = TURNS) -> str:
         """The command that makes one row again, with all providers it was interleaved with: they move a GPU's clock."""
-        providers = (provider,) if case.measure == "compile" else self.providers
         s, words = self.settings, ["strobe bench", f"--suite {case.suite}", f"--only '{case.key}'"]
-        words += [f"--provider {name}" for name in providers]
+        words += [f"--provider {name}" for name in self.providers]
         words += [] if method == TURNS else [f"--method {method}"]
         if self.direction != "forward":
             words.append(f"--pass {self.direction}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from strobe.bench import ceilings, compile_time, llama, results as files
+from strobe.bench import ceilings, llama, results as files
 from strobe.bench.case import BenchCase
 from strobe.bench.exactness import Judge
 from strobe.bench.inputs import Tensors, make_tensors
@@ -145,9 +145,7 @@ class Runner:
 
     def _case(self, case: BenchCase, monitor: Monitor, found: Results) -> list[Row]:
         model = case.measure == "model"
-        providers = [p for p in self.providers if (p.tiles or case.tile is None) and p.models == model]
-        if case.measure == "compile":
-            return compile_time.rows(case, providers, self.device, self.request.repeat)
+        providers = [p for p in self.providers if p.models == model]
         flops, ideal = (None, None) if model else (case.flops(self.device), case.ideal_bytes(self.device))
         entries = [Entry(p, Row(case, p.name, p.kind, flops=flops, ideal_bytes=ideal)) for p in providers]
         timed: dict[str, list[TimedCall | None]] = {}
@@ -161,7 +159,7 @@ class Runner:
                 if entry.alive:
                     entry.refuse(status, reason)
         rows = [
-            finished(entry.row, call, method, self.request.repeat(case, entry.provider.name, method), monitor, found)
+            finished(entry.row, call, method, self.request.repeat(case, method), monitor, found)
             for method in self.request.methods_for(case)
             for entry, call in zip(entries, timed.get(method) or [None] * len(entries), strict=True)
         ]

@@ -68,11 +68,8 @@ def gqa(direction: str = "forward") -> list[BenchCase]:
     ]
     if direction != "forward":
         return grouped
-    # Decode, speculative decode, chunked prefill. Masks would hide next to nothing.
+    # Speculative decode, chunked prefill. Masks would hide next to nothing. The suite `decode` times decoding.
     against_a_cache = [
-        ("decode-b1", 1, 64, 1, 32768),
-        ("decode-b16", 16, 64, 1, 8192),
-        ("decode-b128", 128, 64, 1, 4096),
         ("speculative8-b1", 1, 64, 8, 32768),
         ("speculative8-b16", 16, 64, 8, 8192),
         ("prefill256-8h1", 1, 8, 256, 32768),
@@ -164,61 +161,8 @@ def overhead(direction: str = "forward") -> list[BenchCase]:
     ]
 
 
-def tiles(direction: str = "forward") -> list[BenchCase]:
-    """Queries x keys in a tile, for our backends whose tiles can be chosen."""
-    return [
-        case("tiles", f"d{dim}-full-4k-{bq}x{bk}", heads=16, length=4096, dim=dim, tile=(bq, bk), direction=direction)
-        for dim in (64, 128)
-        for bq in (64, 128, 192)
-        for bk in (32, 64, 96, 128)
-    ]
-
-
-def ladder(direction: str = "forward") -> list[BenchCase]:
-    """The shape of `strobe ladder`, and a shorter one, in the two dtypes that rungs are written for."""
-    return [
-        case(
-            "ladder",
-            f"d{dim}-{mask}-{_short(n)}",
-            heads=16,
-            length=n,
-            dim=dim,
-            mask=mask,
-            dtype=dtype,
-            direction=direction,
-        )
-        for dtype in ("float32", "bfloat16")
-        for dim in (64, 128)
-        for mask in ("full", "causal")
-        for n in (1024, 4096)
-    ]
-
-
-def compile(direction: str = "forward") -> list[BenchCase]:
-    """Compile times of our kernels, first and cached, and first calls of a process; lengths do not matter."""
-    return [
-        case(
-            "compile", f"d{dim}-{mask}", heads=8, length=512, dim=dim, mask=mask, measure="compile", direction=direction
-        )
-        for dim in (64, 128, 256)
-        for mask in ("full", "causal")
-    ]
-
-
-def cpu(direction: str = "forward") -> list[BenchCase]:
-    return [
-        case(
-            "cpu", f"d{dim}-{mask}-{_short(n)}", heads=4, length=n, dim=dim, mask=mask, dtype=dtype, direction=direction
-        )
-        for dtype in ("float32", "bfloat16")
-        for dim in (64, 128)
-        for mask in ("full", "causal")
-        for n in (512, 1024, 2048, 4096)
-    ]
-
-
 def quick(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
-    """A look at everything: the lengths over which standard attention falls behind, a backward, a call, tile sizes."""
+    """A look at everything: the lengths over which standard attention falls behind, a backward, a call."""
     dtype = "bfloat16" if on_gpu else "float32"
     if on_gpu:
         shapes = [(128, mask, n, max(1, 8192 // n), 16) for mask in ("full", "causal") for n in (1024, 4096, 16384)]
@@ -244,12 +188,6 @@ def quick(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
         plain: dict[str, Any] = {"heads": 4, "length": 1024, "dim": 64, "dtype": dtype}
         made.append(case("quick", "d64-causal-1k", **plain, mask="causal", direction="backward"))
         made.append(case("quick", "d64-128", **plain | {"length": 128}, measure="call"))
-        sides = ((64, 128), (64, 128)) if on_gpu else ((64, 256, 1024), (64, 1024))
-        made += [
-            case("quick", f"d64-full-1k-{bq}x{bk}", **plain | {"heads": 2}, tile=(bq, bk))
-            for bq in sides[0]
-            for bk in sides[1]
-        ]
     return made
 
 
@@ -261,10 +199,6 @@ SUITES: dict[str, Callable[..., list[BenchCase]]] = {
     "llama": llama.cases,
     "variants": variants,
     "overhead": overhead,
-    "tiles": tiles,
-    "ladder": ladder,
-    "compile": compile,
-    "cpu": cpu,
     "quick": quick,
 }
 

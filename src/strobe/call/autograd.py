@@ -20,7 +20,8 @@ from strobe.problem.arguments import (
     GRADIENTS,
     Arguments,
     Layout,
-    behind_tensors,
+    gradient_names,
+    in_tensor_order,
     tensors_of,
     with_tensors,
     without_tensors,
@@ -39,9 +40,23 @@ def attention(bound: BoundCall, a: Arguments) -> Any:
     return _apply(bound, a, *tensors_of(a))
 
 
-def attention_in_transforms(bound: BoundCall, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and its transformations by `torch.func`; with the LSE in any case."""
-    return _InTransforms.apply(bound, a, *tensors_of(a))
+def attention_in_transforms(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) and their transformations by `torch.func`, for a call that is not bound yet."""
+    return _InTransforms.apply(bind(a, needs_grad=True), a, *tensors_of(a))
+
+
+def cast_for_autocast(a: Arguments) -> Arguments:
+    """The arguments themselves where autocast is off; else with q, k and v as autocast hands them to PyTorch's own
+    attention: 64-bit tensors and tensors on other devices stay as they are."""
+    if not isinstance(a.q, torch.Tensor) or not torch.is_autocast_enabled(a.q.device.type):
+        return a
+    dtype = torch.get_autocast_dtype(a.q.device.type)
+
+    def cast(t: Any) -> Any:
+        eligible = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible and t.device.type == a.q.device.type else t
+
+    return a._replace(q=cast(a.q), k=cast(a.k), v=cast(a.v))
 
 
 @contextlib.contextmanager
@@ -70,18 +85,18 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(needs)
         out, lse, *tensors = ctx.saved_tensors
         bound, seed, blocks = ctx.call
-        wanted = needs[2:]
+        wanted = gradient_names(needs[2:])
         if torch.is_grad_enabled() or _transforming():  # perhaps somebody asks for second derivatives
             found = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
-            found = behind_tensors(found[:_GRADIENTS], found[_GRADIENTS:])
-        elif _autocasting():
-            with without_autocast(out.device):
-                found = bound.backward(
-                    wanted, bound.arguments(seed, tensors, blocks), out, lse, dout, dlse
-                ).of_tensors()
+            gradients = in_tensor_order(found[:_GRADIENTS], found[_GRADIENTS:])
         else:
-            found = bound.backward(wanted, bound.arguments(seed, tensors, blocks), out, lse, dout, dlse).of_tensors()
-        return _fitted((None, None, *found), len(needs))
+            a = bound.arguments(seed, tensors, blocks)
+            if _autocasting():
+                with without_autocast(out.device):
+                    gradients = bound.backward(wanted, a, out, lse, dout, dlse).in_tensor_order()
+            else:
+                gradients = bound.backward(wanted, a, out, lse, dout, dlse).in_tensor_order()
+        return _fitted((None, None, *gradients), len(needs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -129,8 +144,7 @@ def _with_others(a: Arguments, tensors: Sequence[_Maybe]) -> Arguments:
 
 def _attend(a: Arguments, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to tensors of other shapes than those that the call was bound for."""
-    a = _with_others(a, tensors)
-    return attention_in_transforms(bind(a, needs_grad=True), a)
+    return attention_in_transforms(_with_others(a, tensors))
 
 
 # PyTorch's own `apply` of each pass first looks for a transformation, and for a `backward`. Here no transformation is
@@ -164,7 +178,7 @@ class _Backward(torch.autograd.Function):
     def forward(
         bound: BoundCall,
         seed: int | None,
-        needs: tuple[bool, ...],
+        wanted: tuple[str, ...],
         out: torch.Tensor,
         lse: torch.Tensor,
         dout: _Maybe,
@@ -173,7 +187,7 @@ class _Backward(torch.autograd.Function):
     ) -> Any:
         with without_autocast(out.device):
             a = bound.arguments(seed, tensors)
-            found = bound.backward(needs, a, out, lse, dout, dlse)
+            found = bound.backward(wanted, a, out, lse, dout, dlse)
             return *found[:_GRADIENTS], *(found.score or (None,) * bound.problem.captured)
 
     @staticmethod
@@ -189,7 +203,7 @@ class _Backward(torch.autograd.Function):
         """`cotangents` belong to the gradients of q, k, v, bias, sinks and captured tensors."""
         needs = ctx.needs_input_grad  # not of a `dout` that was None, and has become zeros
         dout, dlse, *second = _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors)
-        of_tensors = behind_tensors(second[:_GRADIENTS], second[_GRADIENTS:])
+        of_tensors = in_tensor_order(second[:_GRADIENTS], second[_GRADIENTS:])
         found = _fitted((*(None,) * 5, dout, dlse, *of_tensors), len(needs))
         return tuple(g if need else None for g, need in zip(found, needs, strict=True))
 
@@ -198,9 +212,9 @@ class _Backward(torch.autograd.Function):
         raise NotImplementedError(_NO_FORWARD_MODE)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, needs: Any, *tensors: _Maybe) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, wanted: Any, *tensors: _Maybe) -> Any:
         apply = _Backward.apply
-        return _one_by_one(lambda *one: apply(bound, seed, needs, *one), info, in_dims[3:], tensors)
+        return _one_by_one(lambda *one: apply(bound, seed, wanted, *one), info, in_dims[3:], tensors)
 
 
 class _Second(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ import torch
 from strobe.backends import dispatch
 from strobe.backends.backend import Gradients, Pass
 from strobe.problem import Problem, any_requires_grad
-from strobe.problem.arguments import PLAIN, ROWS, Arguments, gradient_names, tensor_facts, with_tensors, without_tensors
+from strobe.problem.arguments import ALIGN, PLAIN, ROWS, Arguments, tensor_facts, with_tensors, without_tensors
+from strobe.problem.checks import same_storage
 from strobe.problem.hints import warn_of_layout
-from strobe.problem.overlap import same_storage
 from strobe.variants.score import Score
 
 _MOST = 1024  # bound calls that a thread remembers
@@ -50,7 +50,7 @@ class BoundCall:
         self.backend = dispatch.choose(self.problem, a.backend)
         self.forward: Pass = dispatch.bind(self.backend, self.problem, self.layout)
         self.merges = self.backend.can_merge(self.problem) and not needs_grad
-        self._backward: dict[tuple[bool, ...], Pass] = {}
+        self._backward: dict[tuple[str, ...], Pass] = {}
 
     @functools.cached_property
     def rounds_states(self) -> bool:
@@ -65,26 +65,34 @@ class BoundCall:
 
     def backward(
         self,
-        needs: tuple[bool, ...],
+        gradients: tuple[str, ...],
         a: Arguments,
         out: torch.Tensor,
         lse: torch.Tensor,
         dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        """`needs`: which of the tensors of `tensors_of` want one; the last ones may be missing."""
-        found = self._backward.get(needs)
-        if found is None:
-            problem = self.problem.backward(gradient_names(needs))
+        """The gradients of these names (`arguments.gradient_names`)."""
+        bound = self._backward.get(gradients)
+        if bound is None:
+            problem = self.problem.backward(gradients)
             chosen = dispatch.choose_backward(problem, self.backend)
-            found = self._backward[needs] = dispatch.bind(chosen, problem, self.layout)
-        return found.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+            bound = self._backward[gradients] = dispatch.bind(chosen, problem, self.layout)
+        return bound.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
 
 
 _SPECIAL = ("q", "k", "v", "mask", "score", "seed", "blocks", "plan")
-_tensors = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and n not in _SPECIAL))
-_values = operator.attrgetter(*(n for n, row in ROWS.items() if not row.tensor and n not in _SPECIAL))
-_read = operator.attrgetter(*(n for n, row in ROWS.items() if row.tensor and not row.written), "state_out")
+_UNALIGNED = ALIGN - 1  # the bits of an address that an aligned tensor does not have
+
+
+def _getter(names: Iterable[str]) -> operator.itemgetter:
+    """These fields of Arguments, by their places: an attrgetter takes longer."""
+    return operator.itemgetter(*map(Arguments._fields.index, names))
+
+
+_tensors = _getter(n for n, row in ROWS.items() if row.tensor and n not in _SPECIAL)
+_values = _getter(n for n, row in ROWS.items() if not row.tensor and n not in _SPECIAL)
+_read = _getter([*(n for n, row in ROWS.items() if row.tensor and not row.written), "state_out"])
 
 
 def signature(a: Arguments) -> tuple[Any, ...] | None:
@@ -101,9 +109,9 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     elif q.is_neg() or k.is_neg() or v.is_neg():
         return None  # memory holds the negated numbers, which kernels must not read
     else:
-        ends: Any = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        ends: Any = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & _UNALIGNED
         if ends:  # the ones that are not aligned are copied, so it counts which they are
-            ends = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+            ends = q.data_ptr() & _UNALIGNED, k.data_ptr() & _UNALIGNED, v.data_ptr() & _UNALIGNED
         place = q.device, k.device, v.device, ends
     needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     mask, score, more = a.mask, a.score, None
@@ -119,10 +127,13 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
             return None
         mask = tensor_facts(mask)
     if score is not None:
-        if not isinstance(score, Score) or not all(t.__class__ in PLAIN for t in score.tensors):
+        if not isinstance(score, Score):
             return None
-        needs_grad = needs_grad or (_is_grad_enabled() and any(t.requires_grad for t in score.tensors))
-        score = score.structure, tuple(map(tensor_facts, score.tensors))
+        if tensors := score.tensors:
+            if not all(t.__class__ in PLAIN for t in tensors):
+                return None
+            needs_grad = needs_grad or (_is_grad_enabled() and any(t.requires_grad for t in tensors))
+        score = score.structure, tuple(map(tensor_facts, tensors))
     values = _values(a)
     return (
         q.shape, q.is_contiguous() or q.stride(), k.shape, k.is_contiguous() or k.stride(),
@@ -146,9 +157,9 @@ def _more(a: Arguments) -> tuple[Any, ...] | None:
     if out is not None:
         if any(t is not None and t.__class__ in PLAIN and same_storage(t, out) for t in _read(a)):
             return None  # whether they overlap depends on their addresses
-        facts.append(out.data_ptr() & 15)
+        facts.append(out.data_ptr() & _UNALIGNED)
     if state_out is not None:
-        facts.append(state_out.data_ptr() & 15)
+        facts.append(state_out.data_ptr() & _UNALIGNED)
     return _is_grad_enabled() and any_requires_grad(a), tuple(facts)
 
 

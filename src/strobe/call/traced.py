@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from strobe.call import autograd, run
+from strobe.call import autograd, piece
 from strobe.call.bound_call import bind
 from strobe.problem import Unsupported, any_requires_grad
 from strobe.problem.arguments import (
@@ -25,16 +25,15 @@ from strobe.problem.arguments import (
     ROWS,
     TENSORS,
     Arguments,
-    Layout,
-    behind_tensors,
     gradient_names,
-    layout_of,
+    in_tensor_order,
     layout_of_keys,
 )
-from strobe.problem.checks import check_shapes, lse_dtype, with_longest
+from strobe.problem.checks import check_qkv, check_shapes, lse_dtype
 from strobe.problem.page_checks import NO_GRADIENTS
+from strobe.problem.resolve import completed
 from strobe.variants.mask import Mask, full, parse_mask
-from strobe.variants.score import Score, identity, parse_score, softcap
+from strobe.variants.score import Score, identity, parse_score
 
 _Maybe = torch.Tensor | None
 # Name -> type in the schema of the operations: the rows of the table that can be traced. A mask that is no tensor travels
@@ -59,34 +58,34 @@ def is_traced(t: Any) -> bool:
 
 
 def is_tracing(t: Any) -> bool:
-    """Whether a call with this tensor is traced, so that no contents may be read. `api.attend` asks the same, spelled out
+    """Whether a call with this tensor is traced, so that no contents may be read. `attend` asks the same, spelled out
     where a call would cost time."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or is_traced(t))
 
 
-def attention(a: Arguments) -> Any:
-    """`strobe.attention`, or `attention_varlen` if there is a `cu_q`, for a tracer."""
-    if torch.is_autocast_enabled(a.q.device.type):
-        a = run.cast_for_autocast(a)
-    is_tensor = isinstance(a.mask, torch.Tensor)
-    known = a.mask is None or is_tensor or isinstance(a.mask, Mask)
-    known = known and (a.score is None or isinstance(a.score, Score))
-    if (
+def is_expressible(a: Arguments) -> bool:
+    """Whether the operation has all that the call asks for."""
+    return not (
         a.out is not None
         or a.partial
         or (a.dropout and a.seed is None)
-        or not known
-        or (a.score is not None and a.softcap is not None)
-    ):
-        if not torch.compiler.is_dynamo_compiling():
-            raise Unsupported(
-                "only masks and scores of ours, no `out`, dropout with a `seed` and no partial output in fp32 can be traced"
-            )
-        return _uncompiled(a)
+        or not (a.mask is None or isinstance(a.mask, (Mask, torch.Tensor)))
+        or not (a.score is None or isinstance(a.score, Score))
+    )
+
+
+def attention(a: Arguments) -> Any:
+    """`strobe.attention`, or `attention_varlen` if there is a `cu_q`, for a tracer."""
+    if not is_expressible(a):
+        raise Unsupported(
+            "only masks and scores of ours, no `out`, dropout with a `seed` and no partial output in fp32 can be traced"
+        )
+    a = autograd.cast_for_autocast(a)
+    is_tensor = isinstance(a.mask, torch.Tensor)
     interval = full if a.mask is None or is_tensor else a.mask
-    score = a.score if a.score is not None else identity if a.softcap is None else softcap(torch.sym_float(a.softcap))
+    score = identity if a.score is None else a.score
     interval_text, interval_numbers = interval.text_and_numbers()
     score_text, score_numbers = score.text_and_numbers()
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
@@ -108,16 +107,12 @@ def attention(a: Arguments) -> Any:
     return (out, lse) if a.return_lse else out
 
 
-@getattr(torch, "_disable_dynamo", torch.compiler.disable)  # `_disable_dynamo` loads the compiler when it is needed
-def _uncompiled(a: Arguments) -> Any:
-    return run.run(a)
-
-
 def _arguments(values: Sequence[Any], with_lse: bool = True, fake: bool = False) -> Arguments:
     """The arguments of an operation as the library's. `fake`: their numbers may be symbols, and are not looked at."""
     x = dict(zip(_NAMES, values, strict=True))
     of_mask, of_score = (
-        tuple(1 for _ in x[name]) if fake else tuple(x[name]) for name in ("interval_numbers", "score_numbers")
+        tuple(one for _ in x[name]) if fake else tuple(x[name])
+        for name, one in (("interval_numbers", 1), ("score_numbers", 1.0))
     )
     mask = parse_mask(x["interval"], of_mask) if x["mask"] is None else x["mask"]
     score = parse_score(x["score"], of_score).with_tensors(x["score_tensors"])
@@ -130,34 +125,27 @@ def _arguments(values: Sequence[Any], with_lse: bool = True, fake: bool = False)
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
+@getattr(torch, "_disable_dynamo", torch.compiler.disable)  # `_disable_dynamo` loads the compiler when it is needed
+def _uncompiled(a: Arguments) -> piece.Result:
+    return piece.forward(a)
+
+
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *values, with_lse = arguments
-    a = _arguments(values, with_lse)
-    with torch.no_grad():
-        found = _uncompiled(a)
-    out, lse = found if with_lse else (found, a.q.new_empty(0, dtype=lse_dtype(a.q.dtype)))
-    return out.contiguous(), lse.contiguous()  # what `_fake_forward` promises
+    out, lse, _ = _uncompiled(_arguments(values, with_lse))
+    if lse is None or not with_lse:
+        lse = out.new_empty(0, dtype=lse_dtype(out.dtype))
+    return out.contiguous(), lse.contiguous()  # as `_fake_forward` promises
 
 
 def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *values, with_lse = arguments
     a = _arguments(values, with_lse, fake=True)
-    layout = _checked_layout(a)
-    shape = layout.rows_shape(tuple(a.q.shape)) if with_lse else (0,)
-    return a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1])), a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
-
-
-def _checked_layout(a: Arguments) -> Layout:
-    """The checks of shapes that need no contents: a tracer should not accept what a call would not."""
-    same = a.k.dim() == a.v.dim() == (4 if a.paged else a.q.dim())
-    if not same or (a.cu_q is not None and a.q.dim() != 3) or not 2 <= a.q.dim() <= 4:
-        raise ValueError(f"q, k and v have {a.q.dim()}, {a.k.dim()} and {a.v.dim()} axes")
-    if not a.q.dtype == a.k.dtype == a.v.dtype:
-        raise TypeError(f"q, k and v have dtypes {a.q.dtype}, {a.k.dtype} and {a.v.dtype}; they must be the same")
-    layout = layout_of(a)
+    layout = check_qkv(a)
     of_keys = layout_of_keys(a, layout)
     check_shapes(layout.inside(a.q).shape, of_keys.inside(a.k).shape, of_keys.inside(a.v).shape, a.paged)
-    return layout
+    shape = layout.rows_shape(tuple(a.q.shape)) if with_lse else (0,)
+    return a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1])), a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -205,10 +193,9 @@ def _none_but(gradients: dict[str, Any], values: Sequence[Any]) -> tuple[Any, ..
 def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe) -> tuple[Any, ...]:
     (out, lse), values = _restore_call(ctx)
     of_score = ctx.needs_input_grad[_SCORE_TENSORS]
-    needs = list(behind_tensors(ctx.needs_input_grad[: len(GRADIENTS)], of_score or ()))
-    needs = [bool(needed) for needed in needs]
-    found = iter(torch.ops.strobe.attention_backward(dout, dlse, out, lse, needs, *values))
-    return *_none_but({name: next(found) for name in gradient_names(needs)}, values), None
+    needs = [bool(need) for need in in_tensor_order(ctx.needs_input_grad[: len(GRADIENTS)], of_score or ())]
+    gradients = torch.ops.strobe.attention_backward(dout, dlse, out, lse, needs, *values)
+    return *_none_but(dict(zip(gradient_names(tuple(needs)), gradients, strict=True)), values), None
 
 
 def _wanted(needs: Sequence[bool], values: Sequence[Any]) -> list[torch.Tensor]:
@@ -224,13 +211,12 @@ def _backward(
     dout: _Maybe, dlse: _Maybe, out: torch.Tensor, lse: torch.Tensor, needs: Sequence[bool], *values: Any
 ) -> list[torch.Tensor]:
     a = _arguments(values)
-    with torch.no_grad(), autograd.without_autocast(a.q.device):
-        if lse.dim() == 1 and lse.numel() == 0 and out.numel():  # traced where no gradient was expected
-            out, lse = _uncompiled(a)
-        bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
-        found = bound.backward(tuple(needs), a, out, lse, dout, dlse).of_tensors()  # perhaps with more than is wanted
-        wanted = zip(_wanted(needs, found), _wanted(needs, _tensors(values)), strict=True)
-        return [g.to(t.dtype).contiguous() for g, t in wanted]
+    if lse.dim() == 1 and lse.numel() == 0 and out.numel():  # traced where no gradient was expected
+        out, lse, _ = _uncompiled(a)
+    gradients = piece.backward(a, out, lse, dout, dlse, gradient_names(tuple(needs)))
+    wanted = _wanted(needs, gradients.in_tensor_order())  # a backend may compute more
+    like = _wanted(needs, _tensors(values))
+    return [g.to(t.dtype).contiguous() for g, t in zip(wanted, like, strict=True)]
 
 
 def _fake_backward(
@@ -245,7 +231,7 @@ def _fake_backward(
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     dout, dlse, out, _, needs, *values = inputs
     _save_call(ctx, values, (dout, dlse, out))
-    ctx.needs = list(needs)
+    ctx.needs = tuple(needs)
 
 
 def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any, ...]:
@@ -256,13 +242,12 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any
     if is_traced(out):
         raise NotImplementedError("second derivatives of strobe.attention cannot be traced")
     a = _arguments(values)
-    bound = bind(with_longest(a) if a.cu_q is not None else a, needs_grad=True)
-    given = iter(cotangents)
-    spread = {name: next(given) for name in gradient_names(ctx.needs)}
+    bound = bind(completed(a), needs_grad=True)
+    by_name = dict(zip(gradient_names(ctx.needs), cotangents, strict=False))
     names = (*GRADIENTS, *(f"score{i}" for i in range(len(a.score_tensors))))
-    directions = [spread.get(name) for name in names]
-    found = autograd.second(bound, a, directions, torch.zeros_like(out) if dout is None else dout, dlse)
-    of_dout, of_dlse, *gradients = found
+    directions = [by_name.get(name) for name in names]
+    dout_or_zeros = torch.zeros_like(out) if dout is None else dout
+    of_dout, of_dlse, *gradients = autograd.second(bound, a, directions, dout_or_zeros, dlse)
     of_call = _none_but(dict(zip(names, gradients, strict=True)), values)
     return None if dout is None else of_dout, of_dlse, None, None, None, *of_call
 

@@ -11,16 +11,12 @@ from typing import Any
 
 import torch
 
-from strobe.call import run
-from strobe.call.bound_call import lookup
+from strobe.call import piece
 from strobe.compat import flash_terms
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.problem.checks import with_longest
-from strobe.problem.invalid import raises_as_hosts
-from strobe.variants.dropout import new_seed
+from strobe.problem.hints import raises_as_hosts
 
-_QKV = (True, True, True, False, False)  # gradients of q, k and v, none of bias and sinks
 _Maybe = torch.Tensor | None
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -182,14 +178,12 @@ def _forward(a: Arguments, return_debug_mask: bool) -> tuple[torch.Tensor, ...]:
     """(out, LSE, rng_state, unused, debug_mask), laid out in memory as PyTorch's tracers expect it."""
     if return_debug_mask:
         raise Unsupported("return_debug_mask=True: strobe never holds the attention weights")
-    if a.dropout:  # on the CPU: reading the seed in the backward pass waits for nothing
-        a = a._replace(seed=new_seed(a.q.device))
-        state = torch.tensor([a.seed, 0], dtype=torch.uint64)
-    else:
+    out, lse, seed = piece.forward(a)
+    if seed is None:
         state = torch.empty(2, dtype=torch.uint64, device=a.q.device)
-    with torch.no_grad():
-        out, lse = run.run(a)
-        out = out if a.out is not None else _like(out, a.q)
+    else:  # on the CPU: reading the seed in the backward pass waits for nothing
+        state = torch.tensor([seed, 0], dtype=torch.uint64)
+    out = out if a.out is not None else _like(out, a.q)
     unused = torch.empty((), dtype=torch.uint64, device=a.q.device)
     return out, lse, state, unused, a.q.new_empty(0)
 
@@ -201,10 +195,8 @@ def _backward(
     if a.dropout:
         a = a._replace(seed=int(rng_state[0]))
     dout, out = (flash_terms.last_axis_contiguous(t) for t in (dout, out))
-    with torch.no_grad():
-        a = a if a.cu_q is None else with_longest(a)
-        dq, dk, dv = lookup(a).backward(_QKV, a, out, lse, dout, None)[:3]
-        return _like(dq, a.q), _like(dk, a.k), _like(dv, a.v)
+    gradients = piece.backward(a, out, lse, dout)
+    return _like(gradients.q, a.q), _like(gradients.k, a.k), _like(gradients.v, a.v)
 
 
 def _like(found: Any, t: torch.Tensor) -> torch.Tensor:

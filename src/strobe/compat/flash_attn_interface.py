@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 
-from strobe.api import attend
-from strobe.call import run
-from strobe.call.bound_call import lookup
+from strobe.call import piece
+from strobe.call.attend import attend
 from strobe.compat import flash_terms, kvcache
 from strobe.merging import merge
 from strobe.problem.arguments import Arguments
-from strobe.problem.checks import with_longest
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 
 _Maybe = torch.Tensor | None
 Window = tuple[int, int]
@@ -273,7 +271,7 @@ def _flash_attn_forward(
             cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=flash_terms.longest("max_seqlen_q", max_seqlen_q),
             max_k=flash_terms.longest("max_seqlen_k", max_seqlen_k), return_lse=True,
         )  # fmt: skip
-        out, lse = run.run(flash_terms.in_use(a, seqused_q, seqused_k))
+        out, lse, _ = piece.forward(flash_terms.in_use(a, seqused_q, seqused_k))
     nothing = out.new_empty(0)
     return out if out_ is None else out_.copy_(out), lse, nothing, nothing
 
@@ -312,13 +310,7 @@ def _flash_attn_backward(
             max_k=flash_terms.longest("max_seqlen_k", max_seqlen_k),
         )  # fmt: skip
         a = flash_terms.in_use(a, sequed_q, sequed_k)
-        a = with_longest(a) if a.cu_q is not None else a
-        dout, out = (flash_terms.last_axis_contiguous(t).detach() for t in (dout, out))
-        found = lookup(a).backward((True, True, True, False, False), a, out, softmax_lse, dout, None)
-        for into, gradient in zip((dq, dk, dv), found[:3], strict=True):
-            if into is not None and gradient is not None:
-                into.copy_(gradient)
-        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+        return flash_terms.write_gradients(a, dout, out, softmax_lse, (dq, dk, dv))
 
 
 def maybe_contiguous(x: Any) -> Any:

@@ -6,21 +6,23 @@ import functools
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from strobe.call import piece
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument
-from strobe.variants.expression import Expr
-from strobe.variants.mask import Mask, causal, chunked, full, used_keys, window
+from strobe.problem.hints import InvalidArgument
+from strobe.variants.expression import LEN_K, LEN_Q, Expr, Q, S
+from strobe.variants.mask import Mask, causal, full, used_keys
+from strobe.variants.ready_made import chunked, window
 from strobe.variants.score import Score, alibi, softcap
 
-_S, _Q, _LEN_Q, _LEN_K = (Expr("var", (name,)) for name in ("s", "q", "len_q", "len_k"))
 _0, _1 = (Expr("literal", (n,)) for n in (0, 1))
 # Only the queries that the whole sequence has, as positions say: those from len_q on see the keys from len_k on, none.
-used_queries = Mask(Expr("min", (Expr("max", (_Q - _LEN_Q + _1, _0)), _1)) * _LEN_K, None, "used_queries")
+used_queries = Mask(Expr("min", (Expr("max", (Q - LEN_Q + _1, _0)), _1)) * LEN_K, None, "used_queries")
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def score_of(cap: Any, slopes: torch.Tensor | None) -> Score | None:
     if not cap:
         return biased
     capped = capping(cap)
-    return Score(biased.expr.replaced(_S, capped.expr), f"{capped.title} with alibi", biased.tensors, capped.sizes)
+    return Score(biased.expr.replaced(S, capped.expr), f"{capped.title} with alibi", biased.tensors, capped.sizes)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -194,6 +196,20 @@ def rotary_rows(cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor) -> tuple
                 f"rotary positions must be from 0 to {cos.shape[0] - 1}, the rows of the tables; got {first} to {last}"
             )
     return tuple(t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in (cos, sin))  # type: ignore[return-value]
+
+
+def write_gradients(
+    a: Arguments, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, into: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """Writes the gradients of q, k and v into the tensors of `into` that are there; returns rowsum(dout * out),
+    (batch, heads, len_q) or (heads, total_q)."""
+    dout, out = (last_axis_contiguous(t).detach() for t in (dout, out))
+    gradients = piece.backward(a, out, lse, dout)
+    with torch.no_grad():
+        for to, gradient in zip(into, (gradients.q, gradients.k, gradients.v), strict=True):
+            if to is not None and gradient is not None:
+                to.copy_(gradient)
+        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
 
 
 # ---- what is not built -----------------------------------------------------------------------------------------------

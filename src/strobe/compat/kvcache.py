@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from strobe import paged
-from strobe.api import attend as attend_to
+from strobe.call.attend import attend as attend_to
 from strobe.compat import flash_terms
 from strobe.nn.rotary import rotate
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 from strobe.variants.mask import Mask
 from strobe.variants.score import Score
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.api import attend
+from strobe.call.attend import attend
 from strobe.compat import flash_terms
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
-from strobe.variants.expression import Expr
-from strobe.variants.mask import Mask, causal, causal_top_left, full, window
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
+from strobe.variants.expression import Expr, Q
+from strobe.variants.mask import Mask, causal, causal_top_left, full
+from strobe.variants.ready_made import window
 
 # ---- the function ----------------------------------------------------------------------------------------------------
 
@@ -107,12 +108,9 @@ class _Asked(NamedTuple):
     rows: Any = None  # the bias, if it says where sequences lie that were packed into one
 
 
-_Q = Expr("var", ("q",))
-
-
 def _window_top_left(size: int) -> Mask:
     """The last `size` keys up to the one with the query's own index in its block."""
-    return Mask(_Q - Expr.of(size - 1), None, "window_top_left(?)", (size - 1,)) & causal_top_left
+    return Mask(Q - Expr.of(size - 1), None, "window_top_left(?)", (size - 1,)) & causal_top_left
 
 
 def _local(b: Any) -> Mask:
@@ -188,8 +186,8 @@ def _packed(asked: _Asked, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         )
     k, v = (t[0, starts[0] : starts[-1]] for t in (k, v))
     a = Arguments(
-        q[0], k, v, _offsets(rows.seqstart, q), _offsets(keys.seqstart, q) - starts[0], int(rows.max_seqlen),
-        max(lengths, default=0), asked.mask,
+        q=q[0], k=k, v=v, cu_q=_offsets(rows.seqstart, q), cu_k=_offsets(keys.seqstart, q) - starts[0],
+        max_q=int(rows.max_seqlen), max_k=max(lengths, default=0), mask=asked.mask,
     )  # fmt: skip
     return a if used is None else flash_terms.in_use(a, used_k=used.to(q.device, torch.int32))
 

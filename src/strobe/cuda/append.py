@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, ELEMENTS, TENSOR
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field
-from strobe.cuda.parts.plan import ALIGN, ELEMENTS, Launch, Plan
+from strobe.cuda.parts.plan import Launch, Plan
 from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
+from strobe.problem.arguments import ALIGN
 
 NAMES = ("k_new", "v_new", "k", "v", "slots", "cos", "sin", "positions")
 _INDICES = {torch.int32: "int", torch.int64: "i64"}
@@ -86,10 +88,10 @@ def plan(
         values |= {f"{name}_{axis}": pool.stride(i) for i, axis in enumerate(("batch", "row", "head"))}
     values |= {"slots_strides": strides[2], "new_rows": slots.numel(), "pages": k.shape[0], "page_size": k.shape[1]}
     values |= {"dim": k.shape[-1], "dim_v": v.shape[-1], "key_chunks": chunks[0], "value_chunks": chunks[1]}
-    element = "bf16"  # without rotary bits are copied, whatever they mean
+    element = BF16.name  # without rotary bits are copied, whatever they mean
     turned: tuple[Any, ...] = (None,) * 3
     if rotary is not None:
-        element, turned = ELEMENTS[k.dtype], (rotary.positions.dtype, rotary.cos.dtype, bool(rotary.interleaved))
+        element, turned = ELEMENTS[k.dtype].name, (rotary.positions.dtype, rotary.cos.dtype, bool(rotary.interleaved))
     return Plan((Launch(_kernel(element, slots.dtype, *turned, arch), grid, values),))
 
 
@@ -113,7 +115,7 @@ def _kernel(
     arch: str,
 ) -> TemplateKernel:
     slot, position = _INDICES[slots], _INDICES[positions or torch.int32]
-    table = "float" if tables in (None, torch.float32) else "u16"
+    table = "float" if tables in (None, torch.float32) else element
     turned = {None: "", False: " rotary", True: " interleaved"}[interleaved]
     config: dict[str, int | bool | str] = {
         "Slot": slot,
@@ -123,8 +125,8 @@ def _kernel(
         "kInterleaved": bool(interleaved),
     }
     fields = [
-        *(Field(name, "const u16*") for name in ("k_new", "v_new")),
-        *(Field(name, "u16*") for name in ("k", "v")),
+        *(Field(name, CONST_TENSOR) for name in ("k_new", "v_new")),
+        *(Field(name, TENSOR) for name in ("k", "v")),
         *(Field("slots", f"const {slot}*"), Field("positions", f"const {position}*")),
         *(Field(name, f"const {table}*") for name in ("cos", "sin")),
         *(Field(f"{t}_{axis}", "i64") for t in ("k", "v") for axis in ("batch", "row", "head")),

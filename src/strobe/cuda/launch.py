@@ -93,33 +93,19 @@ class Launcher:
                 return self(*addresses, blocks=blocks)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._counts:
-            counter, _alive = zeros(self._device, stream)
+            counter = None if torch._C._cuda_isCurrentStreamCapturing() else _zeros.get((self._device, stream))
+            if counter is None:
+                counter, _alive = zeros(self._device, stream)
             addresses = (*addresses, counter)
+        launches: Sequence[_Prepared] = self._launches
+        new_map: _Map | None = None
         if self._new_workspace is not None:
             workspace = self._new_workspace()
             start = workspace.data_ptr()
             parts = [start + offset for offset in self._workspace]
             if blocks is not None and self._map_key is not None:
-                return self._with_map(blocks, stream, addresses, parts)
+                launches, new_map = self._with_map(blocks, stream, parts)
             addresses = (*addresses, *parts)
-        self._run(self._launches, stream, addresses)
-
-    def _with_map(self, blocks: BlockMask, stream: int, addresses: tuple[int, ...], parts: list[int]) -> None:
-        """A map whose launch is captured in a graph exists only after the graph has run, so it is not kept."""
-        known, capturing = blocks.maps.get(self._map_key), torch._C._cuda_isCurrentStreamCapturing()
-        if known is None and capturing:
-            return self._run(self._launches, stream, (*addresses, *parts))
-        found = _Map(self._new_map(), stream, torch.cuda.Event()) if known is None else known
-        if found.stream != stream and not capturing:
-            found.ready.wait()
-            found.bits.record_stream(torch.cuda.current_stream(self._device))
-        parts[self._map_part] = found.bits.data_ptr()
-        self._run(self._launches if known is None else self._launches[1:], stream, (*addresses, *parts))
-        if known is None:
-            found.ready.record()
-            blocks.maps[self._map_key] = found
-
-    def _run(self, launches: Sequence[_Prepared], stream: int, addresses: tuple[int, ...]) -> None:
         if self._moved:
             addresses = (*addresses, *[addresses[index] + offset for index, offset in self._moved])
         for launch, words, places, slots in launches:
@@ -131,6 +117,22 @@ class Launcher:
                 launch.move_to(stream)
             if error := launch.enqueue():
                 launch.failed(error)
+        if new_map is not None and blocks is not None:
+            new_map.ready.record()
+            blocks.maps[self._map_key] = new_map
+
+    def _with_map(self, blocks: BlockMask, stream: int, parts: list[int]) -> tuple[Sequence[_Prepared], _Map | None]:
+        """Puts the map's address into the workspace. Returns the launches to make, and a map to be kept after them. One
+        whose launch is captured in a graph exists only after the graph has run, so it is not kept."""
+        kept, capturing = blocks.maps.get(self._map_key), torch._C._cuda_isCurrentStreamCapturing()
+        if kept is None and capturing:
+            return self._launches, None
+        used = _Map(self._new_map(), stream, torch.cuda.Event()) if kept is None else kept
+        if used.stream != stream and not capturing:
+            used.ready.wait()
+            used.bits.record_stream(torch.cuda.current_stream(self._device))
+        parts[self._map_part] = used.bits.data_ptr()
+        return (self._launches, used) if kept is None else (self._launches[1:], None)
 
 
 class _Map(NamedTuple):

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from strobe.cuda.parts.element import ELEMENTS, FP32
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import MOST_PARTS, Field
-from strobe.cuda.parts.plan import ALIGN, ELEMENTS, Launch, Plan
+from strobe.cuda.parts.plan import Launch, Plan
 from strobe.cuda.small_calls import THREADS, Launchers, blocks, in_chunks, kernel, two_axes
+from strobe.problem.arguments import ALIGN
 
-_TYPES = {torch.float32: "float", **dict.fromkeys(ELEMENTS, "u16")}  # how numbers travel
+_TYPES = {torch.float32: FP32, **ELEMENTS}
 _launchers = Launchers()
 
 
@@ -105,15 +107,7 @@ def plan(
 @functools.cache
 def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.dtype | None, arch: str) -> TemplateKernel:
     of_sinks = sinks or torch.float32
-    config: dict[str, Any] = {
-        "Part": _TYPES[part],
-        "Out": _TYPES[out],
-        "Sink": _TYPES[of_sinks],
-        "PartElement": ELEMENTS.get(part, "bf16"),
-        "SinkElement": ELEMENTS.get(of_sinks, "bf16"),
-        "kParts": parts,
-        "kSinks": sinks is not None,
-    }
+    config: dict[str, Any] = {"kParts": parts, "kSinks": sinks is not None}
     fields = [
         *(Field(f"part{i}", f"const {_TYPES[part]}*") for i in range(MOST_PARTS)),
         *(Field(f"part_lse{i}", "const float*") for i in range(MOST_PARTS)),
@@ -123,4 +117,4 @@ def _kernel(parts: int, part: torch.dtype, out: torch.dtype, sinks: torch.dtype 
         *(Field(name, "int") for name in ("new_rows", "inner_rows", "heads", "dim")),
     ]
     kind = f"{parts} {str(part).removeprefix('torch.')}{' sinks' if sinks is not None else ''}"
-    return kernel("merge", kind, arch, ELEMENTS.get(out, "bf16"), config, fields)
+    return kernel("merge", kind, arch, _TYPES[out].name, config, fields)

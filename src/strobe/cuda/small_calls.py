@@ -12,11 +12,11 @@ import torch
 
 from strobe.cuda.backend import machine_of, missing
 from strobe.cuda.launch import Launcher
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.architecture import AMPERE
+from strobe.cuda.parts.kernel import TemplateKernel, template_kernel
 from strobe.cuda.parts.params import Field, params
-from strobe.cuda.parts.plan import ALIGN, Plan
-from strobe.cuda.parts.shared_memory import SharedMemory
-from strobe.problem.arguments import PLAIN, tensor_facts
+from strobe.cuda.parts.plan import Plan
+from strobe.problem.arguments import ALIGN, PLAIN, tensor_facts
 
 THREADS = 128
 _MOST = 512  # launchers that a thread remembers
@@ -40,7 +40,7 @@ def can_run(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a kernel can read and write them: tensors on one GPU that has kernels."""
     device = tensors[0].device
     there = all(t.device == device and not t.is_neg() and t.numel() for t in tensors)
-    return there and missing(device, hopper=False) is None
+    return there and missing(device, AMPERE) is None
 
 
 class Launchers(threading.local):
@@ -72,18 +72,9 @@ def kernel(
     template: str, kind: str, arch: str, element: str, config: Mapping[str, int | bool | str], fields: Iterable[Field]
 ) -> TemplateKernel:
     """`template` of kernels/<template>.cuh, without shared memory. `kind`: for its name."""
-    return TemplateKernel(
-        name=f"{template}[{kind}]",
-        arch=arch,
-        params=params(fields),
-        threads=THREADS,
-        smem=0,
-        header=template,
-        template=template,
-        element=element,
-        config=tuple({**config, "kThreads": THREADS}.items()),
-        memory=SharedMemory([]),
-        types=(),
+    settings = {**config, "kThreads": THREADS}
+    return template_kernel(
+        template, kind, arch=arch, params=params(fields), threads=THREADS, element=element, config=settings
     )
 
 

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from strobe import api
+from strobe.call.autograd import cast_for_autocast
 from strobe.distributed import operation
 from strobe.distributed.agreement import agree, short_text
 from strobe.distributed.shard_plan import ShardPlan, axis_of, join
 from strobe.distributed.transport import Transport, names_of, only, sizes_of
 from strobe.problem import any_requires_grad
 from strobe.problem.arguments import Arguments
+from strobe.problem.resolve import with_softcap
 from strobe.variants.mask import Mask
-from strobe.variants.score import Score, identity, softcap as softcap_score
+from strobe.variants.score import Score, identity
 
 
 def attention(
@@ -110,13 +111,12 @@ def _call(
         raise ValueError(f"check must be None, True or False, got {check!r}")
     if dropout and seed is None:
         raise ValueError(f"dropout is {dropout}; it needs a seed, the same on every rank")
-    if score is not None and softcap is not None:
-        raise ValueError("softcap and score cannot be given together: a softcap is a score of its own")
+    score = with_softcap(score, softcap)
     if score is not None and not isinstance(score, Score):
         raise TypeError(f"score must be a strobe.Score (strobe.score_function(f), …) or None, got {score!r}")
     if score is not None and torch.is_grad_enabled() and any(t.requires_grad for t in score.tensors):
         raise ValueError(f"a tensor of {score!r} requires grad, which shards do not compute; capture its .detach()")
-    if mask is not None and not isinstance(mask, Mask):
+    if mask is not None and (not isinstance(mask, Mask) or mask.rest is not None):
         raise TypeError(f"mask must be a strobe mask (strobe.causal, strobe.window(…), …) or None, got {mask!r}")
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout must be one of 'bshd', 'bhsd', got {layout!r}")
@@ -126,9 +126,8 @@ def _call(
         raise ValueError(f"q has {q.dim()} axes; allowed are 3 (rows, heads, dim) and 4 (batch, rows, heads, dim)")
     documents = plan is not None and len(plan.lengths) > 1
     a = Arguments(q, k, v, sinks=sinks)
-    if torch.is_autocast_enabled(q.device.type):
-        a = api.cast_for_autocast(a)
-        q, k, v = a.q, a.k, a.v
+    a = cast_for_autocast(a)
+    q, k, v = a.q, a.k, a.v
     batched = q.dim() == 4
     if documents and batched:
         if q.shape[0] != 1:
@@ -138,8 +137,7 @@ def _call(
         q, k, v = q[0], k[0], v[0]
     elif not documents and not batched:
         q, k, v = q[None], k[None], v[None]
-    if score is None:
-        score = identity if softcap is None else softcap_score(float(softcap))
+    score = identity if score is None else score
     call = operation.Call(
         q, k, v, sinks, score.tensors, names,
         _contiguous_plan(int(q.shape[-3]) * ranks, ranks) if plan is None else plan.text,

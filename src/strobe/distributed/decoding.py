@@ -18,6 +18,7 @@ from strobe.merging import add_sinks_, merge_
 from strobe.problem import Problem
 from strobe.problem.arguments import Arguments
 from strobe.problem.checks import lse_dtype
+from strobe.problem.resolve import with_softcap
 from strobe.variants.mask import Mask, full
 from strobe.variants.score import Score
 
@@ -52,7 +53,7 @@ def decode(
 
     The other arguments are those of `strobe.attention`."""
     transport = only(mesh)
-    template = Arguments(None, None, None, scale=scale, softcap=softcap, score=score, sinks=sinks, backend=backend)
+    template = Arguments(None, None, None, scale=scale, sinks=sinks, backend=backend)
     batched = q.dim() == 4
     step: Step | None = None
     error: Exception | None = None
@@ -60,6 +61,7 @@ def decode(
     try:
         if not batched:
             q, k, v = q[None], k[None], v[None]
+        template = template._replace(score=with_softcap(score, softcap))
         Problem.of(template._replace(q=q, k=k, v=v), needs_grad=False)
         step = _step(q.shape[1], k.shape[1], plan, transport, mask, score)
         facts |= _facts(template, q, k, v, plan, mask)
@@ -84,7 +86,7 @@ def _facts(
     """On which all ranks must agree. Where ranks ask only about new kinds of calls, a cache that grows is none."""
     shapes = {name: (t.shape[0], "rows", *t.shape[2:]) for name, t in (("k", k), ("v", v))}
     cut = None if plan is None else plan.text if q.device.type == "cpu" else (plan.strategy, plan.ranks, plan.block)
-    options = {"scale": a.scale, "softcap": a.softcap, "score": None if a.score is None else a.score.text()}
+    options = {"scale": a.scale, "score": None if a.score is None else a.score.text()}
     options |= {"sinks": None if a.sinks is None else tuple(a.sinks.shape), "backend": a.backend}
     mask = mask if mask is not None or plan is None else plan.mask
     return {"q": tuple(q.shape), **shapes, "dtype": q.dtype, "plan": short_text(str(cut)), "mask": mask, **options}

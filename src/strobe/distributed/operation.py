@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe import api
+from strobe.call.attend import attend
 from strobe.call.autograd import without_autocast
 from strobe.call.traced import is_traced
 from strobe.distributed.agreement import agree, short_text
@@ -102,7 +102,7 @@ def alone(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if len(plan.lengths) > 1:
         cu, longest = torch.tensor(plan.starts, dtype=torch.int32, device=call.q.device), max(plan.lengths)
         a = a._replace(cu_q=cu, cu_k=cu, max_q=longest, max_k=longest)
-    return api.attend(a)
+    return attend(a)
 
 
 def method_of(call: Call, transports: Sequence[Transport]) -> Method:

@@ -75,7 +75,7 @@ class ShardPlan:
     ) -> None:
         if mask is None:
             mask = full
-        if not isinstance(mask, Mask):
+        if not isinstance(mask, Mask) or mask.rest is not None:
             raise TypeError(f"mask must be a strobe mask (strobe.causal, strobe.window(…), …) or None, got {mask!r}")
         self.lengths, self.shards, self.strategy, self.block, self.mask = lengths, shards, strategy, block, mask
         self.ranks = len(shards)

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.call import run
+from strobe.call import piece
 from strobe.call.bound_call import lookup
 from strobe.distributed import spans as sets
 from strobe.distributed.pieces import Piece, Range, rounds
 from strobe.merging import merge_
 from strobe.problem.arguments import Arguments
-from strobe.problem.checks import lse_dtype, with_longest
+from strobe.problem.checks import lse_dtype
 from strobe.variants.mask import Mask, Positions
 
 
@@ -142,7 +142,7 @@ class Step:
                 ((rows, _),) = group.places
                 _run_in_place(a, rows, state, is_last and bound.rounds_states)
                 continue
-            out, lse = run.run(a)
+            out, lse, _ = piece.forward(a)
             for rows, part in group.places:
                 state.add(rows, rows_of(out, part), lse[..., part[0] : part[1]])
 
@@ -161,11 +161,11 @@ class Step:
             out, dout = (_gather(t, group.places) for t in (rest.out, rest.dout))
             lse, dlse = (None if t is None else _gather_lse(t, group.places) for t in (rest.lse, rest.dlse))
             assert lse is not None
-            found = lookup(a).backward((True, True, True, False, False), a, out, lse, dout, dlse)
+            gradients = piece.backward(a, out, lse, dout, dlse)
             for total, gradient, places in (
-                (dq, found.q, group.places),
-                (dkeys.k, found.k, group.key_places),
-                (dkeys.v, found.v, group.key_places),
+                (dq, gradients.q, group.places),
+                (dkeys.k, gradients.k, group.key_places),
+                (dkeys.v, gradients.v, group.key_places),
             ):
                 assert gradient is not None
                 for at, part in places:
@@ -192,12 +192,12 @@ def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None
     """A call that reads and writes these rows of the state itself. `finish`: it is their last one, and rounds."""
     if state.is_empty(rows):
         out, lse = state.rows_to_finish(rows) if finish else state.rows_to_write_to(rows)
-        lse.copy_(run.run(a._replace(out=out, partial=not finish))[1])
+        lse.copy_(piece.forward(a._replace(out=out, partial=not finish)).lse)
         return
     out, lse = state.rows_to_merge_into(rows)
     if finish:
         a, out = a._replace(state_out=out, partial=False), state.rows_to_finish(rows)[0]
-    run.run(a._replace(out=out, state_lse=lse))
+    piece.forward(a._replace(out=out, state_lse=lse))
 
 
 def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:
@@ -265,7 +265,7 @@ class _Group:
         if self.cu is None:
             return a
         longest_q, longest_k = (max(stop - start for start, stop in ranges) for ranges in (self.rows, self.keys))
-        return with_longest(a._replace(cu_q=self.cu[0], cu_k=self.cu[1], max_q=longest_q, max_k=longest_k))
+        return a._replace(cu_q=self.cu[0], cu_k=self.cu[1], max_q=longest_q, max_k=longest_k)
 
 
 def _ints(values: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.call import run
-from strobe.call.bound_call import lookup
+from strobe.call import piece
 from strobe.distributed import spans as sets
 from strobe.distributed.method import Gradients, Method, Result, Task, like, taken
 from strobe.distributed.step import Rest
 from strobe.distributed.transport import Message, Transport
 from strobe.problem.arguments import Arguments
-from strobe.problem.checks import lse_dtype, with_longest
+from strobe.problem.checks import lse_dtype
 
 Heads = tuple[int, int]
 
@@ -181,17 +180,17 @@ class Local:
         return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Result:
-        out, lse = run.run(self._arguments(q, k, v))
+        out, lse, _ = piece.forward(self._arguments(q, k, v))
         return Result(out.contiguous(), lse.contiguous())
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: Rest, kept: tuple[torch.Tensor, ...]
     ) -> Gradients:
         a = self._arguments(q, k, v)
-        needs = (True, True, True, False, a.sinks is not None)
-        found = lookup(a).backward(needs, a, rest.out, rest.lse, rest.dout, rest.dlse)
-        assert found.q is not None and found.k is not None and found.v is not None
-        return Gradients(found.q, found.k, found.v, found.sinks)
+        wanted = ("q", "k", "v") if a.sinks is None else ("q", "k", "v", "sinks")
+        gradients = piece.backward(a, rest.out, rest.lse, rest.dout, rest.dlse, wanted)
+        assert gradients.q is not None and gradients.k is not None and gradients.v is not None
+        return Gradients(gradients.q, gradients.k, gradients.v, gradients.sinks)
 
     def _arguments(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arguments:
         plan = self.task.plan
@@ -202,4 +201,4 @@ class Local:
         if cu is None:
             cu = plan.prepared["cu", q.device] = torch.tensor(plan.starts, dtype=torch.int32).to(q.device)
         longest = max(plan.lengths)
-        return with_longest(a._replace(cu_q=cu, cu_k=cu, max_q=longest, max_k=longest))
+        return a._replace(cu_q=cu, cu_k=cu, max_q=longest, max_k=longest)

@@ -7,34 +7,43 @@ STROBE_EMULATE=sm90 runs the Hopper kernels instead of the Ampere ones, STROBE_E
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import os
 from typing import Any
 
 import torch
 
 from strobe.backends.backend import Backend, Gradients, Pass
-from strobe.cuda import backend as cuda_backend
+from strobe.cuda.parts.architecture import SMEM_BYTES, generation
 from strobe.cuda.parts.params import COUNTER, COUNTERS
 from strobe.cuda.parts.plan import MAP, Machine, Plan
-from strobe.cuda.plans.families import FAMILIES
+from strobe.cuda.plans.families import FAMILIES, Family
+from strobe.cuda.tensors import gradients_of, inside_strides, prepare, prepare_backward
 from strobe.emulator.compiler import build, compiler, how_to_install
 from strobe.emulator.program import Buffer, Counters, Mode, mode_and_seed
 from strobe.emulator.tensor_map import encode_tensor_map
 from strobe.problem import Problem
 from strobe.problem.arguments import Arguments, Layout
+from strobe.problem.page_checks import check_call
 from strobe.variants.block_mask import BlockMask
 
-# Few multiprocessors, so that blocks go through several tiles.
-MACHINES = {
-    "sm80": Machine("sm_80", sms=3, l2_bytes=64 << 20, smem_bytes=163 << 10),
-    "sm90": Machine("sm_90a", sms=3, l2_bytes=64 << 20, smem_bytes=227 << 10),
-}
+
+def _machine(family: Family) -> Machine:
+    """The oldest GPU of a family. It has few multiprocessors, so that blocks go through several tiles."""
+    architecture = family.architectures[0]
+    arch = architecture.target(architecture.first)
+    return Machine(arch, sms=3, l2_bytes=64 << 20, smem_bytes=SMEM_BYTES[generation(arch)])
+
+
+MACHINES = {name: _machine(family) for name, family in FAMILIES.items()}
 
 
 def _chosen() -> str:
     chosen = os.environ.get("STROBE_EMULATE", "sm80")
     if chosen not in FAMILIES:
-        raise ValueError(f'STROBE_EMULATE is {chosen!r}; allowed are "sm80" and "sm90"')
+        allowed = " and ".join(f'"{name}"' for name in sorted(FAMILIES))
+        raise ValueError(f"STROBE_EMULATE is {chosen!r}; allowed are {allowed}")
     return chosen
 
 
@@ -95,22 +104,24 @@ def _bind_backward(problem: Problem, layout: Layout) -> Any:
     def run(a: Arguments, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         machine = MACHINES[_chosen()]
         results = (out, lse, dout, dlse)
-        tensors, actual, strides = cuda_backend.prepare_backward(problem, layout, a, *results, machine.sms)
+        tensors, actual, strides = prepare_backward(problem, layout, a, *results, machine.sms)
         mode, seed = mode_and_seed()
-        plan = FAMILIES[_chosen()].module(problem).plan(actual, strides, machine)
+        plan = FAMILIES[_chosen()].planner(problem).plan(actual, strides, machine)
         launch(plan, tensors, mode=mode, seed=seed, blocks=a.blocks)
-        return cuda_backend.gradients_of(problem, layout, tensors, a)
+        return gradients_of(problem, layout, tensors, a)
 
     return run
 
 
 def _bind_forward(problem: Problem, layout: Layout) -> Any:
     def run(a: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if a.paged:
+            check_call(a, problem.mask)
         plain = a._replace(**{name: getattr(a, name).detach() for name in ("q", "k", "v")})
-        x, actual = cuda_backend.prepare(problem, layout, plain)
+        x, actual = prepare(problem, layout, plain)
         chosen = _chosen()
-        planner = FAMILIES[chosen].module(problem).plan
-        plan = planner(actual, cuda_backend.inside_strides(x["o"], layout), MACHINES[chosen])
+        strides = {"o": inside_strides(x["o"], layout)}
+        plan = FAMILIES[chosen].planner(problem).plan(actual, strides, MACHINES[chosen])
         mode, seed = mode_and_seed()
         launch(plan, x, mode=mode, seed=seed, blocks=a.blocks)
         if a.out is None:
@@ -134,10 +145,9 @@ BACKENDS = {
         ),
         bind=_bind,
         automatic=False,
-        pages=True,
-        invariant=True,
-        merges=True,
-        captured_gradients=True,
-        rounds_states=lambda problem: _chosen() == "sm90",
+        can=functools.reduce(
+            operator.or_, (family.can for family in FAMILIES.values())
+        ),  # `limits` asks the chosen one
+        rounds_states=lambda problem: FAMILIES[_chosen()].rounds_states(problem, MACHINES[_chosen()]),
     )
 }

@@ -10,6 +10,7 @@ import torch
 from strobe.problem import Problem, supposed
 from strobe.variants import mask as masks
 from strobe.variants.mask import Mask, full
+from strobe.variants.ready_made import chunked, prefix, window
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
 
 
 _PLAIN = {mask.name: mask for mask in (masks.full, masks.causal, masks.causal_top_left)}
-_MAKERS: dict[str, Any] = {"window": masks.window, "prefix": masks.prefix, "chunked": masks.chunked}
+_MAKERS: dict[str, Any] = {"window": window, "prefix": prefix, "chunked": chunked}
 
 
 def mask_of(text: str) -> Mask:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KINDS = ("ours", "ladder", "peer", "standard")  # of providers, in the order in which they are shown
+KINDS = ("ours", "peer", "standard")  # of providers, in the order in which they are shown
 COLOURS = {
     "ours": ("#d1495b", "#e07a3f", "#b8336a", "#e0a13f", "#8f2d56"),
-    "ladder": ("#fbb03b", "#e8793a", "#c94c4c", "#9b3a6b", "#6b3a8a", "#3f3a8f", "#22577a"),
     "peer": ("#2f6fb3", "#2a9d8f", "#6a5acd", "#4f9d3a", "#1f8fb8", "#5b7fa6", "#3a7d6b"),
     "standard": ("#8a8d93", "#a67c52", "#6f7d5c", "#9a7aa0", "#7a6a5a", "#8f8f5f"),
 }
-_SHAPES = {"ours": "circle", "ladder": "diamond", "peer": "square", "standard": "triangle"}
+_SHAPES = {"ours": "circle", "peer": "square", "standard": "triangle"}
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Style:
     """How a provider's line looks. Kinds differ in shape too, so that a figure can be read without colours."""
 
     colour: str
-    shape: str  # circle, diamond, square or triangle
+    shape: str  # circle, square or triangle
     dashed: bool
     width: float
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from strobe.measure.statistics import summarise_turns
 from strobe.measure.stopwatch import CALLS_IN_GRAPH, Stopwatch, TimedCall
 
 _MOST_SAMPLES = 400  # of a provider
@@ -62,15 +61,6 @@ def interleave(calls: list[TimedCall], watch: Stopwatch, measure: str = "time") 
                 with call.guarded():
                     _take_turn(call, share, watch, measure)
     return entrants
-
-
-def medians(calls: Mapping[str, TimedCall], watch: Stopwatch) -> dict[str, float]:
-    """Milliseconds of each, interleaved. Raises what one of them raised."""
-    interleave(list(calls.values()), watch)
-    for call in calls.values():
-        if call.problem is not None:
-            raise call.problem
-    return {name: round(summarise_turns(call.turns_ms).median, 5) for name, call in calls.items()}
 
 
 def orders(n: int) -> Iterator[list[int]]:

@@ -7,20 +7,22 @@ from typing import Any, Never
 
 import torch
 
-from strobe.api import attend
+from strobe.call.attend import attend
 from strobe.call.traced import is_tracing
 from strobe.merging import merge
 from strobe.paged.pool import Level, Table
 from strobe.problem import Unsupported
-from strobe.problem.arguments import LAYOUTS, Arguments
+from strobe.problem.arguments import Arguments
 from strobe.problem.checks import with_longest
 from strobe.problem.hints import shows_known_keywords, unknown_keyword
 from strobe.problem.page_checks import check_tail, entries_of, in_order
+from strobe.problem.resolve import with_softcap
 from strobe.problem.work_list import Plan
 from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask, causal, full
-from strobe.variants.mask_function import MaskFunction, mask_function, with_tail
 from strobe.variants.score import Score
+from strobe.variants.tail import with_tail
+from strobe.variants.user_function import mask_function
 
 
 @shows_known_keywords
@@ -91,10 +93,11 @@ def attention_paged(
     if lengths is None:
         raise TypeError("lengths must be a torch.Tensor, got NoneType")
     a = Arguments(
-        q, k, v, cu_q, None, max_q, None, mask, scale, softcap, score, None, 0.0, None, sinks, LAYOUTS[0], out, return_lse,
-        backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, plan=plan, invariant=invariant,
+        q=q, k=k, v=v, cu_q=cu_q, max_q=max_q, mask=mask, scale=scale, score=with_softcap(score, softcap), sinks=sinks, out=out,
+        return_lse=return_lse, backend=backend, table=entries, indptr=indptr, lengths=lengths, starts=starts, plan=plan,
+        invariant=invariant,
     )  # fmt: skip
-    if tail is not None and cu_q is not None and max_q is None and not is_tracing(q):
+    if tail is not None and max_q is None and isinstance(cu_q, torch.Tensor) and not (cu_q.is_cpu or is_tracing(q)):
         a = with_longest(a)  # `tail` has no bits for more; the call would read it back later
     own = a if tail is None else a._replace(mask=_with_tail(a, tail))
     return attend(own) if not shared else _with_levels(a, own, shared)
@@ -105,9 +108,9 @@ def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
     if isinstance(a.q, torch.Tensor) and a.q.dim() == (4 if a.cu_q is None else 3):
         check_tail(tail, a.q, a.cu_q, a.max_q)
     mask = full if a.mask is None else a.mask
-    if not isinstance(mask, (Mask, MaskFunction, BlockMask, torch.Tensor)) and callable(mask):
+    if not isinstance(mask, (Mask, BlockMask, torch.Tensor)) and callable(mask):
         mask = mask_function(mask)
-    return with_tail(mask, tail, a.cu_q) if isinstance(mask, (Mask, MaskFunction)) else mask
+    return with_tail(mask, tail, a.cu_q) if isinstance(mask, Mask) else mask
 
 
 def _with_levels(a: Arguments, own: Arguments, levels: Sequence[Level]) -> Any:

@@ -1,13 +1,14 @@
 """The table of arguments of `strobe.attention`, `attention_varlen` and `attention_paged`, and the layouts of tensors.
 
 `Arguments` holds what a caller passed, unchecked. Each argument is one row of it. Everything that lists arguments is derived
-from the rows: which tensors autograd sees, the key under which a bound call is remembered (`bound_call.py`), the schema of the
-traced operation (`traced.py`), and the views that backends get (`Inputs`). `problem.py` checks them.
+from the rows: the tensors that autograd sees, the key under which a bound call is remembered (`call/bound_call.py`), the
+schema of the traced operation (`call/traced.py`), and the views that backends get (`Inputs`). `Problem.of` checks them.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -24,19 +25,30 @@ def tensor_facts(t: torch.Tensor) -> tuple[Any, ...]:
     return t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()
 
 
-class Row(NamedTuple):
-    """What is known of an argument besides its name and default."""
+# Bytes that one asynchronous copy moves. Kernels want addresses and strides that are multiples of it, so a bound call
+# depends on which tensors have them (`bound_call.signature`), and a plan on the tensors that were copied for it.
+ALIGN = 16
 
-    schema: str | None = None  # its type as an argument of torch.ops.strobe.attention; None: it cannot be traced
-    tensor: bool = False  # if it is given
-    gradient: bool = False  # it may have one
-    view: str | None = (
-        None  # how backends see it: "rows" (batch, heads, length, dim), "pairs" (with four axes), or as it is
-    )
-    written: bool = False  # the result goes there, so autograd never sees it
-    forward: bool = False  # of calls that have no gradients, so autograd never sees it
-    per_head: bool = False  # one number for each query head
-    read: str | None = None  # the form in which kernels read it: "floats", "contiguous", "strided" or "unsigned"
+
+class Row(NamedTuple):
+    """A row of the table: facts about an argument besides its name and default."""
+
+    # The type as an argument of torch.ops.strobe.attention; None: the argument cannot be traced.
+    schema: str | None = None
+    # The argument is a tensor, or None.
+    tensor: bool = False
+    # It may have a gradient.
+    gradient: bool = False
+    # How backends see it: "rows" (batch, heads, length, dim), "pairs" (with four axes), or, if None, as it is.
+    view: str | None = None
+    # The result goes there, so autograd never sees it.
+    written: bool = False
+    # Calls that have it have no gradients, so autograd never sees it.
+    forward: bool = False
+    # It has one number for each query head.
+    per_head: bool = False
+    # The form in which kernels read it: "floats", "contiguous", "strided" or "unsigned".
+    read: str | None = None
 
 
 _Rows = Annotated[Any, Row("Tensor", tensor=True, gradient=True, view="rows")]
@@ -46,7 +58,8 @@ _Written = Annotated[Any, Row(tensor=True, written=True)]
 
 
 class Arguments(NamedTuple):
-    """One call, as it was made; `strobe.attention` documents the arguments. Without `cu_q` and `cu_k` it is a dense one."""
+    """One call, as it was made; `strobe.attention` documents the arguments. Without `cu_q` and `cu_k` it is a dense one. A
+    softcap is a score (`resolve.with_softcap`)."""
 
     q: _Rows
     k: _Rows
@@ -55,10 +68,11 @@ class Arguments(NamedTuple):
     cu_k: _Offsets = None
     max_q: Annotated[Any, Row("SymInt?")] = None
     max_k: Annotated[Any, Row("SymInt?")] = None
-    mask: Annotated[Any, Row("Tensor?", tensor=True, view="pairs")] = None  # or a `Mask`, which travels as a text
+    # A `Mask`, which is traced as a text, or a tensor.
+    mask: Annotated[Any, Row("Tensor?", tensor=True, view="pairs")] = None
     scale: Annotated[Any, Row("float?")] = None
-    softcap: Annotated[Any, Row()] = None  # travels as a score
-    score: Annotated[Any, Row("str")] = None  # its tensors travel apart
+    # A `Score`, which is traced as a text; its tensors are traced apart.
+    score: Annotated[Any, Row("str")] = None
     bias: Annotated[Any, Row("Tensor?", tensor=True, gradient=True, view="pairs", read="strided")] = None
     dropout: Annotated[Any, Row("float")] = 0.0
     seed: Annotated[Any, Row("SymInt", read="unsigned")] = None
@@ -68,23 +82,36 @@ class Arguments(NamedTuple):
     return_lse: Annotated[Any, Row()] = False
     deterministic: Annotated[Any, Row("bool")] = False
     backend: Annotated[Any, Row("str?")] = None
+
     # ---- internal, for shards and chunks
-    positions: _Offsets = None  # (sequences, 4) int32, the fields of `mask.Positions`
-    partial: Annotated[Any, Row()] = False  # the output is in fp32
-    first_head: Annotated[Any, Row()] = 0  # index of the first query head among those of the whole, for dropout
-    state_lse: _Written = (
-        None  # the LSE of a state, a finite result over other keys in `out`: the call merges into both
-    )
-    state_out: _Written = None  # where the state's output is instead; `out` gets the merged one, in the dtype of q
+    # (sequences, 4) int32, the fields of `mask.Positions`.
+    positions: _Offsets = None
+    # The output is in fp32.
+    partial: Annotated[Any, Row()] = False
+    # The index of the first query head among those of the whole, for dropout.
+    first_head: Annotated[Any, Row()] = 0
+    # The LSE of a state, a finite result over other keys whose output is in `out`: the call merges into both.
+    state_lse: _Written = None
+    # The output of the state if it is not in `out`, which then gets the merged one in the dtype of q.
+    state_out: _Written = None
+
     # ---- paged keys: k and v are a pool of pages, (pages, page, heads_k, dim); `strobe.attention_paged` documents the rest
-    table: _Paged = None  # (sequences, width) int32; with `indptr` the entries of all sequences, one after the other
-    indptr: _Paged = None  # (sequences + 1,) int32
-    lengths: _Paged = None  # (sequences,) int32: the call is a paged one if it is given
-    starts: _Paged = None  # (sequences,) int32
-    plan: Annotated[Any, Row()] = None  # a `strobe.paged.Plan`
-    invariant: Annotated[Any, Row("bool")] = False  # the same bits for a row whatever is beside it
+    # (sequences, width) int32; with `indptr` the entries of all sequences, one after the other.
+    table: _Paged = None
+    # (sequences + 1,) int32.
+    indptr: _Paged = None
+    # (sequences,) int32: the call is a paged one if it has them.
+    lengths: _Paged = None
+    # (sequences,) int32.
+    starts: _Paged = None
+    # A `strobe.paged.Plan`.
+    plan: Annotated[Any, Row()] = None
+    # The bits of a row are the same whatever is beside it.
+    invariant: Annotated[Any, Row("bool")] = False
+
     # ---- internal
-    blocks: Annotated[Any, Row()] = None  # the `BlockMask` that the mask came from, which keeps maps for kernels
+    # The `BlockMask` that the mask came from, which keeps maps for kernels.
+    blocks: Annotated[Any, Row()] = None
 
     @property
     def mask_tensor(self) -> torch.Tensor | None:
@@ -103,18 +130,20 @@ ROWS: dict[str, Row] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Arguments, include_extras=True).items()
 }
 PER_HEAD = tuple(name for name, row in ROWS.items() if row.per_head)
-GRADIENTS = tuple(name for name, row in ROWS.items() if row.gradient)  # what can have one: q, k, v first
+# The arguments that can have a gradient: q, k, v first.
+GRADIENTS = tuple(name for name, row in ROWS.items() if row.gradient)
+# The tensors that autograd sees.
 TENSORS = GRADIENTS + tuple(
     n for n, row in ROWS.items() if row.tensor and not (row.gradient or row.written or row.forward)
-)  # that autograd sees
+)
 _PLACES = [Arguments._fields.index(name) for name in TENSORS]
 _SCORE, _SEED, _BLOCKS = map(Arguments._fields.index, ("score", "seed", "blocks"))
 _others = operator.attrgetter(*("mask_tensor" if n == "mask" else n for n in TENSORS[3:]))  # besides q, k and v
 
 
 def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
-    """In the order of TENSORS, those of a score behind them; q, k and v alone if there are no others, since each costs
-    autograd time."""
+    """The tensors that autograd sees, in the order of TENSORS, and behind them those of a score; q, k and v alone if there
+    are no others, since each costs autograd time."""
     others, of_score = _others(a), a.score_tensors
     for t in others:
         if t is not None:
@@ -122,34 +151,36 @@ def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
     return (*a[:3], *others, *of_score) if of_score else a[:3]
 
 
-def gradient_names(needs: Sequence[bool]) -> tuple[str, ...]:
-    """Of the tensors of `tensors_of` that need a gradient; those of a score are "score0" and so on."""
+@functools.lru_cache(maxsize=256)
+def gradient_names(needs: tuple[bool, ...]) -> tuple[str, ...]:
+    """The names of the tensors of `tensors_of` that need a gradient; those of a score are "score0" and so on. The last ones
+    may be missing in `needs`."""
     known = len(TENSORS)
     return tuple(TENSORS[i] if i < known else f"score{i - known}" for i, need in enumerate(needs) if need)
 
 
-def behind_tensors(of_gradients: Sequence[Any], of_score: Sequence[Any]) -> tuple[Any, ...]:
-    """In the order of `tensors_of`: something for each of GRADIENTS, and for each tensor of a score."""
-    return (*of_gradients, *(None,) * (len(TENSORS) - len(GRADIENTS)), *of_score) if of_score else tuple(of_gradients)
+def in_tensor_order(gradients: Sequence[Any], of_score: Sequence[Any]) -> tuple[Any, ...]:
+    """Pads values for GRADIENTS, and for the tensors of a score, with None to the order of `tensors_of`."""
+    return (*gradients, *(None,) * (len(TENSORS) - len(GRADIENTS)), *of_score) if of_score else tuple(gradients)
 
 
 def without_tensors(a: Arguments) -> Arguments:
-    """What a call is besides its tensors and seed; nothing is written to, and the LSE is returned."""
+    """The call without its tensors and its seed; it writes to nothing, and returns the LSE."""
     none = {name: None for name, row in ROWS.items() if row.tensor and isinstance(getattr(a, name), torch.Tensor)}
     score = a.score.structure if isinstance(a.score, Score) else a.score
     return a._replace(**none, score=score, seed=None, return_lse=True, blocks=None, plan=None)
 
 
 def with_tensors(a: Arguments, seed: int | None, tensors: Sequence[Any], blocks: Any = None) -> Arguments:
-    """Arguments `without_tensors`, with tensors that are given as by `tensors_of`."""
-    found = list(a)  # replacing by name takes five times as long
+    """Arguments that were made `without_tensors`, with tensors in the order of `tensors_of`."""
+    values = list(a)  # replacing by name takes five times as long
     for place, t in zip(_PLACES, tensors, strict=False):
         if t is not None:
-            found[place] = t
+            values[place] = t
     if of_score := tensors[len(TENSORS) :]:
-        found[_SCORE] = a.score.with_tensors(of_score)
-    found[_SEED], found[_BLOCKS] = seed, blocks
-    return Arguments._make(found)
+        values[_SCORE] = a.score.with_tensors(of_score)
+    values[_SEED], values[_BLOCKS] = seed, blocks
+    return Arguments._make(values)
 
 
 class Layout(enum.Enum):
@@ -213,12 +244,12 @@ _BY_AXES = {
 
 
 def layout_of_keys(a: Arguments, layout: Layout) -> Layout:
-    """Of k and v, where q has this one. A pool of pages has the axes of a batch of short sequences."""
+    """The layout of k and v, where q has this one. A pool of pages has the axes of a batch of short sequences."""
     return Layout.BSHD if a.paged else layout
 
 
 def layout_of(a: Arguments) -> Layout:
-    """Of arguments whose `layout` and number of axes have been checked."""
+    """The layout of arguments whose `layout` and number of axes have been checked."""
     return Layout.VARLEN if a.cu_q is not None else _BY_AXES[a.layout, a.q.dim()]
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a call, one by one. `problem.py` calls all of them, in order, and says what is asked for.
+"""Checks of the arguments of a call, one by one. `Problem.of` calls all of them, in order, and says what is asked for.
 
 An error names the argument, its value and what is allowed.
 """
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from strobe.problem.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
-from strobe.problem.overlap import overlaps_itself, share_memory
+from strobe.variants.expression import DIAGONAL, B, H, K, Q
 from strobe.variants.mask import MAX_CONSTANTS, Mask, full
-from strobe.variants.score import LOG2E, Score, identity, softcap
-from strobe.variants.user_function import ROW, B, H, K, Q
+from strobe.variants.score import LOG2E, Score, identity
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -41,7 +40,7 @@ def checked_number(name: str, value: Any) -> float:
 
 
 def checked_scale(value: Any, score: Score, dtype: torch.dtype) -> float:
-    """A scale that, with the factors of the score and in units of log 2, is a number of the type that scores have."""
+    """Checks that scale * score factors * log2(e) does not overflow the dtype of the scores."""
     scale = checked_number("scale", value)
     form, wide = score.kernel_form(scale), lse_dtype(dtype)
     most = torch.finfo(wide).max
@@ -207,19 +206,13 @@ def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> 
             "a strobe mask (strobe.causal, strobe.window(…), …), a function (b, h, q, k), a boolean tensor or None"
         )
         raise TypeError(f"mask must be {allowed}, got {mask!r}")
+    assert mask.rest is None, "conditions belong to the score: see `resolved`"
     if len(mask.constants) > MAX_CONSTANTS:
         raise ValueError(f"{mask!r} combines too many masks: {len(mask.constants)} constants, at most {MAX_CONSTANTS}")
     return mask
 
 
 def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) -> Score:
-    if a.softcap is not None:
-        cap = checked_number("softcap", a.softcap)
-        if cap <= 0:
-            raise ValueError(f"softcap must be greater than 0, got {a.softcap}")
-        if a.score is not None:
-            raise ValueError("softcap and score cannot be given together: a softcap is a score of its own")
-        return softcap(cap)
     if a.score is None:
         return identity
     if not isinstance(a.score, Score):
@@ -231,7 +224,7 @@ def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) ->
             raise ValueError(f"a tensor of {a.score!r} is on {t.device}, q is on {a.q.device}")
     sizes = {B: (batch, "sequences"), H: (heads, "heads")}
     if a.cu_q is None and a.positions is None and not a.paged:  # else lengths are at most so long
-        sizes |= {ROW: (len_q, "queries"), Q: (len_k, "positions"), K: (len_k, "keys")}
+        sizes |= {Q: (len_q, "queries"), DIAGONAL: (len_k, "positions"), K: (len_k, "keys")}
     for load in a.score.expr.loads():
         shape = tuple(a.score.tensors[load.args[0]].shape)
         for axis, index in enumerate(load.operands):
@@ -323,3 +316,45 @@ def check_state(a: Arguments, layout: Layout) -> None:
 def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
     """Whether `out` is the queries themselves: results may replace them, since a row is read before it is written."""
     return name == "q" and t.data_ptr() == out.data_ptr() and t.shape == out.shape and t.stride() == out.stride()
+
+
+# ---- memory: what is written must not be read at the same time --------------------------------------------------------
+
+
+def overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether two elements lie at one address. Axes are sorted by stride: each must step over all that lie within."""
+    reach = 0
+    for stride, size in sorted((abs(s), n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return t.numel() > 0 and int(_marks(t, t).sum()) < t.numel() * t.element_size()
+        reach += stride * (size - 1)
+    return False
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether some element of one is an element of the other."""
+    if not a.numel() or not b.numel() or a.device.type == "meta" or not same_storage(a, b):
+        return False
+    (a0, a1), (b0, b1) = _addresses(a), _addresses(b)
+    if a1 <= b0 or b1 <= a0:
+        return False
+    return bool((_marks(a, b) & _marks(b, a)).any())
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _addresses(t: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def _marks(t: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """The bytes of the memory around both, True where `t` has an element."""
+    (t0, t1), (b0, b1) = _addresses(t), _addresses(beside)
+    start, size = min(t0, b0), t.element_size()
+    marks = torch.zeros(max(t1, b1) - start, dtype=torch.bool, device=t.device)
+    strides = (*(s * size for s in t.stride()), 1)
+    marks.as_strided((*t.shape, size), strides, t0 - start).fill_(True)
+    return marks

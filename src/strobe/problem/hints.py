@@ -1,10 +1,11 @@
-"""Help for a first call that is written as for another library: keywords and the order of axes.
+"""Help for callers who know another library: keywords, the order of axes, the class of errors.
 
-Nothing here runs in a repeated call: keywords are looked up after they were refused, shapes where a call is bound."""
+Keywords are looked up after they were refused, and shapes where a call is bound, so a repeated call spends no time here."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 import sys
@@ -127,3 +128,28 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     return level
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class InvalidArgument(TypeError, ValueError, RuntimeError):
+    """An argument that makes no sense. PyTorch's and flash-attn's kernels say so with a RuntimeError, and callers who try
+    something else then catch that; ours are TypeErrors and ValueErrors. This is all of them."""
+
+
+def raises_as_hosts(function: _Function) -> _Function:
+    """The function, whose TypeErrors and ValueErrors are RuntimeErrors as well."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # which reports errors in its own way
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, RuntimeError):
+                raise
+            raise InvalidArgument(str(error)) from error
+
+    return call  # type: ignore[return-value]

@@ -187,7 +187,7 @@ def check_contents(
 
 
 def check_call(a: Arguments, mask: Mask) -> None:
-    """The contents of a call's tables. `mask` is that of its problem."""
+    """Checks the contents of a call's tables, for kernels that read them as they are. `mask` is that of the problem."""
     lengths = a.lengths.long()
     len_q = torch.full_like(lengths, a.q.shape[1]) if a.cu_q is None else a.cu_q.diff().long()
     start = torch.zeros_like(lengths) if a.starts is None else a.starts.long()

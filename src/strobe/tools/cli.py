@@ -25,6 +25,7 @@ from strobe.tools import compile_command as ahead_of_time, plan_command as plann
 if TYPE_CHECKING:
     import torch
 
+    from strobe.cuda.parts.architecture import Architecture
     from strobe.tools import demo as demonstration
     from strobe.tools.tune import Subject
 
@@ -136,7 +137,7 @@ def demo(
         raise UserError(f"--init {init} is a file, which has sizes of its own: leave out {given}")
     where = _device(device)
     on_gpu = where.type == "cuda"
-    if backend in ("sm90", "sm80") and not on_gpu:
+    if backend is not None and not on_gpu:
         _refuse_without_gpu(backend, where)
     settings = demonstration.Settings(
         lengths=tuple(sorted(set(seq_len or demonstration.LENGTHS["cuda" if on_gpu else "cpu"]))),
@@ -158,11 +159,14 @@ def _refuse_without_gpu(backend: str, where: torch.device) -> None:
     import torch
 
     from strobe.cuda.backend import missing
+    from strobe.cuda.plans.families import FAMILIES
 
-    found = missing(torch.device("cuda", 0), hopper=backend == "sm90")
-    why = f"--device is {where}" if found is None else found
-    gpu = "a Hopper GPU (H100, H200)" if backend == "sm90" else "an NVIDIA GPU, Ampere or later"
-    raise UserError(f"--backend {backend} needs {gpu}: {why}; `strobe doctor` says what is ready here")
+    if backend not in FAMILIES:
+        return
+    architectures = FAMILIES[backend].architectures
+    why = missing(torch.device("cuda", 0), *architectures) or f"--device is {where}"
+    gpus = " or ".join(architecture.gpus for architecture in architectures)
+    raise UserError(f"--backend {backend} needs {gpus}: {why}; `strobe doctor` says what is ready here")
 
 
 def _show_example(backend: str | None) -> None:
@@ -292,14 +296,14 @@ def tune(
     from strobe.tools import terminal, tune as tuning, tune_table
 
     device = torch.device("cuda", 0)
-    subject = _tuned(direction, family, device)
+    subject, architectures = _tuned(direction, family, device)
     known = {name.split()[0]: name for name in subject.kinds}
     if unknown := set(kind or ()) - set(known):
         raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
     dims = subject.dims_of(head_dim)
     if not dims:
         raise UserError(f"no such kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
-    if (reason := backend.missing(device, hopper=direction == "forward" or family == "sm90")) is not None:
+    if (reason := backend.missing(device, *architectures)) is not None:
         raise UserError(f"there is nothing to tune here: {reason}")
     with command.progress() as bar:
         task = bar.add_task("tuning", total=None)
@@ -322,21 +326,26 @@ def tune(
     print(f"use them: export STROBE_TILES={out.resolve()}")
 
 
-def _tuned(direction: str, family: str | None, device: torch.device) -> Subject:
+def _tuned(direction: str, family: str | None, device: torch.device) -> tuple[Subject, tuple[Architecture, ...]]:
+    """What is tuned, and the GPUs that it runs on."""
+    import torch
+
     from strobe.cuda import backend
-    from strobe.cuda.plans import forward_sm90
+    from strobe.cuda.plans.families import FAMILIES
     from strobe.tools import tune_backward, tune_forward
 
+    def runs(name: str) -> bool:
+        return backend.missing(device, *FAMILIES[name].architectures) is None
+
+    names = [name for name in FAMILIES if FAMILIES[name].tuned(direction == "backward")]
+    if family is not None and family not in names:
+        raise UserError(f"--backend {family} has no {direction} tiles to tune")
+    chosen = family or next(filter(runs, names), names[-1])
+    architectures = FAMILIES[chosen].architectures
     if direction == "forward":
-        if family == "sm80":
-            raise UserError("--backend sm80 has no forward tiles to tune; --pass backward has")
-        return tune_forward.FORWARD
-    hopper = backend.missing(device, hopper=True) is None
-    chosen = family or ("sm90" if hopper else "sm80")
-    if chosen == "sm90":
-        return tune_backward.subject(chosen, forward_sm90.ARCH)
-    able = backend.missing(device, hopper=False) is None
-    return tune_backward.subject(chosen, backend.machine_of(device).arch.rstrip("af") if able else "sm_80")
+        return tune_forward.FORWARD, architectures
+    capability = torch.cuda.get_device_capability(device) if runs(chosen) else architectures[0].first
+    return tune_backward.subject(chosen, architectures[0].target(capability)), architectures
 
 
 # ---- compile, plan: strobe.tools; bench, report: strobe.bench.cli; ladder, explain-page: strobe.learn

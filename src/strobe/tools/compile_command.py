@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,9 @@ def compile(
     ] = None,
 ) -> None:
     """Compile the kernels ahead of time. Needs no GPU; the machine that uses them needs no compiler."""
-    if wrong := [a for a in arch if not _has_kernels(a)]:
+    from strobe.cuda.parts.architecture import ARCHITECTURES  # without PyTorch, which takes a second
+
+    if wrong := [a for a in arch if not any(architecture.has_target(a) for architecture in ARCHITECTURES)]:
         raise UserError(f"--arch {wrong[0]} is not supported; {_ARCHS}")
     from strobe.cuda.plans import families
     from strobe.cuda.runtime import jit
@@ -35,13 +36,14 @@ def compile(
         every = [variant for a in dict.fromkeys(arch) for variant in families.variants(a)]
     except ValueError as error:
         raise UserError(str(error)) from error
-    known = sorted({families.inputs_of(v) for v in every})
+    inputs = {variant: families.name_of(families.inputs_of(variant)) for variant in every}
+    known = sorted(set(inputs.values()))
     if wrong := [d for d in dtype or () if d not in known]:
         raise UserError(f"--dtype must be one of {', '.join(known)}, got {wrong[0]!r}")
     variants = [
         v
         for v in every
-        if families.inputs_of(v) in (dtype or known) and (not head_dim or any(families.serves(v, d) for d in head_dim))
+        if inputs[v] in (dtype or known) and (not head_dim or any(families.serves(v, d) for d in head_dim))
     ]
     if not variants:
         raise UserError(
@@ -58,11 +60,6 @@ _ARCHS = (
     "supported are sm_90a (H100, H200) and, without a letter, sm_80 and later: sm_80 (A100), sm_86 (A10, RTX 30), "
     "sm_89 (L4, L40, RTX 40), sm_90, sm_100 (B200), sm_120 (RTX 50)"
 )
-
-
-def _has_kernels(arch: str) -> bool:
-    found = re.fullmatch(r"sm_(\d+)", arch)
-    return arch == "sm_90a" or (found is not None and int(found[1]) >= 80)
 
 
 def _compile_into(out: Path, variants: list[Any]) -> int:

@@ -13,6 +13,7 @@ import torch
 from strobe.backends import dispatch
 from strobe.problem import Problem, supposed
 from strobe.variants import mask as masks
+from strobe.variants.ready_made import chunked, prefix, window
 from strobe.variants.score import alibi
 
 YES, NO = "✓", "–"
@@ -42,8 +43,10 @@ class Question:
 
 def home(backend: str) -> Question:
     """A plain call of the kind that a backend is there for: if it cannot run this, it cannot run here."""
-    device = torch.device("cuda", 0) if backend.startswith("sm") else torch.device("cpu")
-    return Question(device, torch.float32 if backend == "aten_cpu" else torch.bfloat16)
+    asked = dispatch.get(backend)
+    device = torch.device("cuda", 0) if asked.device_type == "cuda" else torch.device(asked.device_type)
+    questions = [Question(device, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    return next(question for question in questions if asked.lacks(question.problem()) is None)
 
 
 def home_problem(backend: str) -> Problem:
@@ -56,7 +59,7 @@ def _options(**options: Any) -> dict[str, Any]:
 
 # What is asked for each row: changes to a backend's home question. A row holds if every one of its problems is
 # supported.
-_MASKS = (masks.window(4, 2), masks.prefix(3), masks.chunked(8), masks.causal & masks.window(4, None))
+_MASKS = (window(4, 2), prefix(3), chunked(8), masks.causal & window(4, None))
 FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
     ("float16, bfloat16", [{"dtype": torch.float16}, {"dtype": torch.bfloat16}]),
     ("float32, head dims up to 128", [{"dtype": torch.float32, "dim": d, "dim_v": d} for d in range(8, 129, 8)]),

@@ -22,7 +22,7 @@ from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.plan import Machine, Plan, padded_dims
 from strobe.cuda.plans.backward_plan import KINDS
 from strobe.cuda.plans.families import FAMILIES
-from strobe.cuda.plans.forward_sm80 import generation
+from strobe.cuda.plans.planner import Planner
 from strobe.measure.stopwatch import Call
 from strobe.measure.sustained import SustainedCall
 from strobe.problem import Problem
@@ -46,23 +46,24 @@ class BackwardCase(BenchCase):
         return self.problem(_META).backward(("q", "k", "v"))
 
     @property
-    def module(self) -> Any:
-        """That holds the kernels and their tiles."""
-        return FAMILIES[self.family].module(self.wanted)
+    def planner(self) -> Planner:
+        return FAMILIES[self.family].planner(self.wanted)
 
     def features(self) -> Features:
-        return Features.of(self.wanted, padded_dims(self.module.DIMS, self.dim, self.value_dim))
+        return Features.of(self.wanted, padded_dims(self.planner.dims, self.dim, self.value_dim))
 
     def plan(self, tile: Any, machine: Machine) -> Plan:
         """(batch, length, heads, dim), contiguous."""
         q, k, v = self.wanted.strides
         o = (self.len_q * self.heads * self.value_dim, self.value_dim, self.heads * self.value_dim)
-        return self.module.plan(self.wanted, {"o": o, "d_o": o, "dq": q, "dk": k, "dv": v}, machine, tile)
+        return self.planner.plan(self.wanted, {"o": o, "d_o": o, "dq": q, "dk": k, "dv": v}, machine, tile)
 
 
 def kinds(family: str, arch: str) -> tuple[str, ...]:
     """As they stand in the file: a tile belongs to an architecture."""
-    return tuple(f"{kind} {arch if family == 'sm90' else generation(arch)}" for kind in KINDS)
+    tuned = FAMILIES[family].tuned(gradients=True)
+    names = (f"{kind} {p.architecture.tiles_of(arch)}" for p in tuned for kind in p.tuning.kinds)
+    return tuple(dict.fromkeys(names))
 
 
 def cases(family: str, dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[BackwardCase]:
@@ -91,9 +92,9 @@ def cases(family: str, dim: int, dim_v: int, kind: str, lengths: Sequence[int]) 
 
 
 def candidates(family: str, arch: str, dim: int, dim_v: int, kind: str) -> list[Any]:
-    """Every tile that fits, by the rules of the kernels' module; the first is in use."""
+    """Every tile that fits, by the rules of the planner; the first is in use."""
     case = cases(family, dim, dim_v, kind, [128])[0]
-    return case.module.candidates(case.features(), arch)
+    return case.planner.tuning.candidates(case.features(), arch)
 
 
 def on_gpu(plan: Plan, tensors: dict[str, Any]) -> Call:
@@ -150,9 +151,9 @@ def _cudnn(case: BackwardCase, x: Tensors) -> Call:
 
 def subject(family: str, arch: str) -> Subject:
     """The backward kernels of a family on an architecture."""
-    dims = [pair for module in FAMILIES[family].backward for pair in module.DIMS]
+    tuned = FAMILIES[family].tuned(gradients=True)
     return Subject(
-        dims,
+        [dims for planner in tuned for dims in planner.tuning.dims],
         kinds(family, arch),
         functools.partial(cases, family),
         functools.partial(candidates, family, arch),

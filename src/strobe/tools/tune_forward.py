@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strobe.cuda.launch import Launcher, addresses_of
 from strobe.cuda.parts.plan import Machine, Plan
-from strobe.cuda.plans.forward_sm90 import DIMS, KINDS, SMEM_BYTES, Tile, plan, table_tile
+from strobe.cuda.plans.forward_sm90 import KINDS, PLANNER, SMEM_BYTES, Tile, plan, table_tile
 from strobe.cuda.plans.plan_work import MOST_CONSUMERS
 from strobe.measure.cases import Case, problem_of
 from strobe.measure.sustained import SustainedCall
@@ -43,7 +43,7 @@ class TileCase(Case):
 
     def plan(self, tile: Tile | None, machine: Machine) -> Plan:
         strides = (self.len_q * self.heads * self.value_dim, self.value_dim, self.heads * self.value_dim)
-        return plan(self.problem, strides, machine, tile)
+        return plan(self.problem, {"o": strides}, machine, tile)
 
 
 def cases(dim: int, dim_v: int, kind: str, lengths: Sequence[int]) -> list[TileCase]:
@@ -121,4 +121,4 @@ def calls(
     return found, wrong
 
 
-FORWARD = Subject(DIMS, tuple(KINDS), cases, candidates, calls)
+FORWARD = Subject(PLANNER.dims, tuple(KINDS), cases, candidates, calls)

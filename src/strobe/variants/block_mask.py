@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from strobe.variants.mask import Mask
-from strobe.variants.mask_function import MaskFunction, as_function, mask_function
+from strobe.variants.user_function import mask_function
 
 _COMBINE = (
     "a block mask is made for one mask as a whole: combine first, as in "
@@ -17,20 +18,20 @@ _COMBINE = (
 
 
 class BlockMask:
-    """What `block_mask` returns. Backends see its function. `maps` belongs to the kernels: the bits of blocks that they
+    """What `block_mask` returns. Backends see its mask. `maps` belongs to the kernels: the bits of blocks that they
     found, by device and `Plan.map_key`."""
 
-    def __init__(self, function: MaskFunction, batch: int | None, heads: int | None, len_q: int, len_k: int) -> None:
-        self.function = function
+    def __init__(self, mask: Mask, batch: int | None, heads: int | None, len_q: int, len_k: int) -> None:
+        self.mask = mask
         self.batch, self.heads, self.len_q, self.len_k = batch, heads, len_q, len_k
         self.maps: dict[Any, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockMask, (self.function, self.batch, self.heads, self.len_q, self.len_k)
+        return BlockMask, (self.mask, self.batch, self.heads, self.len_q, self.len_k)
 
     def __repr__(self) -> str:
         sizes = f"{self.batch}, {self.heads}, {self.len_q}, {self.len_k}"
-        return f"strobe.block_mask({self.function.title}, {sizes})"
+        return f"strobe.block_mask({self.mask.name}, {sizes})"
 
     def check(self, batch: int, heads: int, len_q: int, len_k: int) -> None:
         """Raises ValueError unless it was made for a call of these sizes."""
@@ -46,7 +47,7 @@ class BlockMask:
 
 
 def block_mask(
-    mask: Callable[..., Any] | Mask | MaskFunction,
+    mask: Callable[..., Any] | Mask,
     batch: int | None,
     heads: int | None,
     len_q: int,
@@ -62,16 +63,13 @@ def block_mask(
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"block_mask: {name} must be {'None or ' * optional}a positive int, got {size!r}")
-    if isinstance(mask, (Mask, MaskFunction)):
-        function = as_function(mask)
-    elif callable(mask):
-        function = mask_function(mask)
-    else:
-        raise TypeError(f"block_mask: mask must be a function (b, h, q, k) -> bool or a mask, got {mask!r}")
-    names = frozenset() if function.rest is None else function.rest.variables()
+    if not isinstance(mask, Mask):
+        if not callable(mask):
+            raise TypeError(f"block_mask: mask must be a function (b, h, q, k) -> bool or a mask, got {mask!r}")
+        mask = mask_function(mask)
+    names = frozenset() if mask.rest is None else mask.rest.variables()
     for name, variable, size in (("batch", "b", batch), ("heads", "h", heads)):
         if size is None and variable in names:
             raise ValueError(f"block_mask: {name} is None, but the function depends on {variable}; give their number")
-    tensors = tuple(t.detach().to(device or t.device, copy=True) for t in function.tensors)
-    kept = MaskFunction(function.interval, function.rest, tensors, function.title)
-    return BlockMask(kept, batch, heads, len_q, len_k)
+    copies = tuple(t.detach().to(device or t.device, copy=True) for t in mask.tensors)
+    return BlockMask(replace(mask, tensors=copies), batch, heads, len_q, len_k)

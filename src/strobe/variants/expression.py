@@ -1,7 +1,7 @@
-"""Small expressions, written once: evaluated with numbers or tensors, printed as C++, differentiated.
+"""Small expressions, written once: evaluated with numbers or tensors, differentiated, and printed as C++ elsewhere.
 
-Masks are integer expressions (`mask.py`), what happens to a score is a floating-point one (`score.py`). Each operation
-is one row of `OPERATIONS`. `text.py` sends expressions as text, `cuda/parts/print_expression.py` prints the larger ones.
+The ends of masks are integer expressions (`mask.py`), what happens to a score is a floating-point one (`score.py`). Each
+operation is one row of `OPERATIONS`. `text.py` sends expressions as text, `cuda/parts/print_*.py` write their C++.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ WORKING_DTYPE = "float"  # in an environment: the dtype that `float` converts to
 
 BOOL, INT, LONG, FLOAT = range(4)  # kinds of values, each wider than the one before
 CTYPES = ("bool", "int", "i64", "float")
-# The variables of scores. Positions come as floats, for arithmetic with scores, and as integers, for indices and masks.
-KINDS = {"b": INT, "h": INT, "qi": INT, "ki": INT, "len_qi": INT, "len_ki": INT}
-
-AS_FLOATS = {"qi": "q", "ki": "k", "len_qi": "len_q", "len_ki": "len_k"}
+# The place of a score: its batch and head, its query and its key in the whole sequence, and the sequence's lengths. All
+# are integers; arithmetic with scores converts them (the operation `float`).
+PLACE = ("b", "h", "q", "k", "len_q", "len_k")
 
 
 def on_device(value: Value, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -78,8 +77,7 @@ OPERATIONS: dict[str, Operation] = {
     "-": Operation(lambda a, b: a - b, "({0} - {1})", lambda a, b, y: (_ONE, _MINUS_ONE)),
     "*": Operation(lambda a, b: a * b, "({0} * {1})", lambda a, b, y: (b, a)),
     "/": Operation(lambda a, b: a / b, "divide({0}, {1})", lambda a, b, y: (_ONE / b, _MINUS_ONE * y / b), kind=FLOAT),
-    # Divides integers by a positive one and rounds down. C++ rounds towards zero.
-    "//": Operation(lambda a, b: a // b, "(({0} < 0 ? {0} - ({1} - 1) : {0}) / {1})"),
+    "//": Operation(lambda a, b: a // b, "floor_div({0}, {1})", flat=True),  # of integers
     "min": Operation(
         functools.partial(_minmax, min, torch.minimum), "min({0}, {1})", chain=lambda a, b, da, db: _select(a <= b, da, db)
     ),
@@ -87,8 +85,8 @@ OPERATIONS: dict[str, Operation] = {
         functools.partial(_minmax, max, torch.maximum), "max({0}, {1})", chain=lambda a, b, da, db: _select(a >= b, da, db)
     ),
     "abs": Operation(abs, "fabs({0})", chain=lambda a, da: _select(a > _ZERO, da, _select(a < _ZERO, _MINUS_ONE * da, _ZERO))),
-    "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,)),
-    "tanh_near": Operation(torch.tanh, "tanh_near({0}, 1.f)"),  # for kernels: near 0
+    "tanh": Operation(torch.tanh, "tanh_fast({0})", lambda a, y: (_ONE - y * y,), kind=FLOAT),
+    "tanh_near": Operation(torch.tanh, "tanh_near({0}, 1.f)", kind=FLOAT),  # for kernels: near 0
     # A score and its bias, for kernels: see biased() in pipeline/scores.cuh.
     "biased": Operation(lambda a, b: a + b, "biased({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
     "biased_if_seen": Operation(lambda a, b: a + b, "biased_if_seen({0}, {1})", lambda a, b, y: (_ONE, _ONE)),
@@ -101,7 +99,6 @@ OPERATIONS: dict[str, Operation] = {
     "select": Operation(
         lambda c, a, b: _selected(c, a, b), "({0} ? {1} : {2})", chain=lambda c, a, b, dc, da, db: _select(c, da, db)
     ),
-    "floordiv": Operation(lambda a, b: a // b, "floor_div({0}, {1})", flat=True),
     "mod": Operation(lambda a, b: a % b, "floor_mod({0}, {1})", lambda a, b, y: (_ONE, _ZERO)),
     "iabs": Operation(abs, "absolute({0})", kind=None, flat=True),
     "exp": _function(torch.exp, "exp_fast({0})", lambda a, y: y),
@@ -224,7 +221,7 @@ class Expr:
     def kind(self) -> int:
         """The kind of its values, as a score has them."""
         if self.op == "var":
-            return KINDS.get(self.args[0], FLOAT)
+            return INT if self.args[0] in PLACE else FLOAT
         if self.op == "load":
             return self.args[1]
         if self.op in ("const", "literal"):
@@ -284,17 +281,6 @@ class Expr:
     def _loads(self) -> tuple[Expr, ...]:
         return tuple(node for node in self.nodes() if node.op == "load")
 
-    def cpp(self, constants: list[Any]) -> str:
-        """C++ text. Constants become fields `c[i]` of the arguments: a new window size needs no new kernel."""
-        if self.op == "var":
-            return self.args[0]
-        if self.op == "const":
-            constants.append(self.args[0])
-            return f"c[{len(constants) - 1}]"
-        if self.op == "literal":
-            return f"{self.args[0]}f" if isinstance(self.args[0], float) else f"{self.args[0]}"
-        return OPERATIONS[self.op].cpp.format(*(arg.cpp(constants) for arg in self.args))
-
     def derivative(self, name: str | Expr) -> Expr:
         """The derivative by the variable `name`, or by a load. It shares its subexpressions with this one."""
         return self._derivative(Expr("var", (name,)) if isinstance(name, str) else name, {})
@@ -339,8 +325,17 @@ class Expr:
             known[self] = Expr(self.op, (*kept, *(a.mapped(change, known) for a in self.operands)))
         return known[self]
 
+    def with_later_tensors(self, first: int) -> Expr:
+        """The expression for tensors that begin with number `first`."""
+
+        def moved(e: Expr) -> Expr | None:
+            indices = (i.mapped(moved) for i in e.operands)
+            return Expr("load", (e.args[0] + first, e.kind, *indices)) if e.op == "load" else None
+
+        return self.mapped(moved) if first else self
+
     def text(self, numbers: list[Any] | None = None) -> str:
-        """The whole expression, as `expression_text.parse` reads it; given `numbers`, the user's are appended there and a
+        """The whole expression, as `text.parse` reads it; given `numbers`, the user's are appended there and a
         `?` stands for each, since a number that PyTorch's compiler traces has no text. Only f-strings: it can follow
         them."""
         if self.op == "const":
@@ -366,6 +361,10 @@ _ZERO: Expr = Expr("literal", (0.0,))
 _ONE: Expr = Expr("literal", (1.0,))
 _MINUS_ONE: Expr = Expr("literal", (-1.0,))
 _LARGEST: Expr = Expr("literal", (3e38,))
+
+S = Expr("var", ("s",))  # the score itself
+B, H, Q, K, LEN_Q, LEN_K = (Expr("var", (name,)) for name in PLACE)
+DIAGONAL = Q + (LEN_K - LEN_Q)  # the key that stands opposite query `q`: the last query stands opposite the last key
 
 
 def _same_number(a: Value, b: Value) -> bool:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from strobe.variants.mask_function import MaskFunction, mask_function
+from strobe.variants.mask import Mask
+from strobe.variants.user_function import mask_function
 
 _agreeing: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # what `_agree` found for masks
 
 
-def of_block_mask(mask: Any) -> MaskFunction:
+def of_block_mask(mask: Any) -> Mask:
     """FlexAttention evaluates the function in the blocks that are listed as partial alone. `create_block_mask` lists those
     that its function tells, and so the function says all; `from_kv_blocks` takes any list."""
     partial = _listed(mask.kv_num_blocks, mask.kv_indices)
@@ -51,16 +52,17 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 @getattr(torch, "_disable_dynamo", torch.compiler.disable)
-def _agree(mask: Any, function: MaskFunction, whole: torch.Tensor, partial: torch.Tensor) -> bool:
+def _agree(mask: Any, function: Mask, whole: torch.Tensor, partial: torch.Tensor) -> bool:
     """Whether blocks that are not listed hide every pair, and whole ones none. Looks at all pairs, once for a mask: that is
     what `create_block_mask` has done, and less than attention to them."""
     if mask not in _agreeing:
         (rows, keys), (len_q, len_k) = mask.BLOCK_SIZE, mask.seq_lengths
         batch, heads, count, columns = partial.shape
         wrong = torch.zeros((), dtype=torch.bool, device=partial.device)
+        column = torch.arange(len_k, device=partial.device)
         for i in range(min(count, -(-len_q // rows))):
-            row = range(i * rows, min((i + 1) * rows, len_q))
-            seen = function.seen(row, len_q, len_k, batch, heads, partial.device)
+            row = torch.arange(i * rows, min((i + 1) * rows, len_q), device=partial.device)
+            seen = function.block(row, column, len_q, len_k, batch=batch, heads=heads)
             padded = [torch.nn.functional.pad(t, (0, columns * keys - len_k)) for t in (seen, ~seen)]
             sees, hides = (t.unflatten(-1, (columns, keys)).any(-1).any(-2) for t in padded)
             wrong |= (sees & ~(whole | partial)[:, :, i] | hides & whole[:, :, i]).any()

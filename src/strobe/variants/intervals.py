@@ -6,16 +6,13 @@ lies inside. What is left over is evaluated for each pair.
 
 from __future__ import annotations
 
-from strobe.variants.expression import FLOAT, INT, Expr
-from strobe.variants.mask import never_moves_left
+from strobe.variants.expression import DIAGONAL, FLOAT, INT, LEN_K, LEN_Q, Expr, K, Q
 
-_TO_MASK = {"qi": "q", "len_qi": "len_q", "len_ki": "len_k"}  # names of the same positions in the ends of a mask
-_FROM_MASK = {new: old for old, new in _TO_MASK.items()}
-_K = Expr("var", ("ki",))
-_ROW, _LEN_Q, _LEN_K = (Expr("var", (name,)) for name in ("qi", "len_qi", "len_ki"))
-_DIAGONAL = _ROW + (_LEN_K - _LEN_Q)
-_DIAGONAL_TERMS = ((1, _ROW), (1, _LEN_K), (-1, _LEN_Q))
-_MOST = 1 << 30  # a larger number could overflow in the kernels' 32-bit arithmetic
+_DIAGONAL_TERMS = ((1, Q), (1, LEN_K), (-1, LEN_Q))
+# What an end of a mask is made of, beside numbers.
+END_VARIABLES = frozenset(("q", "len_q", "len_k"))
+END_OPERATIONS = frozenset(("+", "-", "*", "//", "min", "max"))
+LARGEST = 1 << 30  # of its numbers: sums of larger ones could overflow in the kernels' 32-bit arithmetic
 _REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 
@@ -45,20 +42,11 @@ def joined(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
 
 def condition_of(ends: Ends) -> Expr:
     """An interval as a condition of a pair."""
-    lo, hi = (None if e is None else renamed(e, _FROM_MASK) for e in ends)
-    parts = ([] if lo is None else [lo <= _K]) + ([] if hi is None else [hi > _K])
+    lo, hi = ends
+    parts = ([] if lo is None else [lo <= K]) + ([] if hi is None else [hi > K])
     if not parts:
         return Expr("literal", (True,))
     return parts[0] if len(parts) == 1 else Expr("&", tuple(parts))
-
-
-def renamed(e: Expr, names: dict[str, str]) -> Expr:
-    """The expression with other names, and `floordiv` by a literal in the place of the `//` of masks."""
-    if e.op == "var":
-        return Expr("var", (names.get(e.args[0], e.args[0]),))
-    if e.op == "//":
-        return Expr("floordiv", (renamed(e.args[0], names), Expr("literal", e.args[1].args)))
-    return Expr(e.op, tuple(renamed(a, names) for a in e.args)) if e.operands else e
 
 
 def _has_opposite(e: Expr) -> bool:
@@ -125,9 +113,9 @@ def _terms(e: Expr, sign: int) -> list[tuple[int, Expr]]:
 
 def _bound(op: str, terms: list[tuple[int, Expr]]) -> Ends | None:
     """The ends of `sum of terms OP 0`, if the key is one of the terms."""
-    of_key = [sign for sign, e in terms if e == _K]
-    rest = [(sign, e) for sign, e in terms if e != _K]
-    if len(of_key) != 1 or any("ki" in e.variables() for _, e in rest):
+    of_key = [sign for sign, e in terms if e == K]
+    rest = [(sign, e) for sign, e in terms if e != K]
+    if len(of_key) != 1 or any("k" in e.variables() for _, e in rest):
         return None
     sign = of_key[0]
     op = op if sign > 0 else _REVERSED[op]  # k OP -rest, or k OP rest
@@ -142,7 +130,7 @@ def _sum(terms: list[tuple[int, Expr]], number: int, left: bool) -> Expr:
     rest = [(sign, e) for sign, e in terms if e.op not in ("const", "literal")]
     total: Expr | None = None
     if all(term in rest for term in _DIAGONAL_TERMS):
-        total = _DIAGONAL
+        total = DIAGONAL
         for term in _DIAGONAL_TERMS:
             rest.remove(term)
     for sign, e in sorted(rest, key=lambda term: -term[0]):
@@ -154,37 +142,43 @@ def _sum(terms: list[tuple[int, Expr]], number: int, left: bool) -> Expr:
 
 
 def _checked(end: Expr, left: bool) -> Ends | None:
-    """An end of a mask: made of positions and numbers, and never moving left."""
-    allowed = {"qi", "len_qi", "len_ki"}
-    for node in end.nodes():
-        known = node.op in ("+", "-", "*", "min", "max", "floordiv", "const", "literal", "var")
-        if not known or node.kind != INT or (node.op in ("const", "literal") and abs(node.args[0]) >= _MOST):
-            return None
-        if node.op == "floordiv" and (
-            node.args[1].op != "literal"
-            or node.args[1].args[0] < 1
-            or any(inner.op == "floordiv" for inner in node.args[0].nodes())  # masks have no such text
-        ):
-            return None
-    if not end.variables() <= allowed:
-        return None
-    moved = _to_mask(end)
-    return ((moved, None) if left else (None, moved)) if never_moves_left(moved) else None
+    return None if not is_end(end) else (end, None) if left else (None, end)
 
 
-def _to_mask(e: Expr) -> Expr:
-    if e.op == "var":
-        return Expr("var", (_TO_MASK[e.args[0]],))
-    if e.op == "floordiv":
-        return Expr("//", (_to_mask(e.args[0]), Expr("const", e.args[1].args)))
-    return Expr(e.op, tuple(map(_to_mask, e.args))) if e.operands else e
+def is_end(e: Expr) -> bool:
+    """Whether an expression can be an end of a mask: made of positions and numbers, and never moving left."""
+    return e.variables() <= END_VARIABLES and all(map(_may_be_in_an_end, e.nodes())) and _never_moves_left(e)
+
+
+def _may_be_in_an_end(e: Expr) -> bool:
+    if e.op in ("const", "literal"):
+        return e.kind == INT and abs(e.args[0]) <= LARGEST
+    return e.op == "var" or (e.op in END_OPERATIONS and (e.op != "//" or _is_plain_division(e)))
+
+
+def _is_plain_division(e: Expr) -> bool:
+    """Kernels get the divisor as an argument, which must not be 0. Their text holds the dividend twice, so that it must not be
+    a quotient itself."""
+    dividend, divisor = e.args
+    return divisor.op == "const" and divisor.args[0] > 0 and not any(node.op == "//" for node in dividend.nodes())
+
+
+def _never_moves_left(end: Expr) -> bool:
+    """Whether it is plain that the end does not decrease as `q` grows."""
+    if "q" not in end.variables() or end.op == "var":
+        return True
+    a, b = end.args
+    if end.op in ("-", "//"):
+        return _never_moves_left(a) and "q" not in b.variables()
+    if end.op == "*":
+        factor, rest = (a, b) if a.op == "const" else (b, a)
+        return factor.op == "const" and factor.args[0] >= 0 and _never_moves_left(rest)
+    return _never_moves_left(a) and _never_moves_left(b)
 
 
 def _same_chunk(a: Expr, b: Expr) -> Ends | None:
     """k // n == x: from x * n on, n keys."""
-    if a.op != "floordiv" or a.args[0] != _K or a.args[1].op != "literal" or "ki" in b.variables():
+    if a.op != "//" or a.args[0] != K or not _is_plain_division(a) or "k" in b.variables():
         return None
-    n = Expr("const", a.args[1].args)
-    if n.args[0] < 1:
-        return None
+    n = a.args[1]
     return _intersection(_checked(b * n, left=True), _checked((b + Expr.of(1)) * n, left=False))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from strobe.cuda.parts.print_expression import UNSCALE
-from strobe.variants.expression import Expr
+from strobe.variants.expression import Expr, S
 
-_S = Expr("var", ("s",))
+UNSCALE = Expr("var", ("unscale",))  # what the rest of a sum is multiplied by: it follows from the scale of a call
 LEAST = 2.0**-64  # of a factor: what is divided by it stays within fp32
-_PLACES = {"q", "k", "qi", "ki"}  # variables that differ within a fragment of scores
+_PLACES = {"q", "k"}  # variables that differ within a fragment of scores
 
 
 class ScaledForm(NamedTuple):
@@ -51,7 +51,7 @@ def kernel_form(expr: Expr) -> KernelForm:
     factor, scaled = 1.0, _only_parent_of_s(expr)
     if scaled is not None and (number := _factor(scaled.args[1])):
         factor = number if scaled.op == "*" else 1 / number
-        expr = expr.replaced(scaled, _S)
+        expr = expr.replaced(scaled, S)
     if is_sum(expr):
         return KernelForm(_divided(expr), True, factor, after)
     return KernelForm(expr, False, factor, after)
@@ -60,14 +60,14 @@ def kernel_form(expr: Expr) -> KernelForm:
 def is_sum(expr: Expr) -> bool:
     """Whether it is `s`, or `s` and something that does not depend on it."""
     if expr.op not in ("+", "-"):
-        return expr == _S
+        return expr == S
     of_s = [a for a in expr.args if "s" in a.variables()]
     return len(of_s) == 1 and is_sum(of_s[0]) and (expr.op == "+" or of_s[0] is expr.args[0])
 
 
 def _divided(total: Expr) -> Expr:
     """A sum, of which everything but `s` is divided by the scale."""
-    if total == _S:
+    if total == S:
         return total
     if "s" in total.variables():
         return Expr(total.op, tuple(map(_divided, total.args)))
@@ -84,13 +84,13 @@ def _unscaled(e: Expr) -> Expr:
 
 def _factor(x: Expr) -> float | None:
     """The number, if others may be multiplied and divided by it."""
-    return x.args[0] if x.op == "const" and LEAST <= x.args[0] <= 1 / LEAST else None
+    return x.args[0] if x.op == "const" and LEAST <= x.args[0] < math.inf else None
 
 
 def _only_parent_of_s(expr: Expr) -> Expr | None:
     """`s * c` or `s / c` if `s` occurs nowhere but in this one subexpression."""
-    parents = {e for e in expr.nodes() if _S in e.operands}
+    parents = {e for e in expr.nodes() if S in e.operands}
     found = parents.pop() if len(parents) == 1 else None
-    if found is not None and found.op in ("*", "/") and found.args[0] == _S and found.args[1].op == "const":
+    if found is not None and found.op in ("*", "/") and found.args[0] == S and found.args[1].op == "const":
         return found
     return None

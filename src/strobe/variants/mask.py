@@ -1,23 +1,29 @@
-"""Masks, each defined once: query row `q` sees the keys `lo(q) <= k < hi(q)`, and neither end ever moves left as `q` grows.
+"""Masks, each defined once: query row `q` sees the keys `lo(q) <= k < hi(q)` for which a condition holds, too.
 
-From these two integer expressions come the dense mask of the reference, the C++ text of the kernels, the range of key tiles to
-visit and which of them need no masking, and the exact count of visible pairs. `q`, `k`, `len_q` and `len_k` are positions and
+Neither end ever moves left as `q` grows. From these two integer expressions come the dense mask of the reference, the C++
+text of the kernels, the range of key tiles to visit and which of them need no masking, and the exact count of visible
+pairs. A condition is evaluated for each pair, and most masks have none. `q`, `k`, `len_q` and `len_k` are positions and
 lengths in the whole sequence, of which a call may hold a part (`Positions`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from strobe.variants.expression import Expr, Value, on_device
+from strobe.variants import intervals
+from strobe.variants.expression import DIAGONAL, LEN_K, WORKING_DTYPE, Expr, Q, Value, on_device
+from strobe.variants.intervals import END_OPERATIONS, END_VARIABLES, LARGEST, joined
 from strobe.variants.text import Grammar, full_name, parse, parse_name
 
-_UNBOUNDED = 1 << 30  # larger constants are clamped so that 32-bit arithmetic in the kernels cannot overflow
+MAX_CONSTANTS = 32  # room for the numbers of a mask in the kernels' arguments
+_A_TENSOR = (
+    "a tensor becomes a part of a mask as a function that reads it: "
+    "strobe.causal & strobe.mask_function(lambda b, h, q, k: tensor[b, h, q, k], rows=True)"
+)
 
 
 class Positions(NamedTuple):
@@ -29,15 +35,10 @@ class Positions(NamedTuple):
     len_k: int
 
 
-def _join(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
-    if a is None or b is None or a == b:
-        return a if b is None else b
-    return Expr(op, (a, b))
-
-
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """An interval of keys per query row; `None` leaves that end open. Combine with `&`.
+    """An interval of keys per query row, of which `None` leaves an end open, and what else a pair must satisfy: `rest`, a
+    condition that reads `tensors`; None: nothing. Combine with `&`, `|` and `~`.
 
     The name is put together when someone asks for it, from a title and the `sizes` that stand for its `?`: where PyTorch
     traces, sizes may be symbols, which cannot be printed."""
@@ -46,51 +47,97 @@ class Mask:
     hi: Expr | None
     title: str
     sizes: tuple[Any, ...] = ()
+    rest: Expr | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
 
     @functools.cached_property
     def name(self) -> str:
         return " & ".join(dict.fromkeys(full_name(self.title, self.sizes).split(" & ")))
 
-    def __and__(self, other: Mask) -> Mask:
+    @property
+    def interval(self) -> Mask:
+        """The mask without its condition."""
+        return self if self.rest is None else Mask(self.lo, self.hi, self.title, self.sizes)
+
+    def __and__(self, other: Any) -> Mask:
+        if isinstance(other, torch.Tensor):
+            raise TypeError(_A_TENSOR)
         if not isinstance(other, Mask):
             return NotImplemented
-        lo, hi = _join("max", self.lo, other.lo), _join("min", self.hi, other.hi)
-        if other.lo is None and other.hi is None:
-            return Mask(lo, hi, self.title, self.sizes)
-        if self.lo is None and self.hi is None:
-            return Mask(lo, hi, other.title, other.sizes)
-        return Mask(lo, hi, f"{self.title} & {other.title}", self.sizes + other.sizes)
+        lo, hi = joined("max", self.lo, other.lo), joined("min", self.hi, other.hi)
+        rest, tensors = _both("&", self, other)
+        if self._hides_nothing or other._hides_nothing:
+            title, sizes = (self.title, self.sizes) if other._hides_nothing else (other.title, other.sizes)
+        else:
+            title, sizes = f"{self.title} & {other.title}", self.sizes + other.sizes
+        return Mask(lo, hi, title, sizes, rest, tensors)
 
-    def __or__(self, other: Mask) -> Any:
-        from strobe.variants.mask_function import either
+    __rand__ = __and__
 
-        return either(self, other) if isinstance(other, Mask) else NotImplemented
+    def __or__(self, other: Any) -> Mask:
+        if isinstance(other, torch.Tensor):
+            raise TypeError(_A_TENSOR)
+        if not isinstance(other, Mask):
+            return NotImplemented
+        condition, tensors = _both("|", self.as_condition(), other.as_condition())
+        assert condition is not None
+        title = f"{self._inner_title} or {other._inner_title}"
+        return of_condition(condition, tensors, title, self.sizes + other.sizes)
 
-    def __invert__(self) -> Any:
-        from strobe.variants.mask_function import inverse
+    def __invert__(self) -> Mask:
+        condition = self.as_condition().rest
+        assert condition is not None
+        return of_condition(intervals.negated(condition), self.tensors, f"not {self._inner_title}", self.sizes)
 
-        return inverse(self)
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} is neither true nor false. Masks combine with &, | and ~, not with `and`, `or` and `not`: "
+            "strobe.window(5, 0) & strobe.causal"
+        )
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"{self!r} is a mask, not a function: write mask={self!r}, and call nothing")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles no derived values: a hash of strings means nothing to another process."""
-        return Mask, (self.lo, self.hi, self.title, self.sizes)
+        return Mask, (self.lo, self.hi, self.title, self.sizes, self.rest, self.tensors)
 
     def __repr__(self) -> str:
-        return (
-            f"strobe.{self.name}" if "&" not in self.name else " & ".join(f"strobe.{n}" for n in self.name.split(" & "))
-        )
+        if self.rest is not None:
+            return f"strobe.mask_function({self.name})"
+        return " & ".join(f"strobe.{name}" for name in self.name.split(" & "))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and self.lo == other.lo and self.hi == other.hi
+        if not isinstance(other, Mask) or len(self.tensors) != len(other.tensors):
+            return False
+        same_tensors = all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
+        return same_tensors and self.lo == other.lo and self.hi == other.hi and self.rest == other.rest
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.lo, self.hi))
+        return hash((self.lo, self.hi, self.rest))
 
     def __hash__(self) -> int:
         return self._hash
 
-    # ---- everything else is derived from the two ends -------------------------------------------------------------------
+    @property
+    def _hides_nothing(self) -> bool:
+        return self.lo is None and self.hi is None and self.rest is None
+
+    @property
+    def _inner_title(self) -> str:
+        """The title as part of another, in which ` & ` stands between masks alone."""
+        return self.title.replace(" & ", " and ")
+
+    def as_condition(self) -> Mask:
+        """The same mask, with its interval as a part of the condition."""
+        condition = self.rest
+        if condition is None or self.lo is not None or self.hi is not None:
+            inside = intervals.condition_of((self.lo, self.hi))
+            condition = inside if condition is None else Expr("&", (inside, condition))
+        return Mask(None, None, self.title, self.sizes, condition, self.tensors)
+
+    # ---- everything else is derived -------------------------------------------------------------------------------------
 
     def bounds(self, rows: Value, len_q: int, len_k: int, at: Positions | None = None) -> tuple[Value, Value]:
         """(lo, hi) of one row or a tensor of rows, clipped to the keys there are; nothing is visible where hi <= lo.
@@ -108,23 +155,51 @@ class Mask:
         return ends[0], ends[1]
 
     def dense(
-        self, len_q: int, len_k: int, device: torch.device | str = "cpu", at: Positions | None = None
+        self,
+        len_q: int,
+        len_k: int,
+        batch: int | None = None,
+        heads: int | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        at: Positions | None = None,
     ) -> torch.Tensor:
-        """The mask as booleans, (len_q, len_k); True may be attended. For the reference and for small pictures."""
-        return self.block(torch.arange(len_q, device=device), torch.arange(len_k, device=device), len_q, len_k, at)
+        """The mask as booleans, (len_q, len_k); True may be attended. With `batch` or `heads`, on which a mask function may
+        depend, (batch, heads, len_q, len_k). For the reference and for small pictures."""
+        rows, keys = torch.arange(len_q, device=device), torch.arange(len_k, device=device)
+        return self.block(rows, keys, len_q, len_k, at, batch=batch, heads=heads)
 
     def block(
-        self, rows: torch.Tensor, keys: torch.Tensor, len_q: int, len_k: int, at: Positions | None = None
+        self,
+        rows: torch.Tensor,
+        keys: torch.Tensor,
+        len_q: int,
+        len_k: int,
+        at: Positions | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
     ) -> torch.Tensor:
-        """The booleans of the given rows and keys, (rows, keys)."""
+        """The booleans of some rows and keys, (rows, keys) or (batch, heads, rows, keys)."""
         lo, hi = self.bounds(rows, len_q, len_k, at)
-        return (lo[:, None] <= keys) & (keys < hi[:, None])
+        seen = (lo[:, None] <= keys) & (keys < hi[:, None])
+        if self.rest is not None:
+            offset_q, whole_q, offset_k, whole_k = at or (0, len_q, 0, len_k)
+            env: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k, WORKING_DTYPE: torch.float32}
+            env |= {"q": rows[:, None] + offset_q, "k": keys + offset_k}
+            for name, what, count, axes in (("h", "heads", heads, 2), ("b", "batch", batch, 3)):
+                if count is None and name in self.rest.variables():
+                    raise ValueError(f"{self!r} depends on {name}; give {what}")
+                env[name] = torch.arange(count or 1, device=rows.device)[(..., *(None,) * axes)]
+            env |= enumerate(t.to(rows.device) for t in self.tensors)
+            seen = seen & self.rest.evaluate(env)
+        return seen if batch is None and heads is None else seen.expand(batch or 1, heads or 1, len(rows), len(keys))
 
     def tiles(
         self, q0: int, q1: int, block_k: int, len_q: int, len_k: int, at: Positions | None = None
     ) -> tuple[int, int, int, int]:
-        """Key tiles for the rows [q0, q1): (first, end, first_full, end_full). Tiles outside [first, end) are invisible
-        to all of the rows; those in [first_full, end_full) are wholly visible to each of them and need no masking."""
+        """Key tiles of the interval for the rows [q0, q1): (first, end, first_full, end_full). Tiles outside [first, end)
+        are invisible to all of the rows; those in [first_full, end_full) lie wholly within the interval of each of them."""
         lo_first, hi_first = self.bounds(q0, len_q, len_k, at)
         lo_last, hi_last = self.bounds(q1 - 1, len_q, len_k, at)
         first, end = lo_first // block_k, -(-hi_last // block_k)
@@ -135,6 +210,8 @@ class Mask:
 
     def area(self, len_q: int, len_k: int, at: Positions | None = None) -> int:
         """How many (query, key) pairs are visible: the exact work of one head."""
+        if self.rest is not None:
+            return int(self.dense(len_q, len_k, at=at).sum())
         if self.lo is None and self.hi is None:
             return len_q * len_k
         lo, hi = self.bounds(torch.arange(len_q, device="cpu"), len_q, len_k, at)
@@ -142,137 +219,69 @@ class Mask:
 
     def hides_nothing(self, len_q: int, len_k: int) -> bool:
         """Whether every query sees every key, whatever the mask is called."""
-        if self.lo is None and self.hi is None:
-            return True
-        if not len_q:
+        if self._hides_nothing or not len_q:
             return True
         first, last = self.bounds(0, len_q, len_k), self.bounds(len_q - 1, len_q, len_k)
-        return last[0] == 0 and first[1] == len_k  # neither end ever moves left
+        return self.rest is None and last[0] == 0 and first[1] == len_k  # neither end ever moves left
 
     @functools.cached_property
     def constants(self) -> tuple[int, ...]:
-        """The numbers in the mask (window sizes, ...), in the order in which `cpp` refers to them."""
+        """The numbers in the ends (window sizes, ...), in the order in which kernels refer to them."""
         constants: list[int] = []
-        for expr in (self.lo, self.hi):
-            if expr is not None:
-                expr.cpp(constants)
+        for end in (self.lo, self.hi):
+            if end is not None:
+                end.text(constants)
         return tuple(constants)
 
-    def cpp(self, positions: bool = False) -> str:
-        """`struct Mask` for the kernels. Two masks of the same shape print the same text, whatever their constants."""
-        return self._cpp_with_positions if positions else self._cpp
-
-    @functools.cached_property
-    def _cpp(self) -> str:
-        return self._struct("int len_q, len_k;\n  const int* c;", lambda end: f"max(0, min(len_k, {end}))", "len_k")
-
-    @functools.cached_property
-    def _cpp_with_positions(self) -> str:
-        fields = "int len_q, len_k;\n  const int* c;\n  int offset_q, offset_k, keys;"
-        return self._struct(fields, lambda end: f"q += offset_q, max(0, min(keys, {end} - offset_k))", "keys")
-
-    def _struct(self, fields: str, clipped: Callable[[str], str], keys: str) -> str:
-        constants: list[int] = []
-        lo, hi = (None if expr is None else expr.cpp(constants) for expr in (self.lo, self.hi))
-        return (
-            "struct Mask {\n"
-            f"  static constexpr bool kHasLo = {str(lo is not None).lower()}, kHasHi = {str(hi is not None).lower()};\n"
-            f"  {fields}\n"
-            f"  STROBE_DEVICE int lo(int q) const {{ return {clipped(lo) if lo else '0'}; }}\n"
-            f"  STROBE_DEVICE int hi(int q) const {{ return {clipped(hi) if hi else keys}; }}\n"
-            "};\n"
-        )
-
     def text(self) -> str:
-        """Both ends and the name, as `parse_mask` reads them: how a mask travels where objects cannot."""
+        """Both ends and the name, as `parse_mask` reads them: how an interval travels where objects cannot."""
+        assert self.rest is None, "a condition has no text of its own: it travels in a score"
         return f"{'' if self.lo is None else self.lo.text()};{'' if self.hi is None else self.hi.text()};{self.name}"
 
     def text_and_numbers(self) -> tuple[str, list[Any]]:
         """The text with a placeholder for each number, and the numbers, which may be symbols of a tracer."""
+        assert self.rest is None
         numbers: list[Any] = []
         lo = "" if self.lo is None else self.lo.text(numbers)
         hi = "" if self.hi is None else self.hi.text(numbers)
         return f"{lo};{hi};{self.title}", [*numbers, *self.sizes]
 
 
-MAX_CONSTANTS = 32  # room for them in the kernels' arguments
-
-_GRAMMAR = Grammar(frozenset(("q", "len_q", "len_k")), frozenset(("+", "-", "*", "//", "min", "max")), _UNBOUNDED)
-_q, _len_q, _len_k = (Expr("var", (name,)) for name in ("q", "len_q", "len_k"))
-_diag = _q + (_len_k - _len_q)  # the key that stands opposite query q when the last query is aligned with the last key
-
-
-def _number(value: int) -> Expr:
-    return Expr.of(min(value, _UNBOUNDED))
+def of_condition(condition: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()) -> Mask:
+    """The mask of the pairs for which a condition holds: what it says of intervals becomes the ends."""
+    (lo, hi), rest = intervals.split(condition)
+    return Mask(lo, hi, title if rest is not None else f"mask_function({title})", sizes, rest, tensors)
 
 
-def _size(value: Any, what: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{what} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{what} must be at least {least}, got {value}")
-    return value  # type: ignore[return-value]
+def _both(op: str, a: Mask, b: Mask) -> tuple[Expr | None, tuple[torch.Tensor, ...]]:
+    """Two conditions as one, and its tensors."""
+    if a.rest is None or b.rest is None:
+        return (a.rest, a.tensors) if b.rest is None else (b.rest, b.tensors)
+    return Expr(op, (a.rest, b.rest.with_later_tensors(len(a.tensors)))), a.tensors + b.tensors
 
 
 full = Mask(None, None, "full")
-causal = Mask(None, _diag + 1, "causal")
-causal_top_left = Mask(None, _q + 1, "causal_top_left")
+causal = Mask(None, DIAGONAL + 1, "causal")
+causal_top_left = Mask(None, Q + 1, "causal_top_left")
 
 # Only the keys of the whole sequence, from 0 to len_k as positions say it, not all that a buffer holds.
-used_keys = Mask(Expr("literal", (0,)), _len_k, "used")
+used_keys = Mask(Expr("literal", (0,)), LEN_K, "used")
 
-
-def window(left: int | None, right: int | None) -> Mask:
-    """Keys from `left` before the diagonal to `right` after it, both included; `None` leaves that side open."""
-    return Mask(
-        None if left is None else _diag - _number(_size(left, "window(left, right): left", 0)),
-        None if right is None else _diag + _number(_size(right, "window(left, right): right", 0) + 1),
-        f"window({None if left is None else '?'}, {None if right is None else '?'})",
-        tuple(size for size in (left, right) if size is not None),
-    )
-
-
-def cached_window(left: int) -> Mask:
-    """For keys that all stand before the first query: each query sees those from `left` positions before it on."""
-    return Mask(_q + _len_k - _number(left), None, "cached_window(?)", (left,))
-
-
-def prefix(n: int) -> Mask:
-    """Causal, but the first `n` keys are visible to every query."""
-    first = _number(_size(n, "prefix(n): n", 0))
-    return Mask(None, Expr("max", (_diag + 1, first)), "prefix(?)", (n,))
-
-
-def chunked(n: int) -> Mask:
-    """Queries see the keys of their own chunk of `n` positions: those with the same `position // n`. The last query
-    stands opposite the last key; queries before the first key are in chunks of their own, without keys."""
-    size = _number(_size(n, "chunked(n): n", 1))
-    chunk = _diag // size
-    return Mask(chunk * size, (chunk + 1) * size, "chunked(?)", (n,))
+_GRAMMAR = Grammar(END_VARIABLES, END_OPERATIONS, LARGEST)
 
 
 @functools.lru_cache(maxsize=256)
 def parse_mask(text: str, numbers: tuple[int, ...] = ()) -> Mask:
-    """The mask that has this `text()`, or this text and these numbers."""
+    """The interval mask that has this `text()`, or this text and these numbers."""
     if text.count(";") < 2:
         raise ValueError(f"{text!r:.80} is not the text of a mask: two expressions and a name, separated by ;")
     *ends, title = text.split(";", 2)
     given = iter(numbers)
     lo, hi = [parse(end, _GRAMMAR, given) if end else None for end in ends]
     for end in (lo, hi):
-        if end is not None and not never_moves_left(end):
-            raise ValueError(f"{end.text()!r:.80} is no end of a mask: it may become less as q grows")
+        if end is not None and not intervals.is_end(end):
+            raise ValueError(
+                f"{end.text()!r:.80} is no end of a mask: it may become less as q grows, or divides by what is not an "
+                "integer greater than 0, or divides a quotient"
+            )
     return Mask(lo, hi, parse_name(title, given))
-
-
-def never_moves_left(end: Expr) -> bool:
-    """Whether it is plain that the end does not decrease as `q` grows."""
-    if "q" not in end.variables() or end.op == "var":
-        return True
-    a, b = end.args
-    if end.op in ("-", "//"):
-        return never_moves_left(a) and "q" not in b.variables()
-    if end.op == "*":
-        factor, rest = (a, b) if a.op == "const" else (b, a)
-        return factor.op == "const" and factor.args[0] >= 0 and never_moves_left(rest)
-    return never_moves_left(a) and never_moves_left(b)

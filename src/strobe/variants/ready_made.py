@@ -1,24 +1,69 @@
-"""Masks and scores that many models use, each a few lines of a traced function (`mask_function.py`)."""
+"""Masks and scores that many models use, each a few lines: an interval, or a traced function (`user_function.py`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from strobe.variants.mask_function import MaskFunction, mask_function, score_function
+from strobe.variants.expression import DIAGONAL, LEN_K, Expr, Q
+from strobe.variants.intervals import LARGEST
+from strobe.variants.mask import Mask
 from strobe.variants.score import Score
+from strobe.variants.user_function import mask_function, score_function
 
 
-def documents(ids: torch.Tensor) -> MaskFunction:
+def window(left: int | None, right: int | None) -> Mask:
+    """Keys from `left` before the diagonal to `right` after it, both included; `None` leaves that side open."""
+    return Mask(
+        None if left is None else DIAGONAL - _number(_size(left, "window(left, right): left", 0)),
+        None if right is None else DIAGONAL + _number(_size(right, "window(left, right): right", 0) + 1),
+        f"window({None if left is None else '?'}, {None if right is None else '?'})",
+        tuple(size for size in (left, right) if size is not None),
+    )
+
+
+def cached_window(left: int) -> Mask:
+    """For keys that all stand before the first query: each query sees those from `left` positions before it on."""
+    return Mask(Q + LEN_K - _number(left), None, "cached_window(?)", (left,))
+
+
+def prefix(n: int) -> Mask:
+    """Causal, but the first `n` keys are visible to every query."""
+    first = _number(_size(n, "prefix(n): n", 0))
+    return Mask(None, Expr("max", (DIAGONAL + 1, first)), "prefix(?)", (n,))
+
+
+def chunked(n: int) -> Mask:
+    """Queries see the keys of their own chunk of `n` positions: those with the same `position // n`. The last query
+    stands opposite the last key; queries before the first key are in chunks of their own, without keys."""
+    size = _number(_size(n, "chunked(n): n", 1))
+    chunk = DIAGONAL // size
+    return Mask(chunk * size, (chunk + 1) * size, "chunked(?)", (n,))
+
+
+def _number(value: int) -> Expr:
+    return Expr.of(min(value, LARGEST))
+
+
+def _size(value: Any, what: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{what} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{what} must be at least {least}, got {value}")
+    return value  # type: ignore[return-value]
+
+
+def documents(ids: torch.Tensor) -> Mask:
     """Queries see the keys of their own document: those with the same number in `ids`, (len_k,) or (batch, len_k).
     Combine with `strobe.causal &`. Numbers of 32 bits cost kernels less than those of 64."""
     _check_integers("documents(ids): ids", ids)
     if ids.dim() == 1:
-        return _named("documents", mask_function(lambda b, h, q, k: ids[q] == ids[k]))
-    return _named("documents", mask_function(lambda b, h, q, k: ids[b, q] == ids[b, k]))
+        return replace(mask_function(lambda b, h, q, k: ids[q] == ids[k]), title="documents")
+    return replace(mask_function(lambda b, h, q, k: ids[b, q] == ids[b, k]), title="documents")
 
 
 def relative_bias(table: torch.Tensor) -> Score:
@@ -27,7 +72,7 @@ def relative_bias(table: torch.Tensor) -> Score:
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or not table.shape[1] % 2:
         raise ValueError(f"table must be a tensor (heads, 2 n - 1), got {_shown(table)}")
     middle = table.shape[1] // 2
-    return _named("relative_bias", score_function(lambda s, b, h, q, k: s + table[h, k - q + middle]))
+    return replace(score_function(lambda s, b, h, q, k: s + table[h, k - q + middle]), title="relative_bias")
 
 
 def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
@@ -48,10 +93,10 @@ def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: in
     of_offset = table[
         bucket.to(table.device)
     ].t()  # (heads, offsets): one entry for a pair, whose gradient torch sends on
-    return _named("t5_bias", relative_bias(of_offset))
+    return replace(relative_bias(of_offset), title="t5_bias")
 
 
-def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> MaskFunction:
+def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> Mask:
     """Positions are the pixels of a picture, row by row. A query sees the square of pixels around its own, `radius` in each
     direction; at a border the square is moved inside, so that all queries see as many. A pair of radii: down, across.
 
@@ -67,12 +112,10 @@ def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> Mas
         column = (q % width).clamp(across, width - 1 - across) - k % width
         return (row.abs() <= down) & (column.abs() <= across)
 
-    return _named("neighbourhood", mask_function(mask))
+    return replace(mask_function(mask), title="neighbourhood")
 
 
-def tree(
-    parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.device | str | None = None
-) -> MaskFunction:
+def tree(parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.device | str | None = None) -> Mask:
     """Each query sees itself and those above it: `parents[i]` is the token above token i, -1 if there is none. The tree
     begins at position `first`; all queries see the keys before it. On the device of `parents`, or on `device`."""
     if isinstance(parents, torch.Tensor):
@@ -83,7 +126,7 @@ def tree(
         at, above = begin[q - first], k - first
         return (k < first) | ((begin[above] <= at) & (at < end[above]))
 
-    return _named("tree", mask_function(mask))
+    return replace(mask_function(mask), title="tree")
 
 
 def _depth_first(parents: list[int]) -> tuple[list[int], list[int]]:
@@ -105,12 +148,6 @@ def _depth_first(parents: list[int]) -> tuple[list[int], list[int]]:
     if count < len(parents):
         raise ValueError(f"parents[{begin.index(-1)}] leads round in a circle")
     return begin, end
-
-
-def _named(name: str, made: Any) -> Any:
-    if isinstance(made, Score):
-        return Score(made.expr, name, made.tensors)
-    return MaskFunction(made.interval, made.rest, made.tensors, name)
 
 
 def _check_integers(what: str, t: Any) -> None:

@@ -15,15 +15,29 @@ from typing import Any
 
 import torch
 
-from strobe.cuda.parts import print_score
-from strobe.cuda.parts.print_score import Entries, PrintedScore
-from strobe.variants.expression import BOOL, CTYPES, FLOAT, INT, KINDS, LONG, OPERATIONS, Expr
+from strobe.variants.expression import (
+    BOOL,
+    CTYPES,
+    FLOAT,
+    INT,
+    LEN_K,
+    LEN_Q,
+    LONG,
+    OPERATIONS,
+    PLACE,
+    B,
+    Expr,
+    H,
+    K,
+    Q,
+    S,
+)
 from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
+from strobe.variants.mask import Mask
 from strobe.variants.text import Grammar, full_name, parse, parse_name
 
-_FINITE = ("+", "-", "*", "/", "tanh", "abs")  # operations that make no -inf of finite numbers
+_FINITE = ("+", "-", "*", "/", "tanh", "abs", "float")  # operations that make no -inf of finite numbers
 LOG2E = math.log2(math.e)
-_s, _h = (Expr("var", (name,)) for name in ("s", "h"))
 # dtypes of the tensors that a function may capture -> the kind of their elements
 ELEMENT_KINDS = {
     **dict.fromkeys((torch.float64, torch.float32, torch.bfloat16, torch.float16), FLOAT),
@@ -35,7 +49,7 @@ ELEMENT_KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """An expression of `s`, the scaled score, and perhaps of where it is (expression.KINDS) and of captured tensors.
+    """An expression of `s`, the scaled score, and perhaps of where it is (expression.PLACE) and of captured tensors.
     Title and `sizes` make the name, as for a mask."""
 
     expr: Expr
@@ -88,7 +102,7 @@ class Score:
 
     @property
     def is_identity(self) -> bool:
-        return self.expr == _s
+        return self.expr == S
 
     @functools.cached_property
     def pointwise(self) -> bool:
@@ -111,21 +125,20 @@ class Score:
 
     def kernel_form(self, scale: float) -> ScaledForm:
         """The form that kernels compute; where they cannot, since no factors can be taken out, the score as it is."""
-        return self.form.at(scale) or ScaledForm(scale, self.expr, 1.0)
+        plain = ScaledForm(1.0, S, scale) if self.is_identity else ScaledForm(scale, self.expr, 1.0)
+        return self.form.at(scale) or plain
 
-    def hiding(
-        self, visible: Expr, tensors: tuple[torch.Tensor, ...], title: str, sizes: tuple[Any, ...] = ()
-    ) -> Score:
-        """The score where `visible`, an expression that reads `tensors`, is true, and nothing elsewhere."""
-        first = len(self.tensors)
-        moved = visible.mapped(lambda e: _renumbered(e, first) if e.op == "load" else None) if first else visible
-        title, sizes = (title, sizes) if self.is_identity else (f"{self.title} & {title}", self.sizes + sizes)
-        return Score(Expr("where", (self.expr, moved)), title, self.tensors + tensors, sizes)
+    def hiding(self, mask: Mask) -> Score:
+        """The score where the condition of a mask is true, and nothing elsewhere. Its interval is not looked at."""
+        assert mask.rest is not None
+        visible = mask.rest.with_later_tensors(len(self.tensors))
+        title = mask.title if self.is_identity else f"{self.title} & {mask.title}"
+        return Score(Expr("where", (self.expr, visible)), title, self.tensors + mask.tensors, self.sizes + mask.sizes)
 
     def with_first_head(self, head: int) -> Score:
         """The score for a call that has only some of the heads, from this one on: tensors have an entry for every
         head."""
-        shifted = self.expr.replaced(_h, _h + Expr.of(head)) if "h" in self.expr.variables() else self.expr
+        shifted = self.expr.replaced(H, H + Expr.of(head)) if "h" in self.expr.variables() else self.expr
         return Score(shifted, self.title, self.tensors, self.sizes)
 
     def with_pairs(self, bias: bool, mask: bool) -> Score:
@@ -142,13 +155,9 @@ class Score:
     def condition(self) -> Expr | None:
         """What hides scores, if it is a function of where they are alone."""
         condition = self.expr.args[1] if self.expr.op == "where" else None
-        if condition is None or any(node.op == "tensor" or node == _s for node in condition.nodes()):
+        if condition is None or any(node.op == "tensor" or node == S for node in condition.nodes()):
             return None
         return condition
-
-    def printed(self, entries: Sequence[Entries] = ()) -> PrintedScore:
-        """`entries`: how kernels read the captured tensors, by their numbers."""
-        return print_score.printed(self.structure, tuple(entries))
 
     def text(self) -> str:
         """The expression, as `parse_score` reads it; the tensors travel apart."""
@@ -158,13 +167,10 @@ class Score:
         """The text with a placeholder for each number, and the numbers, which may be symbols of a tracer."""
         numbers: list[Any] = []
         text = self.expr.text(numbers)
+        for n in numbers:
+            if isinstance(n, int) and abs(n) > 1 << 53:
+                raise ValueError(f"{self.title} has the number {n}; a graph holds it as a float, which has 53 bits")
         return f"{text};{self.title}", [*numbers, *self.sizes]
-
-
-def _renumbered(load: Expr, first: int) -> Expr:
-    number, kind, *index = load.args
-    moved = [i.mapped(lambda e: _renumbered(e, first) if e.op == "load" else None) for i in index]
-    return Expr("load", (number + first, kind, *moved))
 
 
 def tensor_count(expr: Expr) -> int:
@@ -172,17 +178,17 @@ def tensor_count(expr: Expr) -> int:
 
 
 _GRAMMAR = Grammar(
-    frozenset(("s", "q", "k", "len_q", "len_k", *KINDS)),
-    frozenset(OPERATIONS) - {"//", "biased", "biased_if_seen", "tanh_near"},
+    frozenset(("s", *PLACE)),
+    frozenset(OPERATIONS) - {"biased", "biased_if_seen", "tanh_near"},
     tensors=True,
 )
 
-identity = Score(_s, "identity")
+identity = Score(S, "identity")
 
 
 def softcap(cap: float) -> Score:
     """Scores become cap * tanh(score / cap)."""
-    return Score(Expr.of(cap) * Expr("tanh", (_s / cap,)), "softcap(?)", (), (cap,))
+    return Score(Expr.of(cap) * Expr("tanh", (S / cap,)), "softcap(?)", (), (cap,))
 
 
 def alibi(slopes: torch.Tensor) -> Score:
@@ -191,15 +197,20 @@ def alibi(slopes: torch.Tensor) -> Score:
     if not isinstance(slopes, torch.Tensor) or slopes.dim() not in (1, 2) or not slopes.dtype.is_floating_point:
         found = f"{slopes.dtype} of shape {tuple(slopes.shape)}" if isinstance(slopes, torch.Tensor) else repr(slopes)
         raise ValueError(f"slopes must be a floating-point tensor (heads,) or (batch, heads), got {found}")
-    q, k, len_q, len_k = (Expr("var", (name,)) for name in ("q", "k", "len_q", "len_k"))
+    q, k, len_q, len_k = (Expr("float", (e,)) for e in (Q, K, LEN_Q, LEN_K))
     distance = Expr("abs", (q + (len_k - len_q) - k,))
-    index = (_h,) if slopes.dim() == 1 else (Expr("var", ("b",)), _h)
-    return Score(_s - Expr("load", (0, FLOAT, *index)) * distance, "alibi", (slopes,))
+    index = (H,) if slopes.dim() == 1 else (B, H)
+    return Score(S - Expr("load", (0, FLOAT, *index)) * distance, "alibi", (slopes,))
+
+
+def parse_score(text: str, numbers: tuple[float, ...] = ()) -> Score:
+    """The score that has this `text()`, or this text and these numbers, without tensors."""
+    return _parse_score(text, numbers, repr(numbers))
 
 
 @functools.lru_cache(maxsize=64)
-def parse_score(text: str, numbers: tuple[float, ...] = ()) -> Score:
-    """The score that has this `text()`, or this text and these numbers, without tensors."""
+def _parse_score(text: str, numbers: tuple[float, ...], key: str) -> Score:
+    """`key` tells 1 from 1.0, and 0.0 from -0.0, which are equal."""
     if ";" not in text:
         raise ValueError(f"{text!r:.80} is not the text of a score: an expression and a name, separated by ;")
     expr, title = text.split(";", 1)

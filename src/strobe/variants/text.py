@@ -86,23 +86,14 @@ def _parse_load(words: list[str], at: int, grammar: Grammar, numbers: Iterator[A
 
 
 def _check_division(op: str, args: list[Expr]) -> None:
-    """On a CPU, an integer division by 0 ends the process. The C++ text of a division may hold its dividend several times:
-    it must not grow with each level."""
+    """On a CPU, an integer division by 0 ends the process."""
     divisor = args[-1]
-    if op == "//" and _holds(args[0], "//"):
-        raise ValueError(f"'//' divides {args[0].text()!r:.80}, in which there is another '//'")
-    if op == "//" and not (divisor.op == "const" and divisor.args[0] > 0):
-        raise ValueError(f"'//' divides by {divisor.text()!r:.80}; it must be an integer greater than 0")
-    if op in ("floordiv", "mod") and divisor.op in ("const", "literal") and not divisor.args[0]:
+    if op in ("//", "mod") and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError(f"{op!r} divides by 0")
     if op == "/" and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError("'/' divides by 0")
     if op == "/" and all(a.kind != FLOAT for a in args):
         raise ValueError("'/' divides integers; C++ would round the quotient")
-
-
-def _holds(expr: Expr, op: str) -> bool:
-    return any(node.op == op for node in expr.nodes())
 
 
 def _leaf(word: str, grammar: Grammar, numbers: Iterator[Any]) -> Expr:

@@ -1,4 +1,4 @@
-"""Users' functions of a score and of where it is, `f(score, b, h, q, k)` and `g(b, h, q, k) -> bool`, as expressions.
+"""Users' functions of a score and of its place, `f(score, b, h, q, k)` and `g(b, h, q, k) -> bool`, as scores and masks.
 
 A function is called once, with symbols in the place of numbers. What it does to them becomes an `Expr`, which the backends
 evaluate, differentiate and print. Whatever torch computes without a symbol is not traced: it runs, and its result is captured.
@@ -16,8 +16,25 @@ from typing import Any
 
 import torch
 
-from strobe.variants.expression import AS_FLOATS, BOOL, CTYPES, FLOAT, INT, LONG, OPERATIONS, Expr
-from strobe.variants.score import ELEMENT_KINDS
+from strobe.variants.expression import (
+    BOOL,
+    CTYPES,
+    DIAGONAL,
+    FLOAT,
+    INT,
+    LEN_K,
+    LEN_Q,
+    LONG,
+    OPERATIONS,
+    B,
+    Expr,
+    H,
+    K,
+    Q,
+    S,
+)
+from strobe.variants.mask import Mask, of_condition
+from strobe.variants.score import ELEMENT_KINDS, Score
 from strobe.variants.text import MOST_AXES, MOST_TENSORS
 
 
@@ -29,22 +46,15 @@ def _literal(value: Any) -> Expr:
     return Expr("literal", (value,))
 
 
-def _var(name: str) -> Expr:
-    return Expr("var", (name,))
-
-
-S, B, H, K, ROW = (_var(name) for name in ("s", "b", "h", "ki", "qi"))
-Q = ROW + (_var("len_ki") - _var("len_qi"))  # the last query stands opposite the last key
-
 _BINARY = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "floordiv", "mod": "mod", "pow": "pow", "and": "&",
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "mod", "pow": "pow", "and": "&",
     "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
 }  # fmt: skip
 _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 # Names of functions and methods of torch -> operation.
 _NAMES = {
     **_BINARY, **_COMPARE,
-    "subtract": "-", "multiply": "*", "div": "/", "divide": "/", "true_divide": "/", "floor_divide": "floordiv",
+    "subtract": "-", "multiply": "*", "div": "/", "divide": "/", "true_divide": "/", "floor_divide": "//",
     "remainder": "mod", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max", "less": "<", "less_equal": "<=",
     "greater": ">", "greater_equal": ">=", "not_equal": "!=", "logical_and": "&", "logical_or": "|", "logical_xor": "^",
     "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
@@ -191,7 +201,7 @@ class Tracer:
             raise self.error(f"the operation {name!r} cannot be part of a kernel")
         if len(args) != (1 if op == "neg" else OPERATIONS[op].operands):
             raise self.error(f"{name} of {len(args)} operands")
-        operands = [self.operand(x, literal=op in ("floordiv", "mod", "<<", ">>")) for x in args]
+        operands = [self.operand(x) for x in args]
         if name in _LOGICAL:
             operands = [self.cast(x, BOOL) for x in operands]
         return Symbol(self, self.apply(op, *(reversed(operands) if swapped else operands)))
@@ -235,8 +245,7 @@ class Tracer:
                                        self.cast(self.apply("<", x._expr, _literal(0)), x._expr.kind)))  # fmt: skip
 
     # ---- operands
-    def operand(self, x: Any, literal: bool = False) -> Expr:
-        """`literal`: integers are part of a kernel's text, since they choose its instructions."""
+    def operand(self, x: Any) -> Expr:
         if isinstance(x, torch.Tensor):
             is_number = x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad
             x = x.item() if is_number else self.load(x, (), ())
@@ -247,7 +256,7 @@ class Tracer:
         if isinstance(x, bool):
             return _literal(x)
         if isinstance(x, numbers.Integral):
-            return _literal(int(x)) if literal else Expr.of(int(x))
+            return Expr.of(int(x))
         if isinstance(x, numbers.Real):
             return Expr.of(float(x))
         raise self.error(f"a {type(x).__name__} takes part; numbers, tensors and what the function is given can")
@@ -289,7 +298,7 @@ class Tracer:
             return self.apply("!=", e, _literal(0.0 if e.kind == FLOAT else 0))
         if kind == FLOAT and _is_position(e):  # float(q) - float(k): one is of a row, the other of a column
             if e.op == "var":
-                return _var(AS_FLOATS[e.args[0]])
+                return Expr("float", (e,))
             return Expr("abs" if e.op == "iabs" else e.op, tuple(self.cast(a, FLOAT) for a in e.args))
         return Expr({INT: "int", LONG: "long", FLOAT: "float"}[kind], (e,))
 
@@ -313,10 +322,10 @@ class Tracer:
         args = tuple(self.cast(e, kind) for e in operands)
         if op == "neg":
             return Expr("-", (_literal(0.0 if kind == FLOAT else 0), *args))
-        if op in ("floordiv", "mod") and kind == FLOAT:
+        if op in ("//", "mod") and kind == FLOAT:
             quotient = Expr("floor", (args[0] / args[1],))
-            return quotient if op == "floordiv" else args[0] - quotient * args[1]
-        if op in ("floordiv", "mod") and args[1].op == "literal" and not args[1].args[0]:
+            return quotient if op == "//" else args[0] - quotient * args[1]
+        if op in ("//", "mod") and args[1].op in ("const", "literal") and not args[1].args[0]:
             raise self.error("an integer is divided by 0")
         return Expr("iabs" if op == "abs" and kind != FLOAT else op, args)
 
@@ -337,10 +346,24 @@ class Tracer:
 def _is_position(e: Expr) -> bool:
     """Sums of positions and small numbers, which float32 holds exactly below 2^24."""
     if e.op == "var":
-        return e.args[0] in AS_FLOATS
+        return e in (Q, K, LEN_Q, LEN_K)
     if e.op in ("const", "literal"):
         return e.kind == INT and abs(e.args[0]) < 1 << 22
     return e.op in ("+", "-", "iabs") and all(map(_is_position, e.args))
+
+
+def mask_function(function: Callable[..., Any], *, rows: bool = False) -> Mask:
+    """A mask from `function(b, h, q, k) -> bool`, plain Python over torch operations, traced once. It may close over tensors
+    and index them. q and k are positions: the last query stands opposite the last key. `rows`: q counts query rows from
+    0 instead, as FlexAttention does."""
+    return of_condition(*trace(function, (B, H, Q if rows else DIAGONAL, K), BOOL, None))
+
+
+def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score:
+    """A score from `function(score, b, h, q, k)`, traced once: see `mask_function`. Its derivative follows from the
+    trace."""
+    expr, tensors, name = trace(function, (S, B, H, Q if rows else DIAGONAL, K), FLOAT, None)
+    return Score(expr, name, tensors)
 
 
 @getattr(torch, "_disable_dynamo", torch.compiler.disable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strobe.backends.backend import Backend, binder
+from strobe.backends.backend import Backend, Capabilities, binder
 from strobe.backends.tiled.backward import backward
 from strobe.backends.tiled.forward import forward
 from strobe.backends.tiled.slab import choose_blocks
@@ -35,7 +35,6 @@ BACKENDS = {
         bind=binder(forward, backward),
         details=_details,
         extra_bytes=_extra_bytes,
-        pages=True,
-        captured_gradients=True,
+        can=Capabilities(pages=True, captured_gradients=True),
     )
 }

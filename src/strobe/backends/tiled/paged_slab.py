@@ -18,7 +18,7 @@ from strobe.backends.tiled.slab import Slab, choose_blocks
 from strobe.problem import Problem
 from strobe.problem.arguments import Inputs
 from strobe.problem.page_checks import with_numbers_on
-from strobe.variants.expression import AS_FLOATS, WORKING_DTYPE
+from strobe.variants.expression import WORKING_DTYPE
 from strobe.variants.mask import Positions
 
 
@@ -68,9 +68,8 @@ class PagedSlab(Slab):
         def count(r: range) -> torch.Tensor:
             return torch.arange(r.start, r.stop, device=self.problem.device)
 
-        found: dict[Any, Any] = {"len_qi": s.len_q[wide], "len_ki": s.whole[wide]}
-        found |= {"qi": count(rows)[:, None], "ki": s.position[wide] + count(keys)}
-        found |= {floats: found[name].to(self.accumulate) for name, floats in AS_FLOATS.items()}
+        found: dict[Any, Any] = {"len_q": s.len_q[wide], "len_k": s.whole[wide]}
+        found |= {"q": count(rows)[:, None], "k": s.position[wide] + count(keys)}
         found["b"] = s.number[wide]
         found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
         return found | {WORKING_DTYPE: self.accumulate} | dict(enumerate(self.inputs.score_tensors))

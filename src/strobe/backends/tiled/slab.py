@@ -116,7 +116,7 @@ class Slab:
         # Scores are in units of log2, but natural ones beside a bias: finfo.min would overflow in others.
         self.unit = 1.0 if self.inputs.bias is None else LOG2E
         after = form.after * (LOG2E if self.inputs.bias is None else 1.0)
-        self._before, self._after = (form.before * after, 1.0) if self._inner is None else (form.before, after)
+        self._before, self._after = (after, 1.0) if self._inner is None else (form.before, after)
         self.k, self.v = self.of_keys(self.inputs.k), self.of_keys(self.inputs.v)
         self.q = self.of_queries(self.inputs.q)
         self.mask, self.bias = self.of_pairs(self.inputs.mask), self.of_pairs(self.inputs.bias)
@@ -186,14 +186,12 @@ class Slab:
         if score.pointwise:
             return {WORKING_DTYPE: self.accumulate}
         offset_q, whole_q, offset_k, whole_k = self.positions or (0, self.len_q, 0, self.len_k)
-        found: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k}
-        found |= {"len_qi": whole_q, "len_ki": whole_k, WORKING_DTYPE: self.accumulate}
+        found: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k, WORKING_DTYPE: self.accumulate}
 
         def count(r: range, offset: int = 0) -> torch.Tensor:
             return torch.arange(r.start + offset, r.stop + offset, device=self.problem.device)
 
-        found |= {"qi": count(rows, offset_q)[:, None], "ki": count(keys, offset_k)}
-        found |= {"q": found["qi"].to(self.accumulate), "k": found["ki"].to(self.accumulate)}
+        found |= {"q": count(rows, offset_q)[:, None], "k": count(keys, offset_k)}
         found["b"] = count(self.batch)[:, None, None, None, None]
         found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
         return found | dict(enumerate(self.inputs.score_tensors))

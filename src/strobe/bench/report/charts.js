@@ -111,7 +111,6 @@ function lineChart(series, options) {
 function mark(shape, x, y, colour) {
   if (shape === "square") return el("svg:rect", { x: x - 3, y: y - 3, width: 6, height: 6, fill: colour });
   if (shape === "triangle") return el("svg:path", { d: `M${x} ${y - 4}L${x + 4} ${y + 3}L${x - 4} ${y + 3}Z`, fill: colour });
-  if (shape === "diamond") return el("svg:path", { d: `M${x} ${y - 4}L${x + 4} ${y}L${x} ${y + 4}L${x - 4} ${y}Z`, fill: colour });
   return el("svg:circle", { cx: x, cy: y, r: 3.4, fill: colour });
 }
 
@@ -126,23 +125,5 @@ function barChart(bars, title) {
     svg.append(hover(el("svg:rect", { class: "hot", x: left, y: y + 2, width, height: row - 6, fill: bar.colour, rx: 2 }), bar.text),
       el("svg:text", { x: left + width + 5, y: y + 13, class: "value" }, bar.label));
   });
-  return svg;
-}
-
-// cells: [{x, y, value, text}] or value undefined for those that did not run
-function heatMap(cells, labels) {
-  const xs = [...new Set(cells.map(c => c.x))].sort((a, b) => a - b), ys = [...new Set(cells.map(c => c.y))].sort((a, b) => a - b);
-  const W = 440, left = 56, side = Math.min(82, (W - left - 10) / xs.length), tall = 44, H = ys.length * tall + 40;
-  const values = cells.filter(c => c.value !== undefined).map(c => c.value), best = Math.max(...values);
-  const svg = el("svg:svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": labels.title });
-  for (const cell of cells) {
-    const x = left + xs.indexOf(cell.x) * side, y = ys.indexOf(cell.y) * tall + 2, share = cell.value === undefined ? 0 : cell.value / best;
-    svg.append(hover(el("svg:g", { class: "hot" },
-      el("svg:rect", { x: x + 1, y, width: side - 2, height: tall - 2, rx: 3, fill: cell.value === undefined ? "transparent" : "#2f6fb3", stroke: "var(--line)", "fill-opacity": (0.08 + 0.72 * share ** 2).toFixed(3) }),
-      el("svg:text", { class: "value", x: x + side / 2, y: y + tall / 2 + 4, "text-anchor": "middle", "font-weight": share === 1 ? "bold" : "normal" }, cell.value === undefined ? "–" : round(cell.value))), cell.text));
-  }
-  xs.forEach((v, i) => svg.append(el("svg:text", { x: left + (i + 0.5) * side, y: ys.length * tall + 16, "text-anchor": "middle" }, String(v))));
-  ys.forEach((v, i) => svg.append(el("svg:text", { x: left - 6, y: i * tall + tall / 2 + 4, "text-anchor": "end" }, String(v))));
-  svg.append(el("svg:text", { x: left + (xs.length * side) / 2, y: H - 6, "text-anchor": "middle" }, labels.x), el("svg:text", { x: 2, y: H - 6 }, labels.y));
   return svg;
 }

@@ -45,9 +45,8 @@ function absent(rows) {
 }
 function section(id, title, text, figures, rows, columns, note) {
   if (!figures.length) return null;
-  return el("section", { id }, el("h2", {}, title), el("p", {}, text), legendFor(id, rows), el("div", { class: "figures" }, ...figures), tableBehind(rows.filter(r => r.timed || r.status === "out of memory"), columns), note ? el("p", {}, note) : null);
+  return el("section", { id }, el("h2", {}, title), el("p", {}, text), legend(rows), el("div", { class: "figures" }, ...figures), tableBehind(rows.filter(r => r.timed || r.status === "out of memory"), columns), note ? el("p", {}, note) : null);
 }
-const legendFor = (id, rows) => id === "tiles" ? null : legend(rows);
 
 const COLUMNS = {
   case: ["case", r => r.title, "text"], key: ["key", r => r.key, "text"], who: ["provider", r => r.provider, "text who"], ms: ["time", r => r.ms, "", time],
@@ -151,18 +150,10 @@ function errors(rows) {
 }
 function bars(rows) {
   return [...groups(rows, r => r.key)].map(([, list]) => {
-    const title = list[0].title + ({ call: ", CPU time per call", graph: ", replayed from a CUDA graph", compile: ", compile time" }[list[0].measure] || "");
+    const title = list[0].title + ({ call: ", CPU time per call", graph: ", replayed from a CUDA graph" }[list[0].measure] || "");
     const shown = list.filter(r => r.timed && !hidden.has(r.provider)).sort((a, b) => a.ms - b.ms), speed = list[0].measure === "time", tokens = r => `${Math.round(r.tokens_per_s).toLocaleString("en")} tokens/s`;
     const items = shown.map(r => ({ name: r.provider, value: r.tokens_per_s || (speed && r.tflops ? r.tflops : r.ms), label: r.tokens_per_s ? tokens(r) : speed && r.tflops ? rate(r.tflops) : time(r.ms), text: describe(r), colour: (STYLE[r.provider] || {}).colour, strong: r.kind === "ours" }));
     return items.length ? figure(title, barChart(items, title), absent(list)) : null;
-  }).filter(Boolean);
-}
-function tiles(rows) {
-  return [...groups(rows, r => r.provider + "|" + r.panel)].map(([, list]) => {
-    const title = `${list[0].provider}, ${list[0].panel}`, [unit, times] = rateUnit(list);
-    const cells = list.map(r => ({ x: r.tile[1], y: r.tile[0], value: r.timed ? r.tflops * times : undefined, text: r.timed ? describe(r) : `${r.status}: ${r.reason}` }));
-    if (!cells.some(c => c.value)) return null;
-    return figure(`${title} (${unit})`, heatMap(cells, { title, x: "keys in a tile", y: "queries" }));
   }).filter(Boolean);
 }
 function comparison(entry) {
@@ -175,24 +166,17 @@ function comparison(entry) {
     sortable(rows, [["case", c => c.key, "text"], ["provider", c => c.provider, "text"], ["method", c => c.method, "text"], ["first run", c => c.old, "", time], ["this run", c => c.new, "", time], ["ratio", c => c.ratio, "", v => v.toFixed(3)], ["", c => c.kind, "text"]]));
 }
 
-function anchors(found) {
-  return el("section", { id: "anchors" }, el("h2", {}, "Beside FlashAttention-3 and 4, over cuDNN"), el("p", {}, found.note),
-    sortable(found.lines, [["", r => r.title, "text"], ["forward", r => r.forward], ["backward", r => r.backward], ["built from", r => r.built, "text"]]));
-}
-
 function draw() {
-  const chosen = ROWS.filter(r => r.suite === suite && r.method === method && r.pass === pass), plain = chosen.filter(r => r.measure === "time" && !r.tile), open = new Set([...document.querySelectorAll("section:has(details[open])")].map(s => s.id));
-  const families = new Set(panelsOf(plain).map(([t]) => t)), single = chosen.filter(r => !r.tile && (r.measure !== "time" || !families.has(r.panel)));
+  const chosen = ROWS.filter(r => r.suite === suite && r.method === method && r.pass === pass), plain = chosen.filter(r => r.measure === "time"), open = new Set([...document.querySelectorAll("section:has(details[open])")].map(s => s.id));
+  const families = new Set(panelsOf(plain).map(([t]) => t)), single = chosen.filter(r => r.measure !== "time" || !families.has(r.panel));
   const parts = [
     section("speed", "Speed against length", `${TIMES()} A cross on top is a provider that ran out of memory. The dotted line is a matrix product, measured in the same run by the same method: a yardstick, not a limit. A fused kernel may exceed it, because it keeps its score matrix on the chip and, at the power limit, runs at another clock.`, speed(plain), plain, pick("case who ms low high n rate of units clock status")),
     section("energy", "Energy against length", "Joules for 10¹² operations of the matrix products, while a provider runs alone. At the power limit of a GPU this is what decides the speed.", energy(plain), plain.filter(r => r.joules), pick("case who rate watts joules tokens clock")),
     section("speedup", "Against standard attention", "How many times faster our fastest provider is than each standard baseline; below 1 it is slower.", speedUp(plain), plain.filter(r => r.kind !== "peer"), pick("case who ms rate status")),
     section("memory", "Memory against length", "What a call needs beyond its inputs, outputs and gradients, at its worst moment. Both axes are logarithmic; what needs nothing is drawn at 0. Where only the length changes, guides grow with N and N²; where the number of tokens is kept, the batch shrinks as the length grows.", memory(plain), plain, pick("case who length peak extra status")),
     section("bars", "Case by case", "The fastest on top.", bars(single), single, pick("case who ms low high n rate of gbs extra status")),
-    section("tiles", "Tile sizes", "The darker the faster.", tiles(chosen.filter(r => r.tile)), chosen.filter(r => r.tile), pick("case who ms rate status")),
     section("roofline", "Roofline", "Against the work per byte that has to move at least once. The roof is measured in the same run: a copy, a matrix product.", roofline(chosen), chosen.filter(r => r.tflops), pick("case who rate gbs of units clock"), "*: more than 100 %; see the note on the matrix product above."),
     section("errors", "Error against length", "Relative distance from float64. Each provider is checked before it is timed.", errors(plain), plain.filter(r => r.error), pick("case who error status")),
-    DATA.anchors ? anchors(DATA.anchors) : null,
     everything(chosen),
     ...DATA.compared.map(comparison),
   ].filter(Boolean);

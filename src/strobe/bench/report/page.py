@@ -7,15 +7,13 @@ import html as escaping
 import json
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from strobe.bench import anchors
-from strobe.bench.anchors import Anchors
 from strobe.bench.claims import merged
 from strobe.bench.compare import comparable, compare
 from strobe.bench.conclusions import conclusions
-from strobe.bench.figures import families, family
 from strobe.bench.names import PASS_TITLES, PASSES, SUITES
 from strobe.bench.results import Results, Row
 from strobe.measure.method import SUMMARIES, TITLES
@@ -26,18 +24,17 @@ _HERE = Path(__file__).parent
 _PARTS = {"STYLE": "page.css", "CHARTS": "charts.js", "SCRIPT": "page.js"}
 
 
-def write(runs: list[Results], directory: Path, elsewhere: Anchors | None = None) -> Path:
-    """`elsewhere`: what others reached in other runs."""
+def write(runs: list[Results], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "index.html"
-    path.write_text(html(runs, elsewhere), encoding="utf-8")
+    path.write_text(html(runs), encoding="utf-8")
     return path
 
 
-def html(runs: list[Results], elsewhere: Anchors | None = None) -> str:
+def html(runs: list[Results]) -> str:
     if not runs:
         raise ValueError("runs is empty; at least one result is needed")
-    data = json.dumps(page_data(runs, elsewhere), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False)
     data = data.replace("<", "\\u003c")  # no text in it can end, or begin, a script or a comment
     parts = {f"/*{mark}*/": (_HERE / name).read_text(encoding="utf-8") for mark, name in _PARTS.items()}
     parts |= {"/*DATA*/": data, "TITLE": f"Attention on {escaping.escape(runs[0].device)}"}
@@ -45,22 +42,10 @@ def html(runs: list[Results], elsewhere: Anchors | None = None) -> str:
     return "".join(parts.get(piece, piece) for piece in pieces)  # in one go: no mark inside a part is replaced
 
 
-def page_data(runs: list[Results], elsewhere: Anchors | None = None) -> dict[str, Any]:
+def page_data(runs: list[Results]) -> dict[str, Any]:
     """What the script draws from."""
     whole, compared = together(runs)
-    found = {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
-    return found if elsewhere is None else found | {"anchors": _anchors(elsewhere, whole)}
-
-
-def _anchors(elsewhere: Anchors, run: Results) -> dict[str, Any]:
-    return {
-        "note": anchors.note(elsewhere),
-        "lines": [
-            {"title": line.title, "built": line.built}
-            | {direction: anchors.text_of_line(line, direction) for direction in ("forward", "backward")}
-            for line in anchors.comparison(elsewhere, run.rows)
-        ],
-    }
+    return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
 
 
 def together(runs: list[Results]) -> tuple[Results, list[Results]]:
@@ -77,7 +62,7 @@ def together(runs: list[Results]) -> tuple[Results, list[Results]]:
 
 
 def _run(run: Results) -> dict[str, Any]:
-    many = set(families([row for row in run.rows if row.case.tile is None and row.case.measure == "time"]))
+    many = set(families([row for row in run.rows if row.case.measure == "time"]))
     drawn = styles([(row.provider, row.kind) for row in run.rows if row.timed])
     return {
         "provenance": run.provenance,
@@ -94,10 +79,30 @@ def _run(run: Results) -> dict[str, Any]:
     }
 
 
+# ---- panels: cases that differ in length only
+
+
+def family(row: Row) -> str:
+    """What a panel shows: "head dim 128, causal"."""
+    c = row.case
+    shape = c.model or (f"model dim {c.model_dim}" if c.suite == "sweep" else f"head dim {c.dim}")
+    heads = "" if c.group == 1 or c.model else f"{c.heads} heads on {c.heads_k}"
+    few = "" if c.len_q == c.len_k else f"{c.len_q} {'query' if c.len_q == 1 else 'queries'}, batch {c.batch}"
+    parts = [shape, heads, "no mask" if c.mask.name == "full" else c.mask.name, few]
+    parts += [c.dtype if c.dtype != "bfloat16" else "", PASS_TITLES[c.direction] if c.direction != "forward" else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def families(rows: list[Row]) -> dict[str, list[Row]]:
+    """Title of a panel -> its rows; only those with more than one length."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[family(row)].append(row)
+    return {title: same for title, same in found.items() if len({r.case.len_k for r in same}) > 1}
+
+
 def _panel(row: Row, families: set[str]) -> str:
-    """The title of the figure that shows a row: of a family of lengths, of a table of tiles, or of the case."""
-    if row.case.tile is not None:
-        return dataclasses.replace(row.case, tile=None).title
+    """The title of the figure that shows a row: of a family of lengths, or of the case."""
     return family(row) if row.case.measure == "time" and family(row) in families else row.case.title
 
 
@@ -121,7 +126,6 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
         "length": case.len_k,
         "dtype": case.dtype,
         "measure": case.measure,
-        "tile": case.tile,
         "scores": case.score_elements(),
         "provider": row.provider,
         "kind": row.kind,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from strobe.api import attend
+from strobe.call.attend import attend
 from strobe.compat import flash_attn_2_cuda as flash_attn_gpu, flash_terms, kvcache
 from strobe.compat.flash_attn.kernels import (
     _flash_attn_backward,
@@ -29,8 +29,8 @@ from strobe.compat.flash_attn.kernels import (
 )
 from strobe.compat.flash_attn.probabilities import signed_scores
 from strobe.problem.arguments import Arguments
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
-from strobe.variants.dropout import new_seed
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
+from strobe.problem.resolve import with_seed
 
 USE_TRITON_ROCM = False
 
@@ -267,11 +267,13 @@ def _run(
     if block_table is None:  # else that would copy the cache
         q, k, v = flash_terms.padded(q, k, v)
     a = Arguments(
-        q, k, v, cu_q, cu_k, flash_terms.longest("max_seqlen_q", max_q), flash_terms.longest("max_seqlen_k", max_k),
-        flash_terms.mask_of(bool(causal), *window_size), scale, None, flash_terms.score_of(softcap, alibi_slopes),
-        dropout=dropout, seed=new_seed(q.device) if dropout and return_attn_probs else None, return_lse=return_attn_probs,
+        q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, max_q=flash_terms.longest("max_seqlen_q", max_q),
+        max_k=flash_terms.longest("max_seqlen_k", max_k), mask=flash_terms.mask_of(bool(causal), *window_size), scale=scale,
+        score=flash_terms.score_of(softcap, alibi_slopes), dropout=dropout, return_lse=return_attn_probs,
         deterministic=deterministic,
     )  # fmt: skip
+    if return_attn_probs:
+        a = with_seed(a)  # `signed_scores` drops the same weights
     if block_table is not None:
         a = flash_terms.in_pages(a, block_table, a.cu_k.diff())
     if not return_attn_probs:

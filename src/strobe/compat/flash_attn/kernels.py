@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 
-from strobe.call import run
-from strobe.call.bound_call import lookup
+from strobe.call import piece
 from strobe.compat import flash_terms
 from strobe.compat.flash_attn.probabilities import keys_of_tile, signed_scores
 from strobe.problem.arguments import Arguments
-from strobe.problem.checks import with_longest
-from strobe.problem.invalid import InvalidArgument, raises_as_hosts
-from strobe.variants.dropout import new_seed
+from strobe.problem.hints import InvalidArgument, raises_as_hosts
 
-_ALL = (True, True, True, False, False)  # gradients of q, k and v
 _Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -72,12 +68,14 @@ def _packed(a: Arguments, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: Any, ma
 @raises_as_hosts
 def _forward(a: Arguments, return_softmax: bool) -> _Four:
     """(out, LSE, S_dmask, rng_state); the state is the seed."""
-    seed = new_seed(a.q.device) if a.dropout else 0
-    a = a._replace(seed=seed if a.dropout else None)
-    with torch.no_grad():
-        out, lse = run.run(a)
-        s_dmask = signed_scores(a) if return_softmax else a.q.new_empty(0)
-    return out, empty_rows_as_inf(lse), s_dmask, torch.tensor([seed, 0])  # on the CPU: reading it waits for nothing
+    out, lse, seed = piece.forward(a)
+    s_dmask = signed_scores(a._replace(seed=seed)) if return_softmax else a.q.new_empty(0)
+    return (
+        out,
+        empty_rows_as_inf(lse),
+        s_dmask,
+        torch.tensor([seed or 0, 0]),
+    )  # on the CPU: reading it waits for nothing
 
 
 @raises_as_hosts
@@ -94,15 +92,8 @@ def _backward(
         if rng_state is None:
             raise InvalidArgument("rng_state must be given with dropout: the forward returned it")
         a = a._replace(seed=int(rng_state[0]))
-    dout, out = (flash_terms.last_axis_contiguous(t).detach() for t in (dout, out))
     lse = torch.where(lse == torch.inf, -torch.inf, lse.detach())
-    with torch.no_grad():
-        a = with_longest(a) if a.cu_q is not None else a
-        found = lookup(a).backward(_ALL, a, out, lse, dout, None)
-        for into, gradient in zip(gradients, found[:3], strict=True):
-            if into is not None and gradient is not None:
-                into.copy_(gradient)
-        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+    return flash_terms.write_gradients(a, dout, out, lse, gradients)
 
 
 def _flash_attn_forward(

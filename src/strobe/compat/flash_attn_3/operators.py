@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from strobe.compat import flash_attn_interface as interface
-from strobe.problem.invalid import raises_as_hosts
+from strobe.problem.hints import raises_as_hosts
 
 _Tensors = tuple[torch.Tensor, ...]
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
-from strobe.api import attend
+from strobe.call.attend import attend
 from strobe.compat.transformers import in_place, paged
 from strobe.compat.transformers.layer_mask import LayerMask
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.variants.mask import Mask, causal, causal_top_left, full, window
+from strobe.problem.resolve import with_softcap
+from strobe.variants.mask import Mask, causal, causal_top_left, full
+from strobe.variants.ready_made import window
 
 _Maybe = torch.Tensor | None
 # Keywords that models pass to their attention functions although they say nothing about attention. These, and whatever
@@ -56,7 +58,7 @@ def attention(
                 f"{type(module).__name__} passes {name}= to its attention function, which strobe does not know; load the model "
                 'with attn_implementation="eager"'
             )
-    deterministic = bool(deterministic)
+    deterministic, score = bool(deterministic), with_softcap(None, softcap)
     query, key, value = _rows_together(query), _rows_together(key), _rows_together(value)
     if cache is not None and not paged.is_paged(cache):
         cache = None
@@ -75,8 +77,8 @@ def attention(
         else:
             mask = _mask_of(module, True if cache is not None else is_causal, sliding_window)
         a = Arguments(
-            query, key, value, mask=mask, scale=scaling, softcap=softcap, dropout=dropout, sinks=s_aux,
-            deterministic=deterministic,
+            q=query, k=key, v=value, mask=mask, scale=scaling, score=score, dropout=dropout,
+            sinks=s_aux, deterministic=deterministic,
         )  # fmt: skip
         index: Any = getattr(module, "layer_idx", None)
         out = None
@@ -112,22 +114,19 @@ def attention(
         chosen, bias = _given(attention_mask, bias, key.shape[2])
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if documents is None:
-        out = attend(
-            Arguments(
-                q, k, v, None, None, None, None, chosen, scaling, softcap, None, bias, dropout, None, s_aux, "bshd", None,
-                False, deterministic, None, positions,
-            )
+        a = Arguments(
+            q=q, k=k, v=v, mask=chosen, scale=scaling, score=score, bias=bias, dropout=dropout, sinks=s_aux,
+            deterministic=deterministic, positions=positions,
         )  # fmt: skip
-        return out.contiguous(), None
+        return attend(a).contiguous(), None
     if bias is not None:
         raise Unsupported("position_bias cannot be combined with packed sequences (position_ids that start again)")
     cu, longest = documents
-    out = attend(
-        Arguments(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu, cu, longest, longest, chosen, scaling, softcap, None,
-            None, dropout, None, s_aux, "bshd", None, False, deterministic,
-        )
+    a = Arguments(
+        q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), cu_q=cu, cu_k=cu, max_q=longest, max_k=longest,
+        mask=chosen, scale=scaling, score=score, dropout=dropout, sinks=s_aux, deterministic=deterministic,
     )  # fmt: skip
+    out = attend(a)
     return out.unflatten(0, q.shape[:2]).contiguous(), None
 
 

@@ -19,7 +19,8 @@ from strobe.compat.transformers.model_mask import recognised
 from strobe.distributed.api import attention
 from strobe.distributed.shard_plan import ShardPlan
 from strobe.problem import Unsupported
-from strobe.variants.mask import Mask, causal, full, window
+from strobe.variants.mask import Mask, causal, full
+from strobe.variants.ready_made import window
 
 NAME = "strobe_context_parallel"
 

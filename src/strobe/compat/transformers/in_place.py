@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.api import attend as attend_to
+from strobe.call.attend import attend as attend_to
 from strobe.call.bound_call import lookup
 from strobe.compat.transformers.paged import of_layer
 from strobe.merging import merge
 from strobe.paged import append
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
-from strobe.variants.mask import cached_window, causal, full, window
+from strobe.variants.mask import causal, full
+from strobe.variants.ready_made import cached_window, window
 
 
 class Layer(NamedTuple):

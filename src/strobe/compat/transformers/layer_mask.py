@@ -138,7 +138,7 @@ class LayerMask:
         at = [None] * batch if self.positions is None else [Positions(*p) for p in self.positions.tolist()]
         found = torch.zeros((batch, 1, len_q, len_k), dtype=torch.bool, device=self.device)
         for i, positions in enumerate(at):
-            found[i, 0, :, :keys] = self.mask.dense(len_q, keys, self.device, positions)
+            found[i, 0, :, :keys] = self.mask.dense(len_q, keys, device=self.device, at=positions)
         if self.padding is not None:
             found &= self.padding[:, None, None, :]
         if self.document_of is not None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.variants.mask import Mask, causal, chunked, full, used_keys, window
+from strobe.variants.mask import Mask, causal, full, used_keys
+from strobe.variants.ready_made import chunked, window
 
 
 class Rule(NamedTuple):

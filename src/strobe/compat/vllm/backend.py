@@ -25,7 +25,8 @@ from strobe.compat.vllm import NAME
 from strobe.cuda.parts.plan import MAX_DIM
 from strobe.paged.attention import attention_paged
 from strobe.problem import Unsupported
-from strobe.variants.mask import Mask, causal, window
+from strobe.variants.mask import Mask, causal
+from strobe.variants.ready_made import window
 from strobe.variants.score import Score, alibi
 
 _DECODER = "decoder"

@@ -1,31 +1,36 @@
-"""What changes the code of our attention kernels, whatever the architecture and direction: dtype, head dims, and the parts
-that a kernel is composed of. `Blocks`, the fourth part, changes no code but for split-KV, which `Output` knows."""
+"""The compile key of an attention kernel: dtype, head dims, `Scores`, `Rows`, `Output`. `Blocks`, the fourth part, only
+sets values of a launch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+from strobe.cuda.parts.element import ELEMENTS, Element
+from strobe.cuda.parts.kernel import TemplateKernel, template_kernel
 from strobe.cuda.parts.names import word_for_mask, words_for_score
 from strobe.cuda.parts.output import Output
-from strobe.cuda.parts.plan import ELEMENTS, Dims
-from strobe.cuda.parts.rows import Rows
+from strobe.cuda.parts.plan import Dims
+from strobe.cuda.parts.rows import Rows, stride_values
 from strobe.cuda.parts.scores import Scores
-from strobe.problem import Problem
-from strobe.variants.mask import causal, full, used_keys, window
+from strobe.problem import Problem, Strides
+from strobe.variants.mask import causal, full, used_keys
+from strobe.variants.ready_made import window
 from strobe.variants.score import identity, softcap
 
 
 @dataclass(frozen=True)
 class Features:
-    element: str
+    element: Element
     dim: int  # rounded up to what there is a kernel for
     dim_v: int
     scores: Scores
     rows: Rows = Rows()
     output: Output = Output()
+    inputs: str = ""  # the type of q, k and v, where kernels read them as `element`s
 
     @staticmethod
     def of(problem: Problem, dims: Dims) -> Features:
@@ -49,7 +54,7 @@ class Features:
         flags = [name for name, flag in self.flags.items() if flag]
         flags += [f"page{self.rows.page}"] if self.rows.page else []
         flags += ["invariant"] if self.output.invariant else []
-        return " ".join([self.element, dims, self.scores.mask.name, *score, *flags])
+        return " ".join([self.inputs or self.element.name, dims, self.scores.mask.name, *score, *flags])
 
     def label(self, **others: bool) -> str:
         """The end of a kernel's `entry`. `others`: flags of its plan. It says nothing that the source does not say."""
@@ -60,12 +65,13 @@ class Features:
         flags += ["dbias"] if self.scores.bias_gradient else []
         mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
         masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
-        return "_".join([self.element, dims, *masks, *flags, *score])
+        return "_".join([self.inputs or self.element.in_maps, dims, *masks, *flags, *score])
 
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""
         mask = self.scores.mask.name if self.scores.mask.name in ("full", "causal") else "window"
-        return {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": self.scores.is_function, **self.flags}
+        facts = {"dim": self.dim, "dim_v": self.dim_v, "mask": mask, "softcap": self.scores.is_function, **self.flags}
+        return facts | ({"inputs": self.inputs} if self.inputs else {})
 
     def config(self, pack_gqa: int = 1) -> dict[str, int | bool | str]:
         parts = self.rows.config(pack_gqa) | self.scores.config() | self.output.config()
@@ -73,6 +79,46 @@ class Features:
 
     def types(self) -> tuple[tuple[str, str], ...]:
         return self.scores.types(self.rows.positions)
+
+    def kernel(
+        self,
+        template: str,
+        tile: object,
+        end: str = "",
+        *,
+        facts: Mapping[str, Any],
+        label: Mapping[str, bool] = MappingProxyType({}),
+        **settings: Any,
+    ) -> TemplateKernel:
+        """The kernel with these features. `end`: the end of its name; `label`: further flags of its entry; `settings`:
+        further ones of `template_kernel`."""
+        return template_kernel(
+            template,
+            f"{self.name} {tile}{end}",
+            element=self.element.name,
+            types=self.types(),
+            label=self.label(**label),
+            facts={**self.facts(), "tile": str(tile), **facts},
+            **settings,
+        )
+
+    def values(
+        self, problem: Problem, strides: Mapping[str, Strides], schedule: Mapping[str, int], *, tma: bool, pack: int = 1
+    ) -> dict[str, Any]:
+        """The values of a forward kernel. `schedule`: those of `query_tiles`."""
+        return {
+            **self.rows.values(problem, tma=tma),
+            **Scores.values(problem),
+            **schedule,
+            **self.output.values(problem, pack),
+            **stride_values(strides),
+        }
+
+    def one_box(self, problem: Problem | None = None) -> bool:
+        """Whether one TMA box may hold a tile: the head dims (those of a problem, or of the kernel) are whole panels, and
+        no rows are clipped."""
+        dims = (self.dim, self.dim_v) if problem is None else (problem.dim, problem.dim_v)
+        return self.element.fills_panels(*dims) and not self.rows.clipped
 
     def without_sinks(self) -> Features:
         """The features as the backward sees them: sinks are in the LSE."""

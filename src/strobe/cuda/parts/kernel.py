@@ -7,8 +7,9 @@ argument struct, and a `__global__` function that calls a template. Two calls wi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from strobe.cuda.parts import wgmma
@@ -103,6 +104,53 @@ class TemplateKernel(KernelSpec):
         )
         sums = [wgmma.accumulators(self.element, n, steps) for n, steps in self.accumulators]
         return f"{shapes if self.products else ''}{''.join(sums)}"
+
+
+_NO_MEMORY = SharedMemory([])
+
+
+def template_kernel(
+    template: str,
+    what: str,
+    *,
+    arch: str,
+    params: Struct,
+    threads: int,
+    element: str,
+    config: Mapping[str, int | bool | str],
+    memory: SharedMemory = _NO_MEMORY,
+    header: str = "",
+    types: tuple[tuple[str, str], ...] = (),
+    label: str = "",
+    blocks_per_sm: int = 1,
+    products: Iterable[tuple[int, str, int]] = (),
+    accumulators: Iterable[tuple[int, int]] = (),
+    facts: Mapping[str, Any] = MappingProxyType({}),
+) -> TemplateKernel:
+    """The kernel `template`[`what`]. `header`: the file of the template, if that has another name."""
+    return TemplateKernel(
+        name=f"{template}[{what}]",
+        arch=arch,
+        params=params,
+        threads=threads,
+        smem=memory.size,
+        header=header or template,
+        template=template,
+        element=element,
+        config=tuple(config.items()),
+        memory=memory,
+        types=types,
+        label=label,
+        blocks_per_sm=blocks_per_sm,
+        products=tuple(products),
+        accumulators=tuple(accumulators),
+        facts=facts,
+    )
+
+
+def flags(**switches: bool) -> str:
+    """The names of the switches that are on, each after a space: the end of a kernel's name."""
+    return "".join(f" {name}" for name, on in switches.items() if on)
 
 
 def _constants(kind: str, members: list[str]) -> str:

@@ -10,8 +10,10 @@ import functools
 
 import torch
 
+from strobe.cuda.parts import print_mask
 from strobe.cuda.parts.print_score import Entries, printed
-from strobe.variants.mask import Mask, cached_window, causal, causal_top_left, chunked, full, prefix, used_keys, window
+from strobe.variants.mask import Mask, causal, causal_top_left, full, used_keys
+from strobe.variants.ready_made import cached_window, chunked, prefix, window
 from strobe.variants.score import Score, alibi, identity, softcap, tensor_count
 
 _MASKS = {
@@ -22,7 +24,9 @@ _MASKS = {
     "prefix": (prefix(1),),
     "chunked": (chunked(1),),
 }
-_WORDS = {m.cpp(): word for word, masks in _MASKS.items() for mask in masks for m in (mask & used_keys, mask)}
+_WORDS = {
+    print_mask.struct(m): word for word, masks in _MASKS.items() for mask in masks for m in (mask & used_keys, mask)
+}
 _SCORES = {
     "": (identity,),
     "softcap": (softcap(1.0),),
@@ -32,7 +36,7 @@ _SCORES = {
 
 def word_for_mask(mask: Mask) -> str:
     """ "interval" for a mask that has no name here."""
-    return _WORDS.get(mask.cpp(), "interval")
+    return _WORDS.get(print_mask.struct(mask), "interval")
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from strobe.cuda.parts.element import TENSOR
 from strobe.cuda.parts.params import COUNTER, Field
 from strobe.cuda.parts.rows import stride_fields
 from strobe.problem import Problem
@@ -48,7 +49,7 @@ class Output:
         merge = [Field("merge", "int"), Field("unscale", "float")] if self.can_merge else []
         slots = [Field("items", "int"), Field("slot_rows", "int")] if self.invariant else []  # of `plan_work.Work`
         return [
-            Field("o", "float*" if self.partial else "u16*"),
+            Field("o", "float*" if self.partial else TENSOR),
             Field("lse", "float*"),  # may be null
             *stride_fields("o"),
             Field("lse_batch", "i64"),

@@ -19,17 +19,14 @@ COUNTERS = 1024  # the first hands out tiles; a consumer of a tile whose keys ar
 _SCORED = tuple(f"score{i}" for i in range(MOST_TENSORS))  # captured tensors
 _FIRST = ("q", "k", "v", "o", "lse", "sinks", "cu_q", "cu_k", "positions", "seed", COUNTER, "partial", "bias")
 _STRIDES = [f"{t}_{axis}" for t in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in ("batch", "head", "row")]
-# The one order of the fields of all kernels: pointers first, since they change with every call, tensor maps last. The
-# parts of a kernel declare fields in any order.
+# Pointers come first, since they change with every call, then numbers, then tensor maps. Within each of these, fields that
+# several parts declare come in this order, and others behind them, as the kernel declares them.
 ORDER = (
     *_FIRST,
     *(*_SCORED, "mask_tensor", "dbias", *(f"d{name}" for name in _SCORED)),
     *(name for name, row in ROWS.items() if row.read is not None and name not in _FIRST),
     *("block_map", "work"),
-    *("k_new", "v_new", "slots", "cos", "sin"),
-    *(f"{t}{i}" for t in ("part", "part_lse") for i in range(MOST_PARTS)),
     *("d_o", "dlse", "dq", "dk", "dv", "dsink", "dq_sum", "turns", "lse2", "delta", "dropout_rows"),
-    *(f"{t}_terms" for t in ("q", "k", "v", "d_o")),
     *_STRIDES,
     *(f"{t}_strides" for t in (*_SCORED, "bias", "mask_tensor", "dbias")),
     *(f"{t}_strides" for t in ("k_new", "v_new", "slots", "positions", "part", "part_lse", "out", "lse")),
@@ -42,9 +39,8 @@ ORDER = (
     *("score", "scale_log2", "dropout_scale", "dropout_threshold", "score_integers"),
     *("map_batch", "map_head", "map_words", "map_heads", "map_tiles", "heads_in_one"),
     *("batch", "heads", "group", "len_q", "len_k", "dim", "dim_v", "mask"),
-    *(f"map_{t}" for t in ("q", "k", "v", "o", "state", "d_o", "dk", "dv", "dq")),
-    *(f"map_{t}_terms" for t in ("q", "k", "v", "d_o")),
 )
+_PLACES = {name: place for place, name in enumerate(ORDER)}
 
 # C type -> (format of the struct module, size, alignment). Any `X*` is a pointer; a tensor map is 128 opaque bytes.
 _SCALARS = {
@@ -199,7 +195,9 @@ def params(*parts: Iterable[Field]) -> Struct:
         for field in part:
             if fields[field.name] != field:
                 raise ValueError(f"two parts declare {field.name!r} differently: {field} and {fields[field.name]}")
-    unknown = fields.keys() - set(ORDER)
-    if unknown:
-        raise ValueError(f"fields without a place in params.ORDER: {sorted(unknown)}")
-    return Struct("Params", sorted(fields.values(), key=lambda field: ORDER.index(field.name)))
+    return Struct("Params", sorted(fields.values(), key=_place))
+
+
+def _place(field: Field) -> tuple[int, int]:
+    kind = 0 if field.is_address else 2 if field.ctype == "TensorMap" else 1
+    return kind, _PLACES.get(field.name, len(ORDER))

@@ -2,7 +2,7 @@
 
 A `Plan` is a list of launches and a workspace. Tensors are named, not passed: `launch.py` runs a plan on a GPU and
 `emulator/backend.py` the same plan on a CPU. The module of each kernel (`forward_sm90.py`, …) holds its tiles, its
-limits, its plans and the list of its variants.
+planner (`plans/planner.py`), which says what it can do and makes its plans.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
-
 from strobe.cuda.parts.kernel import KernelSpec
 from strobe.cuda.parts.params import COUNTER
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, State, Strides
 from strobe.variants.mask import full
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-MAX_DIM = 256
-MAX_DIM_SM90 = 512  # of Hopper's own kernels
-ALIGN = 16  # bytes: what one asynchronous copy moves
+MAX_DIM = 256  # of kernels with all columns of a tile at once
 MAP = "block_map"  # in a workspace: the bits of blocks, which the first launch makes
 _map_keys: dict[Any, int] = {}
 
@@ -96,6 +91,18 @@ class Plan:
         return laid_out(self.workspace.values())[1]
 
 
+def forward_details(kernel: KernelSpec, block_m: int, block_n: int, blocks: int) -> dict[str, object]:
+    """The details of a forward plan with tiles of `block_m` queries, each of which visits `block_n` keys at a time."""
+    return {
+        "kernel": kernel.name,
+        "arch": kernel.arch,
+        "tile": f"{block_m} queries x {block_n} keys",
+        "threads": kernel.threads,
+        "blocks": blocks,
+        "shared memory": f"{kernel.smem} bytes",
+    }
+
+
 def padded(size: int, to: int = 256) -> int:
     return -(-size // to) * to
 
@@ -111,23 +118,9 @@ def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
 Dims = tuple[int, int]  # of queries and keys, and of values
 
 
-def padded_dims(able: list[Dims], dim: int, dim_v: int) -> Dims:
-    """The smallest pair that has a kernel. The columns in between are zeros that never touch memory."""
-    return min(((d, dv) for d, dv in able if d >= dim and dv >= dim_v), key=sum)
-
-
-# ---- what no kernel of ours can do -----------------------------------------------------------------------------------
-
-
-def shape_limits(problem: Problem, most: int = MAX_DIM) -> str | None:
-    """Dtypes and head dims that no kernel takes; `most`: the largest head dim."""
-    if problem.dtype not in ELEMENTS:
-        given = str(problem.dtype).removeprefix("torch.")
-        return f"{given} inputs; the kernels take bfloat16 and float16, those for Hopper also float32"
-    for name, dim in (("head dim", problem.dim), ("value head dim", problem.dim_v)):
-        if dim % 8 or not 0 < dim <= most:
-            return f"{name} {dim}; the kernels take multiples of 8 up to {most}"
-    return None
+def padded_dims(dims: list[Dims], dim: int, dim_v: int) -> Dims:
+    """The smallest pair of `dims` that holds both. The columns in between are zeros that never touch memory."""
+    return min(((d, dv) for d, dv in dims if d >= dim and dv >= dim_v), key=sum)
 
 
 # ---- packed GQA by strides -------------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from strobe.cuda.parts.print_expression import Body, Numbers, with_places
 from strobe.cuda.parts.print_score import Entries
 from strobe.variants.expression import BOOL, CTYPES, OPERATIONS, Expr
 
-_OF_QUERIES, _OF_KEYS = frozenset(("q", "qi")), frozenset(("k", "ki"))
 # Operations with a rule; others may give anything. A `>` is a `<` with its operands exchanged.
 _ARITHMETIC = {
-    "+": "add", "-": "subtract", "*": "multiply", "floordiv": "floor_divide", "mod": "modulo", "min": "least",
+    "+": "add", "-": "subtract", "*": "multiply", "//": "floor_divide", "mod": "modulo", "min": "least",
     "max": "greatest", "abs": "magnitude", "iabs": "magnitude",
 }  # fmt: skip
 _COMPARISONS = {"<": "less", "<=": "less_equal", "==": "equal"}
@@ -78,7 +77,7 @@ class _Ranges:
         return self._names[e]
 
     def _text(self, e: Expr) -> str:
-        of_queries, of_keys = not e.variables().isdisjoint(_OF_QUERIES), not e.variables().isdisjoint(_OF_KEYS)
+        of_queries, of_keys = "q" in e.variables(), "k" in e.variables()
         ctype = CTYPES[e.kind]
         if not (of_queries and of_keys):
             body = Body([e], self._fields, {}, self._elements)

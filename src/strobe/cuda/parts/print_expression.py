@@ -7,37 +7,31 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from strobe.variants.expression import CTYPES, FLOAT, INT, LONG, OPERATIONS, Expr
+from strobe.variants.expression import CTYPES, FLOAT, INT, LEN_K, LEN_Q, LONG, OPERATIONS, Expr, K, Q
+from strobe.variants.kernel_form import UNSCALE
 
 # How the text gets the variables in it; `s` is given by the caller. `at` tells where entry i of a fragment lies.
 _PLACES = {
-    "q": "float(at.q(i))",
-    "k": "float(at.k(i))",
-    "len_q": "float(at.len_q)",
-    "len_k": "float(at.len_k)",
-    "qi": "at.q(i)",
-    "ki": "at.k(i)",
-    "len_qi": "at.len_q",
-    "len_ki": "at.len_k",
-    "b": "at.batch",
-    "h": "at.head(i)",
-}
-
-_POSITIONS = {"q": "q", "k": "k", "qi": "q", "ki": "k"}
-_LENGTHS = {"len_q": "at.len_q", "len_k": "at.len_k", "len_qi": "at.len_q", "len_ki": "at.len_k"}
-_OF_ONE_TYPE = ("min", "max", "floordiv", "mod")  # templates
-
-
-# Variables that are numbers of a call, since they follow from its scale: what q.k is multiplied by to become `s`, and what
-# the rest of a sum is multiplied by (kernel_form.py).
-BEFORE, UNSCALE = (Expr("var", (name,)) for name in ("before", "unscale"))
+    "q": "at.q(i)", "k": "at.k(i)", "len_q": "at.len_q", "len_k": "at.len_k", "b": "at.batch", "h": "at.head(i)",
+}  # fmt: skip
+_OF_ONE_TYPE = ("min", "max", "//", "mod")  # templates
+# What q.k is multiplied by to become `s`. Like UNSCALE it is a number of a call, since it follows from its scale.
+BEFORE = Expr("var", ("before",))
 
 
 def with_places(expr: Expr) -> Expr:
     """The expression, with a place beside each of the user's numbers: that two are equal by chance must not change the text
     of a kernel. A subexpression that occurs twice is computed once, and its numbers have one place."""
     places = itertools.count()
-    return expr.mapped(lambda e: Expr("const", (e.args[0], next(places))) if e.op == "const" else None)
+    fields = expr.mapped(_with_literal_divisor)
+    return fields.mapped(lambda e: Expr("const", (e.args[0], next(places))) if e.op == "const" else None)
+
+
+def _with_literal_divisor(e: Expr) -> Expr | None:
+    """A divisor and a number of bits are part of the text: they choose the instructions."""
+    if e.op not in ("//", "mod", "<<", ">>") or e.args[1].op != "const":
+        return None
+    return Expr(e.op, (e.args[0].mapped(_with_literal_divisor), Expr("literal", e.args[1].args)))
 
 
 class Values(NamedTuple):
@@ -96,7 +90,7 @@ class Body:
         if e in self._names:
             return self._names[e]
         text = self._text(e)
-        if self._uses[e] > 1 and e.op not in ("const", "literal", "var"):
+        if self._uses[e] > 1 and e.op not in ("const", "literal", "var") and not _is_converted_place(e):
             name = f"x{len(self.statements)}"
             self.statements.append(f"const {CTYPES[e.kind]} {name} = {text};")
             self._names[e] = text = name
@@ -113,15 +107,15 @@ class Body:
             return f"entry{e.args[0]}(at, i)"
         if e.op == "load":
             return self._load(e)
-        converts = e.kind == FLOAT and e.op in ("+", "-", "*", "/", "float", "abs")
+        converts = e.kind == FLOAT and e.op in ("+", "-", "*", "/", "float", "abs") and not _is_converted_place(e)
         args = [(converts and self._sum_of_places(a)) or self.text(a) for a in e.operands]
         if e.op in _OF_ONE_TYPE and e.kind == LONG:  # numbers that fit are 32-bit ones
             args = [text if a.kind == LONG else f"i64({text})" for a, text in zip(e.operands, args, strict=True)]
-        if e.op in ("floordiv", "mod") and e.args[1].op == "literal":
+        if e.op in ("//", "mod") and e.args[1].op == "literal":
             divisor = e.args[1].args[0]
             if isinstance(divisor, int) and divisor > 0 and divisor & (divisor - 1) == 0:  # rounds down below 0, too
                 shift = divisor.bit_length() - 1
-                return f"({args[0]} >> {shift})" if e.op == "floordiv" else f"({args[0]} & {divisor - 1})"
+                return f"({args[0]} >> {shift})" if e.op == "//" else f"({args[0]} & {divisor - 1})"
         if e.op in ("min", "max") and e.kind != INT:
             return f"{e.op}imum({args[0]}, {args[1]})"
         return OPERATIONS[e.op].cpp.format(*args)
@@ -141,7 +135,8 @@ class Body:
         number = e.args[0]
 
         def text(place: Callable[[Expr], str]) -> str:
-            return f"load_entry<{self._elements[number]}>(t{number}, {self.place(e, place)}, true)"
+            entry = f"load_entry<{self._elements[number]}>(t{number}, {self.place(e, place)}, true)"
+            return f"int({entry})" if e.kind == INT else entry  # of 8 bits, perhaps, and templates take two of a type
 
         if self._of_head is None or not all(map(is_of_head, e.operands)):
             return text(self.text)
@@ -163,21 +158,28 @@ class Body:
         return f"{{ {''.join(s + ' ' for s in self.statements)}return {result}; }}"
 
 
+def _is_converted_place(e: Expr) -> bool:
+    """Whether it is a position or a length as a float."""
+    return e.op == "float" and e.args[0] in (Q, K, LEN_Q, LEN_K)
+
+
 def is_of_head(index: Expr) -> bool:
     return index.op == "var" and index.args[0] in ("b", "h")
 
 
 def _collected(e: Expr, sign: int, signs: dict[str, int]) -> str | None:
     """The terms of a sum that are no positions; those of q and k are counted in `signs`."""
+    if _is_converted_place(e):
+        e = e.args[0]
     if e.op in ("+", "-"):
         terms = [_collected(a, sign * s, signs) for a, s in zip(e.args, (1, -1 if e.op == "-" else 1), strict=True)]
         return None if None in terms else "".join(filter(None, terms))
-    if e.op == "var" and e.args[0] in _POSITIONS:
-        signs[_POSITIONS[e.args[0]]] = signs.get(_POSITIONS[e.args[0]], 0) + sign
+    if e in (Q, K):
+        signs[e.args[0]] = signs.get(e.args[0], 0) + sign
         return ""
     minus = "-" if sign < 0 else "+"
-    if e.op == "var" and e.args[0] in _LENGTHS:
-        return f" {minus} {_LENGTHS[e.args[0]]}"
+    if e in (LEN_Q, LEN_K):
+        return f" {minus} {_PLACES[e.args[0]]}"
     return f" {minus} {literal(e)}" if e.op == "literal" and type(e.args[0]) is int and e.kind == INT else None
 
 

@@ -6,20 +6,18 @@ import collections
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from strobe.cuda.parts.print_expression import BEFORE, Body, Numbers, Values, is_of_head, with_places
-from strobe.variants.expression import CTYPES, FLOAT, Expr
+from strobe.variants.expression import CTYPES, FLOAT, Expr, S
 from strobe.variants.kernel_form import KernelForm, ScaledForm, kernel_form
+from strobe.variants.score import Score
 
-if TYPE_CHECKING:
-    from strobe.variants.score import Score
-
-_S, _X, _Y = (Expr("var", (name,)) for name in ("s", "x", "y"))
+_X, _Y = (Expr("var", (name,)) for name in ("x", "y"))
 # Operations on places and numbers that have a finite result.
 _BOUNDED = {"+", "-", "*", "abs", "iabs", "float", "int", "min", "max", "select"}
 _UNBOUNDED = {"/", "exp", "log", "pow", "sqrt"}  # that may have an infinite result, or NaN
-_OF_PAIRS = {"q", "k", "qi", "ki", "s"}  # variables that differ between the pairs of a head
+_OF_PAIRS = {"q", "k", "s"}  # variables that differ between the pairs of a head
 
 
 class Entries(NamedTuple):
@@ -77,11 +75,16 @@ class PrintedScore:
         return form
 
 
+def printed(score: Score, entries: Sequence[Entries] = ()) -> PrintedScore:
+    """`entries`: how the captured tensors are read, by their numbers."""
+    return _printed(score.structure, tuple(entries))
+
+
 @functools.lru_cache(maxsize=256)
-def printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
+def _printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
     """x is q.k, y the inner expression of `kernel_form`, of which kernels compute exp2(scale_log2 * y), and `slope` its
     derivative. `at` tells where entry i of a fragment lies (pipeline/scores.cuh). The text does not depend on numbers:
-    those are fields. `entries`: how the captured tensors are read, by their numbers."""
+    those are fields."""
     learnt = tuple(i for i, e in enumerate(entries) if e.learnt)
     expr = with_places(score.expr)
     form = kernel_form(expr)
@@ -104,13 +107,13 @@ def printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
     integers = ("  const int* n;\n", ", p.score_integers") if fields.integers else ("", "")
     steep = _may_be_infinite(inner.derivative("s"))
     of_tanh = _arguments_of_tanh(inner)
-    reach = "reach * fabs(c[0])" if of_tanh == [_S] else "reach"
+    reach = "reach * fabs(c[0])" if of_tanh == [S] else "reach"
     members = "".join(f"  {CTYPES[e.kind]} h{i};\n" for i, e in enumerate(of_head))
     loads = "".join(f" s.h{i} = {load};" for i, load in enumerate(of_head.values()))
     visits = "".join(f" f(t{i}, strides{i}, {e.size});" for i, e in enumerate(entries) if e.prefetched)
     text = (
         "struct Score {\n"
-        f"  static constexpr bool kIdentity = {str(inner == _S).lower()};\n"
+        f"  static constexpr bool kIdentity = {str(inner == S).lower()};\n"
         f"  static constexpr bool kPositional = {str(not score.pointwise).lower()};\n"
         f"  static constexpr bool kMayHide = {str(score.may_hide or bool(entries)).lower()};  // a logit may be -inf\n"
         f"  static constexpr bool kCheapSum = {str(cheap).lower()};  // s and little more\n"
@@ -156,12 +159,12 @@ def _methods_text(
 ) -> Iterator[str]:
     """`fields` collects the numbers of the methods, `of_head` what they need of a head."""
     s = "x" if form.is_sum else f"x * {fields.field(BEFORE)}"
-    given = {_X: "x", _Y: "y", _S: "s", Expr("tanh_near", (_S,)): f"tanh_near(x, {fields.field(BEFORE)})"}
+    given = {_X: "x", _Y: "y", S: "s", Expr("tanh_near", (S,)): f"tanh_near(x, {fields.field(BEFORE)})"}
     elements = collections.defaultdict(str, {i: e.element for i, e in enumerate(entries)})
     for method in _methods(form.inner, condition):
         body = Body([method.expr], fields, given, elements, of_head)
         text = body.text(method.expr)
-        if body.reads(_S):
+        if body.reads(S):
             body.statements.insert(0, f"const float s = {s};")
         yield (
             f"  template <class At> STROBE_DEVICE {method.result} {method.name}({method.given}const At& at, int i) const "
@@ -200,7 +203,7 @@ def _visible(e: Expr) -> Expr:
 
 
 def _is_finite(slope: Expr) -> bool:
-    return all(n.op in _BOUNDED or n.op in ("const", "literal") or (n.op == "var" and n != _S) for n in slope.nodes())
+    return all(n.op in _BOUNDED or n.op in ("const", "literal") or (n.op == "var" and n != S) for n in slope.nodes())
 
 
 def _may_be_infinite(slope: Expr) -> bool:
@@ -215,7 +218,7 @@ def _gradients(
     """`add_gradients` takes dS of an entry; what it leaves in `sums` is for `finish_gradients`, once for many. Where dS is 0
     the slope may be infinite."""
     roots = [*learnt.slopes.values(), *(index for e in learnt.running for index in e.operands)]
-    body = Body(roots, fields, {_S: "s"}, elements, of_head)
+    body = Body(roots, fields, {S: "s"}, elements, of_head)
 
     def part(load: Expr) -> str:
         slope = learnt.slopes[load]
@@ -225,7 +228,7 @@ def _gradients(
     adds = [f"sums.of_head[{i}] += {part(e)};" for i, e in enumerate(learnt.of_head)]
     for i, e in enumerate(learnt.running):
         adds.append(f"sums.running[{i}][fragment_row(i)].add(g{e.args[0]}, int({body.place(e)}), {part(e)});")
-    given_s = [f"const float s = {s};"] if body.reads(_S) else []
+    given_s = [f"const float s = {s};"] if body.reads(S) else []
     yield (
         "  template <class Sums, class At> "
         "STROBE_DEVICE void add_gradients(Sums& sums, float x, float ds, const At& at, int i) const "
@@ -249,7 +252,7 @@ def _methods(inner: Expr, condition: Expr | None) -> list[_Method]:
         _Method("float", "slope", "float x, float y, ", inner.derivative("s").replaced(inner, _Y)),
     ]
     if reach := _arguments_of_tanh(inner):
-        raw = [_X] if reach == [_S] else reach
+        raw = [_X] if reach == [S] else reach
         farthest = functools.reduce(lambda a, b: Expr("max", (a, b)), [Expr("abs", (e,)) for e in raw])
         found += [
             _Method("float", "near", "float x, ", inner.mapped(_near)),

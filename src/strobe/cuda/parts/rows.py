@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strobe.cuda.parts.element import ELEMENTS
 from strobe.cuda.parts.params import Field
 from strobe.cuda.parts.tensor_maps import buffer_rows
 from strobe.problem import Problem, Strides
@@ -90,8 +91,10 @@ class Rows:
     @staticmethod
     def limits_of_copies(problem: Problem) -> str | None:
         """Which pages are too far for rows that are copied one by one: where they begin is counted in 32 bits."""
-        pages = problem.k.pages
-        far = pages is not None and max(pages.count * page for page, _, _ in problem.k.strides) // 8 >= (1 << 32) - 1
+        pages, chunk = problem.k.pages, ELEMENTS[problem.dtype].chunk
+        far = (
+            pages is not None and max(pages.count * page for page, _, _ in problem.k.strides) // chunk >= (1 << 32) - 1
+        )
         return "a pool of 64 GB or more" if far else None
 
     @staticmethod
@@ -109,11 +112,17 @@ class Rows:
         return None
 
 
-def pack_gqa_of(problem: Problem) -> int:
+def pack_gqa_of(problem: Problem, box_rows: int) -> int:
     """Heads that the kernel itself takes as rows of one tile: those of a group, where queries are too few to fill tiles or
-    keys lie in pages. The boxes that it copies hold whole queries, so only groups that divide their 64 rows."""
-    able = problem.k.pages is not None or (not problem.varlen and problem.len_q < 128)
-    return problem.group if able and not problem.dropout and 64 % problem.group == 0 else 1
+    keys lie in pages. The boxes that it copies hold whole queries, so only groups that divide their rows."""
+    pays = problem.k.pages is not None or (not problem.varlen and problem.len_q < 128)
+    return problem.group if pays and not problem.dropout and box_rows % problem.group == 0 else 1
+
+
+def group_as_rows(problem: Problem, pack: int) -> Problem:
+    """The problem with `pack` heads, those of a group, as rows of one tile."""
+    rows = replace(problem.q, heads=problem.heads_k, length=problem.len_q * pack, total=problem.q.total * pack)
+    return replace(problem, q=rows)
 
 
 def stride_fields(*tensors: str) -> list[Field]:

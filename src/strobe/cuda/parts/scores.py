@@ -1,7 +1,7 @@
 """`Scores`, one of the four parts of a kernel: what becomes of q.k before and after the softmax, given where it is.
 
-The C++ half is pipeline/scores.cuh. A mask and a score function print their structs themselves (`mask.py`, `score.py`); their
-numbers are arguments, so another window or softcap never compiles anything.
+The C++ half is pipeline/scores.cuh. `print_mask.py` and `print_score.py` print the structs of a mask and a score function;
+their numbers are arguments, so another window or softcap never compiles anything.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from strobe.cuda.parts import print_mask, print_score
 from strobe.cuda.parts.params import Field
 from strobe.cuda.parts.print_expression import Numbers, Values
 from strobe.cuda.parts.print_score import Entries, PrintedScore
@@ -23,7 +24,7 @@ from strobe.variants.mask import MAX_CONSTANTS, Mask, full
 from strobe.variants.score import ELEMENT_KINDS, LOG2E, Score, identity, softcap, tensor_count
 from strobe.variants.text import MOST_TENSORS
 
-_SOFTCAP = softcap(1.0).printed()
+_SOFTCAP = print_score.printed(softcap(1.0))
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "bool"}
 _CAPTURED = {  # what a score may capture besides _ELEMENTS
     torch.float64: "double", torch.int64: "i64", torch.int32: "int", torch.int16: "short", torch.int8: "signed char",
@@ -118,7 +119,7 @@ class Scores:
 
     @property
     def printed(self) -> PrintedScore:
-        return self.score.printed(self.entries)
+        return print_score.printed(self.score, self.entries)
 
     @property
     def name(self) -> str:
@@ -136,7 +137,7 @@ class Scores:
         return {"kSinks": self.sinks, "kDropout": self.dropout, "kSparse": self.sparse, "BiasGradient": gradient}
 
     def types(self, positions: bool) -> tuple[tuple[str, str], ...]:
-        return ("Mask", self.mask.cpp(positions)), ("Score", self.printed.text)
+        return ("Mask", print_mask.struct(self.mask, positions)), ("Score", self.printed.text)
 
     def fields(self) -> tuple[Field, ...]:
         gradient = [Field("dbias", "void*"), Field("dbias_strides", "i64", 4)] if self.bias_gradient else []

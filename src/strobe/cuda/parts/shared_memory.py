@@ -43,8 +43,3 @@ class SharedMemory:
 def ring_bytes(stages: int) -> int:
     """Two mbarriers a buffer (pipeline/ring.cuh)."""
     return 16 * stages
-
-
-def tile_bytes(rows: int, columns: int) -> int:
-    """Panels of 64 columns, 128 bytes a row, as in tile/swizzle.cuh."""
-    return -(-columns // 64) * rows * 128

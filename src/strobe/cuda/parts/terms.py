@@ -11,39 +11,35 @@ from dataclasses import replace
 
 import torch
 
+from strobe.cuda.parts.element import BF16, FP32, TENSOR
 from strobe.cuda.parts.features import Features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.params import Field, Struct, params
-from strobe.cuda.parts.plan import Launch, shape_limits
+from strobe.cuda.parts.plan import Dims, Launch
 from strobe.cuda.parts.rows import stride_fields, stride_values
-from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import SharedMemory
 from strobe.cuda.parts.tensor_maps import tile_map
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Rows as RowsInMemory, Strides
 
 TERMS = 3  # kTerms
-ELEMENT = "bf16"
-MAX_DIM = 128
+INPUTS, ELEMENT = FP32.in_maps, BF16
+DTYPES = {torch.float32: ELEMENT}
+SCOPE = "with float32 inputs"  # of reasons
 _ROWS = 64  # of a block of the kernel that splits
 _FORWARD, _BACKWARD = ("q", "k", "v"), ("q", "k", "v", "d_o")
 _OTHER_NAMES = {"d_o": "do"}  # of the fields for strides
 
 
 def limits(problem: Problem) -> str | None:
-    """What the kernels for fp32 inputs leave to others, in both directions."""
-    able = replace(problem, dtype=torch.bfloat16)
-    if (reason := shape_limits(able, MAX_DIM) or Scores.limits(problem)) is not None:
-        return f"{reason} with float32 inputs" if "head dim" in reason else reason
-    refused = {
-        "dropout": problem.dropout > 0,
-        "paged keys": problem.k.pages is not None,
-        "parts of longer sequences": problem.positions,
-        "gradients of tensors that a score function captures": bool(problem.learnt),
-        "results that are merged with others": problem.partial or problem.state is not None,
-    }
-    found = [name for name, there in refused.items() if there]
-    return f"float32 inputs with {found[0]}" if found else None
+    """What the kernels for fp32 inputs leave to others, in both directions, besides what their planners say."""
+    if problem.dropout:
+        return f"dropout {SCOPE}"
+    return f"parts of longer sequences {SCOPE}" if problem.positions else None
+
+
+def features_of(read: Problem, dims: Dims) -> Features:
+    """The features of the problem that `as_terms` returns."""
+    return replace(Features.of(read, dims), inputs=INPUTS)
 
 
 def as_terms(problem: Problem, dim: int) -> Problem:
@@ -55,7 +51,7 @@ def as_terms(problem: Problem, dim: int) -> Problem:
 def workspace(problem: Problem, dim: int, gradients: bool = False) -> dict[str, int]:
     size = {"q": problem.q, "k": problem.k, "v": problem.k, "d_o": problem.q}
     names = _BACKWARD if gradients else _FORWARD
-    return {f"{n}_terms": 2 * TERMS * dim * size[n].heads * size[n].total for n in names}
+    return {f"{n}_terms": ELEMENT.bytes * TERMS * dim * size[n].heads * size[n].total for n in names}
 
 
 def terms_map(
@@ -87,25 +83,21 @@ def launch(problem: Problem, dim: int, arch: str, strides: Mapping[str, Strides]
 def products(features: Features, block: int) -> tuple[tuple[int, str, int], ...]:
     """Of `gemm_terms` with `block` keys, or queries, and of `gemm_terms_t`."""
     dims = sorted({features.dim, features.dim_v})
-    both = [(block, form, d // 16) for form in ("ss_zero", "ss") for d in dims]
-    return tuple(both + [(d, form, block // 16) for form in ("rs_t_zero", "rs_t") for d in dims])
+    both = [(block, form, d // ELEMENT.mma_k) for form in ("ss_zero", "ss") for d in dims]
+    return tuple(both + [(d, form, block // ELEMENT.mma_k) for form in ("rs_t_zero", "rs_t") for d in dims])
 
 
 def kernel(dim: int, arch: str, gradients: bool) -> TemplateKernel:
-    return TemplateKernel(
-        name=f"split_terms[{dim}{' gradients' if gradients else ''}]",
+    return template_kernel(
+        "split_terms",
+        f"{dim}{flags(gradients=gradients)}",
         arch=arch,
         params=_params(gradients),
         threads=256,
-        smem=0,
-        header="split_terms",
-        template="split_terms",
-        element=ELEMENT,
-        config=(("kRows", _ROWS), ("kColumns", dim), ("kGradients", gradients)),
-        memory=SharedMemory([]),
-        types=(),
+        element=ELEMENT.name,
+        config={"kRows": _ROWS, "kColumns": dim, "kGradients": gradients},
         blocks_per_sm=4,
-        facts={"fp32": True},
+        facts={"inputs": INPUTS},
     )
 
 
@@ -113,7 +105,7 @@ def _params(gradients: bool) -> Struct:
     names = _BACKWARD if gradients else _FORWARD
     return params(
         [Field(name, "const float*") for name in names],
-        [Field(f"{name}_terms", "u16*") for name in names],
+        [Field(f"{name}_terms", TENSOR) for name in names],
         stride_fields(*(_OTHER_NAMES.get(name, name) for name in names)),
         [Field(n, "int") for n in ("batch", "heads", "heads_k", "len_q", "len_k", "dim", "dim_v")],
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
+from strobe.cuda.parts.element import BY_NAME
+
 FORMS = ("ss_zero", "ss", "ss_tt_zero", "rs_zero", "rs", "rs_t_zero", "rs_t")
 
 
@@ -159,11 +160,11 @@ def _of_row(name: str, address: str, texts: list[str], *factors: str) -> str:
 
 
 def _ptx_type(element: str, n: int) -> str:
-    if element not in _PTX_TYPES:
-        raise ValueError(f"element: {element!r} is not one of {', '.join(_PTX_TYPES)}")
+    if element not in BY_NAME:
+        raise ValueError(f"element: {element!r} is not one of {', '.join(BY_NAME)}")
     if n % 8 or not 8 <= n <= 256:
         raise ValueError(f"n: {n} is not a multiple of 8 from 8 to 256")
-    return _PTX_TYPES[element]
+    return BY_NAME[element].in_ptx
 
 
 def _for_the_gpu(structs: str) -> str:
@@ -224,6 +225,7 @@ def _products(
     """The text of one product or a chain of them into the registers `d`, and its inputs, before which come other
     `operands`."""
     steps = chained or 1
+    kind, k = BY_NAME[element].in_ptx, BY_NAME[element].mma_k
     from_registers, fresh = form.startswith("rs"), form.endswith("_zero")
     transpose_a, transpose_b = int(form.startswith("ss_tt")), int(form.startswith(("rs_t", "ss_tt")))
     if from_registers:
@@ -232,8 +234,8 @@ def _products(
     else:
         names = ["a"]
         immediates = f"1, 1, {transpose_a}, {transpose_b}"  # and transpose A
-    kind = "r" if from_registers else "l"
-    inputs = [f'"{kind}"({name})' for name in names] + ['"l"(b)']
+    constraint = "r" if from_registers else "l"
+    inputs = [f'"{constraint}"({name})' for name in names] + ['"l"(b)']
     a, b = f"%{operands}", f"%{operands + len(names)}"
     lines = ["{ .reg .pred none, sum; .reg .b64 a, b; setp.ne.b32 none, 0, 0; setp.ne.b32 sum, 1, 0;"]
     for step in range(steps):
@@ -249,7 +251,7 @@ def _products(
         if step:
             lines.append(f"add.s64 b, {b}, %{operands + len(inputs)};")
             inputs.append(f'"n"(B::step({step}))')
-        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{_PTX_TYPES[element]}.{_PTX_TYPES[element]}")
+        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}")
         lines.append(
             f"{{{', '.join(d)}}}, {a}, {'b' if step else b}, {'none' if fresh and not step else 'sum'}, {immediates};"
         )

@@ -1,21 +1,26 @@
-"""What the plans of the backward kernels share: what is wanted, the statistics of rows, and the launch that prepares them."""
+"""Parts that plans of backward kernels share: what is wanted, the statistics of rows and the launch that prepares them, and
+the launches of kernels of which one computes dK and dV and another dQ."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from strobe.cuda.parts import tuned
+from strobe.cuda.parts.architecture import Architecture
+from strobe.cuda.parts.blocks import key_tiles, query_tiles
+from strobe.cuda.parts.element import CONST_TENSOR, TENSOR
 from strobe.cuda.parts.features import Features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.output import lse_values
 from strobe.cuda.parts.params import Field, Struct, params
-from strobe.cuda.parts.plan import Launch
+from strobe.cuda.parts.plan import Launch, Machine
 from strobe.cuda.parts.rows import KINDS as ROWS, stride_fields, stride_values
 from strobe.cuda.parts.scores import Scores
 from strobe.cuda.parts.shared_memory import Region, SharedMemory
+from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Strides
 
 REGISTERS = (24, 240)  # of a thread of the producer and of each of two consumers: they fill 384 times 168
@@ -52,6 +57,11 @@ class Wanted:
         """Blocks of keys add to dQ in a fixed order."""
         return self.deterministic and self.dq
 
+    def flags(self, **more: bool) -> str:
+        """The end of a kernel's name. `more`: switches besides what is wanted."""
+        dq, dkv = self.dq and not self.dkv, self.dkv and not self.dq
+        return flags(dq=dq, dkv=dkv, deterministic=self.turns, **more)
+
     @staticmethod
     def of(problem: Problem) -> Wanted:
         names = problem.gradients
@@ -59,8 +69,8 @@ class Wanted:
         return Wanted(dq, "k" in names or "v" in names, "sinks" in names, problem.deterministic)
 
 
-def gradient_strides(strides: dict[str, Strides], *names: str) -> dict[str, int]:
-    """Of those gradients that are computed."""
+def gradient_strides(strides: Mapping[str, Strides], *names: str) -> dict[str, int]:
+    """Stride fields of the named gradients; zeros for those not computed."""
     return stride_values({name: strides.get(name, (0, 0, 0)) for name in names})
 
 
@@ -87,22 +97,37 @@ class Statistics:
         return {"stat_rows": self.rows, "stat_blocks": self.blocks}
 
 
-def score_values(problem: Problem) -> dict[str, Any]:
-    """Of SCALE_GRAD and the fields of `Scores`, but for the gradient of a bias."""
-    return {**Scores.values(problem), "scale_grad": grad_scale(problem)}
+def values_of(
+    problem: Problem,
+    indexed: Problem,
+    features: Features,
+    statistics: Statistics,
+    strides: Mapping[str, Any],
+    gradients: Sequence[str],
+    schedule: Mapping[str, int],
+    *,
+    tma: bool,
+) -> dict[str, Any]:
+    """The values of a kernel that computes `gradients`. `indexed`: the problem as the kernel indexes it."""
+    return {
+        **features.rows.values(indexed, tma=tma),
+        **Scores.values(problem),
+        "scale_grad": grad_scale(problem),
+        **({"dbias_strides": strides["dbias"]} if features.scores.bias_gradient else {}),
+        **statistics.values(),
+        **gradient_strides(strides, *gradients),
+        **schedule,
+    }
 
 
-def bias_gradient_values(problem: Problem, strides: Mapping[str, Any]) -> dict[str, Any]:
-    return {"dbias_strides": strides["dbias"]} if "bias" in problem.gradients else {}
-
-
-def tuned_name(features: Features, arch: str) -> str:
-    """The key of a tile in the file of `strobe tune`. Hopper's own kernels have the architecture "sm_90a"."""
-    return tuned.tile_name(features.dim, features.dim_v, f"{KINDS[features.scores.is_function]} {arch}")
+def tuned_name(features: Features, architecture: Architecture, arch: str) -> str:
+    """The key of a tile in the file of `strobe tune`."""
+    kind = f"{KINDS[features.scores.is_function]} {architecture.tiles_of(arch)}"
+    return tuned.tile_name(features.dim, features.dim_v, kind)
 
 
 def grad_scale(problem: Problem) -> float:
-    """Of the derivative of a score by q.k, which the kernels leave out."""
+    """The factor of the derivative of a score by q.k, which the kernels leave out."""
     form = problem.logit.kernel_form(problem.scale)
     return form.before * form.after
 
@@ -118,12 +143,12 @@ def group_parts(problem: Problem, sms: int) -> int:
     blocks, steps = problem.batch * problem.heads_k * -(-problem.len_k // 128), problem.group * -(-problem.len_q // 64)
     if blocks >= sms or steps < LONG_LOOP:
         return 1
-    able = [n for n in range(1, max(problem.group // 4, 1) + 1) if problem.group % n == 0]
-    return next((n for n in able if n * blocks >= 2 * sms), able[-1])
+    divisors = [n for n in range(1, max(problem.group // 4, 1) + 1) if problem.group % n == 0]
+    return next((n for n in divisors if n * blocks >= 2 * sms), divisors[-1])
 
 
 def in_parts(problem: Problem) -> Problem:
-    """With a key head for each part of a group: what the kernels that compute dK and dV see."""
+    """The problem with heads_k * group_parts key heads, as the kernels of dK and dV index it."""
     return replace(problem, k=replace(problem.k, heads=problem.heads_k * problem.group_parts))
 
 
@@ -131,16 +156,15 @@ def in_parts(problem: Problem) -> Problem:
 
 
 @functools.cache
-def _delta_params(fp32: bool) -> Struct:
-    """`fp32`: O and dO are."""
+def _delta_params() -> Struct:
     return params(
         [
-            *(Field(t, "const float*" if fp32 else "const u16*") for t in ("o", "d_o")),
+            *(Field(t, CONST_TENSOR) for t in ("o", "d_o")),
             *(Field(t, "const float*") for t in ("lse", "dlse", "sinks")),
             Field("cu_q", "const int*"),
             Field("dsink", "float*"),
             Field("seed", "u64"),
-            Field("dq", "u16*"),
+            Field("dq", TENSOR),
             Field("lse_batch", "i64"),
             Field("lse_head", "i64"),
             *(Field(n, "int") for n in ("heads", "len_q", "dim_v", "dim")),
@@ -153,31 +177,30 @@ def _delta_params(fp32: bool) -> Struct:
 
 def side_kernel(
     template: str,
-    header: str,
     features: Features,
     arch: str,
     params: Struct,
     config: dict[str, int | bool | str],
     smem: int = 0,
+    header: str = "",
 ) -> TemplateKernel:
     """A small kernel of 256 threads a block, one block for each block of the statistics."""
-    varlen = " Varlen" if features.rows.queries == "varlen" else ""
-    flags = varlen + "".join(f" {name[1:]}" for name, value in config.items() if value is True)
+    switches = {name[1:]: value is True for name, value in config.items()}
+    end = flags(Varlen=features.rows.queries == "varlen", **switches)
     numbers = "/".join(str(value) for value in config.values() if not isinstance(value, bool))
     config = {"Queries": ROWS[features.rows.queries], **config}
-    return TemplateKernel(
-        name=f"{template}[{features.element} {numbers}{flags}]",
+    return template_kernel(
+        template,
+        f"{features.element} {numbers}{end}",
         arch=arch,
         params=params,
         threads=256,
-        smem=smem,
         header=header,
-        template=template,
-        element=features.element,
-        config=tuple(config.items()),
+        element=features.element.name,
+        config=config,
         memory=SharedMemory([Region("tile", smem)]),
-        types=(),
         blocks_per_sm=4,
+        facts={"inputs": features.inputs} if features.inputs else {},
     )
 
 
@@ -203,12 +226,12 @@ def delta_kernel(
         "kClearDq": clear_dq,
         "kPartialOut": clear_dq and features.output.partial,
     }
-    struct = _delta_params(features.element == "float")
-    return side_kernel("backward_delta", "delta", features, arch, struct, config)
+    struct = _delta_params()
+    return side_kernel("backward_delta", features, arch, struct, config, header="delta")
 
 
 def delta_launch(
-    problem: Problem, kernel: TemplateKernel, statistics: Statistics, strides: dict[str, Strides]
+    problem: Problem, kernel: TemplateKernel, statistics: Statistics, strides: Mapping[str, Strides]
 ) -> Launch:
     values = {
         **stride_values({"o": strides["o"], "do": strides["d_o"]}),
@@ -227,7 +250,7 @@ def delta_launch(
 
 CONVERT_DQ = params(
     [
-        Field("dq", "u16*"),
+        Field("dq", TENSOR),
         Field("cu_q", "const int*"),
         Field("dq_sum", "const float*"),
         Field("stat_rows", "i64"),
@@ -238,7 +261,7 @@ CONVERT_DQ = params(
 )
 
 
-def convert_values(problem: Problem, statistics: Statistics, strides: dict[str, Strides]) -> dict[str, Any]:
+def convert_values(problem: Problem, statistics: Statistics, strides: Mapping[str, Strides]) -> dict[str, Any]:
     """The values of CONVERT_DQ."""
     return {
         **stride_values({"dq": strides["dq"]}),
@@ -248,3 +271,50 @@ def convert_values(problem: Problem, statistics: Statistics, strides: dict[str, 
         "dim": problem.dim,
         "scale_grad": grad_scale(problem),
     }
+
+
+# ---- dK and dV by one kernel, dQ by another --------------------------------------------------------------------------
+
+
+class Half(NamedTuple):
+    """One of two kernels that compute S and P each for themselves."""
+
+    kernel: TemplateKernel
+    block: int  # rows of a tile
+    maps: Mapping[str, TensorMapSpec]
+    column_parts: int = 1  # blocks of the GPU for a tile, each with some of the columns
+
+
+def dkv_then_dq(
+    problem: Problem,
+    features: Features,
+    statistics: Statistics,
+    strides: Mapping[str, Strides],
+    machine: Machine,
+    dkv: Half | None,
+    dq: Half | None,
+    *,
+    tma: bool,
+) -> tuple[list[Launch], dict[str, object]]:
+    """The launches of those kernels that are wanted, and their details. The second waits for nothing but what the first
+    waited for."""
+    launches: list[Launch] = []
+    details: dict[str, object] = {}
+    if dkv is not None:
+        indexed, plain = in_parts(problem), without_bias_gradient(features)
+        schedule = key_tiles(indexed, dkv.block, machine.sms)
+        values = values_of(problem, indexed, plain, statistics, strides, ("dk", "dv"), schedule, tma=tma)
+        grid = schedule["key_blocks"] * problem.batch * indexed.heads_k * dkv.column_parts
+        launches.append(Launch(dkv.kernel, grid, values, dkv.maps, overlaps=True))
+        details["backward kernel for dK, dV"] = dkv.kernel.name
+    if dq is not None:
+        schedule = query_tiles(problem, dq.block, machine.l2_bytes)
+        values = values_of(problem, problem, features, statistics, strides, ("dq",), schedule, tma=tma)
+        launches.append(Launch(dq.kernel, schedule["tiles"], values, dq.maps, overlaps=dkv is None))
+        details["backward kernel for dQ"] = dq.kernel.name
+    return launches, details
+
+
+def without_bias_gradient(features: Features) -> Features:
+    """The features of the kernel of dK and dV: that of dQ computes the gradient of a bias."""
+    return replace(features, scores=replace(features.scores, bias_gradient=""))

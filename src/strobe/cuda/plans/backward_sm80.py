@@ -1,4 +1,4 @@
-"""The backward kernels for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, limits, plan, variants.
+"""The backward kernels for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, plan, variants.
 
 Three launches: `delta` prepares the statistics of rows and zeros for the sums of dQ, `backward_sm80` computes, and
 `convert_dq_sm80` rounds the sums.
@@ -8,50 +8,52 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import tuned
+from strobe.cuda.parts.architecture import AMPERE, SMEM_BYTES, generation
 from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, key_tiles
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, TENSOR, Element
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, Struct, params
-from strobe.cuda.parts.plan import ANY_MACHINE, Launch, Machine, Plan, first_without_spills, padded_dims, shape_limits
+from strobe.cuda.parts.plan import ANY_MACHINE, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
-from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, tile_bytes
+from strobe.cuda.parts.shared_memory import Region, SharedMemory
 from strobe.cuda.plans.backward_plan import (
     CONVERT_DQ,
+    KINDS,
     OTHER_REGISTERS,
     SCALE_GRAD,
     STATISTICS,
     SUMS_OF_DQ,
     Statistics,
     Wanted,
-    bias_gradient_values,
     convert_values,
     delta_kernel,
     delta_launch,
-    gradient_strides,
     gradients_of_keys,
     in_parts,
-    score_values,
     side_kernel,
     tuned_name,
+    values_of,
 )
-from strobe.cuda.plans.forward_sm80 import DIMS, SMEM_BYTES, generation
+from strobe.cuda.plans.forward_sm80 import DIMS
+from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.problem import Problem, Strides
 from strobe.variants.mask import causal
 
-__all__ = ["DIMS", "Tile", "candidates", "choose_tile", "fits", "kernels", "limits", "plan", "variants"]
+__all__ = ["DIMS", "PLANNER", "Tile", "candidates", "choose_tile", "fits", "kernels", "plan", "variants"]
 
 
 @functools.cache
 def _params(scores: tuple[Field, ...]) -> Struct:
     return params(
-        [Field(t, "const u16*") for t in ("q", "k", "v", "d_o")],
+        [Field(t, CONST_TENSOR) for t in ("q", "k", "v", "d_o")],
         stride_fields("q", "k", "v", "do"),
-        gradients_of_keys("u16*"),
+        gradients_of_keys(TENSOR),
         SUMS_OF_DQ,
         STATISTICS,
         Rows.fields(tma=False),
@@ -81,16 +83,16 @@ class Tile:
         flags = f"{' early' if self.early else ''}{' apart' if self.apart else ''}"
         return f"{self.block_m}x{self.block_n} {grids} s{self.stages_q}{self.stages_do} b{self.blocks_per_sm}{flags}"
 
-    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, element: Element = BF16) -> SharedMemory:
         row = 4 * self.block_m
         return SharedMemory(
             [
-                Region("k", tile_bytes(self.block_n, dim)),  # later dK
-                Region("v", tile_bytes(self.block_n, dim_v)),  # later dV
-                Region("q", tile_bytes(self.block_m, dim), self.stages_q),
-                Region("d_o", tile_bytes(self.block_m, dim_v), self.stages_do),
-                Region("p", tile_bytes(self.block_m, self.block_n)),
-                Region("ds", tile_bytes(self.block_m, self.block_n)),
+                Region("k", element.tile_bytes(self.block_n, dim)),  # later dK
+                Region("v", element.tile_bytes(self.block_n, dim_v)),  # later dV
+                Region("q", element.tile_bytes(self.block_m, dim), self.stages_q),
+                Region("d_o", element.tile_bytes(self.block_m, dim_v), self.stages_do),
+                Region("p", element.tile_bytes(self.block_m, self.block_n)),
+                Region("ds", element.tile_bytes(self.block_m, self.block_n)),
                 Region("lse", row, self.stages_q),
                 Region("delta", row, self.stages_do),
                 Region("dropout", row, self.stages_q if dropout else 0),
@@ -222,10 +224,10 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     needs_room = scores.is_function or (name == "sm_100" and (features.rows.varlen or scores.dropout))
     smaller = _SMALLER.get(name, {}).get(max(dims)) if needs_room else None
     if not needs_room or scores.is_function:
-        found = tuned.tile(tuned_name(features, name), Tile, lambda tile: fits(tile, *dims, arch))
+        best = tuned.tile(tuned_name(features, AMPERE, arch), Tile, lambda tile: fits(tile, *dims, arch))
     else:  # tuned tiles leave no registers for that
-        found = None
-    tile = found or smaller or table(*dims, arch)[0]
+        best = None
+    tile = best or smaller or table(*dims, arch)[0]
     if not scores.is_unknown:
         return tile
     # The tiles of sm_90 in _SMALLER are the smallest; larger ones have no room for an unknown score either.
@@ -233,12 +235,6 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     able = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
     tiles = [tile, *(t for t in able if fits(t, *dims, arch))]
     return first_without_spills(tiles, lambda t: kernels(features, t, Wanted(), arch, False)[1], machine)
-
-
-def limits(problem: Problem) -> str | None:
-    if not problem.gradients:
-        return "no forward kernel"
-    return shape_limits(problem) or Scores.limits(problem)
 
 
 def has_dependent_launch(arch: str) -> bool:
@@ -252,7 +248,7 @@ def kernels(
     """(delta, main, convert). The sinks are in the LSE: only `delta` knows them, if they have a gradient. `exact_dims`:
     the head dims are not rounded up. `parts`: groups of query heads are divided."""
     features = features.without_sinks()
-    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout)
+    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.element)
     turns, partial = wanted.turns, features.output.partial
     vector = has_dependent_launch(arch)
     config = {
@@ -267,27 +263,22 @@ def kernels(
         "kWantKV": wanted.dkv,
         "kGroupParts": parts,
     }
-    only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
-    flags = f"{only}{' deterministic' if turns else ''}{' parts' if parts else ''}{'' if exact_dims else ' padded'}"
-    main = TemplateKernel(
-        name=f"backward_sm80[{features.name} {tile}{flags}]",
+    main = features.kernel(
+        "backward_sm80",
+        tile,
+        wanted.flags(parts=parts, padded=not exact_dims),
         arch=arch,
         params=_params(features.scores.fields()),
         threads=32 * tile.warps,
-        smem=memory.size,
-        header="backward_sm80",
-        template="backward_sm80",
-        label=features.label(deterministic=turns),
-        element=features.element,
-        config=tuple(config.items()),
+        config=config,
         memory=memory,
-        types=features.types(),
         blocks_per_sm=tile.blocks_per_sm,
-        facts={**features.facts(), **vars(wanted), "tile": str(tile), "exact_dims": exact_dims},
+        label={"deterministic": turns},
+        facts={**vars(wanted), "exact_dims": exact_dims},
     )
     zeros = tile.block_m * features.dim if wanted.dq else 0
     delta = delta_kernel(features, wanted, arch, tile.block_m, zeros, turns=turns)
-    smem = tile.block_m * (2 * features.dim + 16)
+    smem = tile.block_m * (features.element.bytes * features.dim + 16)
     of_sums: dict[str, int | bool | str] = {
         "kStatBlock": tile.block_m,
         "kDim": features.dim,
@@ -296,11 +287,10 @@ def kernels(
         "kPartialOut": partial,
         "kVector": vector,
     }
-    return delta, main, side_kernel("convert_dq_sm80", "convert_dq_sm80", features, arch, CONVERT_DQ, of_sums, smem)
+    return delta, main, side_kernel("convert_dq_sm80", features, arch, CONVERT_DQ, of_sums, smem)
 
 
-def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
-    """`strides`: of o, d_o and the gradients."""
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
     arch = machine.arch.rstrip("af")
     features, wanted = Features.of(problem, dims), Wanted.of(problem)
@@ -311,15 +301,8 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
     turns = wanted.turns
     q, k, v = problem.strides
     schedule = key_tiles(parts, tile.block_n, machine.sms, alone=turns)
-    values = {
-        **features.rows.values(parts, tma=False),
-        **score_values(problem),
-        **bias_gradient_values(problem, strides),
-        **statistics.values(),
-        **stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]}),
-        **gradient_strides(strides, "dk", "dv"),
-        **schedule,
-    }
+    values = values_of(problem, parts, features, statistics, strides, ("dk", "dv"), schedule, tma=False)
+    values |= stride_values({"q": q, "k": k, "v": v, "do": strides["d_o"]})
     grid, overlaps = schedule["key_blocks"] * problem.batch * parts.heads_k, has_dependent_launch(arch)
     launches = [
         delta_launch(problem, delta, statistics, strides),
@@ -338,7 +321,6 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for; head dims that are rounded up have kernels of their own."""
-    seen: set[TemplateKernel] = set()
     every = [Wanted(), Wanted(deterministic=True)]
     if exhaustive:
         every += [Wanted(dkv=False), Wanted(dq=False), Wanted(sinks=True)]
@@ -349,7 +331,16 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
             exacts = (True, False) if exhaustive or not special else (True,)
             parts = (False, True) if exhaustive or (features.scores.mask is causal and not special) else (False,)
             for exact, part in itertools.product(exacts, parts):
-                for kernel in kernels(features, tile, wanted, arch, exact, part):
-                    if kernel not in seen:
-                        seen.add(kernel)
-                        yield kernel
+                yield from kernels(features, tile, wanted, arch, exact, part)
+
+
+PLANNER = Planner(
+    name="backward_sm80",
+    architecture=AMPERE,
+    gradients=True,
+    dims=DIMS,
+    can=Capabilities(captured_gradients=True),
+    plan=plan,
+    variants=variants,
+    tuning=Tuning(KINDS, DIMS, candidates),
+)

@@ -1,4 +1,4 @@
-"""The backward kernels for Hopper, head dims up to 128: tiles, limits, plan, variants.
+"""The backward kernels for Hopper, head dims up to 128: tiles, plan, variants.
 
 Three launches: `delta` prepares the statistics of rows and zeros for the sums of dQ, `backward_sm90` computes, and
 `convert_dq` rounds the sums. If key blocks take turns, the sums need no zeros and the last turn rounds: two launches.
@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import tuned
+from strobe.cuda.parts.architecture import HOPPER
 from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, key_tiles
+from strobe.cuda.parts.element import BF16, Element
 from strobe.cuda.parts.features import Features, common_features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import ANY_MACHINE, Dims, Launch, Machine, Plan, first_without_spills, padded_dims
 from strobe.cuda.parts.rows import Rows, stride_fields
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
-from strobe.cuda.parts.tensor_maps import tile_map
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
+from strobe.cuda.parts.tensor_maps import tile_map, tma_limits
 from strobe.cuda.plans import block_map
 from strobe.cuda.plans.backward_plan import (
     CONVERT_DQ,
+    KINDS,
     OTHER_REGISTERS,
     REGISTERS,
     SCALE_GRAD,
@@ -31,31 +35,30 @@ from strobe.cuda.plans.backward_plan import (
     SUMS_OF_DQ,
     Statistics,
     Wanted,
-    bias_gradient_values,
     convert_values,
     delta_kernel,
     delta_launch,
-    gradient_strides,
     gradients_of_keys,
     in_parts,
-    score_values,
     side_kernel,
     tuned_name,
+    values_of,
 )
-from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
+from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES
+from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Rows as ProblemRows, Strides
 from strobe.variants.mask import causal, full
 
 __all__ = [
     "DIMS",
+    "PLANNER",
     "TILES",
     "Tile",
     "candidates",
     "choose_tile",
     "fits",
     "kernels",
-    "limits",
     "plan",
     "variants",
 ]
@@ -91,15 +94,15 @@ class Tile:
         """Columns of the sums of dQ."""
         return 64 if self.block_m == 128 else 128
 
-    def memory(self, dim: int, dim_v: int, dropout: bool, pairs: bool = False) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, pairs: bool = False, element: Element = BF16) -> SharedMemory:
         m, row = self.block_m, 4 * self.block_m
         return SharedMemory(
             [
-                Region("k", tile_bytes(BLOCK_N, dim)),  # later dK
-                Region("v", tile_bytes(BLOCK_N, dim_v)),  # later dV
-                Region("q", tile_bytes(m, dim), 2),
-                Region("d_o", tile_bytes(m, dim_v), 2),
-                Region("ds", tile_bytes(BLOCK_N, m), 2),
+                Region("k", element.tile_bytes(BLOCK_N, dim)),  # later dK
+                Region("v", element.tile_bytes(BLOCK_N, dim_v)),  # later dV
+                Region("q", element.tile_bytes(m, dim), 2),
+                Region("d_o", element.tile_bytes(m, dim_v), 2),
+                Region("ds", element.tile_bytes(BLOCK_N, m), 2),
                 Region("dq", 64 * 64 * 4, 2),  # one a consumer
                 Region("lse", row, 2),
                 Region("delta", row, 2),
@@ -137,27 +140,14 @@ def candidates(features: Features, arch: str = ARCH) -> list[Tile]:
 def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     """A score function that no table knows gets the first tile whose kernel does not spill."""
     dims = features.dim, features.dim_v
-    tile = tuned.tile(tuned_name(features, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
+    tile = tuned.tile(tuned_name(features, HOPPER, ARCH), Tile, lambda tile: fits(tile, *dims)) or TILES[dims]
     if not features.scores.is_unknown:
         return tile
     if any(e.learnt for e in features.scores.entries):
         return Tile(64)  # sums take registers, and some kernels for 128 queries at a time spill
-    able = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.printed.staged)]
-    one_box = may_have_one_box(features)
-    return first_without_spills(able, lambda t: kernels(features, t, Wanted(), one_box)[1], machine)
-
-
-def may_have_one_box(features: Features) -> bool:
-    """Whether one TMA box may hold a tile: where head dims are whole panels, and no rows are clipped."""
-    return features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.rows.clipped
-
-
-def limits(problem: Problem) -> str | None:
-    if not problem.gradients:
-        return "no forward kernel"
-    if max(problem.dim, problem.dim_v) > DIMS[-1][0]:
-        return f"head dim {max(problem.dim, problem.dim_v)}; it takes head dims up to {DIMS[-1][0]}"
-    return tma_limits(problem)
+    tiles = [t for t in dict.fromkeys((tile, Tile(64))) if fits(t, *dims, features.scores.printed.staged)]
+    one_box = features.one_box()
+    return first_without_spills(tiles, lambda t: kernels(features, t, Wanted(), one_box)[1], machine)
 
 
 def rotates(problem: Problem, sms: int) -> bool:
@@ -186,7 +176,9 @@ def kernels(
     have a gradient. `clear_dq`: there may be rows that see no key, and no turn writes their dQ. `parts`: groups of query
     heads are divided."""
     features = features.without_sinks()
-    memory = tile.memory(features.dim, features.dim_v, features.scores.dropout, features.scores.printed.staged)
+    memory = tile.memory(
+        features.dim, features.dim_v, features.scores.dropout, features.scores.printed.staged, features.element
+    )
     turns, partial = wanted.turns, features.output.partial
     config = {
         **features.config(),
@@ -206,58 +198,46 @@ def kernels(
         "kWantKV": wanted.dkv,
         "kGroupParts": parts,
     }
-    dim, dim_v, m = features.dim, features.dim_v, tile.block_m
-    products = {(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16), (64, "ss_tt_zero", BLOCK_N // 16)}
-    products |= {(dim, "rs_t", m // 16), (dim_v, "rs_t", m // 16)}
-    only = {(True, False): " dq", (False, True): " dkv"}.get((wanted.dq, wanted.dkv), "")
-    order = f"{' deterministic' if turns else ''}{' rotate' if rotate else ''}{' parts' if parts else ''}"
-    main = TemplateKernel(
-        name=f"backward_sm90[{features.name} {tile}{only}{order}{'' if one_box else ' panels'}]",
+    dim, dim_v, m, k = features.dim, features.dim_v, tile.block_m, features.element.mma_k
+    products = {(m, "ss_zero", dim // k), (m, "ss_zero", dim_v // k), (64, "ss_tt_zero", BLOCK_N // k)}
+    products |= {(dim, "rs_t", m // k), (dim_v, "rs_t", m // k)}
+    main = features.kernel(
+        "backward_sm90",
+        tile,
+        wanted.flags(rotate=rotate, parts=parts, panels=not one_box),
         arch=ARCH,
         params=_params(features.scores.fields()),
         threads=384,
-        smem=memory.size,
-        header="backward_sm90",
-        template="backward_sm90",
-        label=features.label(deterministic=turns),
-        element=features.element,
-        config=tuple(config.items()),
+        config=config,
         memory=memory,
-        types=features.types(),
-        products=tuple(sorted(products)),
-        facts={**features.facts(), **vars(wanted), "tile": str(tile), "one_box": one_box, "rotate": rotate},
+        products=sorted(products),
+        label={"deterministic": turns},
+        facts={**vars(wanted), "one_box": one_box, "rotate": rotate},
     )
     zeros = m * tile.dim_q if wanted.dq and not turns else 0
     delta = delta_kernel(features, wanted, ARCH, m, zeros, turns=turns, clear_dq=turns and clear_dq)
     if turns or not wanted.dq:
         return delta, main
-    smem = m * (2 * tile.dim_q + 16)
+    smem = m * (features.element.bytes * tile.dim_q + 16)
     of_sums: dict[str, int | bool | str] = {"kStatBlock": m, "kPartialOut": partial}
-    return delta, main, side_kernel("convert_dq", "convert_dq", features, ARCH, CONVERT_DQ, of_sums, smem)
+    return delta, main, side_kernel("convert_dq", features, ARCH, CONVERT_DQ, of_sums, smem)
 
 
-def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
-    """`strides`: of o, d_o and the gradients."""
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
     problem = replace(problem, deterministic=problem.deterministic or problem.len_k <= TURNS_UP_TO)
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
-    features, wanted, rotate = Features.of(problem, dims), Wanted.of(problem), rotates(problem, machine.sms)
+    wanted, rotate = Wanted.of(problem), rotates(problem, machine.sms)
+    features = Features.of(problem, dims)
     tile = tile or choose_tile(features, machine)
-    sparse = not wanted.turns and problem.group_parts == 1 and block_map.pays(problem)
+    turns = wanted.turns
+    sparse = not turns and problem.group_parts == 1 and block_map.pays(problem)
     features = replace(features, scores=replace(features.scores, sparse=sparse))
-    one_box = may_have_one_box(features) and (problem.dim, problem.dim_v) == dims
+    one_box = features.one_box() and (problem.dim, problem.dim_v) == dims
     parts, clear_dq = in_parts(problem), not all_rows_see_keys(problem)
     delta, main, *convert = kernels(features, tile, wanted, one_box, rotate, clear_dq, parts=problem.group_parts > 1)
     statistics = Statistics.of(problem, tile.block_m)
-    turns = wanted.turns
     schedule = key_tiles(parts, BLOCK_N, machine.sms, alone=turns)
-    values = {
-        **features.rows.values(parts, tma=True),
-        **score_values(problem),
-        **bias_gradient_values(problem, strides),
-        **statistics.values(),
-        **gradient_strides(strides, "dk", "dv", "dq"),
-        **schedule,
-    }
+    values = values_of(problem, parts, features, statistics, strides, ("dk", "dv", "dq"), schedule, tma=True)
     maps = backward_maps(problem, features, strides, one_box, tile.block_m, BLOCK_N, wanted.dkv)
     if turns and not problem.partial:
         kind = features.rows.queries
@@ -273,9 +253,9 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
         rounding = convert_values(problem, statistics, strides)
         launches.append(Launch(convert[0], launches[0].grid, rounding, overlaps=True))
     if sparse:
-        found = block_map.block_map(problem, features, ARCH, tile.block_m, BLOCK_N, transposed=True)
-        launches[1] = replace(launches[1], values=values | found.values)
-        launches, workspace = [found.launch, *launches], workspace | found.workspace
+        bits = block_map.block_map(problem, features, ARCH, tile.block_m, BLOCK_N, transposed=True)
+        launches[1] = replace(launches[1], values=values | bits.values)
+        launches, workspace = [bits.launch, *launches], workspace | bits.workspace
     if wanted.dq:
         workspace["dq_sum"] = statistics.workspace["delta"] * tile.dim_q
     if turns:
@@ -287,7 +267,7 @@ def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: 
 def backward_maps(
     problem: Problem,
     features: Features,
-    strides: dict[str, Strides],
+    strides: Mapping[str, Strides],
     one_box: bool,
     rows: int,
     keys: int,
@@ -316,20 +296,29 @@ def backward_maps(
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for."""
-    seen: set[TemplateKernel] = set()
     every = [(Wanted(), False), (Wanted(deterministic=True), False), (Wanted(deterministic=True), True)]
     if exhaustive:
         every += [(Wanted(dkv=False), False), (Wanted(dq=False), False), (Wanted(sinks=True), False)]
     for features in common_features(DIMS, exhaustive, backward=True):
-        tile, able = choose_tile(features), may_have_one_box(features)
+        tile, whole = choose_tile(features), features.one_box()
         mask = features.scores.mask
         for wanted, rotate in every:
             if rotate and (mask != full or features.rows.varlen):
                 continue
-            boxes = (True, False) if able and exhaustive else (able,)
+            boxes = (True, False) if whole and exhaustive else (whole,)
             parts = (False, True) if exhaustive or (mask is causal and wanted == Wanted()) else (False,)
             for one_box, clear_dq, part in itertools.product(boxes, (False, True), parts):
-                for kernel in kernels(features, tile, wanted, one_box, rotate, clear_dq, part):
-                    if kernel not in seen:
-                        seen.add(kernel)
-                        yield kernel
+                yield from kernels(features, tile, wanted, one_box, rotate, clear_dq, part)
+
+
+PLANNER = Planner(
+    name="backward_sm90",
+    architecture=HOPPER,
+    gradients=True,
+    dims=DIMS,
+    can=Capabilities(captured_gradients=True),
+    further_limits=tma_limits,
+    plan=plan,
+    variants=variants,
+    tuning=Tuning(KINDS, DIMS, candidates),
+)

@@ -1,4 +1,4 @@
-"""The backward kernels for Hopper, head dims above 128, up to 512: limits, plan, variants.
+"""The backward kernels for Hopper, head dims above 128, up to 512: tiles, plan, variants.
 
 Three launches: `delta` prepares the statistics of rows, `dq_sm90` and `dkv_sm90` compute S and P each for themselves. That
 is seven products instead of five, but all accumulators stay in registers, nothing is summed up in memory, and the results
@@ -12,50 +12,52 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import tuned
-from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS, key_tiles, query_tiles
+from strobe.cuda.parts.architecture import HOPPER
+from strobe.cuda.parts.blocks import KEY_TILE_FIELDS, QUERY_TILE_FIELDS
+from strobe.cuda.parts.element import BF16, Element
 from strobe.cuda.parts.features import Features, common_features, wide_features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags
 from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import (
     ANY_MACHINE,
-    MAX_DIM_SM90,
     Dims,
-    Launch,
     Machine,
     Plan,
     first_without_spills,
     padded_dims,
 )
 from strobe.cuda.parts.rows import Rows, stride_fields
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
-from strobe.cuda.parts.tensor_maps import tile_map
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
+from strobe.cuda.parts.tensor_maps import tile_map, tma_limits
 from strobe.cuda.plans import backward_sm90
 from strobe.cuda.plans.backward_plan import (
+    KINDS,
     OTHER_REGISTERS,
     REGISTERS,
     SCALE_GRAD,
     STATISTICS,
+    Half,
     Statistics,
     Wanted,
-    bias_gradient_values,
     delta_kernel,
     delta_launch,
-    gradient_strides,
+    dkv_then_dq,
     gradients_of_keys,
-    in_parts,
-    score_values,
     tuned_name,
+    without_bias_gradient,
 )
 from strobe.cuda.plans.backward_sm90 import backward_maps
-from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES, tma_limits
+from strobe.cuda.plans.forward_sm90 import ARCH, SMEM_BYTES
+from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.problem import Problem, Strides
 from strobe.variants.mask import causal
 
-__all__ = ["DIMS", "WIDE_DIMS", "DkvTile", "DqTile", "candidates", "choose_tile", "fits", "limits", "plan", "variants"]
+__all__ = ["DIMS", "PLANNER", "WIDE_DIMS", "DkvTile", "DqTile", "candidates", "choose_tile", "fits", "plan", "variants"]
 
 DIMS: list[Dims] = [(192, 128), (192, 192), (256, 256)]
 WIDE_DIMS: list[Dims] = [(384, 384), (512, 512)]  # the columns of gradients in two parts
@@ -118,13 +120,13 @@ class DqTile:
             "kColumnParts": self.parts,
         }
 
-    def memory(self, dim: int, dim_v: int) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, element: Element = BF16) -> SharedMemory:
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, dim), self.block_m // 64),  # later dQ
-                Region("d_o", tile_bytes(64, dim_v), self.block_m // 64),
-                Region("k", tile_bytes(self.block_n, dim), self.stages),
-                Region("v", tile_bytes(self.block_n, dim_v), self.stages_v),
+                Region("q", element.tile_bytes(64, dim), self.block_m // 64),  # later dQ
+                Region("d_o", element.tile_bytes(64, dim_v), self.block_m // 64),
+                Region("k", element.tile_bytes(self.block_n, dim), self.stages),
+                Region("v", element.tile_bytes(self.block_n, dim_v), self.stages_v),
                 Region("q_barrier", 16),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages_v)),
@@ -149,14 +151,14 @@ class DkvTile:
     def config(self) -> dict[str, int | bool | str]:
         return {"kBlockM": self.block_m, "kBlockN": 64, "kStages": self.stages, "kColumnParts": self.parts}
 
-    def memory(self, dim: int, dim_v: int, dropout: bool) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, dropout: bool, element: Element = BF16) -> SharedMemory:
         row = 4 * self.block_m
         return SharedMemory(
             [
-                Region("k", tile_bytes(64, dim)),  # later dK
-                Region("v", tile_bytes(64, dim_v)),  # later dV
-                Region("q", tile_bytes(self.block_m, dim), self.stages),
-                Region("d_o", tile_bytes(self.block_m, dim_v), self.stages),
+                Region("k", element.tile_bytes(64, dim)),  # later dK
+                Region("v", element.tile_bytes(64, dim_v)),  # later dV
+                Region("q", element.tile_bytes(self.block_m, dim), self.stages),
+                Region("d_o", element.tile_bytes(self.block_m, dim_v), self.stages),
                 Region("p", self.block_m * 64 * 4),
                 Region("lse", row, 2),
                 Region("delta", row, 2),
@@ -200,20 +202,11 @@ def candidates(features: Features, arch: str = ARCH) -> list[DqTile]:
 def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> DqTile:
     """A score function that no table knows gets the first tile whose kernel does not spill."""
     dims = features.dim, features.dim_v
-    tile = tuned.tile(tuned_name(features, ARCH), DqTile, lambda tile: fits(tile, *dims)) or TILES[dims]
+    tile = tuned.tile(tuned_name(features, HOPPER, ARCH), DqTile, lambda tile: fits(tile, *dims)) or TILES[dims]
     if not features.scores.is_unknown:
         return tile
-    able = [tile, *(replace(tile, block_n=n) for n in (48, 32) if n < tile.block_n)]
-    return first_without_spills(able, lambda t: dq_kernel(features, t, one_box=False), machine)
-
-
-def limits(problem: Problem) -> str | None:
-    if not problem.gradients:
-        return "no forward kernel"
-    if (reason := tma_limits(problem, MAX_DIM_SM90)) is None and problem.learnt:
-        dim = max(problem.dim, problem.dim_v)
-        return f"gradients of tensors that a score function captures with head dim {dim}; up to {backward_sm90.DIMS[-1][0]}"
-    return reason
+    tiles = [tile, *(replace(tile, block_n=n) for n in (48, 32) if n < tile.block_n)]
+    return first_without_spills(tiles, lambda t: dq_kernel(features, t, one_box=False), machine)
 
 
 def common_config(features: Features, one_box: bool) -> dict[str, int | bool | str]:
@@ -230,96 +223,89 @@ def common_config(features: Features, one_box: bool) -> dict[str, int | bool | s
 
 def dq_kernel(features: Features, tile: DqTile, one_box: bool) -> TemplateKernel:
     dim, dim_v, n = features.dim, features.dim_v, tile.block_n
-    memory = tile.memory(dim, dim_v)
-    return TemplateKernel(
-        name=f"dq_sm90[{features.name} {tile}{'' if one_box else ' panels'}]",
+    memory, k = tile.memory(dim, dim_v, features.element), features.element.mma_k
+    return features.kernel(
+        "dq_sm90",
+        tile,
+        flags(panels=not one_box),
         arch=ARCH,
         params=dq_params(features.scores.fields(), (*_INPUTS, "dq"), buffers=True),
         threads=384,
-        smem=memory.size,
-        header="dq_sm90",
-        template="dq_sm90",
-        label=features.label(),
-        element=features.element,
-        config=tuple({**common_config(features, one_box), **tile.config()}.items()),
+        config={**common_config(features, one_box), **tile.config()},
         memory=memory,
-        types=features.types(),
-        products=tuple(sorted({(n, "ss_zero", dim // 16), (n, "ss_zero", dim_v // 16)})),
-        accumulators=((dim // tile.parts, n // 16),),
-        facts={**features.facts(), "tile": str(tile), "one_box": one_box},
+        products=sorted({(n, "ss_zero", dim // k), (n, "ss_zero", dim_v // k)}),
+        accumulators=[(dim // tile.parts, n // k)],
+        facts={"one_box": one_box},
     )
 
 
 def dkv_kernel(features: Features, one_box: bool, parts: bool = False) -> TemplateKernel:
     dim, dim_v, tile = features.dim, features.dim_v, dkv_tile(features)
-    m, memory = tile.block_m, tile.memory(dim, dim_v, features.scores.dropout)
+    m, k = tile.block_m, features.element.mma_k
+    memory = tile.memory(dim, dim_v, features.scores.dropout, features.element)
     sizes = tile.config() | {"kGroupParts": parts, "kPartialOut": features.output.partial or parts}
-    return TemplateKernel(
-        name=f"dkv_sm90[{features.name} {tile}{' parts' if parts else ''}{'' if one_box else ' panels'}]",
+    return features.kernel(
+        "dkv_sm90",
+        tile,
+        flags(parts=parts, panels=not one_box),
         arch=ARCH,
         params=dkv_params(features.scores.fields(), (*_INPUTS, "dk", "dv"), buffers=True),
         threads=384,
-        smem=memory.size,
-        header="dkv_sm90",
-        template="dkv_sm90",
-        label=features.label(),
-        element=features.element,
-        config=tuple({**common_config(features, one_box), **sizes}.items()),
+        config={**common_config(features, one_box), **sizes},
         memory=memory,
-        types=features.types(),
-        products=tuple(sorted({(m, "ss_zero", dim // 16), (m, "ss_zero", dim_v // 16)})),
-        accumulators=tuple(sorted({(d // tile.parts, m // 16) for d in (dim, dim_v)}, reverse=True)),
-        facts={**features.facts(), "tile": str(tile), "one_box": one_box},
+        products=sorted({(m, "ss_zero", dim // k), (m, "ss_zero", dim_v // k)}),
+        accumulators=sorted({(d // tile.parts, m // k) for d in (dim, dim_v)}, reverse=True),
+        facts={"one_box": one_box},
     )
 
 
-def plan(problem: Problem, strides: dict[str, Strides], machine: Machine, tile: DqTile | None = None) -> Plan:
-    """`strides`: of o, d_o and the gradients."""
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: DqTile | None = None) -> Plan:
+    """`tile`: of the kernel of dQ."""
     dims = padded_dims([*DIMS, *WIDE_DIMS], problem.dim, problem.dim_v)
     features, wanted = Features.of(problem, dims).without_sinks(), Wanted.of(problem)
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped
+    one_box = features.one_box(problem)
     tile = tile or choose_tile(features, machine)
     statistics = Statistics.of(problem, STAT_BLOCK)
-    delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
-    launches = [delta_launch(problem, delta, statistics, strides)]
-    shared, parts = {**score_values(problem), **statistics.values()}, in_parts(problem)
-    details: dict[str, object] = {}
+    dkv = dq = None
     if wanted.dkv:
-        plain = replace(features, scores=replace(features.scores, bias_gradient=""))  # dq_sm90 computes that
-        kernel, schedule = dkv_kernel(plain, one_box, problem.group_parts > 1), key_tiles(parts, 64, machine.sms)
         of_keys = dkv_tile(features)
-        grid = schedule["key_blocks"] * problem.batch * parts.heads_k * of_keys.parts
-        own = {**features.rows.values(parts, tma=True), **schedule, **gradient_strides(strides, "dk", "dv")}
+        kernel = dkv_kernel(without_bias_gradient(features), one_box, problem.group_parts > 1)
         maps = backward_maps(problem, features, strides, one_box, of_keys.block_m, 64, True, of_keys.parts)
-        launches.append(Launch(kernel, grid, shared | own, maps, overlaps=True))
-        details |= {"backward kernel for dK, dV": kernel.name}
+        dkv = Half(kernel, 64, maps, of_keys.parts)
     if wanted.dq:
-        kernel, schedule = dq_kernel(features, tile, one_box), query_tiles(problem, tile.block_m, machine.l2_bytes)
-        own = {**features.rows.values(problem, tma=True), **schedule, **gradient_strides(strides, "dq")}
-        own |= bias_gradient_values(problem, strides)
         maps = backward_maps(problem, features, strides, one_box, 64, tile.block_n, False)
         if not problem.partial:
-            kind, dq = features.rows.queries, strides["dq"]
-            width = dims[0] // tile.parts
-            maps["dq"] = tile_map(problem, kind, problem.q, problem.dim, dq, 64, width, one_box=one_box)
-        launches.append(Launch(kernel, schedule["tiles"], shared | own, maps, overlaps=not wanted.dkv))
-        details |= {"backward kernel for dQ": kernel.name}
-    return Plan(tuple(launches), statistics.workspace, details)
+            rows, width = features.rows.queries, dims[0] // tile.parts
+            maps["dq"] = tile_map(problem, rows, problem.q, problem.dim, strides["dq"], 64, width, one_box=one_box)
+        dq = Half(dq_kernel(features, tile, one_box), tile.block_m, maps)
+    delta = delta_kernel(features, wanted, ARCH, STAT_BLOCK, 0)
+    launches, details = dkv_then_dq(problem, features, statistics, strides, machine, dkv, dq, tma=True)
+    return Plan((delta_launch(problem, delta, statistics, strides), *launches), statistics.workspace, details)
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
     """The kernels that calls ask for."""
-    seen: set[TemplateKernel] = set()
     every = [*common_features(DIMS, exhaustive, backward=True), *wide_features(WIDE_DIMS, exhaustive)]
-    for features in every:
-        features = features.without_sinks()
-        able = features.dim % 64 == 0 and features.dim_v % 64 == 0 and not features.rows.clipped
-        for one_box in (True, False) if able and exhaustive else (able,):
-            made = [dq_kernel(features, choose_tile(features), one_box), dkv_kernel(features, one_box)]
+    for features in (f.without_sinks() for f in every):
+        whole = features.one_box()
+        for one_box in (True, False) if whole and exhaustive else (whole,):
+            yield dq_kernel(features, choose_tile(features), one_box)
+            yield dkv_kernel(features, one_box)
             if exhaustive or features.scores.mask is causal:
-                made.append(dkv_kernel(features, one_box, parts=True))
-            made += [delta_kernel(features, Wanted(sinks=sinks), ARCH, STAT_BLOCK, 0) for sinks in (False, True)]
-            for kernel in made:
-                if kernel not in seen:
-                    seen.add(kernel)
-                    yield kernel
+                yield dkv_kernel(features, one_box, parts=True)
+            for sinks in (False, True):
+                yield delta_kernel(features, Wanted(sinks=sinks), ARCH, STAT_BLOCK, 0)
+
+
+PLANNER = Planner(
+    name="backward_wide_sm90",
+    architecture=HOPPER,
+    gradients=True,
+    dims=[*DIMS, *WIDE_DIMS],
+    scope=f"above head dim {backward_sm90.DIMS[-1][0]}",
+    can=Capabilities(),
+    further_limits=tma_limits,
+    plan=plan,
+    variants=variants,
+    tuning=Tuning(KINDS, DIMS, candidates),
+)

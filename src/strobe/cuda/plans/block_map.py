@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from strobe.cuda.parts import print_condition
+from strobe.cuda.parts import print_condition, print_mask
 from strobe.cuda.parts.features import Features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.params import Field, params
 from strobe.cuda.parts.plan import MAP, Launch
 from strobe.cuda.parts.rows import Rows
@@ -83,21 +83,19 @@ def block_map(
 def kernel(features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool) -> TemplateKernel:
     printed = _printed(features)
     config = {**features.rows.config(), "kBlockM": block_m, "kBlockN": block_n, "kTransposed": transposed}
-    return TemplateKernel(
-        name=f"block_map[{features.scores.name} {block_m}x{block_n}{' transposed' if transposed else ''}]",
+    return template_kernel(
+        "block_map",
+        f"{features.scores.name} {block_m}x{block_n}{flags(transposed=transposed)}",
         arch=arch,
         params=params(
             Rows.fields(tma=False), number_fields(printed.fields), entry_fields(printed.entries.values()), _OWN
         ),
         threads=1024,
-        smem=128,
-        header="block_map",
-        template="block_map",
-        element=features.element,
-        config=tuple(config.items()),
+        element=features.element.name,
+        config=config,
         memory=SharedMemory([Region("seen", 128)]),
         types=(
-            ("Mask", features.scores.mask.cpp(features.rows.positions)),
+            ("Mask", print_mask.struct(features.scores.mask, features.rows.positions)),
             ("Condition", printed.text),
         ),
     )

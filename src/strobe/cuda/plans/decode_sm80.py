@@ -7,12 +7,15 @@ has swept the tiles.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from strobe.backends.backend import Capabilities
+from strobe.cuda.parts.architecture import AMPERE, SMEM_BYTES, generation
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, may_split, query_tiles, splits_of_tiles
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, Element
 from strobe.cuda.parts.features import Features, common_features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags
 from strobe.cuda.parts.output import Output
 from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import (
@@ -21,15 +24,15 @@ from strobe.cuda.parts.plan import (
     Machine,
     Plan,
     first_without_spills,
+    forward_details,
     padded_dims,
-    shape_limits,
 )
-from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
-from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, tile_bytes
+from strobe.cuda.parts.rows import Rows, group_as_rows, stride_fields
+from strobe.cuda.parts.shared_memory import Region, SharedMemory
 from strobe.cuda.plans import plan_work
-from strobe.cuda.plans.forward_sm80 import DIMS, SMEM_BYTES, generation
+from strobe.cuda.plans.forward_sm80 import DIMS
 from strobe.cuda.plans.plan_work import Work
+from strobe.cuda.plans.planner import Planner
 from strobe.problem import Problem, Strides
 from strobe.variants.mask import used_keys
 
@@ -41,7 +44,7 @@ LEAST_KEYS = 256  # fewer are read before a split has begun
 @functools.cache
 def _params(output: Output, scores: tuple[Field, ...], paged: bool) -> Struct:
     return params(
-        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        [*(Field(t, CONST_TENSOR) for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=False, paged=paged),
         plan_work.fields(output.invariant) if paged else (),
@@ -76,12 +79,12 @@ class Tile:
     def threads(self) -> int:
         return 32 * self.warps
 
-    def memory(self, dim: int, dim_v: int) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, element: Element = BF16) -> SharedMemory:
         keys, buffers = self.keys * self.team, self.stages * self.teams
         regions = [
-            Region("q", tile_bytes(self.block_m, dim)),
-            Region("k", tile_bytes(keys, dim), buffers),
-            Region("v", tile_bytes(keys, dim_v), buffers),
+            Region("q", element.tile_bytes(self.block_m, dim)),
+            Region("k", element.tile_bytes(keys, dim), buffers),
+            Region("v", element.tile_bytes(keys, dim_v), buffers),
         ]
         copied = sum(r.bytes * r.buffers for r in regions)
         parts = self.teams * self.block_m * 4 * (dim_v + 8)  # of O, m and l, which later lie over those
@@ -137,90 +140,61 @@ def choose_tile(features: Features, rows: int, arch: str, machine: Machine = ANY
     )
 
 
-def limits(problem: Problem) -> str | None:
-    if problem.gradients:
-        return "no backward kernel"
-    if problem.dropout:
-        return "dropout"
-    if problem.k.pages is None and problem.len_q > MOST_QUERIES:
-        return f"{problem.len_q} queries; this kernel takes {MOST_QUERIES} where keys are not in pages"
-    if problem.k.pages is None and problem.len_k < LEAST_KEYS:
-        return f"{problem.len_k} keys; this kernel takes {LEAST_KEYS} or more"
-    if not may_split(problem):
-        return "a state that is merged and rounded"
-    return shape_limits(problem) or Scores.limits(problem) or Rows.limits_of_copies(problem)
-
-
 def kernel(features: Features, tile: Tile, arch: str, *, split: bool, pack: int, exact_dims: bool) -> TemplateKernel:
     """`pack`: heads of a group that are rows of one tile. `exact_dims`: the head dims are not rounded up."""
     features = replace(features, output=replace(features.output, split=split))
-    memory = tile.memory(features.dim, features.dim_v)
+    memory = tile.memory(features.dim, features.dim_v, features.element)
     config = {
         **features.config(pack),
         **tile.config(),
-        "kPartialFloats": tile.block_m * (features.dim_v + 2),
+        "kPartialFloats": partial_floats(tile, features.dim_v),
         "kExactDims": exact_dims,
     }
-    flags = f"{' split' if split else ''}{f' pack_gqa{pack}' if pack > 1 else ''}{'' if exact_dims else ' padded'}"
-    return TemplateKernel(
-        name=f"decode_sm80[{features.name} {tile}{flags}]",
+    packed = f" pack_gqa{pack}" if pack > 1 else ""
+    return features.kernel(
+        "decode_sm80",
+        tile,
+        f"{flags(split=split)}{packed}{flags(padded=not exact_dims)}",
         arch=arch,
         params=_params(replace(features.output, split=False), features.scores.fields(), bool(features.rows.page)),
         threads=tile.threads,
-        smem=memory.size,
-        header="decode_sm80",
-        template="decode_sm80",
-        element=features.element,
-        config=tuple(config.items()),
+        config=config,
         memory=memory,
-        types=features.types(),
         blocks_per_sm=tile.blocks_per_sm,
-        facts={**features.facts(), "tile": str(tile), "split": split, "pack_gqa": pack, "exact_dims": exact_dims},
+        label={"pack_gqa": pack > 1},
+        facts={"split": split, "pack_gqa": pack, "exact_dims": exact_dims},
     )
 
 
-def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
+def partial_floats(tile: Tile, dim_v: int) -> int:
+    """What one split of a tile leaves in memory: O, m and l of every row."""
+    return tile.block_m * (dim_v + 2)
+
+
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
     pack = problem.group  # rows are copied one by one, so any group fits
-    rows = problem.len_q * pack
-    if pack > 1:
-        queries = replace(problem.q, heads=problem.heads_k, length=rows, total=problem.q.total * pack)
-        problem = replace(problem, q=queries)
-    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
-    arch = machine.arch.rstrip("af")
-    features = Features.of(problem, dims)
+    packed = group_as_rows(problem, pack) if pack > 1 else problem
+    dims, arch = padded_dims(DIMS, problem.dim, problem.dim_v), machine.arch.rstrip("af")
+    features = Features.of(packed, dims)
     features = replace(features, rows=features.rows.gathered())
-    tile = tile or choose_tile(features, rows, arch, machine)
-    listed = problem.k.pages is not None
-    blocks = machine.sms * tile.blocks_per_sm
-    splits = splits_of_tiles(problem, tile.block_m, blocks, tile.block_n)
-    spec = kernel(
-        features, tile, arch, split=splits > 1 or listed, pack=pack, exact_dims=dims == (problem.dim, problem.dim_v)
-    )
-    schedule = query_tiles(problem, tile.block_m, machine.l2_bytes, splits)
-    values = {
-        **features.rows.values(problem, tma=False),
-        **Scores.values(problem),
-        **schedule,
-        **features.output.values(problem, pack),
-        **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
-    }
-    work = Work.of(problem, tile.block_m, tile.block_n, pack, blocks) if listed else None
+    tile = tile or choose_tile(features, packed.len_q, arch, machine)
+    blocks = machine.sms * tile.blocks_per_sm  # at once
+    splits = splits_of_tiles(packed, tile.block_m, blocks, tile.block_n)
+    work = Work.of(packed, tile.block_m, tile.block_n, pack, blocks) if features.rows.page else None
+    exact = dims == (problem.dim, problem.dim_v)
+    spec = kernel(features, tile, arch, split=splits > 1 or work is not None, pack=pack, exact_dims=exact)
+    schedule = query_tiles(packed, tile.block_m, machine.l2_bytes, splits)
+    by_name = dict(zip("qkvo", (*packed.strides, strides["o"]), strict=True))
+    values = features.values(packed, by_name, schedule, tma=False, pack=pack)
     grid = schedule["tiles"] if work is None else work.pieces
     unusual = {"packed GQA": pack, "splits of the keys": splits}
-    details = {
-        "kernel": spec.name,
-        "arch": spec.arch,
-        "tile": f"{tile.block_m} rows x {tile.block_n} keys",
-        "threads": spec.threads,
-        "blocks": grid,
-        "shared memory": f"{spec.smem} bytes",
-        **{name: number for name, number in unusual.items() if number != 1},
-    }
+    details = forward_details(spec, tile.block_m, tile.block_n, grid)
+    details |= {name: number for name, number in unusual.items() if number != 1}
     if work is not None:
-        launches = work.launch(features, arch), Launch(spec, grid, values | work.values())
-        return Plan(launches, work.workspace(dims[1]), details)
-    partial = schedule["tiles"] * tile.block_m * (dims[1] + 2)
-    return Plan((Launch(spec, grid, values),), {"partial": 4 * partial} if splits > 1 else {}, details)
+        launch = Launch(spec, grid, values | work.values())
+        return Plan((work.launch(features, arch), launch), work.workspace(features.dim_v), details)
+    partial = 4 * schedule["tiles"] * partial_floats(tile, features.dim_v)
+    return Plan((Launch(spec, grid, values),), {"partial": partial} if splits > 1 else {}, details)
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
@@ -238,3 +212,26 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
             sizes = (16, 32, 64) if exhaustive else (64,) if kind.rows.queries == "varlen" else (16,)
             for size in sizes:
                 yield kernel(kind, choose_tile(kind, size, arch), arch, split=True, pack=4, exact_dims=True)
+
+
+def _limits(problem: Problem) -> str | None:
+    if problem.dropout:
+        return "dropout where queries are few"
+    if problem.k.pages is None and problem.len_q > MOST_QUERIES:
+        return f"{problem.len_q} queries; this kernel takes {MOST_QUERIES} where keys are not in pages"
+    if problem.k.pages is None and problem.len_k < LEAST_KEYS:
+        return f"{problem.len_k} keys; this kernel takes {LEAST_KEYS} or more"
+    if not may_split(problem):
+        return "a state that is merged and rounded"
+    return Rows.limits_of_copies(problem)
+
+
+PLANNER = Planner(
+    name="decode_sm80",
+    architecture=AMPERE,
+    dims=DIMS,
+    can=Capabilities(pages=True, invariant=True, merges=True),
+    further_limits=_limits,
+    plan=plan,
+    variants=variants,
+)

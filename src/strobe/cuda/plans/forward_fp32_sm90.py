@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper on fp32 inputs: limits, tiles, plan, variants.
+"""The forward kernel for Hopper on fp32 inputs: tiles, plan, variants.
 
 Two launches: `split_terms` writes q, k and v in three bf16 terms each into the workspace, 6 bytes a number of rows that
 are padded to 64 or 128 columns, and `forward_fp32_sm90` reads them. A product of two fp32 matrices is six of bf16 ones
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from strobe.backends.backend import Capabilities
 from strobe.cuda.parts import terms
+from strobe.cuda.parts.architecture import HOPPER
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, query_tiles
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
-from strobe.cuda.parts.output import lse_values
 from strobe.cuda.parts.params import COUNTER, Field, Struct, params
 from strobe.cuda.parts.plan import (
     ANY_MACHINE,
@@ -25,19 +26,22 @@ from strobe.cuda.parts.plan import (
     Machine,
     Plan,
     first_without_spills,
+    forward_details,
     pack_group,
     padded_dims,
 )
-from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
+from strobe.cuda.parts.rows import Rows, stride_fields
 from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
-from strobe.cuda.parts.terms import TERMS, as_terms, terms_map
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
+from strobe.cuda.parts.terms import TERMS, as_terms, features_of, terms_map
 from strobe.cuda.plans.forward_sm90 import ARCH
+from strobe.cuda.plans.planner import Planner
 from strobe.problem import Problem, Strides
-from strobe.variants.mask import causal, full, window
+from strobe.variants.mask import causal, full
+from strobe.variants.ready_made import window
 from strobe.variants.score import identity, softcap
 
-__all__ = ["DIMS", "TILES", "Tile", "kernel", "limits", "plan", "variants"]
+__all__ = ["DIMS", "PLANNER", "TILES", "Tile", "kernel", "plan", "variants"]
 
 DIMS: list[Dims] = [(64, 64), (128, 128)]
 CONSUMERS = 2
@@ -71,9 +75,9 @@ class Tile:
     def memory(self, dim: int, dim_v: int) -> SharedMemory:
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, TERMS * dim), self.q_slots * CONSUMERS),
-                Region("k", tile_bytes(self.block_n, TERMS * dim), self.stages),
-                Region("v", tile_bytes(self.block_n, TERMS * dim_v), self.stages),
+                Region("q", terms.ELEMENT.tile_bytes(64, TERMS * dim), self.q_slots * CONSUMERS),
+                Region("k", terms.ELEMENT.tile_bytes(self.block_n, TERMS * dim), self.stages),
+                Region("v", terms.ELEMENT.tile_bytes(self.block_n, TERMS * dim_v), self.stages),
                 Region("ring_q", ring_bytes(self.q_slots)),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages)),
@@ -96,10 +100,6 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     return first_without_spills([TILES[dims], _SMALLER[dims]], lambda t: kernel(features, t), machine)
 
 
-def limits(problem: Problem) -> str | None:
-    return "no backward kernel" if problem.gradients else terms.limits(problem)
-
-
 def kernel(features: Features, tile: Tile) -> TemplateKernel:
     n, memory = tile.block_n, tile.memory(features.dim, features.dim_v)
     config = {
@@ -114,39 +114,29 @@ def kernel(features: Features, tile: Tile) -> TemplateKernel:
         "kThreads": 128 * (CONSUMERS + 1),
         "kOneBoxPerTile": not features.rows.clipped,
     }
-    return TemplateKernel(
-        name=f"forward_fp32_sm90[{features.name.replace(terms.ELEMENT, 'fp32', 1)} {tile}]",
+    return features.kernel(
+        "forward_fp32_sm90",
+        tile,
         arch=ARCH,
         params=_params(features.scores.fields()),
         threads=128 * (CONSUMERS + 1),
-        smem=memory.size,
-        header="forward_fp32_sm90",
-        template="forward_fp32_sm90",
-        label=replace(features, element="fp32").label(),
-        element=features.element,
-        config=tuple(config.items()),
+        config=config,
         memory=memory,
-        types=features.types(),
         products=terms.products(features, n),
-        facts={**features.facts(), "fp32": True, "tile": str(tile), "one_box": not features.rows.clipped},
+        facts={"one_box": not features.rows.clipped},
     )
 
 
-def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
-    problem, out_strides = pack_group(problem, out_strides)
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
+    packed, out_strides = pack_group(problem, strides["o"])
     dims = padded_dims(DIMS, problem.dim, problem.dim_v)
-    read = as_terms(problem, dims[0])
-    features = Features.of(read, dims)
+    read = as_terms(packed, dims[0])
+    features = features_of(read, dims)
     tile = tile or choose_tile(features, machine)
-    wide = replace(read, dim=TERMS * dims[0], dim_v=TERMS * dims[1])  # what the L2 holds of a head
-    spec, schedule = kernel(features, tile), query_tiles(wide, 64 * CONSUMERS, machine.l2_bytes)
-    values = {
-        **features.rows.values(problem, tma=False),
-        **Scores.values(problem),
-        **schedule,
-        **lse_values(problem),
-        **stride_values({"o": out_strides}),
-    }
+    spec = kernel(features, tile)
+    in_l2 = replace(read, dim=TERMS * dims[0], dim_v=TERMS * dims[1])  # what the L2 holds of a head
+    schedule = query_tiles(in_l2, 64 * CONSUMERS, machine.l2_bytes)
+    values = features.values(packed, {"o": out_strides}, schedule, tma=False)
     one_box = not features.rows.clipped
     maps = {
         "q_terms": terms_map(read, features.rows.queries, read.q, dims[0], 64, one_box=one_box),
@@ -154,18 +144,10 @@ def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | 
         "v_terms": terms_map(read, features.rows.keys, read.k, dims[1], tile.block_n, one_box=one_box),
     }
     grid = min(schedule["tiles"], machine.sms)
-    details = {
-        "kernel": spec.name,
-        "arch": spec.arch,
-        "tile": f"{64 * CONSUMERS} queries x {tile.block_n} keys",
-        "threads": spec.threads,
-        "blocks": grid,
-        "shared memory": f"{spec.smem} bytes",
-        "inputs": "in three bf16 terms",
-    }
-    split = terms.launch(problem, dims[0], ARCH, dict(zip("qkv", problem.strides, strict=True)))
-    launches = split, Launch(spec, grid, values, maps, overlaps=True)
-    return Plan(launches, terms.workspace(problem, dims[0]), details)
+    details = forward_details(spec, 64 * CONSUMERS, tile.block_n, grid) | {"inputs": "in three bf16 terms"}
+    in_terms = terms.launch(packed, dims[0], ARCH, dict(zip("qkv", packed.strides, strict=True)))
+    launches = in_terms, Launch(spec, grid, values, maps, overlaps=True)
+    return Plan(launches, terms.workspace(packed, dims[0]), details)
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
@@ -180,7 +162,7 @@ def fp32_features(exhaustive: bool) -> Iterator[Features]:
     """Of both directions: plain, varlen, and with all that takes registers."""
     varlen, capped = Rows("varlen", "varlen"), softcap(30.0)
     for (dim, dim_v), mask in itertools.product(DIMS, (full, causal, window(1, 1))):
-        plain = Features(terms.ELEMENT, dim, dim_v, Scores(mask))
+        plain = Features(terms.ELEMENT, dim, dim_v, Scores(mask), inputs=terms.INPUTS)
         yield plain
         yield replace(plain, rows=varlen)
         if exhaustive or mask.lo is not None:
@@ -188,3 +170,16 @@ def fp32_features(exhaustive: bool) -> Iterator[Features]:
         if exhaustive:
             for score in (identity, capped):
                 yield replace(plain, scores=Scores(mask, score, sinks=True))
+
+
+PLANNER = Planner(
+    name="forward_fp32_sm90",
+    architecture=HOPPER,
+    dtypes=terms.DTYPES,
+    dims=DIMS,
+    scope=terms.SCOPE,
+    can=Capabilities(partial=False),
+    further_limits=terms.limits,
+    plan=plan,
+    variants=variants,
+)

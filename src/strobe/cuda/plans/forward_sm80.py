@@ -1,4 +1,4 @@
-"""The forward kernel for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, limits, plan, variants.
+"""The forward kernel for Ampere and later (mma.sync, ldmatrix, cp.async): tiles, plan, variants.
 
 The tiles for Hopper were swept on an H200 (docs/design/hopper-forward.md) but for head dim 192. The others are chosen for
 shared memory and registers, and nobody has timed them.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from strobe.backends.backend import Capabilities
+from strobe.cuda.parts.architecture import AMPERE, generation
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, query_tiles
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, Element
 from strobe.cuda.parts.features import Features, common_features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags
 from strobe.cuda.parts.output import Output
 from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import (
@@ -24,13 +27,13 @@ from strobe.cuda.parts.plan import (
     Machine,
     Plan,
     first_without_spills,
+    forward_details,
     pack_group,
     padded_dims,
-    shape_limits,
 )
-from strobe.cuda.parts.rows import Rows, stride_fields, stride_values
-from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, tile_bytes
+from strobe.cuda.parts.rows import Rows, stride_fields
+from strobe.cuda.parts.shared_memory import Region, SharedMemory
+from strobe.cuda.plans.planner import Planner
 from strobe.problem import Problem, Strides
 
 DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
@@ -39,7 +42,7 @@ DIMS: list[Dims] = [(d, d) for d in range(32, MAX_DIM + 1, 32)] + [(192, 128)]
 @functools.cache
 def _params(output: Output, scores: tuple[Field, ...]) -> Struct:
     return params(
-        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        [*(Field(t, CONST_TENSOR) for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=False),
         scores,
@@ -65,13 +68,13 @@ class Tile:
         """Whether registers are so scarce that the row statistics live in shared memory."""
         return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
 
-    def memory(self, dim: int, dim_v: int, positions: bool = False) -> SharedMemory:
+    def memory(self, dim: int, dim_v: int, positions: bool = False, element: Element = BF16) -> SharedMemory:
         statistics = self.block_m // 16 * 32 * 16 if self.state_in_smem else 0
         return SharedMemory(
             [
-                Region("q", tile_bytes(self.block_m, max(dim, dim_v))),  # later O
-                Region("k", tile_bytes(self.block_n, dim), self.stages),
-                Region("v", tile_bytes(self.block_n, dim_v), self.stages),
+                Region("q", element.tile_bytes(self.block_m, max(dim, dim_v))),  # later O
+                Region("k", element.tile_bytes(self.block_n, dim), self.stages),
+                Region("v", element.tile_bytes(self.block_n, dim_v), self.stages),
                 Region("statistics", statistics),
                 Region("place", (64 if positions else 48) if self.state_in_smem else 0),  # where the tile lies
             ]
@@ -120,16 +123,6 @@ _TILES = {
         256: Tile(64, 64, 4, 1, 2),
     },
 }
-SMEM_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # of one block
-
-
-def generation(arch: str) -> str:
-    """The oldest architecture with the same tiles: consumer Ampere, Ada and consumer Blackwell have little shared
-    memory."""
-    number = int("".join(c for c in arch if c.isdigit()))
-    if number in (86, 89) or number >= 120:
-        return "sm_86"
-    return "sm_80" if number < 90 else "sm_90" if number < 100 else "sm_100"
 
 
 def table_tile(dim: int, dim_v: int, arch: str, scored: bool = False) -> Tile:
@@ -151,61 +144,34 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
     return first_without_spills([tile, *smaller], lambda t: kernel(features, t, arch, exact_dims=False), machine)
 
 
-def limits(problem: Problem) -> str | None:
-    if problem.gradients:
-        return "no backward kernel"
-    reason = shape_limits(problem) or Scores.limits(problem)
-    if problem.k.pages is not None:
-        return reason or Rows.limits_of_copies(problem) or "paged keys"
-    return reason
-
-
 def kernel(features: Features, tile: Tile, arch: str, exact_dims: bool) -> TemplateKernel:
     """`exact_dims`: the head dims are not rounded up."""
-    memory = tile.memory(features.dim, features.dim_v, features.rows.positions)
+    memory = tile.memory(features.dim, features.dim_v, features.rows.positions, features.element)
     config = {**features.config(), **tile.config(), "kThreads": 32 * tile.warps, "kExactDims": exact_dims}
-    return TemplateKernel(
-        name=f"forward_sm80[{features.name} {tile}{'' if exact_dims else ' padded'}]",
+    return features.kernel(
+        "forward_sm80",
+        tile,
+        flags(padded=not exact_dims),
         arch=arch,
         params=_params(features.output, features.scores.fields()),
         threads=32 * tile.warps,
-        smem=memory.size,
-        header="forward_sm80",
-        template="forward_sm80",
-        label=features.label(),
-        element=features.element,
-        config=tuple(config.items()),
+        config=config,
         memory=memory,
-        types=features.types(),
         blocks_per_sm=tile.blocks_per_sm,
-        facts={**features.facts(), "tile": str(tile), "exact_dims": exact_dims},
+        facts={"exact_dims": exact_dims},
     )
 
 
-def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
-    problem, out_strides = pack_group(problem, out_strides)
-    dims = padded_dims(DIMS, problem.dim, problem.dim_v)
-    arch = machine.arch.rstrip("af")
-    features = Features.of(problem, dims)
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
+    packed, out_strides = pack_group(problem, strides["o"])
+    dims, arch = padded_dims(DIMS, problem.dim, problem.dim_v), machine.arch.rstrip("af")
+    features = Features.of(packed, dims)
     tile = tile or choose_tile(features, arch, machine)
     spec = kernel(features, tile, arch, dims == (problem.dim, problem.dim_v))
-    schedule = query_tiles(problem, tile.block_m, machine.l2_bytes)
-    values = {
-        **features.rows.values(problem, tma=False),
-        **Scores.values(problem),
-        **schedule,
-        **features.output.values(problem),
-        **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
-    }
-    details = {
-        "kernel": spec.name,
-        "arch": spec.arch,
-        "tile": f"{tile.block_m} queries x {tile.block_n} keys",
-        "threads": spec.threads,
-        "blocks": schedule["tiles"],
-        "shared memory": f"{spec.smem} bytes",
-    }
-    return Plan((Launch(spec, schedule["tiles"], values),), details=details)
+    schedule = query_tiles(packed, tile.block_m, machine.l2_bytes)
+    by_name = dict(zip("qkvo", (*packed.strides, out_strides), strict=True))
+    launch = Launch(spec, schedule["tiles"], features.values(packed, by_name, schedule, tma=False))
+    return Plan((launch,), details=forward_details(spec, tile.block_m, tile.block_n, launch.grid))
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
@@ -214,3 +180,13 @@ def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]
         tile = choose_tile(features, arch)
         for exact in (True, False) if exhaustive or not features.rows.varlen else (True,):
             yield kernel(features, tile, arch, exact)
+
+
+PLANNER = Planner(
+    name="forward_sm80",
+    architecture=AMPERE,
+    dims=DIMS,
+    can=Capabilities(merges=True),
+    plan=plan,
+    variants=variants,
+)

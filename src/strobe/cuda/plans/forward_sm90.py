@@ -1,48 +1,48 @@
-"""The forward kernel for Hopper (TMA, wgmma, warp specialisation): tiles, limits, plan, variants."""
+"""The forward kernel for Hopper (TMA, wgmma, warp specialisation): tiles, plan, variants."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from strobe.cuda.parts import tuned
+from strobe.backends.backend import Capabilities
+from strobe.cuda.parts import architecture, tuned
 from strobe.cuda.parts.blocks import QUERY_TILE_FIELDS, may_split, query_tiles, splits_of_tiles
+from strobe.cuda.parts.element import BF16, CONST_TENSOR, FP32, Element
 from strobe.cuda.parts.features import Features, common_features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags
 from strobe.cuda.parts.output import Output
 from strobe.cuda.parts.params import Field, Struct, params
 from strobe.cuda.parts.plan import (
     ANY_MACHINE,
-    MAX_DIM,
     Dims,
     Launch,
     Machine,
     Plan,
     first_without_spills,
+    forward_details,
     pack_group,
     padded_dims,
-    shape_limits,
 )
-from strobe.cuda.parts.rows import Rows, pack_gqa_of, stride_fields, stride_values
-from strobe.cuda.parts.scores import Scores
-from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes, tile_bytes
-from strobe.cuda.parts.tensor_maps import packed_gqa_map, tile_map
+from strobe.cuda.parts.rows import Rows, group_as_rows, pack_gqa_of, stride_fields
+from strobe.cuda.parts.shared_memory import Region, SharedMemory, ring_bytes
+from strobe.cuda.parts.tensor_maps import packed_gqa_map, tile_map, tma_limits
 from strobe.cuda.plans import block_map, plan_work
 from strobe.cuda.plans.plan_work import Work
+from strobe.cuda.plans.planner import Planner, Tuning
 from strobe.cuda.runtime.driver import TensorMapSpec
 from strobe.problem import Problem, Strides
 
-ARCH = "sm_90a"
-SMEM_BYTES = 227 << 10  # of one block
+ARCH = architecture.HOPPER.target((9, 0))
+SMEM_BYTES = architecture.SMEM_BYTES["sm_90"]
 DIMS: list[Dims] = [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)]
 
 
 @functools.cache
 def _params(output: Output, scores: tuple[Field, ...], paged: bool) -> Struct:
     return params(
-        [*(Field(t, "const u16*") for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
+        [*(Field(t, CONST_TENSOR) for t in ("q", "k", "v")), Field("sinks", "const float*"), Field("seed", "u64")],
         stride_fields("q", "k", "v"),
         Rows.fields(tma=True, paged=paged),
         plan_work.fields(output.invariant) if paged else (),
@@ -84,19 +84,19 @@ class Tile:
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     def memory(
-        self, dim: int, dim_v: int, page: int = 0, positions: bool = False, state_parts: int = 0
+        self, dim: int, dim_v: int, page: int = 0, positions: bool = False, parts: int = 0, element: Element = BF16
     ) -> SharedMemory:
-        """`state_parts`: see that function."""
+        """`parts`: see `state_parts`. O has a region of its own if it is staged some panels at a time, else it lies over Q."""
         return SharedMemory(
             [
-                Region("q", tile_bytes(64, dim), self.q_slots * self.consumers),
-                Region("k", tile_bytes(self.block_n, dim), self.stages),
-                Region("v", tile_bytes(self.block_n, dim_v), self.stages),
-                Region("o", tile_bytes(64, 64 * self.store_panels), self.consumers),  # if it has a buffer of its own
+                Region("q", element.tile_bytes(64, dim), self.q_slots * self.consumers),
+                Region("k", element.tile_bytes(self.block_n, dim), self.stages),
+                Region("v", element.tile_bytes(self.block_n, dim_v), self.stages),
+                Region("o", element.tile_bytes(64, element.panel * self.store_panels), self.consumers),
                 Region("ring_q", ring_bytes(self.q_slots)),
                 Region("ring_k", ring_bytes(self.stages)),
                 Region("ring_v", ring_bytes(self.stages)),
-                Region("state_barriers", 16 * state_parts),
+                Region("state_barriers", 16 * parts),
                 Region("tile_info", 64 if page else 48 if positions else 32, self.q_slots),
                 *([Region("missing", 4, self.stages)] if page else []),
             ]
@@ -123,7 +123,7 @@ class Tile:
         }
 
 
-# Swept with NVRTC 13.0: benchmarks/results/h200/studies/tiles.json. Another ptxas may want others: `strobe tune`.
+# Swept on an H200 with NVRTC 13.0. Another ptxas may want others: `strobe tune`.
 _TILES = {
     (64, 64): Tile(3, 128, stages=3, exps_before_wait=8, skips_after=True),
     (96, 96): Tile(3, 112, ping_pong=True),
@@ -140,9 +140,9 @@ _OTHER_TILES = {
     "softcap": {
         (64, 64): Tile(3, 128, stages=3, rolled=True, skips_after=True),
         (96, 96): Tile(3, 96, ping_pong=True, rolled=True, skips_after=True),
-        (128, 128): dataclasses.replace(_TILES[128, 128], rolled=True, skips_after=True),
+        (128, 128): replace(_TILES[128, 128], rolled=True, skips_after=True),
         (192, 192): Tile(2, 96, q_slots=1, store_panels=1, ping_pong=True, rolled=True, skips_after=True),
-        (192, 128): dataclasses.replace(_TILES[192, 128], rolled=True, skips_after=True),
+        (192, 128): replace(_TILES[192, 128], rolled=True, skips_after=True),
         (256, 256): Tile(2, 64, q_slots=1, store_panels=2, ping_pong=True, rolled=True, skips_after=True),
     },
     "split": {
@@ -187,7 +187,7 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
     scores, dims = features.scores, (features.dim, features.dim_v)
     tile = table_tile(*dims, scores.bounded, softcap=scores.is_function)
     if scores.dropout:  # the softmax takes longer than the products: turns and exponentials that are held lose time
-        tile = dataclasses.replace(tile, exps_before_wait=0, ping_pong=False)
+        tile = replace(tile, exps_before_wait=0, ping_pong=False)
     return _without_spills(tile, features, machine, split=False) if scores.is_unknown else tile
 
 
@@ -197,40 +197,24 @@ def split_tiles(features: Features) -> list[Tile]:
     scores, dims = features.scores, (features.dim, features.dim_v)
     found = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
     wide = table_tile(*dims, scores.bounded, softcap=scores.is_function)
-    wide = dataclasses.replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
+    wide = replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
     return [found, wide] if wide.block_m > found.block_m else [found]
 
 
 def _without_spills(tile: Tile, features: Features, machine: Machine, split: bool) -> Tile:
     """The tile, or the first of those that leave more registers."""
-    calm = dataclasses.replace(tile, exps_before_wait=0, rolled=True, skips_after=True)
-    tiles = [tile, calm, *(dataclasses.replace(calm, block_n=n) for n in (96, 64, 48, 32) if n < tile.block_n)]
+    calm = replace(tile, exps_before_wait=0, rolled=True, skips_after=True)
+    tiles = [tile, calm, *(replace(calm, block_n=n) for n in (96, 64, 48, 32) if n < tile.block_n)]
     return first_without_spills(tiles, lambda t: kernel(features, t, split=split, pack_gqa=1, one_box=False), machine)
-
-
-def limits(problem: Problem) -> str | None:
-    return "no backward kernel" if problem.gradients else tma_limits(problem)
-
-
-def tma_limits(problem: Problem, most: int = MAX_DIM) -> str | None:
-    """What the Hopper kernels of both directions leave to others."""
-    if (reason := shape_limits(problem, most) or Scores.limits(problem) or Rows.limits(problem)) is not None:
-        return reason
-    lengths = (problem.len_q, problem.len_k, problem.len_k)
-    heads = (problem.heads, problem.heads_k, problem.heads_k)
-    sizes = zip(problem.strides, heads, lengths, strict=True)
-    if any((head == 0 and n > 1) or (row == 0 and length > 1) for (_, head, row), n, length in sizes):
-        return "an expanded tensor (a stride is 0); TMA needs memory that is there"
-    return None
 
 
 def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_box: bool) -> TemplateKernel:
     """`pack_gqa`: heads of a group that are rows of one tile. `one_box`: one TMA box fetches a whole tile, all panels of
-    it, because the head dims are multiples of 64."""
+    it, because the head dims fill them."""
     features = replace(features, output=replace(features.output, split=split))
-    dim, dim_v, keys = features.dim, features.dim_v, tile.block_n
+    dim, dim_v, keys, k = features.dim, features.dim_v, tile.block_n, features.element.mma_k
     parts = state_parts(tile, dim_v) if features.output.can_merge and not split else 0
-    memory = tile.memory(dim, dim_v, features.rows.page, features.rows.positions, parts)
+    memory = tile.memory(dim, dim_v, features.rows.page, features.rows.positions, parts, features.element)
     config = {
         **features.config(pack_gqa),
         **tile.config(),
@@ -240,24 +224,21 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
     }
     if features.rows.page and tile.consumers == 2:  # all threads of the producer load, and know a table
         config |= {"kRegsProducer": 72, "kRegsConsumer": 216}
-    flags = f"{' split' if split else ''}{f' pack_gqa{pack_gqa}' if pack_gqa > 1 else ''}{'' if one_box else ' panels'}"
+    packed = f" pack_gqa{pack_gqa}" if pack_gqa > 1 else ""
     widths = [keys // 2, keys] if keys % 32 == 0 else [keys]  # S of a block of keys, or of half of one
-    return TemplateKernel(
-        name=f"forward_sm90[{features.name} {tile}{flags}]",
+    return features.kernel(
+        "forward_sm90",
+        tile,
+        f"{flags(split=split)}{packed}{flags(panels=not one_box)}",
         arch=ARCH,
         params=_params(replace(features.output, split=False), features.scores.fields(), bool(features.rows.page)),
         threads=tile.threads,
-        smem=memory.size,
-        header="forward_sm90",
-        template="forward_sm90",
-        label=features.label(pack_gqa=pack_gqa > 1),
-        element=features.element,
-        config=tuple(config.items()),
+        config=config,
         memory=memory,
-        types=features.types(),
-        products=tuple((n, "ss_zero", dim // 16) for n in widths),
-        accumulators=((dim_v, keys // 16),),
-        facts={**features.facts(), "tile": str(tile), "split": split, "pack_gqa": pack_gqa, "one_box": one_box},
+        products=[(n, "ss_zero", dim // k) for n in widths],
+        accumulators=[(dim_v, keys // k)],
+        label={"pack_gqa": pack_gqa > 1},
+        facts={"split": split, "pack_gqa": pack_gqa, "one_box": one_box},
     )
 
 
@@ -268,63 +249,72 @@ def partial_floats(tile: Tile, dim_v: int) -> int:
 
 def state_parts(tile: Tile, dim_v: int) -> int:
     """In how many parts the O of a state comes into the buffers of V (pipeline/state_parts.cuh)."""
-    panels, fit = -(-dim_v // 32), tile_bytes(tile.block_n, dim_v) // tile_bytes(64, 64)
+    panels, fit = FP32.panels(dim_v), BF16.tile_bytes(tile.block_n, dim_v) // FP32.tile_bytes(64, FP32.panel)
     return tile.consumers * -(-panels // fit) if fit and tile.q_slots <= 2 else 0
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What a plan decides before it writes values."""
+
+    problem: Problem  # the heads of a group may be rows
+    out_strides: Strides
+    pack: int  # heads that the kernel itself takes as rows of a tile
+    features: Features
+    tile: Tile
+    splits: int
+
+    @staticmethod
+    def of(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None, dims: Dims | None) -> _Choice:
+        pack = pack_gqa_of(problem, PLANNER.packed_heads)
+        packed, out_strides = (
+            pack_group(problem, out_strides) if pack == 1 else (group_as_rows(problem, pack), out_strides)
+        )
+        features = Features.of(packed, dims or padded_dims(DIMS, problem.dim, problem.dim_v))
+        if tile is None:
+            tile, splits = _tile_and_splits(packed, features, machine)
+        else:
+            splits = splits_of_tiles(packed, tile.block_m, machine.sms, tile.block_n)
+        if features.output.rounds_state and not state_parts(tile, features.dim_v):
+            tile = _TILES[features.dim, features.dim_v]  # has room for the parts of a state's O
+        elif problem.invariant:
+            tile = replace(tile, rolled=True)  # the first block of keys goes the way of all others
+        sparse = splits == 1 and pack == 1 and features.output.plain and block_map.pays(packed)
+        features = replace(features, scores=replace(features.scores, sparse=sparse))
+        return _Choice(packed, out_strides, pack, features, tile, splits)
+
+
 def plan(
-    problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None, dims: Dims | None = None
+    problem: Problem,
+    strides: Mapping[str, Strides],
+    machine: Machine,
+    tile: Tile | None = None,
+    dims: Dims | None = None,
 ) -> Plan:
-    pack, len_q = pack_gqa_of(problem), problem.len_q
-    if pack == 1:
-        problem, out_strides = pack_group(problem, out_strides)
-    else:
-        rows = replace(problem.q, heads=problem.heads_k, length=len_q * pack, total=problem.q.total * pack)
-        problem = replace(problem, q=rows)
-    dims = dims or padded_dims(DIMS, problem.dim, problem.dim_v)
-    features = Features.of(problem, dims)
-    listed = features.rows.page > 0  # pages take their work from a list
-    if tile is None:
-        tile, splits = _tile_and_splits(problem, features, machine)
-    else:
-        splits = splits_of_tiles(problem, tile.block_m, machine.sms, tile.block_n)
-    if problem.invariant:
-        tile = replace(tile, rolled=True)  # the first block of keys goes the way of all others
-    sparse = splits == 1 and pack == 1 and features.output.plain and block_map.pays(problem)
-    features = replace(features, scores=replace(features.scores, sparse=sparse))
-    if features.output.rounds_state and not state_parts(tile, dims[1]):
-        tile = _TILES[dims]  # has room for the parts of a state's O
-    one_box = problem.dim % 64 == 0 and problem.dim_v % 64 == 0 and not features.rows.clipped and pack == 1
-    spec = kernel(features, tile, split=splits > 1 or listed, pack_gqa=pack, one_box=one_box)
-    schedule = query_tiles(problem, tile.block_m, machine.l2_bytes, splits)
-    values = {
-        **features.rows.values(problem, tma=True),
-        **Scores.values(problem),
-        **schedule,
-        **features.output.values(problem, pack),
-        **stride_values(dict(zip("qkvo", (*problem.strides, out_strides), strict=True))),
-    }
-    work = Work.of(problem, tile.block_m, tile.block_n, pack, machine.sms) if listed else None
-    values |= {} if work is None else work.values()
+    """`dims`: other head dims of the kernel than those of DIMS."""
+    choice = _Choice.of(problem, strides["o"], machine, tile, dims)
+    packed, features, tile = choice.problem, choice.features, choice.tile
+    work = Work.of(packed, tile.block_m, tile.block_n, choice.pack, machine.sms) if features.rows.page else None
+    one_box = choice.pack == 1 and features.one_box(problem)
+    split = choice.splits > 1 or work is not None
+    spec = kernel(features, tile, split=split, pack_gqa=choice.pack, one_box=one_box)
+    schedule = query_tiles(packed, tile.block_m, machine.l2_bytes, choice.splits)
+    by_name = dict(zip("qkvo", (*packed.strides, choice.out_strides), strict=True))
+    values = features.values(packed, by_name, schedule, tma=True, pack=choice.pack)
+    maps = _maps(choice, one_box, problem.len_q)
     grid = min(schedule["tiles"], machine.sms) if work is None else work.pieces
-    unusual = {"packed GQA": pack, "splits of the keys": splits}
-    details = {
-        "kernel": spec.name,
-        "arch": spec.arch,
-        "tile": f"{tile.block_m} queries x {tile.block_n} keys",
-        "threads": spec.threads,
-        "blocks": grid,
-        "shared memory": f"{spec.smem} bytes",
-        **{name: number for name, number in unusual.items() if number != 1},
-    }
-    launch = Launch(spec, grid, values, _maps(problem, features, tile, out_strides, one_box, pack, len_q))
+    unusual = {"packed GQA": choice.pack, "splits of the keys": choice.splits}
+    details = forward_details(spec, tile.block_m, tile.block_n, grid)
+    details |= {name: number for name, number in unusual.items() if number != 1}
     if work is not None:
-        return Plan((work.launch(features, ARCH), launch), work.workspace(dims[1]), details)
-    workspace = {"partial": 4 * schedule["tiles"] * partial_floats(tile, dims[1])} if splits > 1 else {}
-    if not sparse:
-        return Plan((launch,), workspace, details)
-    found = block_map.block_map(problem, features, ARCH, tile.block_m, tile.block_n, transposed=False)
-    return Plan((found.launch, replace(launch, values=values | found.values)), found.workspace, details)
+        launch = Launch(spec, grid, values | work.values(), maps)
+        return Plan((work.launch(features, ARCH), launch), work.workspace(features.dim_v), details)
+    if features.scores.sparse:
+        bits = block_map.block_map(packed, features, ARCH, tile.block_m, tile.block_n, transposed=False)
+        return Plan((bits.launch, Launch(spec, grid, values | bits.values, maps)), bits.workspace, details)
+    partial = 4 * schedule["tiles"] * partial_floats(tile, features.dim_v)
+    workspace = {"partial": partial} if choice.splits > 1 else {}
+    return Plan((Launch(spec, grid, values, maps),), workspace, details)
 
 
 # Rows that meet each key, up to which reading K and V takes longer than the products. Then the L2 cache fetches 128 bytes
@@ -332,41 +322,38 @@ def plan(
 BOUND_BY_MEMORY = 128
 
 
-def _maps(
-    problem: Problem, features: Features, tile: Tile, out_strides: Strides, one_box: bool, pack: int, len_q: int
-) -> dict[str, TensorMapSpec]:
+def _maps(choice: _Choice, one_box: bool, len_q: int) -> dict[str, TensorMapSpec]:
+    """`len_q`: the queries of a sequence, whose heads may be rows."""
+    problem, features, tile, pack = choice.problem, choice.features, choice.tile, choice.pack
     queries, keys, dims = features.rows.queries, features.rows.keys, (features.dim, features.dim_v)
     q, k, v = problem.strides
 
-    def of_queries(dim: int, strides: Strides, columns: int, fp32: bool = False) -> TensorMapSpec:
+    def of_queries(dim: int, strides: Strides, columns: int, element: Element | None = None) -> TensorMapSpec:
         if pack > 1:
-            return packed_gqa_map(problem, pack, len_q, dim, strides, fp32=fp32)
-        return tile_map(problem, queries, problem.q, dim, strides, 64, columns, one_box=one_box, fp32=fp32)
+            return packed_gqa_map(problem, pack, len_q, dim, strides, element)
+        return tile_map(problem, queries, problem.q, dim, strides, 64, columns, one_box=one_box, element=element)
 
     def of_keys(dim: int, strides: Strides, columns: int) -> TensorMapSpec:
         rows = features.rows.box_rows(tile.block_n) if keys == "paged" else tile.block_n
-        found = tile_map(problem, keys, problem.k, dim, strides, rows, columns, one_box=one_box)
+        tiles = tile_map(problem, keys, problem.k, dim, strides, rows, columns, one_box=one_box)
         bound_by_memory = keys == "paged" or problem.len_q * problem.group <= BOUND_BY_MEMORY
-        return replace(found, promotion=128) if bound_by_memory else found
+        return replace(tiles, promotion=128) if bound_by_memory else tiles
 
+    columns = features.element.panel * tile.store_panels or dims[1]  # of O, stored at a time
     maps = {
         "q": of_queries(problem.dim, q, dims[0]),
         "k": of_keys(problem.dim, k, dims[0]),
         "v": of_keys(problem.dim_v, v, dims[1]),
-        "o": of_queries(problem.dim_v, out_strides, 64 * tile.store_panels or dims[1], problem.partial),
+        "o": of_queries(problem.dim_v, choice.out_strides, columns, FP32 if problem.partial else None),
     }
     if problem.state is not None and problem.state.out is not None:
-        maps["state"] = of_queries(problem.dim_v, problem.state.out, dims[1], fp32=True)
+        maps["state"] = of_queries(problem.dim_v, problem.state.out, dims[1], FP32)
     return maps
 
 
-def splits_of(plan: Plan) -> int:
-    return int(plan.launches[-1].values["splits"])
-
-
 def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> tuple[Tile, int]:
-    """Tiles that are meant for split-KV may have fewer rows than others, and be too many to be split where the others
-    would leave half of the multiprocessors idle. The first of them says how many keys make a split."""
+    """Try the tile for split-KV first, then the ordinary one: small tiles may already fill the GPU where larger ones would
+    not, and still need no split. The first says how many keys make a split."""
     meant_for_it = split_tiles(features) if may_split(problem) else []
     for tile in meant_for_it:
         splits = splits_of_tiles(problem, tile.block_m, machine.sms, meant_for_it[0].block_n)
@@ -379,11 +366,11 @@ def _tile_and_splits(problem: Problem, features: Features, machine: Machine) -> 
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
-    """The kernels that calls ask for. Head dims that are no multiples of 64 fetch a tile panel by panel, and so do
+    """The kernels that calls ask for. Head dims that do not fill whole panels fetch a tile panel by panel, and so do
     packed sequences and packed GQA; eight heads stand for all groups."""
     for features in common_features(DIMS, exhaustive, states=True):
         dims, scores, rows = (features.dim, features.dim_v), features.scores, features.rows
-        one_box = dims[0] % 64 == 0 and dims[1] % 64 == 0 and not rows.clipped
+        one_box = features.one_box()
         plain = not rows.varlen and not scores.is_function and not scores.sinks
         whole = scores.dropout or features.output.rounds_state
         splits = (False,) if whole else (False, True) if exhaustive else (not plain,)
@@ -394,3 +381,22 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
                     yield kernel(features, tile, split=split, pack_gqa=1, one_box=box)
                 if not rows.varlen and not scores.dropout and (exhaustive or dims == (128, 128)):
                     yield kernel(features, tile, split=split, pack_gqa=8, one_box=False)
+
+
+def _limits(problem: Problem) -> str | None:
+    return Rows.limits(problem) or tma_limits(problem)
+
+
+PLANNER = Planner(
+    name="forward_sm90",
+    architecture=architecture.HOPPER,
+    dims=DIMS,
+    can=Capabilities(pages=True, invariant=True, merges=True),
+    splits=lambda problem, machine: _Choice.of(problem, problem.strides[0], machine, None, None).splits,
+    packed_heads=64,  # rows of a TMA box
+    rounds_states=True,
+    further_limits=_limits,
+    plan=plan,
+    variants=variants,
+    tuning=Tuning(tuple(KINDS), DIMS),
+)

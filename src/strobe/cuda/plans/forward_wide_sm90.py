@@ -8,17 +8,21 @@ are all that V and O have; they begin further on in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from strobe.backends.backend import Capabilities
+from strobe.cuda.parts.architecture import HOPPER
 from strobe.cuda.parts.features import wide_features
 from strobe.cuda.parts.kernel import TemplateKernel
-from strobe.cuda.parts.plan import MAX_DIM, MAX_DIM_SM90, Dims, Launch, Machine, Plan, padded_dims
+from strobe.cuda.parts.plan import MAX_DIM, Dims, Machine, Plan, padded_dims
+from strobe.cuda.parts.tensor_maps import tma_limits
 from strobe.cuda.plans import forward_sm90
-from strobe.cuda.plans.forward_sm90 import ARCH, Tile, tma_limits
+from strobe.cuda.plans.forward_sm90 import ARCH, Tile
+from strobe.cuda.plans.planner import Planner
 from strobe.problem import Problem, Strides
 
-__all__ = ["DIMS", "TILES", "column_parts", "limits", "plan", "variants"]
+__all__ = ["DIMS", "PLANNER", "TILES", "column_parts", "plan", "variants"]
 
 DIMS: list[Dims] = [(384, 192), (512, 256)]  # of queries and keys, and of a part of the values
 
@@ -33,28 +37,20 @@ def column_parts(dim_v: int) -> list[tuple[int, int]]:
     return [(first, min(width, dim_v - first)) for first in range(0, dim_v, width)]
 
 
-def limits(problem: Problem) -> str | None:
-    if problem.gradients:
-        return "no backward kernel"
-    if (reason := tma_limits(problem, MAX_DIM_SM90)) is not None:
-        return reason
-    if problem.partial or problem.state is not None:
-        return f"results that are merged with others; at head dims above {MAX_DIM} the kernels merge none"
-    return None
-
-
-def plan(problem: Problem, out_strides: Strides, machine: Machine, tile: Tile | None = None) -> Plan:
+def plan(problem: Problem, strides: Mapping[str, Strides], machine: Machine, tile: Tile | None = None) -> Plan:
     parts = column_parts(problem.dim_v)
     dims = padded_dims([*forward_sm90.DIMS, *DIMS], problem.dim, parts[0][1])
-    launches: list[Launch] = []
-    for first, count in parts:
-        part = replace(problem, dim_v=count)
-        found = forward_sm90.plan(part, out_strides, machine, tile or TILES.get(dims), dims)
-        begin = {"v": first * problem.dtype.itemsize, "o": first * problem.dtype.itemsize}
-        own = found.launches[-1:] if launches else found.launches  # a launch that finds visible blocks serves all parts
-        launches += [replace(launch, offsets=begin if first else {}) for launch in own]
-    details = {**found.details, "parts of the columns of V": len(parts)}
-    return Plan(tuple(launches), found.workspace, details)  # the parts use the workspace one after the other
+    plans = [
+        forward_sm90.plan(replace(problem, dim_v=count), strides, machine, tile or TILES.get(dims), dims)
+        for _, count in parts
+    ]
+    launches = [*plans[0].launches]
+    for (first, _), part in zip(parts[1:], plans[1:], strict=True):
+        begin = first * problem.dtype.itemsize
+        # A launch that finds visible blocks serves all parts.
+        launches.append(replace(part.launches[-1], offsets={"v": begin, "o": begin}))
+    details = {**plans[-1].details, "parts of the columns of V": len(parts)}
+    return Plan(tuple(launches), plans[-1].workspace, details)  # the parts use the workspace one after the other
 
 
 def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
@@ -62,4 +58,17 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
     for features in wide_features(DIMS, exhaustive):
         tile, varlen = TILES[features.dim, features.dim_v], features.rows.varlen
         for split in (False, True) if exhaustive or varlen else (False,):
-            yield forward_sm90.kernel(features, tile, split=split, pack_gqa=1, one_box=not varlen)
+            kernel = forward_sm90.kernel(features, tile, split=split, pack_gqa=1, one_box=not varlen)
+            yield replace(kernel, facts={**kernel.facts, "dim_v": features.dim})  # of calls: a part of them is a launch
+
+
+PLANNER = Planner(
+    name="forward_wide_sm90",
+    architecture=HOPPER,
+    dims=[(dim, dim) for dim, _ in DIMS],
+    scope=f"above head dim {MAX_DIM}",
+    can=Capabilities(pages=True, invariant=True, partial=False),
+    further_limits=tma_limits,
+    plan=plan,
+    variants=variants,
+)

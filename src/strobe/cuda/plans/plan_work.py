@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from strobe.cuda.parts.features import Features
-from strobe.cuda.parts.kernel import TemplateKernel
+from strobe.cuda.parts.kernel import TemplateKernel, flags, template_kernel
 from strobe.cuda.parts.params import COUNTERS, Field, params
 from strobe.cuda.parts.plan import Launch
 from strobe.cuda.parts.rows import Rows
@@ -24,7 +24,6 @@ THREADS = 1024
 RECORD = 64  # bytes
 COUNTED = 16  # bytes of the counters of an item, which invariant kernels count in: two for each consumer
 MOST_CONSUMERS = COUNTED // 8
-NAME = "plan_work"
 
 # Where invariant kernels cut keys (`FixedSplits` in plan_work.cuh): twice FOR_EACH_DOUBLING splits of FIRST_SPLITS keys,
 # then FOR_EACH_DOUBLING for each time that the keys double. Other numbers are other bits.
@@ -33,7 +32,7 @@ FOR_EACH_DOUBLING = 16
 
 
 def fields(invariant: bool) -> list[Field]:
-    """Of the kernel that follows. An invariant one counts behind the list."""
+    """The fields of the kernel that follows. An invariant one counts behind the list."""
     return [Field("work", "int*" if invariant else "const int*")]
 
 
@@ -55,12 +54,12 @@ class Work:
 
     @property
     def split_blocks(self) -> int:
-        """Of the first splits of an invariant call; 0 of others, which are cut anywhere."""
+        """Blocks of keys in the first splits of an invariant call; 0 for others, which are cut anywhere."""
         return max(1, FIRST_SPLITS // self.block_n) if self.problem.invariant else 0
 
     @property
     def items(self) -> int:
-        """At most: tiles, of which each sequence may end with one that is not full, and either cuts or their splits. A
+        """The upper bound: full tiles, one partial tile a sequence, and either cuts or, if invariant, fixed splits. A
         longer sequence has fewer splits for its keys, so where the room for keys is divided freely among sequences there
         are most, but for a part of one each, if all have as much of it."""
         more, batch, pages = self.problem.q.total // self.block_m, self.problem.batch, self.problem.k.pages
@@ -75,8 +74,7 @@ class Work:
 
     @property
     def slot_rows(self) -> int:
-        """Of an invariant call: as many as a tile of it can have, of a tile of others as many as there are. Even, so that
-        slots are aligned."""
+        """Rows of a slot of an invariant call: its longest tile; even, so that slots are aligned."""
         return min(self.block_m, self.problem.len_q + self.problem.len_q % 2)
 
     @property
@@ -93,7 +91,7 @@ class Work:
         }
 
     def values(self) -> dict[str, int]:
-        """Of the fields of the kernel that follows."""
+        """The values of the fields of the kernel that follows."""
         return {"items": self.items, "slot_rows": self.slot_rows} if self.problem.invariant else {}
 
     def launch(self, features: Features, arch: str) -> Launch:
@@ -111,20 +109,16 @@ class Work:
         }
         own = [Field("work", "u32*"), Field("pieces", "int"), Field("items", "int")]
         mask = [f for f in Scores.FIELDS if f.name == "mask"]
-        memory = SharedMemory([Region("sums", 128, 3)])
-        invariant = " invariant" if self.split_blocks else ""
-        tile = f"{self.block_m}x{self.block_n}"
-        return TemplateKernel(
-            name=f"plan_work[{features.scores.mask.name} {tile} {features.rows.queries}{invariant}]",
+        invariant = flags(invariant=self.split_blocks > 0)
+        return template_kernel(
+            "plan_work",
+            f"{features.scores.mask.name} {self.block_m}x{self.block_n} {features.rows.queries}{invariant}",
             arch=arch,
             params=params(Rows.fields(tma=False, paged=True), mask, own),
             threads=THREADS,
-            smem=memory.size,
-            header=NAME,
-            template=NAME,
-            element=features.element,
-            config=tuple(config.items()),
-            memory=memory,
+            element=features.element.name,
+            config=config,
+            memory=SharedMemory([Region("sums", 128, 3)]),
             types=features.types()[:1],  # the mask
         )
 

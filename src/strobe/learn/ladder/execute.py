@@ -114,7 +114,7 @@ def _library_plan(rung: Rung, shape: Shape, x: Tensors, machine: Machine) -> tup
         "seed": 0,
     }
     if not rung.backward:
-        return forward_sm90.plan(problem, _strides(tensors["o"]), machine), tensors
+        return forward_sm90.plan(problem, {"o": _strides(tensors["o"])}, machine), tensors
     assert x.d_o is not None and x.dq is not None and x.dk is not None and x.dv is not None
     tensors |= {"d_o": x.d_o[None], "dq": x.dq[None], "dk": x.dk[None], "dv": x.dv[None]}
     strides = {name: _strides(tensors[name]) for name in ("o", "d_o", "dq", "dk", "dv")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from strobe.cuda.parts.shared_memory import tile_bytes
+from strobe.cuda.parts.element import BF16
 from strobe.cuda.plans.backward_sm90 import BLOCK_N, TURNS_UP_TO
 from strobe.cuda.plans.forward_sm90 import table_tile
 from strobe.learn.ladder.rung import Count, Rung, Shape
@@ -81,7 +81,7 @@ def _mma_smem(stages: int, weights: bool) -> ByDim:
 
 
 def _hopper_smem(consumers: int, stages: int, barriers: int) -> ByDim:
-    return lambda dim: consumers * tile_bytes(64, dim) + 2 * stages * tile_bytes(128, dim) + barriers
+    return lambda dim: consumers * BF16.tile_bytes(64, dim) + 2 * stages * BF16.tile_bytes(128, dim) + barriers
 
 
 def _backward_smem(dim: int) -> int:

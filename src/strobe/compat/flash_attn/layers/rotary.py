@@ -9,7 +9,7 @@ import torch
 
 from strobe.compat import flash_terms
 from strobe.nn.rotary import angles_of, frequencies, rotate
-from strobe.problem.invalid import InvalidArgument
+from strobe.problem.hints import InvalidArgument
 
 _Offsets = int | torch.Tensor
 

@@ -18,7 +18,7 @@
 namespace strobe {
 
 constexpr int kThreads = 128, kRows = 64, kKeys = 128;  // one warpgroup
-constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kKeys, kDim), kBytesV = kBytesK;
+constexpr u32 kBytesQ = tile_bytes<bf16>(64, kDim), kBytesK = tile_bytes<bf16>(kKeys, kDim), kBytesV = kBytesK;
 constexpr u32 kOffsetK = kBytesQ, kOffsetV = kOffsetK + kBytesK, kOffsetBarriers = kOffsetV + kBytesV;
 static_assert(kSmem == kOffsetBarriers + 16, "the shared memory that Python asks for");
 

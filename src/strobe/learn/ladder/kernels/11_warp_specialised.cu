@@ -18,7 +18,7 @@
 namespace strobe {
 
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers), kRows = 64 * kConsumers, kKeys = 128, kStages = 2;
-constexpr u32 kBytesQ = tile_bytes(64, kDim), kBytesK = tile_bytes(kKeys, kDim), kBytesV = kBytesK;
+constexpr u32 kBytesQ = tile_bytes<bf16>(64, kDim), kBytesK = tile_bytes<bf16>(kKeys, kDim), kBytesV = kBytesK;
 constexpr u32 kOffsetK = kConsumers * kBytesQ, kOffsetV = kOffsetK + kStages * kBytesK;
 constexpr u32 kOffsetBarriers = kOffsetV + kStages * kBytesV;
 static_assert(kSmem == kOffsetBarriers + 16 + 2 * Ring<kStages>::kBytes, "the shared memory that Python asks for");

@@ -19,8 +19,12 @@ typedef long long i64;
 
 namespace strobe {
 
-struct bf16 {};
-struct fp16 {};
+struct bf16 {
+  u16 bits;
+};
+struct fp16 {
+  u16 bits;
+};
 
 namespace emu {
 

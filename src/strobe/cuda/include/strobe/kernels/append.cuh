@@ -17,16 +17,16 @@ template <class Config, class Params> struct Append {
 
   // ---- rotary position embedding
   // -------------------------------------------------------------------------------------
-  template <class From> STROBE_DEVICE static void load(float (&to)[8], const From* from) { load_chunk<T>(to, from); }
+  template <class From> STROBE_DEVICE static void load(float (&to)[8], const From* from) { load_chunk(to, from); }
   template <class From> STROBE_DEVICE static void load(float (&to)[4], const From* from) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = load_number<T>(from + i);
+    for (int i = 0; i < 4; ++i) to[i] = load_number(from + i);
   }
   // x cos - y sin for the first of a pair, x cos + y sin for the second, rounded as PyTorch does it: after each step.
   STROBE_DEVICE static float turned(float x, float y, float cos, float sin, bool first) {
     return add_rn(mul_rn(x, cos), mul_rn(y, as_float(as_bits(sin) ^ (first ? 0x80000000u : 0u))));
   }
-  STROBE_DEVICE u32x4 turn(u32x4 x, const u16* head, int column) const {
+  STROBE_DEVICE u32x4 turn(u32x4 x, const T* head, int column) const {
     i64 position = ld_constant(p.positions + offset(p.positions_strides), true);
     position = position < 0 ? 0 : position < p.rotary_rows ? position : p.rotary_rows - 1;
     const bool first = column < p.rotary_half;
@@ -35,7 +35,7 @@ template <class Config, class Params> struct Append {
     unpack<T>(own, x);
     load(cos, p.cos + position * p.cos_row + angle);
     load(sin, p.sin + position * p.sin_row + angle);
-    if (!Config::kInterleaved) load_chunk<T>(other, head + (first ? column + p.rotary_half : angle));
+    if (!Config::kInterleaved) load_chunk(other, head + (first ? column + p.rotary_half : angle));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (Config::kInterleaved)
@@ -46,17 +46,17 @@ template <class Config, class Params> struct Append {
   }
 
   // `chunk` counts chunks across all heads; a head has `width` of them.
-  STROBE_DEVICE void write_key(int chunk, int width, u16* row) const {
+  STROBE_DEVICE void write_key(int chunk, int width, T* row) const {
     const int head = chunk / width, column = 8 * (chunk - head * width);
-    const u16* from = p.k_new + offset(p.k_new_strides) + head * p.k_new_strides[2];
+    const T* from = p.k_new + offset(p.k_new_strides) + head * p.k_new_strides[2];
     u32x4 x = ld_global_x4(from + column);
     if constexpr (Config::kRotary)
       if (column < 2 * p.rotary_half) x = turn(x, from, column);
     st_global(static_cast<void*>(row + head * p.k_head + column), x);
   }
-  STROBE_DEVICE void write_value(int chunk, int width, u16* row) const {
+  STROBE_DEVICE void write_value(int chunk, int width, T* row) const {
     const int head = chunk / width, column = 8 * (chunk - head * width);
-    const u16* from = p.v_new + offset(p.v_new_strides) + head * p.v_new_strides[2];
+    const T* from = p.v_new + offset(p.v_new_strides) + head * p.v_new_strides[2];
     st_global(static_cast<void*>(row + head * p.v_head + column), ld_global_x4(from + column));
   }
 };

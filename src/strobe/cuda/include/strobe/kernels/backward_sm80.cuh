@@ -79,11 +79,11 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   // ---- copies -------------------------------------------------------------------------------------------------------
-  template <int kColumns> STROBE_DEVICE void load_keys(u32 to, const u16* from, i64 batch, i64 head, i64 row, int dim) {
+  template <int kColumns> STROBE_DEVICE void load_keys(u32 to, const T* from, i64 batch, i64 head, i64 row, int dim) {
     copy_tile_async<kBlockN, kColumns, kThreads, false, Config::kExactDims>(
         to, tile.k.rows(from, batch, head, row, tile.head_kv, tile.key0), row, tile.k.used - tile.key0, dim);
   }
-  template <int kColumns> STROBE_DEVICE void load_queries(const QueryBlock& b, u32 to, const u16* from, i64 batch,
+  template <int kColumns> STROBE_DEVICE void load_queries(const QueryBlock& b, u32 to, const T* from, i64 batch,
                                                           i64 head, i64 row, int dim) const {
     copy_tile_async<kBlockM, kColumns, kThreads, false, Config::kExactDims>(
         to, tile.q.rows(from, batch, head, row, b.head, b.m * kBlockM), row, tile.q.length - b.m * kBlockM, dim);
@@ -128,8 +128,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
 
   STROBE_DEVICE void scores(Scores& s, const QueryBlock& b) const {
-    gemm<T, kDim / 16, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.left), warp() % kWarpsS),
-                             right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
+    gemm<T, kDim, true>(s, left_operand<false, kBlockM, kWarpsS>(q_tile(b.left), warp() % kWarpsS),
+                        right_operand<false, kBlockN, kWarpsKeys>(k_tile(), warp() / kWarpsS));
   }
   // S -> P. If the score is a function, `gradients` does it later.
   STROBE_DEVICE void weights(Scores& s, const QueryBlock& b) const {
@@ -214,7 +214,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       float dq[DqSums::kTilesM][kTiles][8];
       const auto ds = left_operand<false, kBlockM, DqSums::kWarpsQ>(ds_tile(), warp() % DqSums::kWarpsQ);
       const auto keys = right_operand<true, kBlockN, DqSums::kWarpsDim>(k_tile(), warp() / DqSums::kWarpsQ);
-      gemm<T, kBlockN / 16, true>(dq, ds, keys.behind(part * kTiles));
+      gemm<T, kBlockN, true>(dq, ds, keys.behind(part * kTiles));
       if (Config::kDeterministic && part == 0) {
         if (thread_idx() == 0)
           while (acquire_turn(p.turns + 2 * block) != turn(b.m)) {
@@ -258,8 +258,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     if (kEarly) cp_async_commit();
     else weights(s, b);
     Scores dp;
-    gemm<T, kDimV / 16, true>(dp, left_operand<false, kBlockM, kWarpsS>(do_tile(b.left), warp() % kWarpsS),
-                              right_operand<false, kBlockN, kWarpsKeys>(v_tile(), warp() / kWarpsS));
+    gemm<T, kDimV, true>(dp, left_operand<false, kBlockM, kWarpsS>(do_tile(b.left), warp() % kWarpsS),
+                         right_operand<false, kBlockN, kWarpsKeys>(v_tile(), warp() / kWarpsS));
     if (kStagesDo == 2 && !last) load_do(after);
     gradients(s, dp, b);
     if (kEarly) {
@@ -272,16 +272,16 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       weights(s, after);
     }
     if (Config::kWantKV)
-      gemm<T, kBlockM / 16, false>(dv, left_operand<true, kBlockM, kWarpsKV>(p_tile(), warp() % kWarpsKV),
-                                   right_operand<true, kBlockM, kWarpsDim>(do_tile(b.left), warp() / kWarpsKV));
+      gemm<T, kBlockM, false>(dv, left_operand<true, kBlockM, kWarpsKV>(p_tile(), warp() % kWarpsKV),
+                              right_operand<true, kBlockM, kWarpsDim>(do_tile(b.left), warp() / kWarpsKV));
     if (kStagesDo == 1) {
       sync_block();  // dO may be overwritten
       if (!last) load_do(after);
     }
     if (Config::kApart) sync_warp();
     if (Config::kWantKV)
-      gemm<T, kBlockM / 16, false>(dk, left_operand<true, kBlockM, kWarpsKV>(ds_tile(), warp() % kWarpsKV),
-                                   right_operand<true, kBlockM, kWarpsDim>(q_tile(b.left), warp() / kWarpsKV));
+      gemm<T, kBlockM, false>(dk, left_operand<true, kBlockM, kWarpsKV>(ds_tile(), warp() % kWarpsKV),
+                              right_operand<true, kBlockM, kWarpsDim>(q_tile(b.left), warp() / kWarpsKV));
     if (kStagesQ == 1) {
       sync_block();  // Q may be overwritten
       if (!last) load_q(after);
@@ -336,7 +336,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     store_rows<kDimV>(v_tile(), p.dv, p.dv_batch, p.dv_head, p.dv_row, p.dim_v);
   }
   // Stores fp32 straight from the registers, for a merge with other partial results.
-  template <int kTiles> STROBE_DEVICE void store_fp32(const float (&d)[kTilesKV][kTiles][8], float scale, u16* to,
+  template <int kTiles> STROBE_DEVICE void store_fp32(const float (&d)[kTilesKV][kTiles][8], float scale, T* to,
                                                       i64 batch, i64 head, i64 row_stride, int dim) const {
     float* first = tile.rows_of(reinterpret_cast<float*>(to), batch, head, row_stride);
 #pragma unroll
@@ -363,14 +363,15 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
       }
   }
   template <int kColumns>
-  STROBE_DEVICE void store_rows(u32 from, u16* to, i64 batch, i64 head, i64 row_stride, int dim) const {
-    constexpr int kChunks = kColumns / 8;
+  STROBE_DEVICE void store_rows(u32 from, T* to, i64 batch, i64 head, i64 row_stride, int dim) const {
+    constexpr int kChunks = kColumns / kChunk<T>;
     to = tile.rows_of(to, batch, head, row_stride);
 #pragma unroll 4
     for (int i = thread_idx(); i < kBlockN * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
-      if (tile.key0 + row < tile.k.length && (Config::kExactDims || chunk * 8 < dim))
-        st_global(to + i64(row) * row_stride + chunk * 8, ld_shared_x4(from + chunk_offset(kBlockN, row, chunk)));
+      if (tile.key0 + row < tile.k.length && (Config::kExactDims || chunk * kChunk<T> < dim))
+        st_global(to + i64(row) * row_stride + chunk * kChunk<T>,
+                  ld_shared_x4(from + chunk_offset(kBlockN, row, chunk)));
     }
   }
 };

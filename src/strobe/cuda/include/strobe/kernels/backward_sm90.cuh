@@ -17,6 +17,7 @@
 #include <strobe/pipeline/key_scores.cuh>
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/scores.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
 namespace strobe {
@@ -79,22 +80,22 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   }
   STROBE_DEVICE void load_q(int head, int m) {
     const u32 full = q.begin_load(Bytes::q + Bytes::lse + (Config::kDropout ? Bytes::lse : 0));
-    tma_load_tile<kOneBox, kBlockM, kDim>(smem + Offset::q + q.stage * Bytes::q, &p.map_q, full, query_box(head, m));
+    tma_load_tile<T, kOneBox, kBlockM, kDim>(smem + Offset::q + q.stage * Bytes::q, &p.map_q, full, query_box(head, m));
     load_rows(Offset::lse, p.lse2, head, m, Bytes::lse, q.stage, full);
     if (Config::kDropout) load_rows(Offset::dropout, p.dropout_rows, head, m, Bytes::lse, q.stage, full);
     q.next();
   }
   STROBE_DEVICE void load_do(int head, int m) {
     const u32 full = d_o.begin_load(Bytes::d_o + Bytes::lse);
-    tma_load_tile<kOneBox, kBlockM, kDimV>(smem + Offset::d_o + d_o.stage * Bytes::d_o, &p.map_d_o, full,
-                                           query_box(head, m));
+    tma_load_tile<T, kOneBox, kBlockM, kDimV>(smem + Offset::d_o + d_o.stage * Bytes::d_o, &p.map_d_o, full,
+                                              query_box(head, m));
     load_rows(Offset::delta, p.delta, head, m, Bytes::lse, d_o.stage, full);
     d_o.next();
   }
   template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full, int buffer_rows) {
-    mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
+    mbar_arrive_expect_tx(full, tile_bytes<T>(kBlockN, kColumns));
     const Box box = Config::Keys::template box<kBlockN>(tile.k, tile.head_kv, tile.key0, buffer_rows);
-    tma_load_tile<kOneBox, kBlockN, kColumns>(smem + offset, map, full, box);
+    tma_load_tile<T, kOneBox, kBlockN, kColumns>(smem + offset, map, full, box);
   }
   STROBE_DEVICE void produce() {
     if (!blocks.any()) return;
@@ -283,8 +284,8 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
   template <int kColumns> STROBE_DEVICE void store_rows(const float (&d)[kColumns / 2], float scale, u32 offset,
                                                         const TensorMap* map, const Fp32Rows& to, int consumer) const {
     const int first = tile.key0 + 64 * consumer;
-    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{
-        smem + offset + consumer * tile_bytes(64, kColumns), consumer};
+    const Staging<T, kOneBox, kColumns, panels<T>(kColumns), false> staging{
+        smem + offset + consumer * tile_bytes<T>(64, kColumns), consumer};
     const float both[2] = {scale, scale};
     if constexpr (Config::kPartialOut) to.store(Rounded<T, kColumns>{d, scale}, 64 * consumer);
     else
@@ -297,22 +298,17 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Backward = BackwardSm90<Config, Mask, Score, Params>;
   const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
   if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
+  if (thread_idx() == 0)
     for (const TensorMap* map : {&p.map_q, &p.map_d_o, &p.map_k, &p.map_v}) tma_prefetch_map(map);
-    Backward::init_barriers();
-  }
-  sync_block();
+  init_block<Backward>();
   launch_dependents();
   const u32 warpgroup = warp_uniform(thread_idx() / 128), warp = warp_uniform(thread_idx() / 32);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     Backward work(p, tile, true);
     if (thread_idx() == 0) work.produce();
     else if (Config::kWantQ && (warp == 1 || warp == 2)) work.add_dq();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Backward(p, tile, false).consume(warpgroup - 1);
-  }
+  } else Backward(p, tile, false).consume(warpgroup - 1);
 }
 
 }  // namespace strobe

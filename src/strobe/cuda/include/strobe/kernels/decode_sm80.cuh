@@ -74,13 +74,13 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
 
   // ---- keys ---------------------------------------------------------------------------------------------------------
   STROBE_DEVICE void load_queries() const {
-    constexpr int kQueryChunks = kDim / 8;
+    constexpr int kQueryChunks = kDim / kChunk<T>;
     for (int i = thread_idx(); i < kBlockM * kQueryChunks; i += kThreads) {
       const int row = i / kQueryChunks, chunk = i % kQueryChunks;
-      const bool valid = tile.row0 + row < tile.q.length && (Config::kExactDims || 8 * chunk < p.dim);
+      const bool valid = tile.row0 + row < tile.q.length && (Config::kExactDims || kChunk<T> * chunk < p.dim);
       const int at = valid ? tile.row0 + row : 0;
       cp_async_16(q_tile() + chunk_offset(kBlockM, row, chunk),
-                  tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, out.head(at), at / kPackGqa) + (valid ? 8 * chunk : 0),
+                  tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, out.head(at), at / kPackGqa) + (valid ? kChunk<T> * chunk : 0),
                   valid);
     }
   }
@@ -223,7 +223,7 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
 #pragma unroll
     for (int c = 0; c < 8; ++c) x.o[c] *= inverse;
     if (!Config::kExactDims && 8 * chunk >= p.dim_v) return;
-    if constexpr (Config::kPartialOut) store_chunk<T>(out.o(row) + 8 * chunk, x.o);
+    if constexpr (Config::kPartialOut) store_chunk(out.o(row) + 8 * chunk, x.o);
     else store_chunk<T>(tile.q.rows(p.o, p.o_batch, p.o_head, p.o_row, out.head(row), row / kPackGqa) + 8 * chunk, x.o);
   }
   // Call visit(row of the tile) or visit(row, chunk) for all that exist.
@@ -281,7 +281,7 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
       float* const to = slot + row * kDimV + 8 * chunk;
       if (adds) add_before(x, to, row, true);
       if (complete) return store_row(tile.row0 + row, chunk, x);
-      store_chunk<T>(to, x.o);
+      store_chunk(to, x.o);
       if (chunk == 0) st_global_x2(statistics + 2 * row, x.m, x.l);
     });
     if (!counts) return;

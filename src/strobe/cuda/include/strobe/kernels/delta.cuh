@@ -10,6 +10,7 @@
 #include <strobe/ptx/math.cuh>
 #include <strobe/ptx/tma.cuh>
 #include <strobe/tile/dropout.cuh>
+#include <strobe/tile/element.cuh>
 #include <strobe/tile/softmax.cuh>
 
 namespace strobe {
@@ -64,7 +65,7 @@ template <class Config, class Params> struct Delta {
     }
   }
   STROBE_DEVICE void clear_dq(int row, int lane) const {
-    constexpr int kElements = Config::kPartialOut ? 4 : 8;  // in 16 bytes
+    constexpr int kElements = Config::kPartialOut ? 4 : kChunk<T>;  // in 16 bytes
     constexpr int kBytes = 16 / kElements;
     char* const to = at.q.rows(reinterpret_cast<char*>(p.dq), p.dq_batch * kBytes, p.dq_head * kBytes,
                                p.dq_row * kBytes, at.head, row);

@@ -50,8 +50,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
   STROBE_DEVICE void first_product(float (&s)[kScores], u32 keys, u32 queries, const Ring& ring) const {
     ring.wait_full();
     wgmma_fence();
-    gemm_terms<kBlockM, kColumns, 64, kBlockM>(s, k_major(keys),
-                                               k_major(queries + ring.stage * tile_bytes(kBlockM, kTerms * kColumns)));
+    gemm_terms<kBlockM, kColumns, 64, kBlockM>(
+        s, k_major(keys), k_major(queries + ring.stage * tile_bytes<bf16>(kBlockM, kTerms * kColumns)));
     wgmma_commit();
     wgmma_wait<0>();
     pin(s);
@@ -65,8 +65,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvFp32Sm9
     float sum[kColumns / 2];  // of this block
     ring.wait_full();
     wgmma_fence();
-    gemm_terms_t<kColumns, kBlockM>(sum, left,
-                                    mn_major(queries + ring.stage * tile_bytes(kBlockM, kTerms * kColumns), kBlockM));
+    gemm_terms_t<kColumns, kBlockM>(
+        sum, left, mn_major(queries + ring.stage * tile_bytes<bf16>(kBlockM, kTerms * kColumns), kBlockM));
     wgmma_commit();
     wgmma_wait<0>();
     pin(sum);
@@ -123,22 +123,17 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Dkv = DkvFp32Sm90<Config, Mask, Score, Params>;
   const KeyTile tile = decode_key_tile<Config>(block_idx(), p);
   if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
+  if (thread_idx() == 0)
     for (const TensorMap* map : {&p.map_q_terms, &p.map_k_terms, &p.map_v_terms, &p.map_d_o_terms})
       tma_prefetch_map(map);
-    Dkv::init_barriers();
-  }
-  sync_block();
+  init_block<Dkv>();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     Dkv work(p, tile, true, false);
     if (thread_idx() == 0) work.produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    if (warpgroup == 1) Dkv(p, tile, false, true).consume_dv();
-    else Dkv(p, tile, false, false).consume_dk();
-  }
+  } else if (warpgroup == 1) Dkv(p, tile, false, true).consume_dv();
+  else Dkv(p, tile, false, false).consume_dk();
 }
 
 }  // namespace strobe

@@ -15,6 +15,7 @@
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/staging.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/ptx/bulk.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
@@ -72,17 +73,17 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   // A tile of Q or dO, and the statistics of its rows.
   template <int kColumns> STROBE_DEVICE void load(Buffers& ring, u32 offset, const TensorMap* map, u32 offset_row,
                                                   const void* stats, u32 offset_dropout, int head, int m) {
-    constexpr u32 kBytes = tile_bytes(kBlockM, kColumns);
+    constexpr u32 kBytes = tile_bytes<T>(kBlockM, kColumns);
     const u32 full = ring.begin_load(kBytes + Bytes::lse + (Config::kDropout ? Bytes::lse : 0)),
               row = ring.stage * Bytes::lse;
-    tma_load_tile<kOneBox, kBlockM, kColumns>(smem + offset + ring.stage * kBytes, map, full, query_box(head, m));
+    tma_load_tile<T, kOneBox, kBlockM, kColumns>(smem + offset + ring.stage * kBytes, map, full, query_box(head, m));
     bulk_load(smem + offset_row + row, stat(stats, head, m), Bytes::lse, full);
     if (Config::kDropout) bulk_load(smem + offset_dropout + row, stat(p.dropout_rows, head, m), Bytes::lse, full);
     ring.next();
   }
   template <int kColumns> STROBE_DEVICE void load_kv(u32 offset, const TensorMap* map, u32 full, int buffer_rows) {
-    mbar_arrive_expect_tx(full, tile_bytes(kBlockN, kColumns));
-    tma_load_tile<kOneBox, kBlockN, kColumns>(
+    mbar_arrive_expect_tx(full, tile_bytes<T>(kBlockN, kColumns));
+    tma_load_tile<T, kOneBox, kBlockN, kColumns>(
         smem + offset, map, full, Config::Keys::template box<64>(tile.k, tile.head_kv, tile.key0, buffer_rows));
   }
   STROBE_DEVICE void produce() {
@@ -142,7 +143,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     }
   }
   STROBE_DEVICE void issue_dv(Accumulators<T, kColumnsV>& dv, u32 (&weights)[kScores / 2]) const {
-    const u32 columns = part * tile_bytes(kBlockM, kColumnsV);
+    const u32 columns = part * tile_bytes<T>(kBlockM, kColumnsV);
     do_before.wait_full();
     wgmma_fence();
     gemm_pv<T, kBlockM, kColumnsV>(dv, weights,
@@ -197,7 +198,7 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
     weights_ring.release_and_advance();
   }
   STROBE_DEVICE void issue_dk(Accumulators<T, kColumnsK>& dk, u32 (&slopes)[kScores / 2]) const {
-    const u32 columns = part * tile_bytes(kBlockM, kColumnsK);
+    const u32 columns = part * tile_bytes<T>(kBlockM, kColumnsK);
     q_before.wait_full();
     wgmma_fence();
     gemm_pv<T, kBlockM, kColumnsK>(dk, slopes,
@@ -245,7 +246,8 @@ template <class Config, class Mask, class Score, class Params> struct DkvSm90 {
   }
   template <int kColumns> STROBE_DEVICE void store(Accumulators<T, kColumns>& d, float scale, u32 offset,
                                                    const TensorMap* map, const Fp32Rows& to, int consumer) const {
-    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{smem + offset, consumer, part * panels(kColumns)};
+    const Staging<T, kOneBox, kColumns, panels<T>(kColumns), false> staging{smem + offset, consumer,
+                                                                            part * panels<T>(kColumns)};
     const float both[2] = {scale, scale};
     if constexpr (Config::kPartialOut) {
       d.scale(both);
@@ -296,22 +298,16 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   const int part = remainder(block_idx(), Config::kColumnParts);
   const KeyTile tile = decode_key_tile<Config>(quotient(block_idx(), Config::kColumnParts), p);
   if (tile.key0 >= tile.k.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
-    tma_prefetch_map(&p.map_q);
-    tma_prefetch_map(&p.map_d_o);
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
-    Dkv::init_barriers();
-  }
-  sync_block();
+  if (thread_idx() == 0)
+    for (const TensorMap* map : {&p.map_q, &p.map_d_o, &p.map_k, &p.map_v}) tma_prefetch_map(map);
+  init_block<Dkv>();
   launch_dependents();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     Dkv work(p, tile, part, true, false);
     if (thread_idx() == 0) work.produce();
   } else {
-    regs_inc<Config::kRegsConsumer>();
     Accumulators<typename Config::Element, Dkv::kColumnsK>::declare();  // kDim >= kDimV: the warpgroups share the names
     if (warpgroup == 1) Dkv(p, tile, part, false, true).consume_dv();
     else Dkv(p, tile, part, false, false).consume_dk();

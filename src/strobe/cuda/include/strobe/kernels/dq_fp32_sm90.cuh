@@ -36,7 +36,7 @@ template <class Config, class Mask, class Score, class Params> struct DqFp32Sm90
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   template <int kRows, int kColumns>
   STROBE_DEVICE static void load(u32 to, const TensorMap* map, u32 full, const Box& box) {
-    tma_load_tile<Dq::kOneBox, kRows, kTerms * kColumns>(to, map, full, box);
+    tma_load_tile<bf16, Dq::kOneBox, kRows, kTerms * kColumns>(to, map, full, box);
   }
   STROBE_DEVICE void produce() {
     const KeyBlocks all = blocks();
@@ -130,20 +130,15 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Dq = DqFp32Sm90<Config, Mask, Score, Params>;
   const Tile tile = decode_tile<Config>(block_idx(), p);
   if (tile.row0 >= tile.q.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
+  if (thread_idx() == 0)
     for (const TensorMap* map : {&p.map_q_terms, &p.map_k_terms, &p.map_v_terms, &p.map_d_o_terms})
       tma_prefetch_map(map);
-    Dq::init_barriers();
-  }
-  sync_block();
+  init_block<Dq>();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     if (thread_idx() == 0) Dq(p, tile, true).produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Dq(p, tile, false).consume(warpgroup - 1);
-  }
+  } else Dq(p, tile, false).consume(warpgroup - 1);
 }
 
 }  // namespace strobe

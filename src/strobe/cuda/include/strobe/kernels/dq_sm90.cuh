@@ -14,6 +14,7 @@
 #include <strobe/pipeline/schedule.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/staging.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
 namespace strobe {
@@ -69,18 +70,19 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
 #pragma unroll 1
     for (int w = 0; w < kBlockM / 64; ++w) {
       const Box box = query_box(tile.row0 + 64 * w);
-      tma_load_tile<kOneBox, 64, kDim>(smem + w * Bytes::q, &p.map_q, smem + Offset::q_barrier, box);
-      tma_load_tile<kOneBox, 64, kDimV>(smem + Offset::d_o + w * Bytes::d_o, &p.map_d_o, smem + Offset::q_barrier, box);
+      tma_load_tile<T, kOneBox, 64, kDim>(smem + w * Bytes::q, &p.map_q, smem + Offset::q_barrier, box);
+      tma_load_tile<T, kOneBox, 64, kDimV>(smem + Offset::d_o + w * Bytes::d_o, &p.map_d_o, smem + Offset::q_barrier,
+                                           box);
     }
 #pragma unroll 1
     for (int n = blocks.begin(); blocks.has(n); n = blocks.next(n)) {
       u32 full = k.begin_load(Bytes::k);
-      tma_load_tile<kOneBox, kBlockN, kDim>(smem + Offset::k + k.stage * Bytes::k, &p.map_k, full,
-                                            key_box(n, p.k_batch_rows));
+      tma_load_tile<T, kOneBox, kBlockN, kDim>(smem + Offset::k + k.stage * Bytes::k, &p.map_k, full,
+                                               key_box(n, p.k_batch_rows));
       k.next();
       full = v.begin_load(Bytes::v);
-      tma_load_tile<kOneBox, kBlockN, kDimV>(smem + Offset::v + v.stage * Bytes::v, &p.map_v, full,
-                                             key_box(n, p.v_batch_rows));
+      tma_load_tile<T, kOneBox, kBlockN, kDimV>(smem + Offset::v + v.stage * Bytes::v, &p.map_v, full,
+                                                key_box(n, p.v_batch_rows));
       v.next();
     }
   }
@@ -153,7 +155,7 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
     gradients(s, dp, slope, r, consumer, n);
     pack_fragment<T>(slopes, dp);
     wgmma_fence();
-    const u32 columns = part_of(consumer) * tile_bytes(kBlockN, kColumns);
+    const u32 columns = part_of(consumer) * tile_bytes<T>(kBlockN, kColumns);
     gemm_pv<T, kBlockN, kColumns>(dq, slopes, mn_major(smem + Offset::k + k.stage * Bytes::k + columns, kBlockN));
     wgmma_commit();
     wgmma_wait<0>();
@@ -189,8 +191,8 @@ template <class Config, class Mask, class Score, class Params> struct DqSm90 {
       return to.store(dq, 64 * group_of(consumer));
     }
     if (kParts > 1) bar_sync(kBarrierConsumers, 256);  // nobody reads Q any more
-    const Staging<kOneBox, kColumns, panels(kColumns), false> staging{smem + consumer * tile_bytes(64, kColumns),
-                                                                      consumer, part * panels(kColumns)};
+    const Staging<T, kOneBox, kColumns, panels<T>(kColumns), false> staging{
+        smem + consumer * tile_bytes<T>(64, kColumns), consumer, part * panels<T>(kColumns)};
     staging.store(dq, scale, &p.map_dq, query_box(first), first < tile.q.length);
     if (thread_idx() % 128 == 0) tma_store_wait_read<0>();  // shared memory must outlive the copies
   }
@@ -200,23 +202,15 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   using Dq = DqSm90<Config, Mask, Score, Params>;
   const Tile tile = decode_tile<Config>(block_idx(), p);
   if (tile.row0 >= tile.q.length) return;  // varlen sequences shorter than the longest one
-  if (thread_idx() == 0) {
-    tma_prefetch_map(&p.map_q);
-    tma_prefetch_map(&p.map_d_o);
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
-    Dq::init_barriers();
-  }
-  sync_block();
+  if (thread_idx() == 0)
+    for (const TensorMap* map : {&p.map_q, &p.map_d_o, &p.map_k, &p.map_v}) tma_prefetch_map(map);
+  init_block<Dq>();
   launch_dependents();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     if (thread_idx() == 0) Dq(p, tile, true).produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Dq(p, tile, false).consume(warpgroup - 1);
-  }
+  } else Dq(p, tile, false).consume(warpgroup - 1);
 }
 
 }  // namespace strobe

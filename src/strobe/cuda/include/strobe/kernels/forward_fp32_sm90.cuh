@@ -10,11 +10,13 @@
 #include <strobe/pipeline/ring.cuh>
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/staging.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/terms.cuh>
 
 namespace strobe {
 
 template <class Config, class Mask, class Score, class Params> struct ForwardFp32Sm90 {
+  using T = typename Config::Element;  // of the terms
   static constexpr int kBlockN = Config::kBlockN, kDim = Config::kDim, kDimV = Config::kDimV;
   static constexpr int kConsumers = Config::kConsumers, kBlockM = Config::kBlockM;
   static constexpr int kScores = kBlockN / 2, kOutputs = kDimV / 2;  // of one thread
@@ -53,9 +55,9 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
   // ---- producer: one thread -----------------------------------------------------------------------------------------
   template <int kColumns>
   STROBE_DEVICE void load(RingKV& ring, u32 offset, const TensorMap* map, const Tile& tile, int n) const {
-    constexpr u32 kBytes = tile_bytes(kBlockN, kTerms * kColumns);
+    constexpr u32 kBytes = tile_bytes<T>(kBlockN, kTerms * kColumns);
     const u32 full = ring.begin_load(kBytes);
-    tma_load_tile<kOneBox, kBlockN, kTerms * kColumns>(
+    tma_load_tile<T, kOneBox, kBlockN, kTerms * kColumns>(
         smem + offset + ring.stage * kBytes, map, full,
         Config::Keys::template box<kBlockN>(tile.k, quotient(tile.head, p.group), n * kBlockN));
     ring.next();
@@ -67,8 +69,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
       mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
 #pragma unroll 1
       for (int w = 0; w < kConsumers; ++w)
-        tma_load_tile<kOneBox, 64, kTerms * kDim>(q_tile(w), &p.map_q_terms, q.full_barrier(),
-                                                  box_of_consumer<Config>(tile, w));
+        tma_load_tile<T, kOneBox, 64, kTerms * kDim>(q_tile(w), &p.map_q_terms, q.full_barrier(),
+                                                     box_of_consumer<Config>(tile, w));
     } else mbar_arrive(q.full_barrier());
     q.next();
   }
@@ -166,19 +168,14 @@ template <class Config, class Mask, class Score, class Params> struct ForwardFp3
 
 template <class Config, class Mask, class Score, class Params> STROBE_DEVICE void forward_fp32_sm90(const Params& p) {
   using Forward = ForwardFp32Sm90<Config, Mask, Score, Params>;
-  if (thread_idx() == 0) {
+  if (thread_idx() == 0)
     for (const TensorMap* map : {&p.map_q_terms, &p.map_k_terms, &p.map_v_terms}) tma_prefetch_map(map);
-    Forward::init_barriers();
-  }
-  sync_block();
+  init_block<Forward>();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     if (thread_idx() == 0) Forward(p, true).produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Forward(p, false).consume(warpgroup - 1);
-  }
+  } else Forward(p, false).consume(warpgroup - 1);
 }
 
 }  // namespace strobe

@@ -46,7 +46,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
   struct Place {
     int row0, len_q, len_k;           // the tile's first row; the sequence's lengths
     int first, first_full, end_full;  // key blocks, see KeyBlocks
-    const u16 *keys, *values;         // the first of this head
+    const T *keys, *values;           // the first of this head
     Positions positions;
   } in_registers;
 
@@ -61,7 +61,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
         int(x.x),          int(x.y),          int(x.z), int(x.w), int(ld_shared(at + 32)), int(ld_shared(at + 36)),
         pointer(y.x, y.y), pointer(y.z, y.w), positions};
   }
-  STROBE_DEVICE static const u16* pointer(u32 lo, u32 hi) { return reinterpret_cast<const u16*>(u64(hi) << 32 | lo); }
+  STROBE_DEVICE static const T* pointer(u32 lo, u32 hi) { return reinterpret_cast<const T*>(u64(hi) << 32 | lo); }
   STROBE_DEVICE void set_place(const Place& x) {
     if (!kStateInSmem) {
       in_registers = x;
@@ -233,13 +233,13 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
     }
     if constexpr (!Config::kPartialOut) {
       sync_warp();
-      constexpr int kChunks = kDimV / 8;
-      u16* to = tile.q.rows(p.o, p.o_batch, p.o_head, p.o_row, tile.head, 0);
+      constexpr int kChunks = kDimV / kChunk<T>;
+      T* to = tile.q.rows(p.o, p.o_batch, p.o_head, p.o_row, tile.head, 0);
 #pragma unroll
       for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
         const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
-        if (warp_row + row < tile.q.length && (Config::kExactDims || chunk * 8 < p.dim_v))
-          st_global(to + i64(warp_row + row) * p.o_row + chunk * 8,
+        if (warp_row + row < tile.q.length && (Config::kExactDims || chunk * kChunk<T> < p.dim_v))
+          st_global(to + i64(warp_row + row) * p.o_row + chunk * kChunk<T>,
                     ld_shared_x4(q_tile() + chunk_offset(kBlockM, local_row + row, chunk)));
       }
     }
@@ -262,7 +262,7 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
       set_place(Place{tile.row0, tile.q.length, tile.k.length, blocks.first, blocks.first_full, blocks.end_full,
                       tile.k.rows(p.k, p.k_batch, p.k_head, p.k_row, head_k, 0),
                       tile.k.rows(p.v, p.v_batch, p.v_head, p.v_row, head_k, 0), tile.positions});
-      const u16* q = tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, tile.head, tile.row0);
+      const T* q = tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, tile.head, tile.row0);
       copy_tile_async<kBlockM, kDim, kThreads, false, Config::kExactDims>(q_tile(), q, p.q_row,
                                                                           tile.q.length - tile.row0, p.dim);
       int n = blocks.begin();

@@ -16,6 +16,7 @@
 #include <strobe/pipeline/scores.cuh>
 #include <strobe/pipeline/split_kv.cuh>
 #include <strobe/pipeline/state_parts.cuh>
+#include <strobe/pipeline/warp_roles.cuh>
 #include <strobe/tile/gemm_sm90.cuh>
 
 namespace strobe {
@@ -29,9 +30,10 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
   // O is staged in shared memory on its way out: over the Q of its own tile or, where there is only one Q slot, in a
   // buffer of its own, some panels at a time. Without room for that (kWaitsForO) the next Q waits until O has left.
   static constexpr bool kPrivateO = Config::kStorePanels > 0, kOneBox = Config::kOneBoxPerTile;
-  static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels(kDimV);
+  static constexpr int kStorePanels = kPrivateO ? Config::kStorePanels : panels<T>(kDimV);
   static constexpr bool kWaitsForO = !kPrivateO && Config::kQSlots == 1;
-  using StagingO = Staging<kOneBox, kDimV, kStorePanels, kPrivateO, Config::kPartialOut && !Config::kSplit>;
+  using StagingO =
+      Staging<Either<Config::kPartialOut && !Config::kSplit, float, T>, kOneBox, kDimV, kStorePanels, kPrivateO>;
   using Blocks = KeyBlocksOf<Config>;
   using RingQ = Ring<Config::kQSlots>;
   using RingKV = Ring<Config::kStages>;
@@ -78,16 +80,16 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm9
 
   // ---- producer: one thread, or, of pages, all that `loads` says --------------------------------------------------
   STROBE_DEVICE void load_keys(KeyLoader<Config>& loader, int n) {
-    loader.template load<kDim>(p, k, smem + Offset::k, Bytes::k, keys_of(p), n);
+    loader.template load<kDim>(p, k, smem + Offset::k, Bytes::k, keys_of<T>(p), n);
   }
   STROBE_DEVICE void load_values(KeyLoader<Config>& loader, int n) {
-    loader.template load<kDimV>(p, v, smem + Offset::v, Bytes::v, values_of(p), n);
+    loader.template load<kDimV>(p, v, smem + Offset::v, Bytes::v, values_of<T>(p), n);
   }
   STROBE_DEVICE void load_queries(const Tile& tile) {
     mbar_arrive_expect_tx(q.full_barrier(), kConsumers * Bytes::q);
 #pragma unroll 1
     for (int w = 0; w < kConsumers; ++w)
-      tma_load_tile<kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), box_of_consumer<Config>(tile, w));
+      tma_load_tile<T, kOneBox, 64, kDim>(q_tile(w), &p.map_q, q.full_barrier(), box_of_consumer<Config>(tile, w));
   }
 
   STROBE_DEVICE void produce() {
@@ -344,17 +346,13 @@ template <class Config, class Mask, class Score, class Params> STROBE_DEVICE voi
   if (thread_idx() == 0) {
     for (const TensorMap* map : {&p.map_q, &p.map_k, &p.map_v}) tma_prefetch_map(map);
     if (!Config::kPartialOut || !Config::kSplit) tma_prefetch_map(&p.map_o);
-    Forward::init_barriers();
   }
-  sync_block();
+  init_block<Forward>();
   const u32 warpgroup = warp_uniform(thread_idx() / 128);
+  share_registers<Config>(warpgroup);
   if (warpgroup == 0) {
-    regs_dec<Config::kRegsProducer>();
     if (loads<Config>()) Forward(p, true).produce();
-  } else {
-    regs_inc<Config::kRegsConsumer>();
-    Forward(p, false, warpgroup - 1).consume();
-  }
+  } else Forward(p, false, warpgroup - 1).consume();
 }
 
 }  // namespace strobe

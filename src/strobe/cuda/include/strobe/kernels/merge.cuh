@@ -19,7 +19,6 @@ STROBE_DEVICE float lerp(float a, float b, float weight) {
 }
 
 template <class Config, class Params> STROBE_DEVICE void merge(const Params& p) {
-  using Part = typename Config::PartElement;
   constexpr int kParts = Config::kParts;
   const u32 index = block_idx() * Config::kThreads + thread_idx();
   const int chunks = p.dim / 8, head_row = int(index / u32(chunks)), column = 8 * int(index - head_row * chunks);
@@ -28,14 +27,14 @@ template <class Config, class Params> STROBE_DEVICE void merge(const Params& p) 
   const int outer = row / p.inner_rows, inner = row - outer * p.inner_rows;
   const auto offset = [&](const i64* strides) { return outer * strides[0] + inner * strides[1] + head * strides[2]; };
 
-  const typename Config::Part* const parts[] = {p.part0, p.part1, p.part2, p.part3, p.part4, p.part5, p.part6, p.part7};
+  const decltype(p.part0) parts[] = {p.part0, p.part1, p.part2, p.part3, p.part4, p.part5, p.part6, p.part7};
   const float* const lses[] = {p.part_lse0, p.part_lse1, p.part_lse2, p.part_lse3,
                                p.part_lse4, p.part_lse5, p.part_lse6, p.part_lse7};
   float part_lse[kParts], part[kParts][8];
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
     part_lse[i] = ld_global(lses[i] + offset(p.part_lse_strides + 3 * i));
-    load_chunk<Part>(part[i], parts[i] + offset(p.part_strides + 3 * i) + column);
+    load_chunk(part[i], parts[i] + offset(p.part_strides + 3 * i) + column);
     // Nobody may have written the rows of a part that saw no key, and weight 0 times NaN would be NaN.
 #pragma unroll
     for (int j = 0; j < 8; ++j) part[i][j] = part_lse[i] == neg_inf() ? 0.f : part[i][j];
@@ -50,13 +49,13 @@ template <class Config, class Params> STROBE_DEVICE void merge(const Params& p) 
     lse = log_add_exp(lse, part_lse[i]);
   }
   if constexpr (Config::kSinks) {
-    const float total = log_add_exp(lse, load_number<typename Config::SinkElement>(p.sinks + head));
+    const float total = log_add_exp(lse, load_number(p.sinks + head));
     const float kept = lse == neg_inf() ? 0.f : exp_fast(lse - total);
 #pragma unroll
     for (int j = 0; j < 8; ++j) o[j] *= kept;
     lse = total;
   }
-  store_chunk<typename Config::Element>(p.o + offset(p.out_strides) + column, o);
+  store_chunk(p.o + offset(p.out_strides) + column, o);
   if (column == 0) st_global(p.lse + offset(p.lse_strides), lse);
 }
 

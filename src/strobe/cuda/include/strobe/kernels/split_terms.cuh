@@ -12,7 +12,7 @@ namespace strobe {
 struct Splittable {
   const float* from;
   i64 slice_stride, head_stride, row_stride;
-  u16* to;
+  bf16* to;
   int heads, rows, dim;
 };
 
@@ -25,7 +25,7 @@ template <class Config, class Params> struct SplitTerms {
     return p.batch * t.heads * quotient(t.rows + kRows - 1, kRows);
   }
 
-  STROBE_DEVICE static void chunk(const float* from, u16* to, int left) {
+  STROBE_DEVICE static void chunk(const float* from, bf16* to, int left) {
     float x[8] = {};
     if (left > 0) {
       const u32x4 a = ld_global_x4(from), b = ld_global_x4(from + 4);
@@ -46,7 +46,7 @@ template <class Config, class Params> struct SplitTerms {
               slice = quotient(head_of_all, t.heads), head = head_of_all - slice * t.heads;
     const int first = (index - head_of_all * per_head) * kRows, column = 8 * (thread_idx() % kChunks);
     const float* const from = t.from + slice * t.slice_stride + head * t.head_stride + column;
-    u16* const to = t.to + i64(head_of_all) * t.rows * (kTerms * kColumns) + column;
+    bf16* const to = t.to + i64(head_of_all) * t.rows * (kTerms * kColumns) + column;
 #pragma unroll
     for (int i = 0; i < kRows; i += kRowsAtOnce) {
       const int row = first + i + thread_idx() / kChunks;

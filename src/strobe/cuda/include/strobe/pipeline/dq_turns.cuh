@@ -46,7 +46,7 @@ STROBE_DEVICE void finish_dq(const Params& p, const DqSum& sum, float (&dq)[32],
   } else {
     const float both[2] = {p.scale_grad, p.scale_grad};
     sync_warpgroup(sum.consumer);  // all have read the buffer
-    Staging<false, 64, 1, false>{sum.buffer, sum.consumer}.fill(Tile{dq}, both);
+    Staging<typename Config::Element, false, 64, 1, false>{sum.buffer, sum.consumer}.fill(Tile{dq}, both);
   }
   sum.announce();
 }
@@ -79,10 +79,12 @@ template <class Params> STROBE_DEVICE void fetch_sums(const Params& p, const DqS
 }
 template <class Config, class Params>
 STROBE_DEVICE void store_dq(const Params& p, const KeyTile& tile, const DqSum& sum, int head, int m) {
+  using T = typename Config::Element;
   const int row = DqRows<Config::kBlockM>::first(m, sum.consumer), rows = tile.q.length - row;
   if (thread_idx() % 32 == 0 && rows > 0) {
     const Box box = Config::Queries::template box<64>(tile.q, head, row);
-    tma_store_panels<false, 64>(&p.map_dq, sum.buffer, box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel, 1);
+    tma_store_panels<T, false, 64>(&p.map_dq, sum.buffer, box,
+                                   DqRows<Config::kBlockM>::column(sum.consumer) / kPanel<T>, 1);
     tma_store_commit();
     tma_store_wait_read<0>();
   }

@@ -145,8 +145,8 @@ template <class Config> STROBE_DEVICE bool loads() { return Config::Keys::kPaged
 template <class Config> STROBE_DEVICE bool leads() { return !Config::Keys::kPaged || thread_idx() == 0; }
 
 // One of K and V in memory.
-struct KeyTensor {
-  const u16* rows;
+template <class T> struct KeyTensor {
+  const T* rows;
   i64 page_stride, head_stride, row_stride;
   const TensorMap* map;
   int batch_rows;  // between two buffers, or pages
@@ -155,11 +155,11 @@ struct KeyTensor {
   bool tells;      // whether keys are missing: that of K suffices
 };
 
-template <class Params> STROBE_DEVICE KeyTensor keys_of(const Params& p) {
-  return KeyTensor{p.k, p.k_batch, p.k_head, p.k_row, &p.map_k, p.k_batch_rows, p.dim, 0, true};
+template <class T, class Params> STROBE_DEVICE KeyTensor<T> keys_of(const Params& p) {
+  return {p.k, p.k_batch, p.k_head, p.k_row, &p.map_k, p.k_batch_rows, p.dim, 0, true};
 }
-template <class Params> STROBE_DEVICE KeyTensor values_of(const Params& p) {
-  return KeyTensor{p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v, 2, false};
+template <class T, class Params> STROBE_DEVICE KeyTensor<T> values_of(const Params& p) {
+  return {p.v, p.v_batch, p.v_head, p.v_row, &p.map_v, p.v_batch_rows, p.dim_v, 2, false};
 }
 
 // Entry `index` of a sequence. An entry that no key in use has is not read: -1.
@@ -201,6 +201,7 @@ template <int kRows> struct Entries {
 // Loads the blocks of keys that a tile visits, each to the next buffer of a ring. Rows of missing keys, and those
 // behind the last key in use, become 0 and nothing is read for them: their weight is 0, and 0 times NaN would come out.
 template <class Config> struct KeyLoader {
+  using T = typename Config::Element;
   using Keys = typename Config::Keys;
   static constexpr int kRows = Config::kBlockN;
   static constexpr int kArrivals = Keys::kGathered ? 32 : 1;  // that announce a block
@@ -210,12 +211,12 @@ template <class Config> struct KeyLoader {
   Entries<kRows> asked{};  // for the block that this warp gathers next
 
   template <int kColumns, class Ring, class Params>
-  STROBE_DEVICE void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor& t, int block) {
+  STROBE_DEVICE void load(const Params& p, Ring& ring, u32 buffers, u32 bytes, const KeyTensor<T>& t, int block) {
     const int row = block * kRows;
     if constexpr (!Keys::kPaged) {
       const u32 full = ring.begin_load(bytes);
-      tma_load_tile<Config::kOneBoxPerTile, kRows, kColumns>(buffers + ring.stage * bytes, t.map, full,
-                                                             Keys::template box<kRows>(s.k, head, row, t.batch_rows));
+      tma_load_tile<T, Config::kOneBoxPerTile, kRows, kColumns>(
+          buffers + ring.stage * bytes, t.map, full, Keys::template box<kRows>(s.k, head, row, t.batch_rows));
     } else if constexpr (Keys::kGathered) gather<kColumns>(p, ring, buffers + ring.stage * bytes, t, row);
     else load_pages<kColumns>(p, ring, buffers + ring.stage * bytes, bytes, t, row);
     ring.next();
@@ -225,14 +226,14 @@ template <class Config> struct KeyLoader {
   // Boxes, of which neighbours go to different warps: a warp issues them one by one. A table entry is read before the
   // wait for the buffer, so that its latency is hidden. The first warp, whose first thread announces the tile, reads
   // all of its entries to tell whether keys are missing.
-  template <int kColumns, class Ring, class Params> STROBE_DEVICE void load_pages(const Params& p, const Ring& ring,
-                                                                                  u32 buffer, u32 bytes,
-                                                                                  const KeyTensor& t, int row) const {
-    constexpr int kBox = Keys::box_rows(kRows), kPanels = panels(kColumns), kBoxes = kRows / kBox * kPanels;
+  template <int kColumns, class Ring, class Params>
+  STROBE_DEVICE void load_pages(const Params& p, const Ring& ring, u32 buffer, u32 bytes, const KeyTensor<T>& t,
+                                int row) const {
+    constexpr int kBox = Keys::box_rows(kRows), kPanels = panels<T>(kColumns), kBoxes = kRows / kBox * kPanels;
     constexpr int kEach = (kBoxes + 127) / 128;
     static_assert(kRows / kBox <= 32, "a lane for each entry");
     const int first = thread_idx() % 32 * 4 + thread_idx() / 32;
-    if (thread_idx() / 32 >= kBoxes) return;  // a warp that waited for nothing of its own could miss a phase
+    if (thread_idx() / 32 >= kBoxes) return;  // an mbarrier has one parity bit: a warp without a box could miss a phase
     const bool tells = t.tells && thread_idx() < 32;
     bool missing = false;
     if (tells) {
@@ -254,7 +255,7 @@ template <class Config> struct KeyLoader {
     for (int i = 0; i < kEach; ++i) {
       const int at = first + 128 * i, panel = at % kPanels;
       const u32 dst = buffer + (panel * kRows + at / kPanels * kBox) * kPanelRowBytes;
-      if (at < kBoxes) tma_load_panel(dst, t.map, ring.full_barrier(), boxes[i], panel);
+      if (at < kBoxes) tma_load_panel<T>(dst, t.map, ring.full_barrier(), boxes[i], panel);
     }
   }
 
@@ -263,8 +264,8 @@ template <class Config> struct KeyLoader {
   // for its own buffers alone: of another one it could miss a phase, and wait for ever. While its copies are under way,
   // it asks for the entries of its next block. A lane knows where one of kGroup rows begins.
   template <int kColumns, class Ring, class Params>
-  STROBE_DEVICE void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor& t, int row) {
-    constexpr int kGroups = Entries<kRows>::kGroups, kGroup = kRows / kGroups, kChunks = kColumns / 8;
+  STROBE_DEVICE void gather(const Params& p, const Ring& ring, u32 buffer, const KeyTensor<T>& t, int row) {
+    constexpr int kGroups = Entries<kRows>::kGroups, kGroup = kRows / kGroups, kChunks = kColumns / kChunk<T>;
     static_assert(kRows % kGroup == 0 && kGroup * kChunks % 32 == 0, "whole passes over the rows of a group");
     if ((ring.stage + t.first_warp) % 4 != thread_idx() / 32) return;
     if (asked.row != row) asked.read(p, s, row);
@@ -274,7 +275,7 @@ template <class Config> struct KeyLoader {
     for (int g = 0; g < kGroups; ++g) {
       const int page = page_of(p, asked.entries[g]);
       const i64 at = page * t.page_stride + head * t.head_stride + asked.rows[g] * t.row_stride;
-      begins[g] = page < 0 ? kNowhere : u32(at / 8);
+      begins[g] = page < 0 ? kNowhere : u32(at / kChunk<T>);
       missing |= page < 0 && asked.in_use(s, g);
       whole = whole && page >= 0;
     }
@@ -293,21 +294,21 @@ template <class Config> struct KeyLoader {
   // A lane has one chunk of every kAtOnce-th row. The rest of its addresses is known when this is compiled: a copy that
   // is slow to begin makes the tile late.
   template <int kChunks, int kGroups>
-  STROBE_DEVICE static void copy_whole(u32 buffer, const KeyTensor& t, const u32 (&begins)[kGroups]) {
+  STROBE_DEVICE static void copy_whole(u32 buffer, const KeyTensor<T>& t, const u32 (&begins)[kGroups]) {
     constexpr int kGroup = kRows / kGroups, kAtOnce = kChunks < 32 ? 32 / kChunks : 1;
     const int lane = thread_idx() % 32, own = lane / kChunks, chunk = lane % kChunks;
     const u32 to = buffer + chunk_offset(kRows, own, chunk);
-    const i64 from = opaque(reinterpret_cast<i64>(t.rows + 8 * chunk));  // one product a copy
+    const i64 from = opaque(reinterpret_cast<i64>(t.rows + kChunk<T> * chunk));  // one product a copy
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll 8
       for (int r = 0; r < kGroup; r += kAtOnce)
         cp_async_16((to ^ (r % 8 << 4)) + (g * kGroup + r) * kPanelRowBytes,
-                    reinterpret_cast<const u16*>(from + 16 * i64(shfl(begins[g], r + own))));
+                    reinterpret_cast<const T*>(from + 16 * i64(shfl(begins[g], r + own))));
   }
   // Rows that are nowhere, and columns that the tensor does not have, become zero.
   template <int kChunks, int kGroups>
-  STROBE_DEVICE static void copy_part(u32 buffer, const KeyTensor& t, const u32 (&begins)[kGroups]) {
+  STROBE_DEVICE static void copy_part(u32 buffer, const KeyTensor<T>& t, const u32 (&begins)[kGroups]) {
     constexpr int kGroup = kRows / kGroups;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
@@ -315,9 +316,9 @@ template <class Config> struct KeyLoader {
       for (int i = thread_idx() % 32; i < kGroup * kChunks; i += 32) {
         const int r = i / kChunks, chunk = i % kChunks;
         const u32 from = shfl(begins[g], r);
-        const bool valid = from != kNowhere && 8 * chunk < t.dim;
-        cp_async_16(buffer + chunk_offset(kRows, g * kGroup + r, chunk), t.rows + 8 * u64(valid ? from + chunk : 0),
-                    valid);
+        const bool valid = from != kNowhere && kChunk<T> * chunk < t.dim;
+        cp_async_16(buffer + chunk_offset(kRows, g * kGroup + r, chunk),
+                    t.rows + kChunk<T> * u64(valid ? from + chunk : 0), valid);
       }
   }
 

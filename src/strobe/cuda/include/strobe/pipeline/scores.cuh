@@ -111,8 +111,8 @@ template <class Config, class Score> STROBE_DEVICE auto inside(const Score& scor
 // ---- tensors that a score reads, entry by entry ---------------------------------------------------------------------
 
 template <class T> STROBE_DEVICE auto load_entry(const void* tensor, i64 index, bool valid) {
-  if constexpr (sizeof(T) == 1 && __is_empty(T))
-    return to_float<T>(ld_constant(static_cast<const u16*>(tensor) + index, valid));  // bf16, fp16
+  if constexpr (__is_class(T))  // bf16, fp16
+    return to_float<T>(ld_constant(&(static_cast<const T*>(tensor) + index)->bits, valid));
   else if constexpr (sizeof(T) == 8 && T(0.5) != T(0))
     return float(ld_constant(static_cast<const T*>(tensor) + index, valid));
   else return ld_constant(static_cast<const T*>(tensor) + index, valid);
@@ -178,7 +178,7 @@ template <class T> struct BiasGradientOf {
   static constexpr bool kWanted = true, kByTile = sizeof(T) != 4;  // pair_tile.cuh
   STROBE_DEVICE static void put(void* tensor, i64 index, float x) {
     if constexpr (sizeof(T) == 4) st_global(static_cast<float*>(tensor) + index, x);
-    else st_global(static_cast<u16*>(tensor) + index, u16(pack2<T>(x, 0.f)));
+    else st_global(&(static_cast<T*>(tensor) + index)->bits, u16(pack2<T>(x, 0.f)));
   }
 };
 template <class Config, class Params, class At>

@@ -201,11 +201,11 @@ template <class Config, class Params, class Staging> struct SplitKV {
   // A thread merges kFours times four columns of a row, its neighbours the columns beside them: all threads take part,
   // whosever rows they are.
   template <int kFours, int kAtOnce> STROBE_DEVICE void merge_by(const TensorMap* map, const Box& box) const {
-    constexpr int kMost = kPanel * Staging::kPanelsAtOnce;
+    constexpr int kPanel = strobe::kPanel<T>, kMost = kPanel * Staging::kPanelsAtOnce;
     const int rows = min(64, this->rows());
     const float* partials = partial(first_slot());
 #pragma unroll 1
-    for (int panel = 0; panel < panels(kDimV); panel += Staging::kPanelsAtOnce) {
+    for (int panel = 0; panel < panels<T>(kDimV); panel += Staging::kPanelsAtOnce) {
       const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kFours,
                 threads = stride / 4;
       if (!Config::kPartialOut) staging.acquire();
@@ -223,7 +223,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
           for (int x = 0; x < 4; ++x) o[c][x] *= inverse;
           const int at = column + c * stride;
           if (!Config::kPartialOut)
-            st_shared(staging.buffer + chunk_offset(64, row, at / 8) + column % 8 * 2,
+            st_shared(staging.buffer + chunk_offset(64, row, at / kChunk<T>) + column % kChunk<T> * sizeof(T),
                       u32x2{pack2<T>(o[c][0], o[c][1]), pack2<T>(o[c][2], o[c][3])});
           else if (panel * kPanel + at < p.dim_v) out.store_o(first_row() + row, panel * kPanel + at, o[c]);
         }
@@ -234,7 +234,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
   }
 };
 
-// Whether others have keys of a tile, too. Partial outputs take the same way in any case.
+// Whether another block also works on this tile. Partial outputs take the split path in any case.
 template <class Config> STROBE_DEVICE bool is_split(const Tile& tile) {
   return !Config::Keys::kPaged || Config::kPartialOut || warp_uniform(tile.part.count) > 1;
 }

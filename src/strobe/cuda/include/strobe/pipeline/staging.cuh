@@ -1,5 +1,5 @@
-// The epilogue: a warpgroup stages its 64 rows of a result in shared memory, kPanels panels of 64 columns at a time, or
-// of 32 columns as fp32, and one thread issues the TMA store, which clips what lies beyond the sequence.
+// The epilogue: a warpgroup stages its 64 rows of a result in shared memory, kPanels panels at a time, rounded to T or
+// as fp32, and one thread issues the TMA store, which clips what lies beyond the sequence.
 #pragma once
 #include <strobe/pipeline/barriers.cuh>
 #include <strobe/ptx/math.cuh>
@@ -42,12 +42,12 @@ struct Fp32Rows {
 
 // kPrivate: the buffer serves nothing else, so an earlier store may still be reading it. Otherwise warps of this
 // warpgroup may still be reading it.
-template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = false> struct Staging {
+template <class T, bool kOneBox, int kColumns, int kPanels, bool kPrivate> struct Staging {
   u32 buffer;
   int consumer;
   int first_panel = 0;  // of the tensor: where these columns begin
-  static constexpr int kRows = 64, kPanelsAtOnce = kPanels, kPanelColumns = kFp32 ? kPanelFp32 : kPanel,
-                       kPanelsInAll = (kColumns + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kRows = 64, kPanelsAtOnce = kPanels, kPanelsInAll = panels<T>(kColumns);
+  static constexpr bool kFp32 = sizeof(T) == 4;
 
   template <bool kStagedBefore = kPrivate> STROBE_DEVICE void acquire() const {
     if (kStagedBefore && thread_idx() % 128 == 0) tma_store_wait_read<0>();  // what was staged here before has left
@@ -58,8 +58,8 @@ template <bool kOneBox, int kColumns, int kPanels, bool kPrivate, bool kFp32 = f
     fence_proxy_async();
     sync_warpgroup(consumer);
     if (thread_idx() % 128 == 0 && any_rows) {
-      tma_store_panels<kOneBox && !kFp32, 64, kPanelColumns>(map, buffer, box, first_panel + panel,
-                                                             min(kPanels, kPanelsInAll - panel));
+      tma_store_panels<T, kOneBox && !kFp32, 64>(map, buffer, box, first_panel + panel,
+                                                 min(kPanels, kPanelsInAll - panel));
       tma_store_commit();
     }
   }

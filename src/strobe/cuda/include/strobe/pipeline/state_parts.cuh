@@ -11,8 +11,9 @@ namespace strobe {
 
 template <class Config> struct StateParts {
   static constexpr int kStages = Config::kStages, kDimV = Config::kDimV;
-  static constexpr u32 kBytesBuffer = tile_bytes(Config::kBlockN, kDimV), kBytesPanel = 64 * kPanelRowBytes;
-  static constexpr int kPanels = (kDimV + kPanelFp32 - 1) / kPanelFp32, kFit = kBytesBuffer / kBytesPanel,
+  static constexpr u32 kBytesBuffer = tile_bytes<typename Config::Element>(Config::kBlockN, kDimV),
+                       kBytesPanel = 64 * kPanelRowBytes;
+  static constexpr int kPanels = panels<float>(kDimV), kFit = kBytesBuffer / kBytesPanel,
                        kAtOnce = kFit < kPanels ? kFit : kPanels;
   static constexpr bool kEnabled = Config::kMerge && !Config::kSplit && kAtOnce > 0 && Config::kQSlots <= 2;
   static constexpr bool kApart = Config::kMerge && !Config::kPartialOut;  // O goes to another tensor, and rounded
@@ -55,9 +56,9 @@ template <class Config> struct StateParts {
       else wait_read(i - kStages, parity);
       const int panel = i % kEach * kAtOnce, count = min(kAtOnce, kPanels - panel);
       mbar_arrive_expect_tx(full + 8 * i, count * kBytesPanel);
-      tma_load_panels<64, kPanelFp32>(buffers + v.stage * kBytesBuffer, map, full + 8 * i,
-                                      Config::Queries::template box<64>(tile.q, tile.head, tile.row0 + i / kEach * 64),
-                                      panel, count);
+      tma_load_panels<float, 64>(buffers + v.stage * kBytesBuffer, map, full + 8 * i,
+                                 Config::Queries::template box<64>(tile.q, tile.head, tile.row0 + i / kEach * 64),
+                                 panel, count);
       v.next();
     }
     if (!kInTurn) wait_read(parity);

@@ -10,6 +10,7 @@
 namespace strobe {
 
 template <class Config, class Params> struct WarpLoader {
+  using T = typename Config::Element;
   static constexpr int kRows = Config::kBlockN / Config::kWarps,
                        kTileRows = kRows * Config::kTeam;  // of a warp, a team
   static constexpr bool kPaged = Config::Keys::kPaged;
@@ -35,8 +36,8 @@ template <class Config, class Params> struct WarpLoader {
       copy<Config::kDimV>(v_tile, row, p.dim_v, p.v, begin_of(page, p.v_batch, p.v_head, p.v_row));
       if (n > first_block) asked.read(p, s, first_key(n - 1));  // their latency passes during this block
     } else {
-      const u16* const k = s.k.rows(p.k, p.k_batch, p.k_head, p.k_row, head, 0);
-      const u16* const v = s.k.rows(p.v, p.v_batch, p.v_head, p.v_row, head, 0);
+      const T* const k = s.k.rows(p.k, p.k_batch, p.k_head, p.k_row, head, 0);
+      const T* const v = s.k.rows(p.v, p.v_batch, p.v_head, p.v_row, head, 0);
       copy<Config::kDim>(k_tile, row, p.dim, k, key, p.k_row);
       copy<Config::kDimV>(v_tile, row, p.dim_v, v, key, p.v_row);
     }
@@ -45,21 +46,21 @@ template <class Config, class Params> struct WarpLoader {
  private:
   // Where this lane's row begins in a tensor, in units of 16 bytes, so that 32 bits suffice.
   STROBE_DEVICE u32 begin_of(int page, i64 page_stride, i64 head_stride, i64 row_stride) const {
-    return page < 0 ? kNowhere : u32((page * page_stride + head * head_stride + asked.rows[0] * row_stride) / 8);
+    return page < 0 ? kNowhere : u32((page * page_stride + head * head_stride + asked.rows[0] * row_stride) / kChunk<T>);
   }
-  template <int kColumns> STROBE_DEVICE static void copy(u32 tile, int row, int columns, const u16* tensor, u32 begin) {
-    copy_rows_async<kTileRows, kRows, kColumns, Config::kExactDims>(tile, row, columns, [&](int r) {
+  template <int kColumns> STROBE_DEVICE static void copy(u32 tile, int row, int columns, const T* tensor, u32 begin) {
+    copy_rows_async<T, kTileRows, kRows, kColumns, Config::kExactDims>(tile, row, columns, [&](int r) {
       const u32 at = shfl(begin, r);
       const bool there = at != kNowhere;
-      return RowInMemory{tensor + 8 * u64(there ? at : 0), there};
+      return RowInMemory<T>{tensor + kChunk<T> * u64(there ? at : 0), there};
     });
   }
   template <int kColumns>
-  STROBE_DEVICE void copy(u32 tile, int row, int columns, const u16* first, int key, i64 row_stride) const {
+  STROBE_DEVICE void copy(u32 tile, int row, int columns, const T* first, int key, i64 row_stride) const {
     const int left = s.k.length - key;
-    copy_rows_async<kTileRows, kRows, kColumns, Config::kExactDims>(tile, row, columns, [&](int r) {
+    copy_rows_async<T, kTileRows, kRows, kColumns, Config::kExactDims>(tile, row, columns, [&](int r) {
       const bool there = r < left;
-      return RowInMemory{first + (there ? i64(key + r) * row_stride : 0), there};
+      return RowInMemory<T>{first + (there ? i64(key + r) * row_stride : 0), there};
     });
   }
 };

@@ -13,9 +13,13 @@ typedef long long i64;
 
 namespace strobe {
 
-// 16-bit element types; only their names matter, the bits travel as u16 or packed in pairs as u32.
-struct bf16 {};
-struct fp16 {};
+// 16-bit element types: what a tensor in memory holds. In registers they travel packed in pairs, as u32.
+struct bf16 {
+  u16 bits;
+};
+struct fp16 {
+  u16 bits;
+};
 
 STROBE_DEVICE u32 thread_idx() { return threadIdx.x; }
 STROBE_DEVICE u32 block_idx() { return blockIdx.x; }

@@ -15,25 +15,24 @@ template <class T> STROBE_DEVICE u32x4 pack(const float (&x)[8]) {
   return {pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7])};
 }
 
-// T is the type of 16-bit numbers; the fp32 overloads ignore it.
-template <class T> STROBE_DEVICE void load_chunk(float (&to)[8], const u16* from) { unpack<T>(to, ld_global_x4(from)); }
-template <class T> STROBE_DEVICE void load_chunk(float (&to)[8], const float* from) {
+template <class T> STROBE_DEVICE void load_chunk(float (&to)[8], const T* from) { unpack<T>(to, ld_global_x4(from)); }
+STROBE_DEVICE void load_chunk(float (&to)[8], const float* from) {
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
     const u32x4 x = ld_global_x4(from + i);
     to[i] = as_float(x.x), to[i + 1] = as_float(x.y), to[i + 2] = as_float(x.z), to[i + 3] = as_float(x.w);
   }
 }
-template <class T> STROBE_DEVICE void store_chunk(u16* to, const float (&x)[8]) {
+template <class T> STROBE_DEVICE void store_chunk(T* to, const float (&x)[8]) {
   st_global(static_cast<void*>(to), pack<T>(x));
 }
-template <class T> STROBE_DEVICE void store_chunk(float* to, const float (&x)[8]) {
+STROBE_DEVICE void store_chunk(float* to, const float (&x)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i += 4)
     st_global(static_cast<void*>(to + i),
               u32x4{as_bits(x[i]), as_bits(x[i + 1]), as_bits(x[i + 2]), as_bits(x[i + 3])});
 }
-template <class T> STROBE_DEVICE float load_number(const u16* from) { return to_float<T>(ld_global(from)); }
-template <class T> STROBE_DEVICE float load_number(const float* from) { return ld_global(from); }
+template <class T> STROBE_DEVICE float load_number(const T* from) { return to_float<T>(ld_global(&from->bits)); }
+STROBE_DEVICE float load_number(const float* from) { return ld_global(from); }
 
 }  // namespace strobe

@@ -23,7 +23,7 @@ STROBE_DEVICE u32 lane_address_b(u32 tile, int rows) {
 template <class T, int kTiles, int kRowsQ, int kKeys, int kDim>
 STROBE_DEVICE void gemm_qk(float (&s)[kTiles][kKeys / 2], u32 q, u32 k) {
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
+  for (int step = 0; step < kDim / kMmaK<T>; ++step) {
     if (step) sync_warp();
     u32 a[kTiles][4];
 #pragma unroll
@@ -48,11 +48,13 @@ STROBE_DEVICE void gemm_qk(float (&s)[kTiles][kKeys / 2], u32 q, u32 k) {
   }
 }
 
-// O += P V, with P in registers. `v` is the lane address of a V tile of kKeys rows.
+// O += P V, with P in registers. `v` is the lane address of a V tile of kKeys rows, which ldmatrix transposes: it does
+// that with 16-bit elements alone.
 template <class T, int kTiles, int kKeys, int kDimV>
 STROBE_DEVICE void gemm_pv(float (&o)[kTiles][kDimV / 2], const u32 (&p)[kTiles][kKeys / 4], u32 v) {
+  static_assert(sizeof(T) == 2, "what ldmatrix transposes");
 #pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step) {
+  for (int step = 0; step < kKeys / kMmaK<T>; ++step) {
     if (step) sync_warp();
 #pragma unroll
     for (int n = 0; n < kDimV / 16; ++n) {

@@ -1,20 +1,13 @@
-// How a tile of 16-bit numbers lies in shared memory: panels of 64 columns, one after the other; a panel row is 128
-// bytes, whose eight 16-byte chunks are permuted by the row. Eight rows of one chunk then lie in eight different
+// How a tile lies in shared memory: panels, one after the other, whose rows are 128 bytes (64 columns of 16 bits). The
+// eight 16-byte chunks of such a row are permuted by its number. Eight rows of one chunk then lie in eight different
 // places, so that ldmatrix, which reads exactly that, has no bank conflicts. It is also the layout that the tensor
 // memory accelerator and wgmma call "128B swizzle".
 #pragma once
-#include <strobe/ptx/base.cuh>
+#include <strobe/tile/element.cuh>
 
 namespace strobe {
 
-constexpr int kPanel = 64;                  // columns of a panel
-constexpr u32 kPanelRowBytes = kPanel * 2;  // bytes of one of its rows
-constexpr int kPanelFp32 = kPanel / 2;      // columns of a panel of fp32 numbers, whose rows are as long
-
-constexpr STROBE_DEVICE int panels(int columns) { return (columns + kPanel - 1) / kPanel; }
-constexpr STROBE_DEVICE u32 tile_bytes(int rows, int columns) { return panels(columns) * rows * kPanelRowBytes; }
-
-// Byte offset of a 16-byte chunk (8 columns) in a tile of `rows` rows.
+// Byte offset of a chunk in a tile of `rows` rows.
 STROBE_DEVICE u32 chunk_offset(int rows, int row, int chunk) {
   return (chunk / 8) * (rows * kPanelRowBytes) + row * kPanelRowBytes + (((chunk % 8) ^ (row & 7)) << 4);
 }
@@ -29,7 +22,7 @@ STROBE_DEVICE u32 fp32_offset(int thread) {
   return chunk_offset(64, thread / 32 * 16 + thread % 32 / 4, 2 * first + thread % 4 / 2) + thread % 2 * 8;
 }
 
-// The address one lane gives to ldmatrix.x4 for the 16x16 block of chunks 2*step, 2*step + 1, from the address for step
+// The address one lane gives to ldmatrix.x4 for chunks 2*step, 2*step + 1 of 16 rows, from the address for step
 // 0: moving along the columns flips bits of the swizzled chunk and, every four steps, enters the next panel.
 STROBE_DEVICE u32 step_columns(u32 address, int rows, int step) {
   return (address ^ ((step & 3) << 5)) + (step >> 2) * (rows * kPanelRowBytes);

@@ -72,23 +72,23 @@ struct SplitChunk {
 // D = A B^T, 64 x kN: both in shared memory, K-major, in tiles of kRowsA and kRowsB rows, kK columns a term.
 template <int kN, int kK, int kRowsA, int kRowsB> STROBE_DEVICE void gemm_terms(float (&d)[kN / 2], u64 a, u64 b) {
   using Product = Wgmma<bf16, kN>;
-  constexpr u64 kTermA = tile_bytes(kRowsA, kK) / 16, kTermB = tile_bytes(kRowsB, kK) / 16;
-  Product::template ss_zero<kK / 16, AlongK<kRowsA>, AlongK<kRowsB>>(d, a + left_term(0) * kTermA,
-                                                                     b + right_term(0) * kTermB);
+  constexpr u64 kTermA = tile_bytes<bf16>(kRowsA, kK) / 16, kTermB = tile_bytes<bf16>(kRowsB, kK) / 16;
+  Product::template ss_zero<kK / kMmaK<bf16>, AlongK<kRowsA>, AlongK<kRowsB>>(d, a + left_term(0) * kTermA,
+                                                                              b + right_term(0) * kTermB);
 #pragma unroll
   for (int i = 1; i < kTermProducts; ++i)
-    Product::template ss<kK / 16, AlongK<kRowsA>, AlongK<kRowsB>>(d, a + left_term(i) * kTermA,
-                                                                  b + right_term(i) * kTermB);
+    Product::template ss<kK / kMmaK<bf16>, AlongK<kRowsA>, AlongK<kRowsB>>(d, a + left_term(i) * kTermA,
+                                                                           b + right_term(i) * kTermB);
 }
 
 // D = A B, 64 x kN: A in registers, B in a tile of kK rows, kN columns a term.
 template <int kN, int kK> STROBE_DEVICE void gemm_terms_t(float (&d)[kN / 2], Terms<kK / 4>& a, u64 b) {
   using Product = Wgmma<bf16, kN>;
-  constexpr u64 kTerm = tile_bytes(kK, kN) / 16;
-  Product::template rs_t_zero<kK / 16, DownRows>(d, a.packed[left_term(0)], b + right_term(0) * kTerm);
+  constexpr u64 kTerm = tile_bytes<bf16>(kK, kN) / 16;
+  Product::template rs_t_zero<kK / kMmaK<bf16>, DownRows>(d, a.packed[left_term(0)], b + right_term(0) * kTerm);
 #pragma unroll
   for (int i = 1; i < kTermProducts; ++i)
-    Product::template rs_t<kK / 16, DownRows>(d, a.packed[left_term(i)], b + right_term(i) * kTerm);
+    Product::template rs_t<kK / kMmaK<bf16>, DownRows>(d, a.packed[left_term(i)], b + right_term(i) * kTerm);
 }
 
 }  // namespace strobe

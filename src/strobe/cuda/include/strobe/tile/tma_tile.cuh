@@ -1,9 +1,9 @@
 // Tiles between global and shared memory by TMA: where a tile lies in a 5-D tensor map, and the copies that move it.
 //
-// A box is 64 columns wide, 32 of fp32: one panel of the swizzled tile. There are three kinds of maps
+// A box is as wide as a panel of the swizzled tile. T is the element that is moved. There are three kinds of maps
 // (cuda/parts/tensor_maps.py):
-//   dense       (columns, rows, panels, heads, batch). If the head dim is a multiple of 64 one box holds all panels of
-//               a tile (kOneBox); else there is one box a panel, and what lies beyond the head dim reads as zero.
+//   dense       (columns, rows, panels, heads, batch). If the head dim fills whole panels one box holds all panels of a
+//               tile (kOneBox); else there is one box a panel, and what lies beyond the head dim reads as zero.
 //   clipped     (columns, rows in the box, heads, rows in memory, kFar). A box that starts at row `clip` of itself ends
 //               where the sequence does.
 //   packed GQA  (columns, heads of a group, queries, key heads, batch); of varlen queries
@@ -32,33 +32,33 @@ template <int kQueries> STROBE_DEVICE Box packed_varlen_box(int query, int queri
 }
 STROBE_DEVICE Box packed_gqa_box(int query, int head_k, int batch) { return Box{0, query, head_k, batch}; }
 
-template <bool kOneBox, int kRows, int kColumns>
+template <class T, bool kOneBox, int kRows, int kColumns>
 STROBE_DEVICE void tma_load_tile(u32 dst, const TensorMap* map, u32 bar, const Box& b) {
 #pragma unroll
-  for (int panel = 0; panel < (kOneBox ? 1 : panels(kColumns)); ++panel)
-    tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel, b.c1, b.c2, b.c3, b.c4);
+  for (int panel = 0; panel < (kOneBox ? 1 : panels<T>(kColumns)); ++panel)
+    tma_load_5d(dst + panel * (kRows * kPanelRowBytes), map, bar, panel * kPanel<T>, b.c1, b.c2, b.c3, b.c4);
 }
-STROBE_DEVICE void tma_load_panel(u32 dst, const TensorMap* map, u32 bar, const Box& b, int panel) {
-  tma_load_5d(dst, map, bar, panel * kPanel, b.c1, b.c2, b.c3, b.c4);
+template <class T> STROBE_DEVICE void tma_load_panel(u32 dst, const TensorMap* map, u32 bar, const Box& b, int panel) {
+  tma_load_5d(dst, map, bar, panel * kPanel<T>, b.c1, b.c2, b.c3, b.c4);
 }
 
 // Panels [panel, panel + count) of a tile, one box each, to `dst`.
-template <int kRows, int kPanelColumns>
+template <class T, int kRows>
 STROBE_DEVICE void tma_load_panels(u32 dst, const TensorMap* map, u32 bar, const Box& b, int panel, int count) {
 #pragma unroll
   for (int i = 0; i < count; ++i)
-    tma_load_5d(dst + i * (kRows * kPanelRowBytes), map, bar, (panel + i) * kPanelColumns, b.c1, b.c2, b.c3, b.c4);
+    tma_load_5d(dst + i * (kRows * kPanelRowBytes), map, bar, (panel + i) * kPanel<T>, b.c1, b.c2, b.c3, b.c4);
 }
 
 // Panels [panel, panel + count) of a tile; in shared memory they lie at `src`. kOneBox: the map's box has as many.
-template <bool kOneBox, int kRows, int kPanelColumns = kPanel>
+template <class T, bool kOneBox, int kRows>
 STROBE_DEVICE void tma_store_panels(const TensorMap* map, u32 src, const Box& b, int panel, int count) {
   if constexpr (kOneBox) {
     tma_store_5d(map, src, 0, b.c1, panel, b.c3, b.c4);
   } else {
 #pragma unroll
     for (int i = 0; i < count; ++i)
-      tma_store_5d(map, src + i * (kRows * kPanelRowBytes), (panel + i) * kPanelColumns, b.c1, b.c2, b.c3, b.c4);
+      tma_store_5d(map, src + i * (kRows * kPanelRowBytes), (panel + i) * kPanel<T>, b.c1, b.c2, b.c3, b.c4);
   }
 }
 

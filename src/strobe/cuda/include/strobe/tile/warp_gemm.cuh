@@ -39,11 +39,11 @@ STROBE_DEVICE Operand<kDown, kRows, kStride> right_operand(u32 tile, int first) 
   return {kDown ? lane_address_a(tile, kRows) : lane_address_b(tile, kRows), first};
 }
 
-// D = A B over kSteps * 16 summands, or D += A B.
-template <class T, int kSteps, bool kZero, int kTilesM, int kTilesN, class A, class B>
+// D = A B over kSum summands, or D += A B.
+template <class T, int kSum, bool kZero, int kTilesM, int kTilesN, class A, class B>
 STROBE_DEVICE void gemm(float (&d)[kTilesM][kTilesN][8], const A& left, const B& right) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kSum / kMmaK<T>; ++step) {
     u32 a[kTilesM][4];
 #pragma unroll
     for (int t = 0; t < kTilesM; ++t) left.load(a[t], t, step);

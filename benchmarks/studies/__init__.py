@@ -1,1 +1,0 @@
-"""Small experiments beside the benchmark: `python -m benchmarks.studies`, `python -m benchmarks.studies.ideas`."""
