@@ -383,10 +383,6 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
                     yield kernel(features, tile, split=split, pack_gqa=8, one_box=False)
 
 
-def _limits(problem: Problem) -> str | None:
-    return Rows.limits(problem) or tma_limits(problem)
-
-
 PLANNER = Planner(
     name="forward_sm90",
     architecture=architecture.HOPPER,
@@ -395,7 +391,7 @@ PLANNER = Planner(
     splits=lambda problem, machine: _Choice.of(problem, problem.strides[0], machine, None, None).splits,
     packed_heads=64,  # rows of a TMA box
     rounds_states=True,
-    further_limits=_limits,
+    further_limits=lambda problem: Rows.limits(problem) or tma_limits(problem),
     plan=plan,
     variants=variants,
     tuning=Tuning(tuple(KINDS), DIMS),
