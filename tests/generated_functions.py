@@ -18,6 +18,7 @@ _SMOOTH = (
     "torch.exp2(-{}.abs())", "torch.log({}.abs() + 1.0)", "torch.log2({}.abs() + 2.0)", "torch.log1p({}.abs())",
     "torch.sqrt({}.abs() + 1.0)", "torch.rsqrt({}.abs() + 1.0)", "torch.reciprocal({}.abs() + 1.0)", "1 / (1 + {}.abs())",
     "torch.nn.functional.softplus({}.double())", "torch.nn.functional.silu({}.double())", "torch.relu({})",
+    *(f"torch.nn.functional.{name}({{}}.double())" for name in ("gelu", "elu", "mish", "logsigmoid", "leaky_relu", "relu6")),
     "torch.clamp({}, -1.0, 2.0)", "torch.square(torch.tanh({}))", "({}.abs() + 1.0) ** 1.5", "(0.125 * {}) ** 2", "{}.abs()",
 )  # fmt: skip
 _ROUNDED = ("{}.floor()", "torch.ceil({})", "torch.round({})", "torch.trunc({})", "torch.sign({})")
