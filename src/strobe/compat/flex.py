@@ -16,7 +16,7 @@ from strobe.call.attend import attend
 from strobe.compat.patch import Patch
 from strobe.problem.arguments import Arguments
 from strobe.variants.mask import Mask
-from strobe.variants.user_function import mask_function, score_function
+from strobe.variants.user_function import traced_mask, traced_score
 
 _original = _host.flex_attention
 
@@ -43,9 +43,9 @@ def flex_attention(
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise ValueError("return_aux: strobe keeps no maxima of scores; ask for lse alone")
     wants_lse = return_lse or (return_aux is not None and getattr(return_aux, "lse", False))
-    score = None if score_mod is None else score_function(score_mod, rows=True)
+    score = None if score_mod is None else traced_score(score_mod, rows=True)
     of_rows = callable(block_mask) and not isinstance(block_mask, Mask) and not hasattr(block_mask, "kv_indices")
-    mask = mask_function(block_mask, rows=True) if of_rows else block_mask
+    mask = traced_mask(block_mask, rows=True) if of_rows else block_mask
     a = Arguments(query, key, value, mask=mask, scale=scale, score=score, layout="bhsd", return_lse=wants_lse)
     found = attend(a)
     if return_aux is not None:

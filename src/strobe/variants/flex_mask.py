@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from strobe.variants.mask import Mask
-from strobe.variants.user_function import mask_function
+from strobe.variants.user_function import traced_mask
 
 _agreeing: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # what `_agree` found for masks
 
@@ -24,7 +24,7 @@ def of_block_mask(mask: Any) -> Mask:
     of_pairs = mask.mask_mod
     if getattr(of_pairs, "__name__", "") == "noop_mask":  # made from blocks alone
         whole, of_pairs = whole | partial, None
-    elif _agree(mask, found := mask_function(of_pairs, rows=True), whole, partial):
+    elif _agree(mask, found := traced_mask(of_pairs, rows=True), whole, partial):
         return found
 
     def in_a_block(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -34,7 +34,7 @@ def of_block_mask(mask: Any) -> Mask:
         seen = partial[place] & of_pairs(b, h, q, k)
         return seen if counts is None else whole[place] | seen
 
-    return mask_function(in_a_block, rows=True)
+    return traced_mask(in_a_block, rows=True)
 
 
 def check_lengths(mask: Any, len_q: int, len_k: int) -> None:
