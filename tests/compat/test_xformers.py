@@ -256,9 +256,10 @@ def test_the_forward_alone_has_no_gradient() -> None:
     torch.testing.assert_close(out, by_hand(q, k, v).detach())
 
 
-def test_it_is_one_operation_of_a_compiled_graph() -> None:
+@pytest.mark.parametrize("name", ["LowerTriangularMask", "LowerTriangularFromBottomRightMask"])
+def test_it_is_one_operation_of_a_compiled_graph(name: str, classes: Any) -> None:
     q, k, v = tensors(2)
-    bias = xformers_classes.LowerTriangularFromBottomRightMask()
+    bias = getattr(classes, name)()
     compiled = torch.compile(lambda *t: memory_efficient_attention(*t, bias), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), memory_efficient_attention(q, k, v, bias))
 

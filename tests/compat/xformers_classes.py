@@ -36,8 +36,34 @@ def keys(starts: Sequence[int], lengths: Sequence[int]) -> KeysInfo:
     return KeysInfo(torch.tensor(starts, dtype=torch.int32), max(lengths), list(starts), used, list(lengths))
 
 
-class LowerTriangularMask:
-    pass
+class LowerTriangularMask(torch.Tensor):
+    """A tensor without numbers, around another one, as in xformers: its compiled graphs take such tensors apart."""
+
+    _subtensor: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, *, _subtensor: torch.Tensor | None = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, [], dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, *, _subtensor: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self._subtensor = torch.empty(0) if _subtensor is None else _subtensor
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}()"
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_subtensor"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Any:
+        return cls(_subtensor=inner["_subtensor"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.clone):
+            return cls(_subtensor=func(args[0]._subtensor))
+        return NotImplemented
 
 
 class LowerTriangularFromBottomRightMask:
@@ -45,8 +71,13 @@ class LowerTriangularFromBottomRightMask:
 
 
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    @staticmethod
+    def __new__(cls, bias: torch.Tensor) -> Any:
+        options = {"dtype": bias.dtype, "requires_grad": bias.requires_grad}
+        return torch.Tensor._make_wrapper_subclass(cls, bias.shape, **options)  # type: ignore[attr-defined]
+
     def __init__(self, bias: torch.Tensor) -> None:
-        self._bias = bias
+        super().__init__(_subtensor=bias)
 
 
 @dataclass

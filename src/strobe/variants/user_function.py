@@ -37,7 +37,7 @@ from strobe.variants.expression import (
 from strobe.variants.kept_function import NothingDerived
 from strobe.variants.mask import Mask, of_condition
 from strobe.variants.score import ELEMENT_KINDS, Score
-from strobe.variants.text import MOST_AXES, MOST_TENSORS
+from strobe.variants.text import MOST_AXES, MOST_INTEGER, MOST_TENSORS
 
 
 class CannotTrace(TypeError):
@@ -262,6 +262,8 @@ class Tracer:
         if isinstance(x, bool):
             return _literal(x)
         if isinstance(x, numbers.Integral):
+            if abs(int(x)) > MOST_INTEGER:
+                raise self.error(f"the integer {x} has more than 64 bits")
             return Expr.of(int(x))
         if isinstance(x, numbers.Real):
             return Expr.of(float(x))
