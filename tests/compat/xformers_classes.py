@@ -43,11 +43,7 @@ class LowerTriangularMask(torch.Tensor):
 
     @staticmethod
     def __new__(cls, *, _subtensor: torch.Tensor | None = None) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, [], dtype=torch.float32)  # type: ignore[attr-defined]
-
-    def __init__(self, *, _subtensor: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self._subtensor = torch.empty(0) if _subtensor is None else _subtensor
+        return _around(cls, torch.empty(0) if _subtensor is None else _subtensor, ())
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}()"
@@ -73,11 +69,18 @@ class LowerTriangularFromBottomRightMask:
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     @staticmethod
     def __new__(cls, bias: torch.Tensor) -> Any:
-        options = {"dtype": bias.dtype, "requires_grad": bias.requires_grad}
-        return torch.Tensor._make_wrapper_subclass(cls, bias.shape, **options)  # type: ignore[attr-defined]
+        return _around(cls, bias, bias.shape)
 
-    def __init__(self, bias: torch.Tensor) -> None:
-        super().__init__(_subtensor=bias)
+
+def _around(cls: type, inner: torch.Tensor, shape: Sequence[int]) -> Any:
+    options = {"dtype": inner.dtype, "device": inner.device, "requires_grad": inner.requires_grad}
+    outer = torch.Tensor._make_wrapper_subclass(cls, shape, **options)  # type: ignore[attr-defined]
+    outer._subtensor = inner
+    return outer
+
+
+torch._dynamo.allow_in_graph(LowerTriangularMask)
+torch._dynamo.allow_in_graph(LowerTriangularMaskWithTensorBias)
 
 
 @dataclass

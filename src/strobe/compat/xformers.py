@@ -7,6 +7,7 @@ xformers that is there; `uninstall()` puts xformers' own back.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,8 +40,8 @@ def memory_efficient_attention(
 ) -> torch.Tensor:
     """softmax(scale * query key^T + attn_bias) value, as `xformers.ops.memory_efficient_attention` says it: tensors are
     (batch, length, heads, dim), (batch, length, dim), or (batch, length, groups, heads of a group, dim). Heads that were
-    expanded are read once. `attn_bias` is a tensor, which may have a gradient, or an object of xformers' classes. `p`
-    drops weights. `op`, which names a kernel of xformers, and paged keys raise `strobe.Unsupported`."""
+    expanded are read once where no gradient is wanted. `attn_bias` is a tensor, which may have a gradient, or an object of
+    xformers' classes. `p` drops weights. `op`, which names a kernel of xformers, and paged keys raise `strobe.Unsupported`."""
     flash_terms.refuse(op=(op, "kernels are strobe's own choice; pass None"))
     if output_dtype not in (None, query.dtype):
         raise Unsupported(f"output_dtype is {output_dtype}, but the output has the dtype of query, {query.dtype}")
@@ -83,11 +84,12 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _four_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(batch, length, heads, dim), with fewer key heads where the caller expanded them."""
+    """(batch, length, heads, dim), with fewer key heads where the caller expanded them. With gradients they stay as many:
+    the gradient of each of them may be asked for, and a view of the first head would send the sum of all there."""
     if q.dim() == 3:
         return q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
-    shared = q.shape[-2] > 1 and k.stride(-2) == v.stride(-2) == 0
-    if shared:
+    learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    if not learns and q.shape[-2] > 1 and k.stride(-2) == v.stride(-2) == 0:
         k, v = k[..., :1, :], v[..., :1, :]
     return (q, k, v) if q.dim() == 4 else (q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3))
 
@@ -121,7 +123,7 @@ def _two_sided(b: Any) -> Mask:
     return window(int(b.window_left), int(b.window_right))
 
 
-# Class of xformers -> the mask that an object of it means. The second table: inside each of the sequences.
+# Class of xformers -> the mask that an object of it means. The table of packed ones: inside each of the sequences.
 _DENSE: dict[str, Callable[[Any], Mask]] = {
     "LowerTriangularMask": lambda b: causal_top_left,
     "LowerTriangularMaskWithTensorBias": lambda b: causal_top_left,
@@ -129,6 +131,7 @@ _DENSE: dict[str, Callable[[Any], Mask]] = {
     "LowerTriangularFromBottomRightLocalAttentionMask": _local,
     "LocalAttentionFromBottomRightMask": _two_sided,
 }
+_WITH_TENSOR = frozenset(("LowerTriangularMaskWithTensorBias",))
 _PACKED: dict[str, Callable[[Any], Mask]] = {
     "BlockDiagonalMask": lambda b: full,
     "BlockDiagonalCausalMask": lambda b: causal_top_left,
@@ -149,10 +152,10 @@ def _asked(attn_bias: Any) -> _Asked:
         return _Asked()
     name = type(attn_bias).__name__  # of a subclass nothing is known: it may hide other keys
     if name in _DENSE:
-        return _Asked(_DENSE[name](attn_bias), _tensor_of(attn_bias) if name.endswith("WithTensorBias") else None)
+        return _Asked(_DENSE[name](attn_bias), _tensor_of(attn_bias) if name in _WITH_TENSOR else None)
     if name in _PACKED:
         return _Asked(_PACKED[name](attn_bias), None, attn_bias)
-    if isinstance(attn_bias, torch.Tensor):
+    if isinstance(attn_bias, torch.Tensor) and not hasattr(attn_bias, "_subtensor"):  # which xformers' own classes have
         return _Asked(full, attn_bias)
     if name.startswith("Paged"):
         raise Unsupported(
@@ -170,7 +173,8 @@ def _tensor_of(attn_bias: Any) -> torch.Tensor:
 
 
 def _packed(asked: _Asked, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arguments:
-    """The sequences of a block-diagonal bias. Those with padded or gappy keys use the first `seqlen` keys of theirs."""
+    """The sequences of a block-diagonal bias. Those with padded or gappy keys use the first `seqlen` keys of theirs, which
+    are read in place where no sequence reaches into the next one."""
     if q.shape[0] != 1 or k.shape[0] != 1:
         found = f"query {tuple(q.shape)}, key {tuple(k.shape)}"
         raise InvalidArgument(
@@ -178,16 +182,22 @@ def _packed(asked: _Asked, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         )
     rows, keys = asked.rows.q_seqinfo, asked.rows.k_seqinfo
     starts, used = list(keys.seqstart_py), getattr(keys, "seqlen", None)
-    lengths = [after - before for before, after in zip(starts, starts[1:], strict=False)]
-    if used is not None and any(n > room for n, room in zip(keys.seqlen_py, lengths, strict=True)):
-        name = type(asked.rows).__name__
-        raise Unsupported(
-            f"attn_bias is a {name} whose sequences share keys: starts {starts}, lengths {keys.seqlen_py}"
-        )
-    k, v = (t[0, starts[0] : starts[-1]] for t in (k, v))
+    rooms = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    k, v, cu_k = k[0], v[0], _offsets(keys.seqstart, q)
+    if used is not None and any(n > room for n, room in zip(keys.seqlen_py, rooms, strict=True)):
+        rooms = (
+            used.tolist()
+        )  # keys in any order, perhaps of several sequences: copies stand in the order of the sequences
+        places = [range(start, start + n) for start, n in zip(keys.seqstart.tolist(), rooms, strict=False)]
+        index = torch.tensor(list(itertools.chain(*places)), dtype=torch.long, device=q.device)
+        k, v = k.index_select(0, index), v.index_select(0, index)
+        ends = list(itertools.accumulate(rooms, initial=0))
+        cu_k, used = torch.tensor(ends, dtype=torch.int32, device=q.device), None
+    else:
+        k, v, cu_k = k[starts[0] : starts[-1]], v[starts[0] : starts[-1]], cu_k - starts[0]
     a = Arguments(
-        q=q[0], k=k, v=v, cu_q=_offsets(rows.seqstart, q), cu_k=_offsets(keys.seqstart, q) - starts[0],
-        max_q=int(rows.max_seqlen), max_k=max(lengths, default=0), mask=asked.mask,
+        q=q[0], k=k, v=v, cu_q=_offsets(rows.seqstart, q), cu_k=cu_k,
+        max_q=int(rows.max_seqlen), max_k=max(rooms, default=0), mask=asked.mask,
     )  # fmt: skip
     return a if used is None else flash_terms.in_use(a, used_k=used.to(q.device, torch.int32))
 

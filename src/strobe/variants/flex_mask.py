@@ -19,6 +19,10 @@ class _Verdict(NamedTuple):
     versions: tuple[int, ...]
     agree: bool
 
+    def is_of(self, function: Mask, lists: tuple[Any, ...], versions: tuple[int, ...]) -> bool:
+        same = (a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(self.lists, lists, strict=True))
+        return (self.function, self.versions) == (function, versions) and all(same)
+
 
 _verdicts: weakref.WeakKeyDictionary[Any, _Verdict] = weakref.WeakKeyDictionary()
 
@@ -81,9 +85,7 @@ def _agree(mask: Any, function: Mask, whole: torch.Tensor, partial: torch.Tensor
     except RuntimeError:  # tensors of inference mode do not count their changes
         return _blocks_agree(mask, function, whole, partial)
     known = _verdicts.get(mask)
-    same = known is not None and (known.function, known.versions) == (function, versions)
-    same = same and all(a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(known.lists, lists))
-    if known is None or not same:
+    if known is None or not known.is_of(function, lists, versions):
         known = _Verdict(function, lists, versions, _blocks_agree(mask, function, whole, partial))
         _verdicts[mask] = known
     return known.agree

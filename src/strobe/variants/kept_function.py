@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_LEFT_TO_DO = "compute with its entries (table[h] * 2), or pass the function itself as score= or mask=: it is traced in every call"
+_WAYS_OUT = (
+    "compute with its entries (table[h] * 2), or pass the function itself as score= or mask=, traced in every call"
+)
 
 
 class NothingDerived(TorchDispatchMode):
@@ -42,7 +44,7 @@ class NothingDerived(TorchDispatchMode):
             shape = tuple(captured[0].shape)
             self._refused = self._error(
                 f"{name!r} of a captured tensor of shape {shape} would be computed once and kept, whatever the tensor "
-                f"holds later; {_LEFT_TO_DO}"
+                f"holds later; {_WAYS_OUT}"
             )
             raise self._refused
         result = func(*args, **kwargs)
