@@ -14,6 +14,7 @@ from compat import xformers_classes
 
 import strobe
 from strobe import compat as plug_ins
+from strobe.compat import xformers as ours
 from strobe.compat.xformers import memory_efficient_attention, memory_efficient_attention_forward
 
 LEN_Q, LEN_K, HEADS, DIM = 14, 18, 4, 8
@@ -276,6 +277,71 @@ def test_dropout() -> None:
     torch.manual_seed(3)
     assert torch.equal(first, memory_efficient_attention(q, k, v, None, 0.5))
     assert not torch.equal(first, memory_efficient_attention(q, k, v, None, 0.5))
+
+
+def with_axes(axes: int, x: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Batches, or heads of batches, or groups of heads."""
+    if axes == 3:
+        return [t.transpose(1, 2).flatten(0, 1).contiguous() for t in x]
+    return [t.unflatten(2, (2, HEADS // 2)) for t in x] if axes == 5 else x
+
+
+@pytest.mark.parametrize("axes", [3, 4, 5])
+def test_parts_merge_and_have_gradients(axes: int) -> None:
+    """Two parts of the keys, of which one hides some rows whole. Over all keys, by autograd and without it."""
+    x = [t.requires_grad_() for t in with_axes(axes, tensors(2))]
+    q, k, v = x
+    lead = {3: (2 * HEADS,), 4: (2, HEADS), 5: (2, 2, HEADS // 2)}[axes]
+    bias = torch.zeros(*lead, LEN_Q, LEN_K)
+    bias[..., 3:6, 10:] = -torch.inf  # the second part
+    expected = memory_efficient_attention(q, k, v, bias)
+    do = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(expected, x, do)
+    cuts = [(slice(0, 10), bias[..., :10]), (slice(10, LEN_K), bias[..., 10:])]
+    parts = [ours.memory_efficient_attention_partial(q, k[:, at], v[:, at], b) for at, b in cuts]
+    assert parts[0][1].shape == ((2 * HEADS, 1, LEN_Q) if axes == 3 else (*lead, LEN_Q))
+    outs, lses = zip(*parts, strict=True)
+    for stack in (list, torch.stack):
+        if axes == 3:
+            break
+        out, lse = ours.merge_attentions(stack(outs), stack(lses))
+        torch.testing.assert_close(out, expected)
+        for mine, whole in zip(torch.autograd.grad(out, x, do, retain_graph=True), gradients, strict=True):
+            torch.testing.assert_close(mine, whole)
+        detached = [t.detach() for t in outs], [t.detach() for t in lses]
+        again, none = ours.merge_attentions(*detached, write_lse=False)
+        assert none is None and not again.requires_grad
+        torch.testing.assert_close(again, expected.detach())
+    out, lse = ours.memory_efficient_attention_forward_requires_grad(q, k, v, bias)
+    assert not out.requires_grad and not lse.requires_grad
+    whole = ours.memory_efficient_attention_backward(do, out, lse, q, k, v, bias)
+    for mine, theirs in zip(whole, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    of_parts = [ours.memory_efficient_attention_backward(do, out, lse, q, k[:, at], v[:, at], b) for at, b in cuts]
+    torch.testing.assert_close(of_parts[0][0] + of_parts[1][0], gradients[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([part[i] for part in of_parts], 1), gradients[i])
+
+
+@pytest.mark.parametrize("name", ["BlockDiagonalCausalMask", "BlockDiagonalPaddedKeysMask", "unsorted", "shared"])
+def test_gradients_of_packed_sequences_by_hand(name: str, classes: Any) -> None:
+    bias, x = PACKED[name][0](classes), tensors(requires_grad=True)
+    expected = memory_efficient_attention(*x, bias)
+    do = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    out, lse = ours.memory_efficient_attention_forward_requires_grad(*x, bias)
+    torch.testing.assert_close(out, expected.detach())
+    assert lse.shape == (1, HEADS, LEN_Q)
+    found = ours.memory_efficient_attention_backward(do, out, lse, *x, bias)
+    for mine, theirs in zip(found, torch.autograd.grad(expected, x, do), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_parts_have_no_dropout() -> None:
+    q, k, v = tensors()
+    with pytest.raises(strobe.Unsupported, match="p is 0.5; only memory_efficient_attention drops weights"):
+        ours.memory_efficient_attention_partial(q, k, v, None, 0.5)
+    with pytest.raises(ValueError, match="attn_split and lse_split must be as many, at least one; got 1, 0"):
+        ours.merge_attentions([q], [])
 
 
 def test_the_forward_alone_has_no_gradient() -> None:

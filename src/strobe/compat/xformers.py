@@ -1,4 +1,4 @@
-"""strobe under xformers: `memory_efficient_attention` with its signature, its axes and its `attn_bias` classes.
+"""strobe under xformers: `memory_efficient_attention` and its parts with their signatures, axes and `attn_bias` classes.
 
 The classes are recognised by name and attributes, so this module needs no xformers. `install()` puts the function into an
 xformers that is there; `uninstall()` puts xformers' own back.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+from strobe.call import piece
 from strobe.call.attend import attend
 from strobe.compat import flash_terms
+from strobe.merging import merge
 from strobe.problem import Unsupported
 from strobe.problem.arguments import Arguments
 from strobe.problem.hints import InvalidArgument, raises_as_hosts
@@ -42,32 +44,145 @@ def memory_efficient_attention(
     (batch, length, heads, dim), (batch, length, dim), or (batch, length, groups, heads of a group, dim). Heads that were
     expanded are read once where no gradient is wanted. `attn_bias` is a tensor, which may have a gradient, or an object of
     xformers' classes. `p` drops weights. `op`, which names a kernel of xformers, and paged keys raise `strobe.Unsupported`."""
-    flash_terms.refuse(op=(op, "kernels are strobe's own choice; pass None"))
-    if output_dtype not in (None, query.dtype):
-        raise Unsupported(f"output_dtype is {output_dtype}, but the output has the dtype of query, {query.dtype}")
-    _check_shapes(query, key, value)
-    asked = _asked(attn_bias)
-    q, k, v = _four_axes(query, key, value)
-    bias = None if asked.bias is None else _bias_of_heads(asked.bias, query.dim())
-    p, dim_v = flash_terms.number("p", p), v.shape[-1]
+    p = flash_terms.number("p", p)
     if not 0 <= p <= 1:
         raise InvalidArgument(f"p must be from 0 to 1, got {p}")
-    scale = q.shape[-1] ** -0.5 if scale is None else flash_terms.number("scale", scale)
-    q, k, v = flash_terms.padded(*map(flash_terms.last_axis_contiguous, (q, k, v)))
-    drop = 0.0 if p == 1 else p
-    if asked.rows is None:
-        out = attend(Arguments(q, k, v, mask=asked.mask, scale=scale, bias=bias, dropout=drop, layout="bshd"))
-    else:
-        out = attend(_packed(asked, q, k, v)._replace(scale=scale, dropout=drop))[None]
+    _refuse(op, output_dtype, query)
+    a = _arguments(query, key, value, attn_bias, scale)._replace(dropout=0.0 if p == 1 else p)
+    out = attend(a)
     if p == 1:  # nothing is left, whatever the scores are
         out = out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0)
-    return out[..., :dim_v].reshape(*query.shape[:-1], dim_v)
+    return _outside(out, query, value)
 
 
 def memory_efficient_attention_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`memory_efficient_attention` without gradients."""
     with torch.no_grad():
         return memory_efficient_attention(*args, **kwargs)
+
+
+@raises_as_hosts
+def memory_efficient_attention_partial(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, LSE) over some of the keys, for `merge_attentions`, both differentiable. The LSE is (batch, heads, length) or
+    (batch, groups, heads of a group, length); with a block-diagonal `attn_bias` batch is 1."""
+    _refuse(op, output_dtype, query)
+    _refuse_dropout(p)
+    out, lse = attend(_arguments(query, key, value, attn_bias, scale)._replace(return_lse=True))
+    lse = lse[None] if lse.dim() == 2 else lse
+    return _outside(out, query, value), lse.unflatten(1, query.shape[2:4]) if query.dim() == 5 else lse
+
+
+def memory_efficient_attention_forward_requires_grad(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, LSE) without gradients, for `memory_efficient_attention_backward`."""
+    with torch.no_grad():
+        return memory_efficient_attention_partial(*args, **kwargs)
+
+
+@raises_as_hosts
+def memory_efficient_attention_backward(
+    grad: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value. Output and LSE are those over all keys, of which `key` may be a part."""
+    _refuse(op, None, query)
+    _refuse_dropout(p)
+    with torch.enable_grad():  # of what is done to them before they are attended to
+        leaves = tuple(t.detach().requires_grad_() for t in (query, key, value))
+        a = _arguments(*leaves, attn_bias, scale)
+    with torch.no_grad():
+        inside = [t.reshape(*a.q.shape[:-1], t.shape[-1]) for t in (output, grad)]
+        out, dout = (torch.nn.functional.pad(t, (0, a.v.shape[-1] - t.shape[-1])) for t in inside)
+        bias = None if a.bias is None else a.bias.detach()
+        detached = a._replace(q=a.q.detach(), k=a.k.detach(), v=a.v.detach(), bias=bias)
+        rows = (*a.q.shape[:-3], a.q.shape[-2], a.q.shape[-3])
+        found = piece.backward(detached, out, lse.reshape(rows), dout)
+    return torch.autograd.grad((a.q, a.k, a.v), leaves, (found.q, found.k, found.v))
+
+
+@raises_as_hosts
+def merge_attentions(
+    attn_split: Sequence[torch.Tensor] | torch.Tensor,
+    lse_split: Sequence[torch.Tensor] | torch.Tensor,
+    write_lse: bool = True,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(output, LSE) over all keys from those over parts, each as `memory_efficient_attention_partial` returns them. Without
+    `write_lse` the LSE is None."""
+    outs, lses = list(attn_split), list(lse_split)
+    if not outs or len(outs) != len(lses):
+        raise InvalidArgument(f"attn_split and lse_split must be as many, at least one; got {len(outs)}, {len(lses)}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*outs, *lses)):
+        out, lse = _merged(outs, lses)
+    else:
+        grouped = outs[0].dim() == 5
+        flat = [(t.flatten(2, 3), of.flatten(1, 2)) if grouped else (t, of) for t, of in zip(outs, lses, strict=True)]
+        out, lse = merge([t for t, _ in flat], [of for _, of in flat])
+        out, lse = out.reshape(outs[0].shape), lse.reshape(lses[0].shape)
+    return out.to(outs[0].dtype if output_dtype is None else output_dtype), lse if write_lse else None
+
+
+def _merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`strobe.merge` in operations that PyTorch differentiates. Parts without keys have no weight and no gradient."""
+    stacked = torch.stack([lse.to(torch.promote_types(lse.dtype, torch.float32)) for lse in lses])
+    empty = stacked == -torch.inf
+    nothing = empty.all(0)
+    lse = stacked.masked_fill(nothing, 0).logsumexp(0)
+    weights = (stacked - lse).exp().masked_fill(empty, 0)
+    parts = [
+        t.to(stacked.dtype).masked_fill(hidden.movedim(-1, 1)[..., None], 0) * w.movedim(-1, 1)[..., None]
+        for t, hidden, w in zip(outs, empty, weights, strict=True)
+    ]
+    return sum(parts[1:], parts[0]), lse.masked_fill(nothing, -torch.inf)
+
+
+def _refuse(op: Any, output_dtype: torch.dtype | None, query: torch.Tensor) -> None:
+    flash_terms.refuse(op=(op, "kernels are strobe's own choice; pass None"))
+    if output_dtype not in (None, query.dtype):
+        raise Unsupported(f"output_dtype is {output_dtype}, but the output has the dtype of query, {query.dtype}")
+
+
+def _refuse_dropout(p: float) -> None:
+    if flash_terms.number("p", p):
+        raise Unsupported(
+            f"p is {p}; only memory_efficient_attention drops weights: this function has no seed to repeat"
+        )
+
+
+def _arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any, scale: Any) -> Arguments:
+    """Those of `attend`, with dims that kernels have."""
+    _check_shapes(query, key, value)
+    asked = _asked(attn_bias)
+    q, k, v = _four_axes(query, key, value)
+    bias = None if asked.bias is None else _bias_of_heads(asked.bias, query.dim())
+    scale = q.shape[-1] ** -0.5 if scale is None else flash_terms.number("scale", scale)
+    q, k, v = flash_terms.padded(*map(flash_terms.last_axis_contiguous, (q, k, v)))
+    if asked.rows is not None:
+        return _packed(asked, q, k, v)._replace(scale=scale)
+    return Arguments(q, k, v, mask=asked.mask, scale=scale, bias=bias, layout="bshd")
+
+
+def _outside(out: torch.Tensor, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    dim_v = value.shape[-1]
+    return out[..., :dim_v].reshape(*query.shape[:-1], dim_v)
 
 
 def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -209,8 +324,15 @@ def _offsets(starts: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 # ---- the plug-in -----------------------------------------------------------------------------------------------------
 
 _OURS = {
-    "memory_efficient_attention": memory_efficient_attention,
-    "memory_efficient_attention_forward": memory_efficient_attention_forward,
+    f.__name__: f
+    for f in (
+        memory_efficient_attention,
+        memory_efficient_attention_forward,
+        memory_efficient_attention_forward_requires_grad,
+        memory_efficient_attention_partial,
+        memory_efficient_attention_backward,
+        merge_attentions,
+    )
 }
 _HOSTS = ("xformers.ops", "xformers.ops.fmha")
 _replaced: list[tuple[ModuleType, str, Any]] | None = None  # None: not installed
