@@ -22,7 +22,7 @@ from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask, causal, full
 from strobe.variants.score import Score
 from strobe.variants.tail import with_tail
-from strobe.variants.user_function import mask_function
+from strobe.variants.user_function import traced_mask
 
 
 @shows_known_keywords
@@ -109,7 +109,7 @@ def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
         check_tail(tail, a.q, a.cu_q, a.max_q)
     mask = full if a.mask is None else a.mask
     if not isinstance(mask, (Mask, BlockMask, torch.Tensor)) and callable(mask):
-        mask = mask_function(mask)
+        mask = traced_mask(mask)
     return with_tail(mask, tail, a.cu_q) if isinstance(mask, Mask) else mask
 
 
