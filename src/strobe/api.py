@@ -45,7 +45,8 @@ def attention(
     """softmax(scale * q k^T) v, exactly, without the matrix of scores.
 
     q is (batch, len_q, heads, dim), k and v (batch, len_k, heads_k, dim or dim_v); `layout="bhsd"` takes PyTorch's
-    order. Leading axes may be missing: (len, dim) works. Fewer key heads than query heads are grouped.
+    order. One head is (len, dim). Without a batch, `layout=` must say which axis is the heads: (len, heads, dim) is "bshd" and
+    (heads, len, dim) "bhsd". Fewer key heads than query heads are grouped.
 
     mask           strobe.causal, strobe.window(left, right), …; a function (b, h, q, k) of positions that returns a bool,
                    combined with them by `&`, `|` and `~` (`strobe.mask_function`), for many calls `strobe.block_mask`; or

@@ -9,9 +9,9 @@ import torch
 
 from strobe.backends import dispatch
 from strobe.problem import Problem, any_requires_grad
-from strobe.problem.arguments import ROWS, Arguments, gradient_names, tensors_of
+from strobe.problem.arguments import DEFAULT_LAYOUT, ROWS, Arguments, gradient_names, tensors_of
 from strobe.problem.checks import with_longest
-from strobe.problem.hints import unknown_word
+from strobe.problem.hints import refuse_three_axes, unknown_word
 from strobe.problem.page_checks import entries_of, in_order
 from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import causal
@@ -79,7 +79,9 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         arguments["score"] = with_softcap(arguments.get("score"), softcap)
     if wrong := [name for name in arguments if name not in ROWS]:
         raise unknown_word("explain", wrong[0], (*ROWS, "softcap"))
-    a = resolved(Arguments(q, k, v, *cu, **arguments))
+    dense = not paged and not cu and arguments.get("cu_q") is None
+    a = resolved(Arguments(q, k, v, *cu, **({"layout": DEFAULT_LAYOUT} if dense else {}) | arguments))
+    refuse_three_axes(a)
     if a.cu_q is not None:
         a = with_longest(a)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     ),
     "sdpa": (lambda q, k, v: strobe.sdpa(q, k, v, is_causal=True), [(2, 4, 33, 16)] * 3),
     "two axes": (lambda q, k, v: strobe.attention(q, k, v, mask=strobe.causal, return_lse=True), [(33, 16)] * 3),
-    "three axes": (lambda q, k, v: strobe.attention(q, k, v, return_lse=True), [(33, 4, 16)] * 3),
+    "three axes": (lambda q, k, v: strobe.attention(q, k, v, return_lse=True, layout="bshd"), [(33, 4, 16)] * 3),
     "no keys": (lambda q, k, v: strobe.attention(q, k, v), [SHAPE, (2, 0, 4, 16), (2, 0, 4, 16)]),
     "a backend by name": (lambda q, k, v: strobe.attention(q, k, v, backend="tiled"), [SHAPE] * 3),
 }

@@ -20,7 +20,7 @@ from strobe.backends.backend import Gradients, Pass
 from strobe.problem import Problem, any_requires_grad
 from strobe.problem.arguments import ALIGN, PLAIN, ROWS, Arguments, tensor_facts, with_tensors, without_tensors
 from strobe.problem.checks import same_storage
-from strobe.problem.hints import warn_of_layout
+from strobe.problem.hints import refuse_three_axes, warn_of_layout
 from strobe.variants.score import Score
 
 _MOST = 1024  # bound calls that a thread remembers
@@ -185,5 +185,7 @@ def remember(key: Any, bound: BoundCall) -> None:
 
 def bind(a: Arguments, needs_grad: bool | None = None) -> BoundCall:
     """Check the arguments and bind them; nothing is remembered. If `needs_grad` is None, the tensors decide."""
+    refuse_three_axes(a)
+    bound = BoundCall(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)
     warn_of_layout(a)
-    return BoundCall(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)
+    return bound

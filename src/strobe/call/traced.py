@@ -30,6 +30,7 @@ from strobe.problem.arguments import (
     layout_of_keys,
 )
 from strobe.problem.checks import check_qkv, check_shapes, lse_dtype
+from strobe.problem.hints import refuse_three_axes
 from strobe.problem.page_checks import NO_GRADIENTS
 from strobe.problem.resolve import completed
 from strobe.variants.mask import Mask, full, parse_mask
@@ -82,6 +83,7 @@ def attention(a: Arguments) -> Any:
         raise Unsupported(
             "only masks and scores of ours, no `out`, dropout with a `seed` and no partial output in fp32 can be traced"
         )
+    refuse_three_axes(a)
     a = autograd.cast_for_autocast(a)
     is_tensor = isinstance(a.mask, torch.Tensor)
     interval = full if a.mask is None or is_tensor else a.mask

@@ -93,11 +93,24 @@ def unknown_word(function: str, word: str, known: Iterable[str]) -> TypeError:
 
 SILENCE = "STROBE_NO_LAYOUT_WARNING"
 _warned = False
-_MOST_HEADS = 64  # an axis up to this length, before a longer one, looks like heads
+# Numbers of heads that models have. A length may be any number.
+_HEADS = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128))
+
+
+def refuse_three_axes(a: Arguments) -> None:
+    """Raise for q with three axes where no layout was given: each of the three ways to read them is somebody's habit, and
+    each computes something."""
+    q = a.q
+    if a.layout is DEFAULT_LAYOUT and isinstance(q, torch.Tensor) and q.dim() == 3:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, and three axes need a layout: for (length, heads, dim) pass "
+            'layout="bshd"; for (heads, length, dim), or batch and heads in one axis, layout="bhsd"; for (batch, length, dim), '
+            "which has one head, pass q[:, :, None], k[:, :, None] and v[:, :, None]"
+        )
 
 
 def warn_of_layout(a: Arguments) -> None:
-    """One warning per process if no layout was given and q and k look like (batch, heads, length, dim)."""
+    """Warn, once per process, if no layout was given and q and k are likelier to be (batch, heads, length, dim)."""
     if a.layout is not DEFAULT_LAYOUT or not _looks_bhsd(a.q) or not _looks_bhsd(a.k):
         return
     global _warned
@@ -108,7 +121,14 @@ def warn_of_layout(a: Arguments) -> None:
 
 
 def _looks_bhsd(t: Any) -> bool:
-    return isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[1] <= _MOST_HEADS < t.shape[2]
+    """The second axis is likelier to be heads than the third. A number that models have as heads decides; if both or
+    neither are such a number, the smaller one is the heads."""
+    if not isinstance(t, torch.Tensor) or t.dim() != 4:
+        return False
+    second, third = t.shape[1], t.shape[2]
+    if (second in _HEADS) != (third in _HEADS):
+        return second in _HEADS
+    return second < third
 
 
 def _warn(shape: tuple[int, ...]) -> None:
