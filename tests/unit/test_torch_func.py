@@ -84,5 +84,5 @@ def test_batched_cotangents() -> None:
 
 
 def test_forward_mode_is_refused_in_words() -> None:
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative; reverse mode"):
+    with pytest.raises(strobe.Unsupported, match="no forward-mode derivative; reverse mode"):
         jvp(ours, (q,), (torch.ones_like(q),))

@@ -242,7 +242,7 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any
     recomputation."""
     (dout, dlse, out), values = _restore_call(ctx)
     if is_traced(out):
-        raise NotImplementedError("second derivatives of strobe.attention cannot be traced")
+        raise Unsupported("second derivatives of strobe.attention cannot be traced")
     a = _arguments(values)
     bound = bind(completed(a), needs_grad=True)
     by_name = dict(zip(gradient_names(ctx.needs), cotangents, strict=False))

@@ -32,12 +32,9 @@ from strobe.problem.checks import (
 from strobe.problem.page_checks import NO_GRADIENTS, check_paged
 from strobe.variants.mask import Mask, full, used_keys
 from strobe.variants.score import Score
+from strobe.variants.unsupported import Unsupported as Unsupported
 
 Strides = tuple[int, int, int]  # (batch, head, row) in elements; the last axis is contiguous
-
-
-class Unsupported(RuntimeError):
-    """A backend was named explicitly and cannot do what was asked; the message says why."""
 
 
 @dataclass(frozen=True)

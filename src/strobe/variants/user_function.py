@@ -36,9 +36,10 @@ from strobe.variants.expression import (
 from strobe.variants.mask import Mask, of_condition
 from strobe.variants.score import ELEMENT_KINDS, Score
 from strobe.variants.text import MOST_AXES, MOST_TENSORS
+from strobe.variants.unsupported import Unsupported
 
 
-class CannotTrace(TypeError):
+class CannotTrace(Unsupported, TypeError):
     """The function does what no kernel can. The message names the operation and the user's line."""
 
 
