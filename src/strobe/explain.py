@@ -92,18 +92,11 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         wanted = gradient_names(tuple(t is not None and t.requires_grad for t in tensors_of(a)))
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
-    kind = ("varlen " if problem.varlen else "") + ("paged " if paged else "")
-    kv = f", {problem.heads_k} key heads" if problem.heads_k != problem.heads else ""
-    dims = f"{problem.dim}" if problem.dim == problem.dim_v else f"{problem.dim}/{problem.dim_v}"
     return Explanation(
         backend=chosen.name,
         summary=chosen.summary,
         backward=None if backward is None else backward.name,
-        problem=(
-            f"{kind}attention: batch {problem.batch}, {problem.heads} heads{kv}, "
-            f"{problem.len_q} x {problem.len_k}, dim {dims}, {problem.mask.name}, "
-            f"{str(problem.dtype).removeprefix('torch.')} on {problem.device}"
-        ),
+        problem=problem.summary,
         rejected={name: reason for name, reason in reasons.items() if reason is not None},
         slower=tuple(name for name, reason in reasons.items() if reason is None and name != chosen.name),
         details=chosen.details(problem),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strobe.backends import dispatch
+from strobe.backends import dispatch, slow_path
 from strobe.backends.backend import Gradients, Pass
 from strobe.problem import Problem, any_requires_grad
 from strobe.problem.arguments import ALIGN, PLAIN, ROWS, Arguments, tensor_facts, with_tensors, without_tensors
@@ -48,6 +48,8 @@ class BoundCall:
         self.differentiable, self._template = needs_grad, without_tensors(a)
         self._behind_qkv = self._template[3:]
         self.backend = dispatch.choose(self.problem, a.backend)
+        if a.backend is None:
+            slow_path.report(self.problem, self.backend)
         self.forward: Pass = dispatch.bind(self.backend, self.problem, self.layout)
         self.merges = self.backend.can_merge(self.problem) and not needs_grad
         self._backward: dict[tuple[str, ...], Pass] = {}
@@ -77,6 +79,8 @@ class BoundCall:
         if bound is None:
             problem = self.problem.backward(gradients)
             chosen = dispatch.choose_backward(problem, self.backend)
+            if self.backend.device_type == "cuda":
+                slow_path.report(problem, chosen)
             bound = self._backward[gradients] = dispatch.bind(chosen, problem, self.layout)
         return bound.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
 

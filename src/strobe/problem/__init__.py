@@ -186,6 +186,16 @@ class Problem:
     def direction(self) -> str:
         return "backward" if self.gradients else "forward"
 
+    @property
+    def summary(self) -> str:
+        kind = ("varlen " if self.varlen else "") + ("paged " if self.k.pages is not None else "")
+        kv = f", {self.heads_k} key heads" if self.heads_k != self.heads else ""
+        dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        return (
+            f"{kind}attention: batch {self.batch}, {self.heads} heads{kv}, {self.len_q} x {self.len_k}, dim {dims}, "
+            f"{self.mask.name}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
+        )
+
     def backward(self, gradients: tuple[str, ...]) -> Problem:
         """The problem of computing these gradients."""
         return replace(self, gradients=gradients, lse=False, state=None)

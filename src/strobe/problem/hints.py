@@ -136,11 +136,11 @@ def _warn(shape: tuple[int, ...]) -> None:
     warnings.warn(
         f"q has shape {shape}, which is read as (batch, length, heads, dim): {length} tokens and {heads} heads. If it is "
         f'(batch, heads, length, dim), pass layout="bhsd"; layout="bshd" or {SILENCE}=1 silences this warning',
-        stacklevel=_callers_level(),
+        stacklevel=callers_level(),
     )
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """The stack level of the first frame outside this package, as `warnings.warn` counts it for the function that calls
     this."""
     package = str(Path(__file__).parents[1]) + os.sep
