@@ -25,6 +25,7 @@ cu = torch.tensor([0, 2, 5], dtype=torch.int32)
         ("is_causal", True, "use mask=strobe.causal"),
         ("dropout_p", 0.1, "use dropout="),
         ("attn_mask", None, "use mask="),
+        ("key_padding_mask", None, "use mask=~key_padding_mask[:, None, None, :]"),
         ("window_size", (128, 0), "use mask=strobe.window(left, right)"),
         ("softmax_scale", 1.0, "use scale="),
         ("alibi_slopes", None, "use score=strobe.alibi(slopes)"),
@@ -42,6 +43,33 @@ def test_a_keyword_of_another_library_is_answered_with_ours(function: Any, keywo
     message = str(caught.value)
     assert message.startswith(f"{function.__name__}() got an unexpected keyword argument {keyword!r}; ")
     assert says in message and "wrong" not in message
+
+
+@pytest.mark.parametrize("function", [strobe.attention, strobe.attention_varlen])
+def test_a_mask_by_position_is_answered_with_its_name(function: Any) -> None:
+    tensors = (packed, packed, packed, cu, cu) if function is strobe.attention_varlen else (x, x, x)
+    with pytest.raises(TypeError, match=r"q, k, v.* by position, got 1 more; give the others by name, such as mask="):
+        function(*tensors, strobe.causal)
+
+
+def test_a_padding_mask_is_answered_with_its_axes() -> None:
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    with pytest.raises(ValueError, match=r"if it is \(batch, keys\), pass mask\[:, None, None, :\]"):
+        strobe.attention(x, x, x, mask=mask)
+    padded = strobe.attention(x, x, x, mask=mask[:, None, None, :])
+    torch.testing.assert_close(padded[0], strobe.attention(x[:1], x[:1, :2], x[:1, :2])[0])
+
+
+def test_jagged_tensors_are_sent_to_what_takes_them() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(n, 4, 8) for n in (2, 3)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"q is a nested tensor; strobe.sdpa takes jagged ones"):
+        strobe.attention(rows, rows, rows)
+
+
+def test_a_function_of_flash_attn_is_sent_to_its_module() -> None:
+    with pytest.raises(AttributeError, match="strobe.compat.flash_attn has the functions of flash-attn"):
+        strobe.flash_attn_func  # noqa: B018
+    assert callable(strobe.compat.flash_attn.flash_attn_func)
 
 
 def test_what_is_advised_exists() -> None:

@@ -54,6 +54,9 @@ def checked_scale(value: Any, score: Score, dtype: torch.dtype) -> float:
 def check_qkv(a: Arguments) -> Layout:
     for name, t in (("q", a.q), ("k", a.k), ("v", a.v)):
         checked_tensor(name, t)
+        if t.is_nested:
+            way_out = "strobe.sdpa takes jagged ones, and strobe.attention_varlen their values() and offsets()"
+            raise TypeError(f"{name} is a nested tensor; {way_out}")
         if t.dtype not in DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise TypeError(f"{name} has dtype {t.dtype}; allowed are {allowed}")

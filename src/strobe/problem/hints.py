@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ _SPELLINGS = {
     "attn_mask": "mask= for booleans (True where attention is allowed), bias= for numbers that are added",
     "attention_mask": "mask= for booleans (True where attention is allowed), bias= for numbers that are added",
     "attn_bias": "bias=, or mask=strobe.causal and its like where it hides keys",
+    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], if it is (batch, keys) and True where keys are padding",
     "block_mask": "mask=strobe.causal, strobe.window(…), …, combined with &, a function (b, h, q, k) or a boolean tensor",
     "mask_mod": "mask=, which takes the function as it is",
     "score_mod": "score=, which takes the function as it is",
@@ -65,11 +66,22 @@ _SPELLINGS = {
 
 
 def shows_known_keywords(function: _Function) -> _Function:
-    """The function itself. Its `**wrong`, which is there to be refused with a hint, is left out of its signature."""
+    """The function itself. Its `*more` and `**wrong`, which are there to be refused with a hint, are left out of its
+    signature."""
     signature = inspect.signature(function)
-    known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    known = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
     return function
+
+
+def unknown_arguments(function: Callable[..., Any], more: Sequence[Any], wrong: Iterable[str]) -> TypeError:
+    """The error of a call with more arguments by position than the function takes, or with keywords that it does not have."""
+    parameters = inspect.signature(function).parameters
+    if more:
+        taken = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+        way_out = "give the others by name, such as mask= (True where attention is allowed) or bias="
+        return TypeError(f"{function.__name__}() takes {', '.join(taken)} by position, got {len(more)} more; {way_out}")
+    return unknown_keyword(function, wrong)
 
 
 def unknown_keyword(function: Callable[..., Any], wrong: Iterable[str]) -> TypeError:
