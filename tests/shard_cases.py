@@ -33,7 +33,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     softcap: float | None = None
-    alibi: bool = False
+    alibi: bool = False  # packed documents have slopes of their own
     strategy: str = "zigzag"
     block: int | None = None
     batch: int = 2
@@ -90,7 +90,8 @@ def inputs(case: Case) -> Inputs:
     if case.dropout:
         options |= {"dropout": case.dropout, "seed": 17}
     if case.alibi:
-        options["score"] = strobe.alibi(torch.rand(heads, generator=generator, dtype=torch.float64))
+        documents = () if len(case.lengths) == 1 else (len(case.lengths),)
+        options["score"] = strobe.alibi(torch.rand((*documents, heads), generator=generator, dtype=torch.float64))
     return Inputs(q, k, v, sinks, options, dout, dlse)
 
 

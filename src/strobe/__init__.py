@@ -95,4 +95,5 @@ def __getattr__(name: str) -> object:
         homes = [import_module(f"strobe.{home}") for home in _HOMES]
         globals().update({n: next(getattr(home, n) for home in homes if hasattr(home, n)) for n in __all__})
         return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    way_out = "; strobe.compat.flash_attn has the functions of flash-attn" if name.startswith("flash_attn") else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{way_out}")

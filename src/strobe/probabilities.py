@@ -19,7 +19,7 @@ from strobe.call.autograd import cast_for_autocast, without_autocast
 from strobe.problem import Problem
 from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments, Inputs
 from strobe.problem.checks import checked_tensor
-from strobe.problem.hints import shows_known_keywords, unknown_keyword, warn_of_layout
+from strobe.problem.hints import refuse_three_axes, shows_known_keywords, unknown_keyword, warn_of_layout
 from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import Mask, Positions
 from strobe.variants.score import Score
@@ -64,6 +64,7 @@ def probabilities(
 
 
 def _of_rows(a: Arguments, rows: Any) -> torch.Tensor:
+    refuse_three_axes(a)
     problem, layout = Problem.of(a)
     warn_of_layout(a)
     inputs, dtype = Inputs.of(a, layout), problem.lse_dtype

@@ -495,7 +495,7 @@ RACE = """
 import hashlib, sys, types
 sys.modules["strobe"] = types.ModuleType("strobe")  # the CUDA layer alone: it needs no torch, which is slow to import
 sys.modules["strobe"].__path__ = [sys.argv[1]]
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 artifact = jit.get(sys.argv[2], "sm_80")
 assert "torch" not in sys.modules
 print(artifact.key, hashlib.sha256(artifact.cubin).hexdigest())
@@ -527,9 +527,7 @@ def test_an_environment_that_builds_on_another_finds_its_compiler(tmp_path):
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     seen = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "others.pth").write_text("\n".join([*seen, str(Path(jit.__file__).parents[2])]))
-    command = (
-        "from strobe.cuda import jit; print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
-    )
+    command = "from strobe.cuda.runtime import jit; print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
     done = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", "-c", command], capture_output=True, text=True, timeout=600
     )

@@ -16,6 +16,7 @@ import torch
 
 from strobe.call.bound_call import BoundCall, bind
 from strobe.call.second_derivatives import second_derivatives
+from strobe.problem import Unsupported
 from strobe.problem.arguments import (
     GRADIENTS,
     Arguments,
@@ -100,7 +101,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_FORWARD_MODE)
+        raise Unsupported(_NO_FORWARD_MODE)
 
 
 class _InTransforms(_Attention):
@@ -209,7 +210,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_FORWARD_MODE)
+        raise Unsupported(_NO_FORWARD_MODE)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, wanted: Any, *tensors: _Maybe) -> Any:
@@ -235,7 +236,7 @@ class _Second(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: _Maybe) -> Any:
-        raise NotImplementedError("strobe.attention has first and second derivatives, but no third")
+        raise Unsupported("strobe.attention has first and second derivatives, but no third")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, *tensors: _Maybe) -> Any:

@@ -30,6 +30,7 @@ from strobe.problem.arguments import (
     layout_of_keys,
 )
 from strobe.problem.checks import check_qkv, check_shapes, lse_dtype
+from strobe.problem.hints import refuse_three_axes
 from strobe.problem.page_checks import NO_GRADIENTS
 from strobe.problem.resolve import completed
 from strobe.variants.mask import Mask, full, parse_mask
@@ -82,6 +83,7 @@ def attention(a: Arguments) -> Any:
         raise Unsupported(
             "only masks and scores of ours, no `out`, dropout with a `seed` and no partial output in fp32 can be traced"
         )
+    refuse_three_axes(a)
     a = autograd.cast_for_autocast(a)
     is_tensor = isinstance(a.mask, torch.Tensor)
     interval = full if a.mask is None or is_tensor else a.mask
@@ -240,7 +242,7 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any
     recomputation."""
     (dout, dlse, out), values = _restore_call(ctx)
     if is_traced(out):
-        raise NotImplementedError("second derivatives of strobe.attention cannot be traced")
+        raise Unsupported("second derivatives of strobe.attention cannot be traced")
     a = _arguments(values)
     bound = bind(completed(a), needs_grad=True)
     by_name = dict(zip(gradient_names(ctx.needs), cotangents, strict=False))

@@ -165,7 +165,11 @@ def _check(call: Call, transports: Sequence[Transport]) -> None:
                 f"{name} has {t.shape[-3]} rows, but rank {rank} holds {plan.rows(rank)} of the {plan.total} positions "
                 f"of the plan"
             )
-    Problem.of(call.template()._replace(q=call.q, k=call.k, v=call.v), needs_grad=call.keep)
+    a = call.template()._replace(q=call.q, k=call.k, v=call.v)
+    if axes == 3:  # tensors of a score may have an entry for each document
+        cu, longest = plan.offsets(call.q.device), max(plan.lengths)
+        a = a._replace(cu_q=cu, cu_k=cu, max_q=longest, max_k=longest)
+    Problem.of(a, needs_grad=call.keep)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------

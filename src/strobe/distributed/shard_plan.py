@@ -152,6 +152,12 @@ class ShardPlan:
         """The positions of a rank on the axis of all documents, int64."""
         return sets.indices(self.shards[self._rank(rank)], device)
 
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """Where documents begin, and where the last one ends, as `cu_q` and `cu_k` have it; made once for each device."""
+        if (key := ("offsets", device)) not in self.prepared:
+            self.prepared[key] = torch.tensor(self.starts, dtype=torch.int32).to(device)
+        return self.prepared[key]
+
     def position_ids(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The positions of a rank, each counted from the beginning of its document: what a rotary embedding needs."""
         ranges = [torch.arange(run.start, run.stop, device=device) for run in self.runs(rank)]

@@ -197,8 +197,5 @@ class Local:
         a = self.task.template._replace(q=q, k=k, v=v, mask=plan.mask, return_lse=True)
         if not self.task.documents:
             return a
-        cu = plan.prepared.get(("cu", q.device))
-        if cu is None:
-            cu = plan.prepared["cu", q.device] = torch.tensor(plan.starts, dtype=torch.int32).to(q.device)
-        longest = max(plan.lengths)
+        cu, longest = plan.offsets(q.device), max(plan.lengths)
         return a._replace(cu_q=cu, cu_k=cu, max_q=longest, max_k=longest)

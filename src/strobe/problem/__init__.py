@@ -32,12 +32,9 @@ from strobe.problem.checks import (
 from strobe.problem.page_checks import NO_GRADIENTS, check_paged
 from strobe.variants.mask import Mask, full, used_keys
 from strobe.variants.score import Score
+from strobe.variants.unsupported import Unsupported as Unsupported
 
 Strides = tuple[int, int, int]  # (batch, head, row) in elements; the last axis is contiguous
-
-
-class Unsupported(RuntimeError):
-    """A backend was named explicitly and cannot do what was asked; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +186,16 @@ class Problem:
     def direction(self) -> str:
         return "backward" if self.gradients else "forward"
 
+    @property
+    def summary(self) -> str:
+        kind = ("varlen " if self.varlen else "") + ("paged " if self.k.pages is not None else "")
+        kv = f", {self.heads_k} key heads" if self.heads_k != self.heads else ""
+        dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        return (
+            f"{kind}attention: batch {self.batch}, {self.heads} heads{kv}, {self.len_q} x {self.len_k}, dim {dims}, "
+            f"{self.mask.name}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
+        )
+
     def backward(self, gradients: tuple[str, ...]) -> Problem:
         """The problem of computing these gradients."""
         return replace(self, gradients=gradients, lse=False, state=None)
@@ -217,14 +224,14 @@ class Problem:
             raise Unsupported(NO_GRADIENTS)
         of_keys = layout_of_keys(a, layout)
         q, k, v = layout.inside(a.q), of_keys.inside(a.k), of_keys.inside(a.v)
-        check_dims(q, k, v, a.paged)
+        check_dims(a, q, k, v)
         if a.paged:
             batch, len_q, len_k = check_paged(a)
         else:
             batch, len_q, len_k = (q.shape[0], q.shape[2], k.shape[2]) if a.cu_q is None else check_sequences(a)
         heads, heads_k, dim, dim_v = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         pairs = (batch, heads, len_q, len_k)
-        mask = check_mask(a.mask, a.q, pairs)
+        mask = check_mask(a, pairs)
         if a.paged:
             mask = mask & used_keys
         elif a.cu_q is None and a.positions is None and mask.hides_nothing(len_q, len_k):
@@ -233,7 +240,7 @@ class Problem:
         if a.bias is not None:
             if not checked_tensor("bias", a.bias).dtype.is_floating_point:
                 raise TypeError(f"bias must be floating point, got {a.bias.dtype}; booleans go in mask")
-            check_pairs("bias", a.bias, a.q, pairs)
+            check_pairs("bias", a, pairs)
         per_head = frozenset(name for name in PER_HEAD if getattr(a, name) is not None)
         for name in per_head:
             check_per_head(name, getattr(a, name), a.q, heads)

@@ -231,8 +231,16 @@ class Layout(enum.Enum):
 
 
 LAYOUTS = ("bshd", "bhsd")
-# The layout of a caller who gives none: equal to "bshd", but an object of its own, so that `is` tells that none was given.
-DEFAULT_LAYOUT = "".join(LAYOUTS[0])
+
+
+class _DefaultLayout(str):
+    """A class of its own, so that a bound call that was given a layout is not taken for one that was given none."""
+
+    __slots__ = ()
+
+
+# The layout of a caller who gives none: equal to "bshd", but another object, so that `is` tells that none was given.
+DEFAULT_LAYOUT = _DefaultLayout(LAYOUTS[0])
 _BY_AXES = {
     ("bshd", 4): Layout.BSHD,
     ("bshd", 3): Layout.SHD,

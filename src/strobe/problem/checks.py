@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from strobe.problem.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
+from strobe.problem.arguments import DEFAULT_LAYOUT, LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
 from strobe.variants.expression import DIAGONAL, B, H, K, Q
 from strobe.variants.mask import MAX_CONSTANTS, Mask, full
 from strobe.variants.score import LOG2E, Score, identity
@@ -53,6 +54,9 @@ def checked_scale(value: Any, score: Score, dtype: torch.dtype) -> float:
 def check_qkv(a: Arguments) -> Layout:
     for name, t in (("q", a.q), ("k", a.k), ("v", a.v)):
         checked_tensor(name, t)
+        if t.is_nested:
+            way_out = "strobe.sdpa takes jagged ones, and strobe.attention_varlen their values() and offsets()"
+            raise TypeError(f"{name} is a nested tensor; {way_out}")
         if t.dtype not in DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise TypeError(f"{name} has dtype {t.dtype}; allowed are {allowed}")
@@ -78,9 +82,12 @@ def check_qkv(a: Arguments) -> Layout:
     return layout_of(a)
 
 
-def check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool = False) -> None:
-    """On views in (batch, heads, length, dim) order."""
-    check_shapes(q.shape, k.shape, v.shape, paged)
+def check_dims(a: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k and v are views in (batch, heads, length, dim) order."""
+    try:
+        check_shapes(q.shape, k.shape, v.shape, a.paged)
+    except ValueError as error:
+        raise ValueError(f"{error}{_or_bhsd(a)}") from None
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.shape[3] > 1 and t.numel() and t.stride(3) != 1:
             raise ValueError(
@@ -107,6 +114,21 @@ def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool = Fals
         raise ValueError(f"q has {heads} heads, k has none; at least one key head is needed")
     if heads_k and heads % heads_k:
         raise ValueError(f"q has {heads} heads, which is not a multiple of the {heads_k} heads of k and v")
+
+
+def _or_bhsd(a: Arguments, name: str | None = None) -> str:
+    """The end of an error about shapes. It offers PyTorch's order of axes if no layout was given and that order fits: q, k
+    and v, and the mask or the bias of this name."""
+    if a.layout is not DEFAULT_LAYOUT or a.q.dim() != 4:
+        return ""
+    q, k, v = a.q.shape, a.k.shape, a.v.shape
+    try:
+        check_shapes(q, k, v)
+    except ValueError:
+        return ""
+    if name is not None and not _broadcasts(getattr(a, name), (q[0], q[1], q[2], k[2])):
+        return ""
+    return '; if q, k and v are (batch, heads, length, dim), pass layout="bhsd"'
 
 
 # ---- varlen ----------------------------------------------------------------------------------------------------------
@@ -190,8 +212,9 @@ def _longest(name: str, max_name: str, cu: torch.Tensor, longest: Any, total: in
 # ---- what happens to a score -----------------------------------------------------------------------------------------
 
 
-def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> Mask:
+def check_mask(a: Arguments, pairs: tuple[int, int, int, int]) -> Mask:
     """The interval mask; `full` beside a mask tensor."""
+    mask = a.mask
     if mask is None:
         return full
     if isinstance(mask, torch.Tensor):
@@ -199,7 +222,7 @@ def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> 
             raise TypeError(
                 f"a mask tensor must be boolean (True may be attended), got {mask.dtype}; numbers to add go in bias"
             )
-        check_pairs("mask", mask, q, pairs)
+        check_pairs("mask", a, pairs)
         return full
     if not isinstance(mask, Mask):
         allowed = (
@@ -236,16 +259,31 @@ def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) ->
     return a.score
 
 
-def check_pairs(name: str, t: torch.Tensor, q: torch.Tensor, want: tuple[int, int, int, int]) -> None:
-    if t.device != q.device:
-        raise ValueError(f"{name} is on {t.device}, q is on {q.device}")
+def check_pairs(name: str, a: Arguments, want: tuple[int, int, int, int]) -> None:
+    """The argument of this name, a mask or a bias, has or shares an entry for each pair of a query and a key."""
+    t: torch.Tensor = getattr(a, name)
+    if t.device != a.q.device:
+        raise ValueError(f"{name} is on {t.device}, q is on {a.q.device}")
     if t.dim() > 4:
         raise ValueError(f"{name} has {t.dim()} axes; at most 4 (batch, heads, len_q, len_k)")
+    if not _broadcasts(t, want):
+        problem = (
+            f"{name} has shape {tuple(t.shape)}, which does not broadcast to (batch, heads, len_q, len_k) = {want}"
+        )
+        raise ValueError(f"{problem}{_of_keys(name, t, want) or _or_bhsd(a, name)}")
+
+
+def _broadcasts(t: torch.Tensor, want: Sequence[int]) -> bool:
     view = four_axes(t)
     assert view is not None
-    if any(have not in (1, need) for have, need in zip(view.shape, want, strict=True)):
-        shape = tuple(t.shape)
-        raise ValueError(f"{name} has shape {shape}, which does not broadcast to (batch, heads, len_q, len_k) = {want}")
+    return all(have in (1, need) for have, need in zip(view.shape, want, strict=True))
+
+
+def _of_keys(name: str, t: torch.Tensor, want: tuple[int, int, int, int]) -> str:
+    """The end of an error about a mask that has a row for each sequence, as padding masks have."""
+    if tuple(t.shape) != (want[0], want[3]):
+        return ""
+    return f"; if it is (batch, keys), pass {name}[:, None, None, :]"
 
 
 def check_per_head(name: str, t: Any, q: torch.Tensor, heads: int) -> None:

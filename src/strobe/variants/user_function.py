@@ -38,9 +38,10 @@ from strobe.variants.kept_function import NothingDerived
 from strobe.variants.mask import Mask, of_condition
 from strobe.variants.score import ELEMENT_KINDS, Score
 from strobe.variants.text import MOST_AXES, MOST_INTEGER, MOST_TENSORS
+from strobe.variants.unsupported import Unsupported
 
 
-class CannotTrace(TypeError):
+class CannotTrace(Unsupported, TypeError):
     """The function does what no kernel can. The message names the operation and the user's line."""
 
 

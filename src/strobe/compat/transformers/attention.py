@@ -98,6 +98,8 @@ def attention(
     if attention_mask is None:
         if query.shape[2] > 1:
             chosen = _mask_of_none(module, is_causal, sliding_window, query.shape[2], key.shape[2])
+    elif isinstance(attention_mask, LayerMask) and attention_mask.shows_all():
+        chosen = full
     elif isinstance(attention_mask, LayerMask) and attention_mask.booleans is None:
         _check_lengths(module, attention_mask, query, key)
         chosen, positions = attention_mask.mask, attention_mask.positions

@@ -116,6 +116,14 @@ class LayerMask:
 
     __str__ = __repr__
 
+    def shows_all(self) -> bool:
+        """No key is hidden from any query. Eager attention has no mask then, or one zero that is added to every score: it
+        shows as many keys as there are."""
+        says_more = (self.keys, self.positions, self.padding, self.document_of, self.booleans)
+        if any(x is not None for x in says_more):
+            return False
+        return self.mask == full or (self._shape[2:] == (1, 1) and self.mask.hides_nothing(1, 1))
+
     def documents(self) -> Documents | None:
         """Where the packed sequences begin; found when a layer asks first."""
         if self.document_of is None:

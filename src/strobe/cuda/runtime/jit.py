@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from strobe.cuda.runtime import cache
+from strobe.cuda.runtime.verbose import say
 
 Target = Literal["ptx", "emu"]
 
@@ -273,7 +273,7 @@ def get(source: str, arch: str, *, name: str = "kernel", options: Sequence[str] 
         artifact = _load(key, source) or _make(key, source, arch, name, options)
         in_memory[key] = artifact
     if artifact.origin != "compiled":
-        _say(f"loaded {name} for {arch} from {artifact.path} in {artifact.seconds * 1e3:.1f} ms")
+        say(f"loaded {name} for {arch} from {artifact.path} in {artifact.seconds * 1e3:.1f} ms")
     return artifact
 
 
@@ -328,7 +328,7 @@ def _make(key: str, source: str, arch: str, name: str, options: Sequence[str]) -
         raise CompileForbidden(_why_forbidden(key, arch, name))
     compiled = compile(source, arch, name=name, options=options)
     version = ".".join(map(str, compiled.nvrtc))
-    _say(f"compiled {name} for {arch} in {compiled.seconds:.2f} s (NVRTC {version})")
+    say(f"compiled {name} for {arch} in {compiled.seconds:.2f} s (NVRTC {version})")
     path = None
     directory = cache.directory(key[:2])
     if directory is not None:
@@ -347,8 +347,3 @@ def _why_forbidden(key: str, arch: str, name: str) -> str:
         f"STROBE_NO_COMPILE is set, and {name} for {arch} (key {key}) is in none of: {', '.join(looked)}{found}; "
         f"make it with `strobe compile --arch {arch} --out DIR` and set STROBE_CUBIN_PATH=DIR"
     )
-
-
-def _say(message: str) -> None:
-    if os.environ.get("STROBE_VERBOSE", "0") not in ("", "0"):
-        print(f"strobe: {message}", file=sys.stderr, flush=True)
