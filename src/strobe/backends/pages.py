@@ -51,8 +51,8 @@ class Sequences(NamedTuple):
 def look_up(
     problem: Problem, x: Inputs, sequences: Sequences, keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For the keys with these numbers, counted from the first that is seen: the page, the row in it, and whether the
-    key is there and in use, (sequences, keys) each. A key that is not there gets some page that exists."""
+    """Return the page of each key, the row in it, and whether the key is there and in use, (sequences, keys) each.
+    `keys` are counted from the first that is seen. A key that is not there gets some page that exists."""
     pages = problem.k.pages
     assert pages is not None
     row = sequences.first[:, None] + keys

@@ -36,7 +36,7 @@ def compile_together(specs: Sequence[KernelSpec]) -> None:
 
 
 def spills(device: int, spec: KernelSpec) -> bool:
-    """Whether the compiled kernel has more live values than registers."""
+    """Return whether the compiled kernel has more live values than registers."""
     with torch.cuda.device(device):
         driver.have_context(device)
         return kernel(spec).local_bytes(device) > 0

@@ -37,7 +37,7 @@ def facts(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def can_run(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel can read and write them: tensors on one GPU that has kernels."""
+    """Return whether a kernel can read and write them: tensors on one GPU that has kernels."""
     device = tensors[0].device
     there = all(t.device == device and not t.is_neg() and t.numel() for t in tensors)
     return there and missing(device, AMPERE) is None
@@ -79,7 +79,7 @@ def kernel(
 
 
 def in_chunks(t: torch.Tensor) -> bool:
-    """Whether the last axis can be read 16 bytes at a time; addresses differ from call to call."""
+    """Return whether the last axis can be read 16 bytes at a time; addresses differ from call to call."""
     step = ALIGN // t.element_size()
     steps = [t.shape[-1], *(s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)]
     return t.stride(-1) == 1 and all(s % step == 0 for s in steps)

@@ -54,7 +54,7 @@ def compiler() -> str | None:
 
 
 def why_missing() -> str:
-    """In one line, if `compiler()` is None."""
+    """Say in one line why `compiler()` is None."""
     if chosen := _cxx():
         return f"CXX is {chosen!r}, {_problem_with_cxx(chosen)}"
     return f"none of {', '.join(_CANDIDATES)} is on the path and CXX is not set"
@@ -146,7 +146,7 @@ def _engine_text() -> str:
 
 @functools.cache
 def _engine(key: str, command: str, options: tuple[str, ...]) -> bytes:
-    """What every program is linked with, as an object file."""
+    """Return the object file with which every program is linked."""
     kept = cache.directory("emulator")
     if kept is not None:
         for _, content in cache.intact(kept, key, ".o"):

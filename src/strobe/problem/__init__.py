@@ -53,7 +53,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows lie in memory: those of queries, or those of keys and values."""
+    """The layout of rows in memory: those of queries, or those of keys and values."""
 
     heads: int
     length: int  # of the longest sequence; of paged keys, what a table has room for
@@ -169,7 +169,7 @@ class Problem:
 
     @property
     def strides(self) -> tuple[Strides, Strides, Strides]:
-        """Of q, k and v."""
+        """The strides of q, k and v."""
         return self.q.strides[0], self.k.strides[0], self.k.strides[1]
 
     @property

@@ -21,7 +21,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory, or mean
 
 
 def tensor_facts(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a call that was prepared for a plain tensor depends on, but for its address and contents."""
+    """Return the facts on which a call that was prepared for a plain tensor depends, besides its address and
+    contents."""
     return t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()
 
 

@@ -79,7 +79,7 @@ def check_qkv(a: Arguments) -> Layout:
 
 
 def check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool = False) -> None:
-    """On views in (batch, heads, length, dim) order."""
+    """Check shapes and strides of views in (batch, heads, length, dim) order."""
     check_shapes(q.shape, k.shape, v.shape, paged)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.shape[3] > 1 and t.numel() and t.stride(3) != 1:
@@ -314,7 +314,8 @@ def check_state(a: Arguments, layout: Layout) -> None:
 
 
 def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
-    """Whether `out` is the queries themselves: results may replace them, since a row is read before it is written."""
+    """Return whether `out` is the queries themselves: results may replace them, since a row is read before it is
+    written."""
     return name == "q" and t.data_ptr() == out.data_ptr() and t.shape == out.shape and t.stride() == out.stride()
 
 
@@ -322,7 +323,8 @@ def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether two elements lie at one address. Axes are sorted by stride: each must step over all that lie within."""
+    """Return whether two elements lie at one address. Axes are sorted by stride: each must step over all that lie
+    within."""
     reach = 0
     for stride, size in sorted((abs(s), n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
         if stride <= reach:
@@ -332,7 +334,7 @@ def overlaps_itself(t: torch.Tensor) -> bool:
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether some element of one is an element of the other."""
+    """Return whether some element of one is an element of the other."""
     if not a.numel() or not b.numel() or a.device.type == "meta" or not same_storage(a, b):
         return False
     (a0, a1), (b0, b1) = _addresses(a), _addresses(b)

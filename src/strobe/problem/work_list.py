@@ -126,8 +126,8 @@ class Plan:
         return known
 
     def _room(self, size: int, device: torch.device) -> torch.Tensor:
-        """For partial results, which are merged before the next call begins. Lists that were made before keep theirs; it
-        doubles, so that there are few."""
+        """Return memory for partial results, which are merged before the next call begins. Lists that were made before
+        keep theirs; it doubles, so that there are few."""
         room = self._rooms.get(device)
         if room is None or room.numel() < size:
             size = max(size, 2 * room.numel()) if room is not None else size

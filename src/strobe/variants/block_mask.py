@@ -18,8 +18,8 @@ _COMBINE = (
 
 
 class BlockMask:
-    """What `block_mask` returns. Backends see its mask. `maps` belongs to the kernels: the bits of blocks that they
-    found, by device and `Plan.map_key`."""
+    """The result of `block_mask`. Backends see its mask. `maps` belongs to the kernels: the bits of blocks that they
+    computed, by device and `Plan.map_key`."""
 
     def __init__(self, mask: Mask, batch: int | None, heads: int | None, len_q: int, len_k: int) -> None:
         self.mask = mask

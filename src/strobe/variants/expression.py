@@ -26,7 +26,8 @@ PLACE = ("b", "h", "q", "k", "len_q", "len_k")
 
 
 def on_device(value: Value, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """As a tensor there. A number is filled in, since nothing may be copied from the host while a CUDA graph is captured."""
+    """Return the value as a tensor there. A number is filled in, since nothing may be copied from the host while a CUDA
+    graph is captured."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype or value.dtype)
     return torch.full((), value, device=device, dtype=dtype)

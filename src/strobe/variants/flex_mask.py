@@ -53,8 +53,8 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 @getattr(torch, "_disable_dynamo", torch.compiler.disable)
 def _agree(mask: Any, function: Mask, whole: torch.Tensor, partial: torch.Tensor) -> bool:
-    """Whether blocks that are not listed hide every pair, and whole ones none. Looks at all pairs, once for a mask: that is
-    what `create_block_mask` has done, and less than attention to them."""
+    """Return whether blocks that are not listed hide every pair, and whole ones none. Looks at all pairs, once for a
+    mask: that is what `create_block_mask` has done, and less than attention to them."""
     if mask not in _agreeing:
         (rows, keys), (len_q, len_k) = mask.BLOCK_SIZE, mask.seq_lengths
         batch, heads, count, columns = partial.shape

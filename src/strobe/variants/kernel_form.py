@@ -58,7 +58,7 @@ def kernel_form(expr: Expr) -> KernelForm:
 
 
 def is_sum(expr: Expr) -> bool:
-    """Whether it is `s`, or `s` and something that does not depend on it."""
+    """Return whether it is `s`, or `s` and something that does not depend on it."""
     if expr.op not in ("+", "-"):
         return expr == S
     of_s = [a for a in expr.args if "s" in a.variables()]

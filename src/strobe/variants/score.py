@@ -1,4 +1,4 @@
-"""What happens to a score before the softmax, as one expression: s = scale * q.k becomes `score(s)`, then + bias.
+"""A score is one expression, applied before the softmax: s = scale * q.k becomes `score(s)`, then + bias.
 
 Softcap and ALiBi are instances. One definition serves the torch backends, which evaluate it, the kernels, which get its
 C++ text, and the backward pass, which needs its derivative. Masking follows, and is `mask.py`'s business.
@@ -106,7 +106,7 @@ class Score:
 
     @functools.cached_property
     def pointwise(self) -> bool:
-        """Whether it depends on the score alone, not on where that is."""
+        """Return whether it depends on the score alone, not on where that is."""
         return self.expr.variables() <= {"s"}
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Score:
 
     @functools.cached_property
     def may_hide(self) -> bool:
-        """Whether its operations may make -inf of finite numbers."""
+        """Return whether its operations may make -inf of finite numbers."""
         return any(n.op in OPERATIONS and n.op not in _FINITE for n in self.expr.nodes())
 
     @functools.cached_property
@@ -153,7 +153,7 @@ class Score:
 
     @functools.cached_property
     def condition(self) -> Expr | None:
-        """What hides scores, if it is a function of where they are alone."""
+        """The condition that hides scores, if it is a function of where they are alone."""
         condition = self.expr.args[1] if self.expr.op == "where" else None
         if condition is None or any(node.op == "tensor" or node == S for node in condition.nodes()):
             return None

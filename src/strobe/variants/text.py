@@ -19,8 +19,8 @@ _FLOAT = re.compile(r"-?([0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,4})?|inf)|nan")
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an expression may hold. Texts come with exported graphs, so from anywhere, and what is read from
-    them is printed into the source of kernels: nothing but these names, numbers and operations gets there."""
+    """The names, numbers and operations that the text of an expression may hold. Texts come with exported graphs, so
+    from anywhere, and what is read from them is printed into the source of kernels: nothing else gets there."""
 
     variables: frozenset[str]
     operations: frozenset[str]
@@ -86,7 +86,8 @@ def _parse_load(words: list[str], at: int, grammar: Grammar, numbers: Iterator[A
 
 
 def _check_division(op: str, args: list[Expr]) -> None:
-    """On a CPU, an integer division by 0 ends the process."""
+    """Refuse a division by 0, which ends the process on a CPU if it is one of integers, and one that C++ would
+    round."""
     divisor = args[-1]
     if op in ("//", "mod") and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError(f"{op!r} divides by 0")

@@ -24,12 +24,12 @@ class Observer(Protocol):
     those of a tile, scores and maxima in units of log2."""
 
     def scored(self, rows: range, keys: range, whole: bool, s: torch.Tensor, m: torch.Tensor) -> None:
-        """Before the softmax of a tile: its scores, and the largest of each row before it."""
+        """Called before the softmax of a tile, with its scores and the largest of each row before it."""
 
     def summed(
         self, p: torch.Tensor, rescale: torch.Tensor, m: torch.Tensor, ell: torch.Tensor, o: torch.Tensor
     ) -> None:
-        """After the same tile."""
+        """Called after the softmax of the same tile."""
 
 
 @torch.no_grad()

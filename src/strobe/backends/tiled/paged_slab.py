@@ -54,7 +54,7 @@ class PagedSlab(Slab):
         return found.to(self.operand).flatten(0, 1)
 
     def _places(self, keys: range) -> Any:
-        """Of k and then of v: looked up once."""
+        """Look up the places of k and of v, once for the same keys."""
         if self._looked_up is None or self._looked_up[0] != keys:
             index = torch.arange(keys.start, keys.stop, device=self.problem.device)
             self._looked_up = keys, look_up(self.problem, self.inputs, self.sequences, index)
@@ -120,7 +120,8 @@ def _rows_of(s: Sequences, len_q: int) -> torch.Tensor:
 
 
 def paged_slabs(problem: Problem, inputs: Inputs) -> Iterator[tuple[PagedSlab, int, int]]:
-    """With the sizes of tiles, query positions and keys. Every sequence that has queries is in one."""
+    """Yield slabs with the sizes of their tiles, query positions and keys. Every sequence that has queries is in
+    one."""
     every, pages = Sequences.of(problem, inputs), problem.k.pages
     assert pages is not None
     if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -147,8 +148,8 @@ def paged_slabs(problem: Problem, inputs: Inputs) -> Iterator[tuple[PagedSlab, i
 def make_slab(
     problem: Problem, inputs: Inputs, s: Sequences, read: Sequences | None, len_q: int, keys: int
 ) -> tuple[PagedSlab, int, int]:
-    """Of the sequences `s`, which have `len_q` queries and at most `keys` keys that they see; with the sizes of tiles.
-    `read`: the same sequences on the host, or None if they must not be read."""
+    """Return a slab of the sequences `s`, which have `len_q` queries and at most `keys` keys that they see, and the
+    sizes of its tiles. `read`: the same sequences on the host, or None if they must not be read."""
     blocks = choose_blocks(problem)
     if not problem.q.varlen:
         q = inputs.q[s.number]

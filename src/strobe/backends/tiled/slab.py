@@ -1,4 +1,4 @@
-"""How `tiled` cuts a problem up: slabs of (batch, key head) pairs, and inside each slab tiles of query rows times keys.
+"""`tiled` cuts a problem up into slabs of (batch, key head) pairs, and each slab into tiles of query rows times keys.
 
 Query heads that share a key head become more rows of the same tile, so that keys and values are never repeated. The
 softmax counts in units of log2: on CPUs `exp` becomes ten times slower where its results are 0 or nearly, `exp2` does
@@ -40,7 +40,7 @@ _forced: contextvars.ContextVar[_Sizes] = contextvars.ContextVar("strobe_block_s
 
 @contextlib.contextmanager
 def block_sizes(block_q: int | None = None, block_k: int | None = None) -> Iterator[None]:
-    """Within this context `tiled` uses tiles of this size; `None` leaves the choice to it."""
+    """Make `tiled` use tiles of this size within the context; `None` leaves the choice to it."""
     for name, value in (("block_q", block_q), ("block_k", block_k)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
@@ -180,8 +180,8 @@ class Slab:
         return self.rows_of(self.q, rows).contiguous()
 
     def environment(self, rows: range, keys: range) -> dict[Any, Any]:
-        """What a score may look at besides its value: positions and captured tensors, to be broadcast to
-        (b, hk, g, rows, keys)."""
+        """Return the positions and captured tensors that a score may look at besides its value, to be broadcast to (b,
+        hk, g, rows, keys)."""
         score = self.problem.score
         if score.pointwise:
             return {WORKING_DTYPE: self.accumulate}
@@ -284,7 +284,7 @@ class Slab:
         return torch.where(visible, self.spread(s, rows), -torch.inf).view_as(s)
 
     def kept(self, rows: range, keys: range) -> torch.Tensor:
-        """What dropout leaves of a tile, (b*hk, g*rows, keys)."""
+        """Return the mask of the entries of a tile that dropout keeps, (b*hk, g*rows, keys)."""
         offset_q, _, offset_k, _ = self.positions or (0, 0, 0, 0)
         rows_at, keys_at = (range(r.start + n, r.stop + n) for r, n in ((rows, offset_q), (keys, offset_k)))
         heads = range(self.query_heads.start + self.problem.first_head, self.query_heads.stop + self.problem.first_head)

@@ -21,7 +21,7 @@ _OF_PAIRS = {"q", "k", "s"}  # variables that differ between the pairs of a head
 
 
 class Entries(NamedTuple):
-    """How kernels read the entries of a tensor."""
+    """The entries of a tensor as kernels read them."""
 
     name: str  # of the tensor among those of a plan
     element: str  # "float", "bf16", "bool", "int" and so on
@@ -66,7 +66,7 @@ class PrintedScore:
         return self.fields.values(self._at(scale).before, self._at(scale).unscale)
 
     def factor_of_gradients(self, scale: float) -> float:
-        """Of what `add_gradients` and `finish_gradients` add."""
+        """Return the factor of what `add_gradients` and `finish_gradients` add."""
         return 1.0 if self._whole else self._at(scale).after
 
     def _at(self, scale: float) -> ScaledForm:
@@ -139,8 +139,8 @@ def _printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
 
 
 def _is_cheap_sum(inner: Expr, entries: Sequence[Entries], learnt: _Learnt) -> bool:
-    """Whether the slope is 1 and no addresses are computed for single scores: the registers for them are taken while dP is
-    under way. What tensors learn would take them again."""
+    """Return whether the slope is 1 and no addresses are computed for single scores: the registers for them are taken
+    while dP is under way. What tensors learn would take them again."""
     near = all(e.staged or not e.pairs for e in entries) and all(map(is_of_head, _indices(inner)))
     return near and inner.op != "where" and inner.derivative("s").is_one and not learnt.slopes
 
@@ -184,7 +184,8 @@ class _Learnt(NamedTuple):
 
     @staticmethod
     def of(expr: Expr, form: KernelForm, learnt: Sequence[int]) -> _Learnt:
-        """Of a sum the logit itself is differentiated: what is added to q.k in the kernel form is divided by a number."""
+        """Return what the tensors of `learnt` learn. If the score is a sum, the logit itself is differentiated: what is
+        added to q.k in the kernel form is divided by a number."""
         slopes, of_logit = _slopes(_visible(form.inner), learnt), _slopes(_visible(expr), learnt)
         whole = form.is_sum and not any("s" in slope.variables() for slope in of_logit.values())
         slopes = of_logit if whole else slopes
@@ -198,7 +199,7 @@ def _slopes(e: Expr, learnt: Sequence[int]) -> dict[Expr, Expr]:
 
 
 def _visible(e: Expr) -> Expr:
-    """Where nothing hides it: elsewhere dS is 0."""
+    """Return the expression of visible entries: elsewhere dS is 0."""
     return _visible(e.args[0]) if e.op == "where" else e
 
 
@@ -207,7 +208,7 @@ def _is_finite(slope: Expr) -> bool:
 
 
 def _may_be_infinite(slope: Expr) -> bool:
-    """Where the score and the entries of tensors are finite."""
+    """Return whether the slope may be infinite where the score and the entries of tensors are finite."""
     by_number = [n for n in slope.nodes() if n.op == "/" and n.args[1].op in ("const", "literal")]
     return any(n.op in _UNBOUNDED and n not in by_number for n in slope.nodes())
 

@@ -38,7 +38,7 @@ class Rows:
         return Rows(queries, keys, problem.positions)
 
     def box_rows(self, rows: int) -> int:
-        """Of keys, in a TMA box of a tile of `rows`: none spans two pages."""
+        """Return the rows of keys in a TMA box of a tile of `rows`: no box spans two pages."""
         return math.gcd(self.page, rows)
 
     @property
@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def clipped(self) -> bool:
-        """Whether boxes of some tensor end where a sequence does: then there is one box a panel."""
+        """Return whether boxes of some tensor end where a sequence does: then there is one box a panel."""
         return self.queries == "varlen" or self.keys != "dense"
 
     def config(self, pack_gqa: int = 1) -> dict[str, int | bool | str]:
@@ -86,7 +86,7 @@ class Rows:
 
     @staticmethod
     def limits(problem: Problem) -> str | None:
-        """Which pages no kernel of ours reads."""
+        """Return which pages no kernel of ours reads."""
         pages = problem.k.pages
         if pages is None:
             return None

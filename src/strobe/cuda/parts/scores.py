@@ -104,17 +104,17 @@ class Scores:
 
     @property
     def bounded(self) -> bool:
-        """Whether the mask hides keys from the right."""
+        """Return whether the mask hides keys from the right."""
         return self.mask.hi is not None
 
     @property
     def is_function(self) -> bool:
-        """Whether a score becomes another number."""
+        """Return whether a score becomes another number."""
         return not self.score.is_identity
 
     @property
     def is_unknown(self) -> bool:
-        """Whether tables of tiles know nothing of it: a function other than softcap."""
+        """Return whether tables of tiles know nothing of it: a function other than softcap."""
         return self.is_function and (bool(self.entries) or self.printed.text != _SOFTCAP.text)
 
     @property
@@ -167,7 +167,7 @@ class Scores:
 
     @staticmethod
     def limits(problem: Problem) -> str | None:
-        """Why no kernel computes the scores of this problem, if so."""
+        """Return why no kernel computes the scores of this problem, if so."""
         for load in problem.loads:
             name = load.name.replace("_", " ")
             captured = load.name not in ("bias", "mask_tensor")

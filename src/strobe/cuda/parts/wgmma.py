@@ -68,8 +68,8 @@ def accumulators(element: str, n: int, steps: int) -> str:
     stored = [moved(row, "st.global.v2.f32 {address}, {pair}") for row in (0, 1)]
 
     def added(row: int) -> str:
-        """What `loaded` would replace is multiplied by a factor, and so is what comes from memory: operands 3 and 2. So
-        many loads are under way at once."""
+        """Return the text that adds a row of memory to the accumulator, each times a factor: operands 2 and 3. Many
+        loads are under way at once."""
         texts, at_once = [], 16
         for first in range(0, n // 8, at_once):
             pairs = range(first, min(n // 8, first + at_once))

@@ -185,8 +185,8 @@ def table(dim: int, dim_v: int, arch: str) -> list[Tile]:
 
 
 def fits(tile: Tile, dim: int, dim_v: int, arch: str) -> bool:
-    """Whether each warp has whole 16 x 16 tiles of every product, shared memory suffices, also with dropout, and a
-    thread's registers hold dK and dV, and either S and dP or dQ."""
+    """Return whether each warp has whole 16 x 16 tiles of every product, shared memory suffices, also with dropout, and
+    a thread's registers hold dK and dV, and either S and dP or dQ."""
     keys, rest, dims = (tile.warps // n for n in (tile.warps_s, tile.warps_kv, tile.warps_q))
     shares = [(tile.block_m, tile.warps_s), (tile.block_n, keys), (tile.block_n, tile.warps_kv), (dim, rest)]
     shares += [(dim_v, rest), (tile.block_m, tile.warps_q), (dim, 2 * dims if tile.apart else dims)]
@@ -238,7 +238,7 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
 
 
 def has_dependent_launch(arch: str) -> bool:
-    """Whether it is Hopper or later, which also add four numbers at once."""
+    """Return whether it is Hopper or later, which also add four numbers at once."""
     return int(arch.removeprefix("sm_")) >= 90
 
 

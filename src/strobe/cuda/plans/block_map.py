@@ -45,8 +45,8 @@ class BlockMap(NamedTuple):
 def block_map(
     problem: Problem, features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool
 ) -> BlockMap:
-    """For tiles of `block_m` queries that visit blocks of `block_n` keys or, transposed, the other way round. A transposed
-    map is for key heads: a block counts as visible if one head of the group sees it."""
+    """Return the map of tiles of `block_m` queries that visit blocks of `block_n` keys or, transposed, the other way
+    round. A transposed map is for key heads: a block counts as visible if one head of the group sees it."""
     condition, printed = problem.logit.condition, _printed(features)
     assert condition is not None
     blocks_q, blocks_k = -(-problem.len_q // block_m), -(-problem.len_k // block_n)

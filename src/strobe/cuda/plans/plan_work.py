@@ -48,7 +48,7 @@ class Work:
 
     @staticmethod
     def of(problem: Problem, block_m: int, block_n: int, pack: int, sms: int) -> Work:
-        """As many pieces as blocks run at once, with a counter for each consumer of a slot."""
+        """Return work of as many pieces as blocks run at once, with a counter for each consumer of a slot."""
         return Work(problem, block_m, block_n, pack, min(sms, (COUNTERS - 1) // (2 * (block_m // 64))))
 
     @property
@@ -132,7 +132,7 @@ def described(memory: torch.Tensor, pieces: int, items: int) -> str:
 
 
 def split_of(block: int, unit: int) -> int:
-    """Of an invariant call: the split of a block of keys, where the first ones have `unit` blocks."""
+    """Return the split of a block of keys in an invariant call, where the first splits have `unit` blocks."""
     blocks = block // unit
     doublings = max(0, blocks.bit_length() - FOR_EACH_DOUBLING.bit_length())
     return doublings * FOR_EACH_DOUBLING + (blocks >> doublings)

@@ -167,7 +167,7 @@ def nvrtc_status() -> str | None:
 
 
 def compiler_missing() -> str | None:
-    """Like `nvrtc_status`, but does not load a compiler that is found where pip puts it: kernels may all be in the
+    """Return what `nvrtc_status` returns, but load no compiler that lies where pip puts it: kernels may all be in the
     cache."""
     return None if _toolchain() is not None else nvrtc_status()
 
@@ -256,7 +256,8 @@ _locks_guard = threading.Lock()
 
 
 def key_of(source: str, arch: str, options: Sequence[str] = ()) -> str:
-    """What is asked for, independent of the compiler at hand: the name of a kernel in every cache."""
+    """Return the name of a kernel in every cache: a digest of what is asked for, independent of the compiler at
+    hand."""
     wanted = "\0".join([_SCHEMA, arch, *_BASE_OPTIONS, *options, "", flatten(source)])
     return hashlib.sha256(wanted.encode()).hexdigest()
 
@@ -298,7 +299,7 @@ def layers() -> list[Path]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a kernel may lie: a directory, and how its name begins there."""
+    """A place where a kernel may lie: a directory, and how its name begins there."""
 
     origin: Literal["layer", "disk"]
     directory: Path
