@@ -1,4 +1,4 @@
-"""What results say about the claims one hears of FlashAttention: who is fastest, how memory grows, energy. Nothing is
+"""Check the claims one hears of FlashAttention against results: who is fastest, how memory grows, energy. Nothing is
 said that no row shows. `conclusions` puts them into sentences."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def beside(rows: Iterable[Row], ours: Row) -> list[Row]:
 
 
 def rivals(cases: dict[str, list[Row]], kind: str) -> list[str]:
-    """Who of a kind was timed beside ours, in any of the cases."""
+    """Return who of a kind was timed beside ours, in any of the cases."""
     found = (row for rows, ours in _with_ours(cases) for row in beside(rows, ours) if row.kind == kind and row.timed)
     return sorted({row.provider for row in found})
 

@@ -1,4 +1,4 @@
-"""What a run found, in a few sentences: how much faster than what, where not, memory, energy."""
+"""Say in a few sentences what a run found: how much faster than what, where not, memory, energy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _Duels = list[tuple[Row, Row]]
 
 
 def conclusions(results: Results, suite: str | None = None, directions: Sequence[str] = PASSES) -> list[str]:
-    """Of one suite, by default the first with times in it. Empty if there is nothing to conclude."""
+    """Return the conclusions of one suite, by default the first with times in it. Empty if there is nothing to
+    conclude."""
     for name in results.suites() if suite is None else [suite]:
         found = []
         for direction in directions:
@@ -75,7 +76,7 @@ def _names(rows: Sequence[Row]) -> str:
 
 
 def _cases(*counts: int) -> str:
-    """By method, where they differ."""
+    """Say how many cases there are, by method where they differ."""
     if len(set(counts)) > 1:
         return f"geometric means of {' and '.join(map(str, counts))} cases"
     return "one case" if counts[0] == 1 else f"geometric mean of {counts[0]} cases"
@@ -136,7 +137,8 @@ def _energy(cases: dict[str, list[Row]], direction: str) -> list[str]:
 
 
 def _memory(results: Results, suite: str, direction: str) -> list[str]:
-    """Of our fastest provider and of a standard one: how extra memory grows with the length, or else the most it is."""
+    """Compare the memory of our fastest provider and of a standard one: how extra memory grows with the length, or else
+    the most it is."""
     method = TURNS if TURNS in results.methods() else results.methods()[0]
     cases = claims.selected(results.rows, suite, direction, method)
     best = [found for rows in cases.values() if (found := claims.fastest(rows, "ours")) is not None]

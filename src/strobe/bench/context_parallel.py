@@ -94,7 +94,7 @@ def group_of(device: torch.device) -> Iterator[Any]:
 
 
 def measure(group: Any, device: torch.device, size: Size, seed: int = 0, calls: int = 5) -> list[Row]:
-    """The same rows on every rank; `ALONE` is timed by the first rank while the others wait."""
+    """Measure, and return the same rows on every rank; `ALONE` is timed by the first rank while the others wait."""
     ranks, plan = group.size(), ShardPlan(size.length, ranks=group.size(), mask=strobe.causal)
     whole = _inputs(size, device, seed)
     rows = [_alone(group, whole, calls)]
@@ -171,7 +171,7 @@ def _bytes(transports: list[Counted], call: Callable[[], Any]) -> int:
 
 
 def _largest(group: Any, value: float) -> float:
-    """Of all ranks; whoever is early waits."""
+    """Return the largest value of all ranks; whoever is early waits."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     found = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -179,8 +179,8 @@ def _largest(group: Any, value: float) -> float:
 
 
 def cut(device: torch.device, size: Size, seed: int = 0) -> Cut:
-    """What many smaller calls, their merges and their sums cost on one device. All of them run back to back,
-    as in a model: a call for which the host waits would count the host's way to its first launch."""
+    """Measure what many smaller calls, their merges and their sums cost on one device. All of them run back to back, as
+    in a model: a call for which the host waits would count the host's way to its first launch."""
     whole = _inputs(size, device, seed)
     plan = ShardPlan(size.length, ranks=size.shards, mask=strobe.causal)
     attend = functools.partial(strobe.attention, mask=strobe.causal)
@@ -212,7 +212,7 @@ def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]]) -> l
 
 
 def _steps(plan: ShardPlan, rank: int) -> tuple[Task, Any]:
-    """Of a rank, with the shard that the keys of each step come from; in the order of a ring."""
+    """Return the steps of a rank, each with the shard that its keys come from, in the order of a ring."""
     task = Task(plan, rank, Arguments(None, None, None))
     sources = [(rank - distance) % plan.ranks for distance in range(plan.ranks)]
     return task, [(source, task.step(plan.shards[source])) for source in sources]

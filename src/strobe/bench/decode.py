@@ -99,7 +99,7 @@ class _Calls:
             call()
 
     def microseconds(self) -> float:
-        """Of one call, on average."""
+        """Run once and return the time of one call, on average."""
         if self.graph is None:
             start = time.perf_counter()
             self.run()

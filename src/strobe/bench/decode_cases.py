@@ -1,5 +1,5 @@
-"""What `strobe bench --suite decode` measures: batches of sequences whose keys lie in a cache, and calls that attend to
-them. Each call has the keys in its own way, over the same bytes."""
+"""`strobe bench --suite decode` measures these cases: batches of sequences whose keys lie in a cache, and calls that
+attend to them. Each call has the keys in its own way, over the same bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Size:
 
     @property
     def row_bytes(self) -> int:
-        """Of a token: its key and its value."""
+        """The bytes of a token: its key and its value."""
         return 2 * self.heads_k * self.dim * self.dtype.itemsize
 
 
@@ -57,7 +57,7 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Of the cache: whole pages of the largest size."""
+        """The rows of the cache: whole pages of the largest size."""
         most = max(self.pages)
         return sum(-(-n // most) * most for n in (*self.lengths, self.shared))
 

@@ -115,7 +115,7 @@ class Judge:
         self._floors = {name: self._floor(name, tensors) for name in self._exact if name.startswith("d")}
 
     def _floor(self, name: str, x: Tensors) -> float:
-        """Of a gradient: what a backward pass cannot know."""
+        """Return the floor of a gradient: what a backward pass cannot know."""
         assert x.do is not None
         problem = self.case.problem(x.q.device)
         floors = []

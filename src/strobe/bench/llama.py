@@ -67,7 +67,7 @@ def cases(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
 
 
 def missing() -> str | None:
-    """Why there is no such model here."""
+    """Return why there is no such model here."""
     import importlib.util
 
     found = importlib.util.find_spec("transformers") is not None
@@ -106,7 +106,7 @@ class Steps:
         return self._library.LlamaModel(config)
 
     def _rotate_in_fp32(self, model: Any) -> None:
-        """As transformers loads models: the frequencies keep their dtype."""
+        """Rotate as transformers loads models: the frequencies keep their dtype."""
         model.rotary_emb = type(model.rotary_emb)(model.config).to(self.device)
 
     def _with(self, implementation: str) -> Any:

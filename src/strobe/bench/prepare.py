@@ -1,4 +1,4 @@
-"""Before timing: our kernels are compiled in parallel, and compilers of others are given a limit."""
+"""Prepare for timing: our kernels are compiled in parallel, and compilers of others are given a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is measured: every provider there is, and which of them a request means."""
+"""List every provider there is, and choose those that a request means."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def every() -> list[Provider]:
 
 
 def select(names: list[str] | None) -> list[Provider]:
-    """By name, or all. A name may also be a kind ("ours", "standard", "peer") or a prefix ("torch", "strobe")."""
+    """Return the providers of these names, or all. A name may also be a kind ("ours", "standard", "peer") or a prefix
+    ("torch", "strobe")."""
     found = every()
     if not names:
         return found

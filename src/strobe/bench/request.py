@@ -1,4 +1,4 @@
-"""What a run shall measure."""
+"""A request says what a run shall measure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Request:
         return able
 
     def methods_for(self, case: BenchCase) -> tuple[str, ...]:
-        """What a call costs the CPU, how long a graph takes: such cases have a way of their own."""
+        """Return the methods for a case. What a call costs the CPU and how long a graph takes are measured in a way of
+        their own."""
         return self.methods if case.measure in ("time", "model") else tuple(m for m in self.methods if m == TURNS)
 
     def repeat(self, case: BenchCase, method: str = TURNS) -> str:

@@ -1,4 +1,4 @@
-"""From what a method found to a row."""
+"""Make a row of what a method found."""
 
 from __future__ import annotations
 

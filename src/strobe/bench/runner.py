@@ -205,7 +205,7 @@ class Runner:
                 entry.call = step
 
     def _time(self, case: BenchCase, entries: list[Entry], method: str, monitor: Monitor) -> list[TimedCall | None]:
-        """For every entry, what the method found; None for those that are out."""
+        """Return what the method found for every entry; None for those that are out."""
         kind = SustainedCall if method == SUSTAINED else TimedCall
         calls = [kind(e.call, e.scope()) if e.alive and e.call is not None else None for e in entries]
         running = [call for call in calls if call is not None]
@@ -220,7 +220,7 @@ class Runner:
         return list(calls)
 
     def _screen(self, case: BenchCase, entries: list[Entry]) -> None:
-        """What is known before anything runs."""
+        """Refuse the entries that are known to fail before anything runs."""
         total = provenance.device_facts(self.device).get("memory_bytes") or 0
         for entry in entries:
             p = entry.provider
@@ -303,8 +303,8 @@ class Runner:
         entry.call = self._call(entry, case, scope)
 
     def _call(self, entry: Entry, case: BenchCase, scope: Scope) -> Call:
-        """What is timed. A backward pass is: the same for everybody, gradients of q, k, v and perhaps a bias from one graph
-        that is kept."""
+        """Return the call that is timed. A backward pass is: the same for everybody, gradients of q, k, v and perhaps a
+        bias from one graph that is kept."""
         assert entry.prepared is not None
         forward, inputs, leaves, do = entry.prepared.forward, entry.inputs, entry.leaves, entry.do
         if case.direction == "backward":

@@ -1,4 +1,4 @@
-"""What is measured: cases grouped into suites."""
+"""The suites: cases to be measured, in groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def _short(n: int) -> str:
-    """In labels: 16384 is "16k"."""
+    """Write a length as labels do: 16384 is "16k"."""
     return short_length(n).lower()
 
 
@@ -119,8 +119,9 @@ _VARIANTS |= {"window": "full", "neighbourhood": "full", "decay": "causal"}
 
 
 def variants(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
-    """What users write as functions, at one long shape; softcap; a bias that learns and a mask of booleans, which are
-    tensors. On a GPU also what softcap and ALiBi cost beside a plain mask, a wide head dim, and fp32 inputs."""
+    """Return cases of what users write as functions, at one long shape; softcap; a bias that learns and a mask of
+    booleans, which are tensors. On a GPU also what softcap and ALiBi cost beside a plain mask, a wide head dim, and
+    fp32 inputs."""
     plain: dict[str, Any] = {"direction": direction, "dtype": "bfloat16" if on_gpu else "float32"}
     long: dict[str, Any] = {"heads": 2, "length": 256, "dim": 32}
     if on_gpu:

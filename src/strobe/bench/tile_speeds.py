@@ -9,8 +9,8 @@ from strobe.measure.statistics import geometric_mean
 
 
 def means(rows: Iterable[dict[str, Any]], dim: int, dim_v: int, kind: str, speed: str = "tflops") -> dict[str, float]:
-    """Of every tile that ran in all cases of a head dim and kind, the one in use first: the geometric mean of its
-    speed, or of another number in its rows."""
+    """Return, for every tile that ran in all cases of a head dim and kind, the one in use first, the geometric mean of
+    its speed, or of another number in its rows."""
     mine = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind) and "ms" in row]
     count = len({row["case"] for row in mine})
     speeds: dict[str, list[float]] = {}

@@ -113,7 +113,8 @@ def dense_mask(case: BenchCase, device: torch.device) -> torch.Tensor | None:
 
 @functools.lru_cache(maxsize=64)
 def visible_share(case: BenchCase) -> float | None:
-    """Of all pairs; None: as the interval mask says. No function here depends on the head."""
+    """Return the share of all pairs that is visible; None: as the interval mask says. No function here depends on the
+    head."""
     device = torch.device("cpu")
     if functions(case, device).mask is None:
         return None
@@ -127,7 +128,8 @@ def visible_share(case: BenchCase) -> float | None:
 
 
 def with_slope(case: BenchCase, s: torch.Tensor, batch: int, heads: torch.Tensor, rows: torch.Tensor) -> Any:
-    """What the score function makes of `s`, (heads, rows, keys), and its derivative; None: there is no function."""
+    """Return what the score function makes of `s`, (heads, rows, keys), and its derivative; None: there is no
+    function."""
     score = functions(case, s.device).score
     if score is None:
         return None

@@ -55,7 +55,7 @@ def flex_attention(
 
 
 def patched() -> Patch:
-    """In this block `torch.nn.attention.flex_attention.flex_attention` is ours."""
+    """Replace `torch.nn.attention.flex_attention.flex_attention` by ours within the block."""
     return _patch
 
 

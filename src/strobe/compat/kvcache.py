@@ -144,7 +144,7 @@ def _checked(table: torch.Tensor, batch: int) -> torch.Tensor:
 def _check_places(
     batch: int, caches: int, capacity: int, used: Any, new: Any, batch_idx: _Maybe, leftpad: _Maybe, rotary: _Maybe
 ) -> None:
-    """Where in the cache things are, before anything is written: a negative number would count from the end."""
+    """Check where in the cache things are, before anything is written: a negative number would count from the end."""
     if batch_idx is None and caches != batch:
         raise InvalidArgument(
             f"k_cache has batch size {caches}, q has {batch}; cache_batch_idx must map one to the other"

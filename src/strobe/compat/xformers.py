@@ -207,8 +207,8 @@ _replaced: list[tuple[ModuleType, str, Any]] | None = None  # None: not installe
 
 
 def install() -> None:
-    """From now on `xformers.ops.memory_efficient_attention` is strobe's, on any device. Code that imported the function by
-    name before keeps xformers' own. A second call changes nothing."""
+    """Make `xformers.ops.memory_efficient_attention` strobe's, on any device. Code that imported the function by name
+    before keeps xformers' own. A second call changes nothing."""
     global _replaced
     if _replaced is not None:
         return

@@ -1,4 +1,4 @@
-"""Before ranks exchange tensors they make sure that they mean the same call: else one would wait for what never comes.
+"""Ranks make sure that they mean the same call before they exchange tensors: else one would wait for what never comes.
 
 Each rank contributes a digest of the facts on which all must agree, or word of an error of its own. Where digests differ,
 the facts follow, and every rank raises an error that names what differs.

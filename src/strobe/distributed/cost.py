@@ -1,4 +1,4 @@
-"""What each method costs on paper: bytes that each rank sends, exactly, and from those time and memory.
+"""The cost of each method on paper: bytes that each rank sends, exactly, and from those time and memory.
 
 Tests count the bytes of real runs against `sent`. Times are a model: transfers at the speed of one link, matrix products at
 a given rate, and what can overlap does.
@@ -20,7 +20,7 @@ METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")
 
 
 class Shape(NamedTuple):
-    """Of the call: one layer, all ranks."""
+    """The shape of the call: one layer, all ranks."""
 
     heads: int
     heads_k: int
@@ -50,7 +50,8 @@ class Sent(NamedTuple):
 def sent(
     plan: ShardPlan, shape: Shape, method: str, *, inner: int | None = None, deterministic: bool = False
 ) -> list[Sent]:
-    """By each rank. `inner`: the ranks that trade heads in a hybrid. A gradient of the LSE would come on top."""
+    """Return the bytes sent by each rank. `inner`: the ranks that trade heads in a hybrid. A gradient of the LSE would
+    come on top."""
     if plan.ranks == 1:
         return [Sent(0, 0)]
     if method in ("ring", "halo"):
@@ -100,7 +101,7 @@ def _gathered(plan: ShardPlan, shape: Shape, deterministic: bool) -> list[Sent]:
 
 
 def _traded(plan: ShardPlan, shape: Shape, ranks: int) -> list[Sent]:
-    """Among each `ranks` neighbours."""
+    """Return the bytes that each rank sends if each `ranks` neighbours trade heads."""
     shares = shares_of(shape.heads, shape.heads_k, ranks)
     keys_of_all = sum(s.keys[1] - s.keys[0] for s in shares)
     width, size = shape.dim + shape.dim_v, shape.itemsize
@@ -132,7 +133,7 @@ class Machine:
 
 
 class Estimate(NamedTuple):
-    """Of one layer; the largest of all ranks."""
+    """The estimated cost of one layer; the largest of all ranks."""
 
     method: str
     sent: int  # bytes
@@ -148,7 +149,8 @@ class Estimate(NamedTuple):
 
 
 def flops(plan: ShardPlan, shape: Shape, gradients: bool, method: str = "ring", inner: int | None = None) -> list[int]:
-    """Of each rank: two matrix products forward, five backward. Whoever trades rows for heads works on other rows."""
+    """Return the operations of each rank: two matrix products forward, five backward. Whoever trades rows for heads
+    works on other rows."""
     each = 2 * (shape.dim + shape.dim_v) + (2 * (3 * shape.dim + 2 * shape.dim_v) if gradients else 0)
     each *= shape.batch
     if method not in ("ulysses", "hybrid"):
@@ -188,7 +190,7 @@ def estimate(
 
 
 def _own_share(plan: ShardPlan) -> float:
-    """Of the rank with the most work, the share of it that needs no keys of others."""
+    """Return, for the rank with the most work, the share of it that needs no keys of others."""
     rank = max(range(plan.ranks), key=lambda r: plan.pairs[r])
     axis = Axis(plan.lengths, plan.starts)
     own = 0

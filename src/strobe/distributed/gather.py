@@ -72,7 +72,7 @@ class Gather:
         return Gradients(dq, *down, self.task.gradient_of_sinks(rest))
 
     def _stages(self, k: torch.Tensor) -> list[slice]:
-        """Of the key heads. Their number does not depend on the ranks: results should not."""
+        """Return the key heads of each stage. Their number does not depend on the ranks: results should not."""
         heads = k.shape[-2]
         count = max(1, min(heads, STAGES))
         return [slice(i * heads // count, (i + 1) * heads // count) for i in range(count)]
@@ -111,7 +111,7 @@ class Gather:
         return _Returning(heads, found, pending)
 
     def _return_in_order(self, dkeys: Keys, heads: slice) -> _Returning:
-        """By messages, to be added up in the order of the ranks."""
+        """Send gradients back by messages, to be added up in the order of the ranks."""
         plan, rank = self.task.plan, self.task.rank
         sends: list[Message] = []
         receives: list[Message] = []
@@ -135,7 +135,7 @@ class _Gathering:
         self.task, self.parts, self.pending = task, parts, pending
 
     def keys(self, everything: sets.Spans) -> Keys:
-        """In the order of their positions."""
+        """Wait for the keys and return them in the order of their positions."""
         for pending in self.pending:
             pending.wait()
         return Keys(*(self._in_order(t) for t in self.parts))

@@ -131,7 +131,7 @@ def tell(groups: Sequence[str], error: Exception, device: torch.device, check: b
 
 
 def _facts(call: Call) -> dict[str, Any]:
-    """On which all ranks must agree; how many rows each has is the plan's business."""
+    """Return the facts on which all ranks must agree; how many rows each has is the plan's business."""
     q, k, v = call.q, call.k, call.v
     shapes = {name: (*t.shape[:-3], "rows", *t.shape[-2:]) for name, t in (("q", q), ("k", k), ("v", v))}
     sinks = None if call.sinks is None else tuple(call.sinks.shape)
@@ -252,7 +252,7 @@ def _fake_backward(dout: _Maybe, dlse: _Maybe, out: Any, lse: Any, kept: Any, *v
 
 
 class _Attention(torch.autograd.Function):
-    """Where nothing traces."""
+    """The operation as autograd sees it where nothing traces."""
 
     @staticmethod
     def forward(ctx: Any, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:

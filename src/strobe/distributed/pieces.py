@@ -1,4 +1,5 @@
-"""What queries of one set of positions have to do with keys of another: a list of rectangles, each one attention call.
+"""Pieces cover the pairs that queries of one set of positions see of keys of another: rectangles, each one attention
+call.
 
 A piece is a run of queries and a run of keys of the same document, of which some pair is visible. Rows and keys that see
 nothing of each other are cut off. Where the mask hides nothing and scores do not depend on positions, neighbouring pieces
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def local(self) -> Positions:
-        """Where the rows and keys would lie if they were all there are."""
+        """Return where the rows and keys would lie if they were all there are."""
         return _local(self.rows[1] - self.rows[0], self.keys[1] - self.keys[0])
 
 
@@ -68,8 +69,8 @@ def pieces(
 
 
 def _counts_alike(queries: Spans, keys: Spans, axis_q: Axis, axis_k: Axis, mask: Mask) -> bool:
-    """Whether the mask shows the same pairs if rows and keys are counted from the start of their tensors. Counted either
-    way, a row sees an interval of keys: its ends are compared."""
+    """Return whether the mask shows the same pairs if rows and keys are counted from the start of their tensors.
+    Counted either way, a row sees an interval of keys: its ends are compared."""
     found_q, found_k = runs(queries, axis_q.starts), runs(keys, axis_k.starts)
     if len({run.document for run in (*found_q, *found_k)}) != 1:
         return False
@@ -94,8 +95,8 @@ def _blocks(run: Run, block: int) -> list[Run]:
 
 
 def _of_run(q: Run, keys: Sequence[Run], len_q: int, len_k: int, mask: Mask) -> Iterator[tuple[Piece, bool]]:
-    """Of a run of queries with each run of keys the smallest rectangle that holds every visible pair, and whether all
-    of its pairs are visible."""
+    """Yield, for each run of keys that a run of queries sees, the smallest rectangle that holds every visible pair, and
+    whether all of its pairs are visible."""
 
     def lo(row: int) -> int:
         return mask.bounds(row, len_q, len_k)[0]

@@ -65,7 +65,7 @@ def _holdings(plan: ShardPlan) -> list[str]:
 
 
 def _sights(plan: ShardPlan) -> list[str]:
-    """How much of each rank's keys each rank's queries see."""
+    """Return how much of each rank's keys each rank's queries see."""
     ranks, axis = shown(plan.ranks), Axis(plan.lengths, plan.starts)
     lines = [f"{'rank':>6}  keys of rank {', '.join(map(str, ranks))}"]
     for rank in ranks:

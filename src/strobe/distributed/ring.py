@@ -44,7 +44,7 @@ class Deliver:
         return task.finished(state)
 
     def _last_calls(self) -> list[tuple[bool, ...]]:
-        """Of the steps of `forward`, in their order."""
+        """Return `Task.last_calls` of the steps of `forward`, in their order."""
         task, prepared = self.task, self.task.plan.prepared
         key = ("last", self.kind, task.rank, task.positional, task.invariant, task.template.sinks is None)
         if key not in prepared:
@@ -89,7 +89,7 @@ class Deliver:
         return coming, self.transport.exchange(sends, receives)
 
     def _send_gradients(self, tick: Tick, found: _Held, down: Keys) -> _Coming:
-        """Of the keys that were worked on in this tick: to the next stop, and home."""
+        """Send the gradients of the keys that were worked on in this tick: to the next stop, and home."""
         sends: list[Message] = []
         for kind in ("onward", "home"):
             for visit in tick.visits:
@@ -124,7 +124,7 @@ class _Coming(_Nothing):
         self.onward, self.home, self.pending = onward, home, pending
 
     def add_to(self, found: _Held, down: Keys, mine: Spans) -> None:
-        """In a fixed order: sums are the same each time."""
+        """Add the gradients that arrived in a fixed order: sums are the same each time."""
         self.pending.wait()
         for chain, (_, gradients) in self.onward.items():
             for total, x in zip(found[chain][1], gradients, strict=True):

@@ -85,7 +85,8 @@ class Visit(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Of one rank. Parcels of both ends are in the order of the chains, so that messages between a pair match."""
+    """One step of one rank. Parcels of both ends are in the order of the chains, so that messages between a pair
+    match."""
 
     visits: tuple[Visit, ...]  # what is worked on
     arriving: tuple[Parcel, ...]  # the keys of `visits`, from where they come
@@ -119,7 +120,7 @@ def ticks(found: tuple[Chain, ...], rank: int) -> tuple[Tick, ...]:
 
 
 def _rest(stop: Stop, after: Stop | None) -> Spans:
-    """What no later stop needs."""
+    """Return the keys of a stop that no later stop needs."""
     if after is None:
         return stop.spans
     return () if after.spans == stop.spans else sets.difference(stop.spans, after.spans)

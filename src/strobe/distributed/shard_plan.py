@@ -45,7 +45,7 @@ def runs(shard: Spans, starts: Sequence[int]) -> list[Run]:
 
 
 class ShardPlan:
-    """How `lengths` (one length, or those of documents packed one after the other) are cut among `ranks`.
+    """A plan says how `lengths` (one length, or those of documents packed one after the other) are cut among `ranks`.
 
     strategy  "contiguous", "zigzag" (an early and a late part each: equal work under a causal mask), "documents" (a
               zig-zag within each document) or "striped" (blocks dealt out in turn)
@@ -103,7 +103,7 @@ class ShardPlan:
         return plan
 
     def with_mask(self, mask: Mask | None) -> ShardPlan:
-        """The same cut for another mask; None: for this one."""
+        """Return the same cut for another mask; None: for this one."""
         if mask is None or mask == self.mask:
             return self
         return self._derived(("mask", mask), self.shards, self.strategy, mask)
@@ -137,7 +137,7 @@ class ShardPlan:
     # ---- who holds what -------------------------------------------------------------------------------------------------
 
     def rows(self, rank: int) -> int:
-        """How many positions a rank holds."""
+        """Return how many positions a rank holds."""
         return sets.size(self.shards[self._rank(rank)])
 
     @functools.cached_property
@@ -166,8 +166,8 @@ class ShardPlan:
 
     @functools.cached_property
     def seen(self) -> tuple[Spans, ...]:
-        """For each rank the keys that some query of it sees. Neither end of a mask ever moves left, so the first row of a
-        run has the lowest bound and the last row the highest."""
+        """The keys, for each rank, that some query of it sees. Neither end of a mask ever moves left, so the first row
+        of a run has the lowest bound and the last row the highest."""
         found = []
         for rank in range(self.ranks):
             ranges = []
@@ -181,7 +181,7 @@ class ShardPlan:
 
     @functools.cached_property
     def pairs(self) -> tuple[int, ...]:
-        """For each rank the visible (query, key) pairs of one head: its exact work."""
+        """The number, for each rank, of visible (query, key) pairs of one head: its exact work."""
         ends: dict[int, list[tuple[int, int, int]]] = {}  # by the length of the document: rank, start, stop
         for rank in range(self.ranks):
             for run in self.runs(rank):
@@ -266,7 +266,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _text(lengths: tuple[int, ...], shards: tuple[Spans, ...], strategy: str, block: int, mask: Mask) -> str:
-    """How a plan travels where objects cannot."""
+    """Return a plan as text, which travels where objects cannot."""
     held = "/".join(",".join(f"{a}-{b}" for a, b in shard) for shard in shards) if strategy == "custom" else ""
     return f"{','.join(map(str, lengths))}|{strategy}|{len(shards)}|{block}|{held}|{mask.text()}"
 

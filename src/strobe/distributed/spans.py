@@ -15,7 +15,7 @@ Spans = tuple[tuple[int, int], ...]  # ((start, stop), …), start < stop <= the
 
 
 def spans(ranges: Iterable[tuple[int, int]]) -> Spans:
-    """Of ranges in any order, which may touch, overlap or be empty."""
+    """Return the union of ranges in any order, which may touch, overlap or be empty."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if found and start <= found[-1][1]:
@@ -47,7 +47,7 @@ def intersection(a: Spans, b: Spans) -> Spans:
 
 
 def difference(a: Spans, b: Spans) -> Spans:
-    """What of `a` is not in `b`."""
+    """Return the positions of `a` that are not in `b`."""
     if not a or not b:
         return a
     first, last = a[0][0], a[-1][1]
@@ -56,8 +56,8 @@ def difference(a: Spans, b: Spans) -> Spans:
 
 
 def rows(part: Spans, whole: Spans) -> tuple[tuple[int, int], ...]:
-    """Where the positions of `part` lie in a tensor that holds those of `whole`, in order. Ranges that touch there are
-    joined."""
+    """Return where the positions of `part` lie in a tensor that holds those of `whole`, in order. Ranges that touch
+    there are joined."""
     found: list[tuple[int, int]] = []
     i, offset = 0, 0  # `offset`: rows of whole[:i]
     for start, stop in part:
@@ -88,7 +88,8 @@ def indices(a: Spans, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def order(parts: Sequence[Spans]) -> torch.Tensor | None:
-    """Of rows that come part after part, the permutation into the order of their positions; None if that is the same."""
+    """Return the permutation that sorts rows, which come part after part, by their positions; None if they are
+    sorted."""
     found = torch.cat([indices(p) for p in parts]) if parts else torch.empty(0, dtype=torch.int64)
     if bool((found[1:] > found[:-1]).all()):
         return None

@@ -29,7 +29,7 @@ class Keys(NamedTuple):
 
 
 def rows_of(t: torch.Tensor, rows: Range) -> torch.Tensor:
-    """Of (…, rows, heads, dim)."""
+    """Return these rows of a tensor (…, rows, heads, dim)."""
     return t.narrow(-3, rows[0], rows[1] - rows[0])
 
 
@@ -64,7 +64,7 @@ class State:
         self._untouched = sets.difference(self._untouched, (rows,))
 
     def is_empty(self, rows: Range) -> bool:
-        """Whether none of these rows has a result."""
+        """Return whether none of these rows has a result."""
         return not sets.difference((rows,), self._untouched)
 
     def rows_to_write_to(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ class State:
         return self._rows(self._final(), self._lse, rows)
 
     def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """After the last result: (out, lse), out in the dtype of q and contiguous."""
+        """Return (out, lse) after the last result, out in the dtype of q and contiguous."""
         if not self._finished:
             out, lse = self.results()
             return out.to(self._room[0].dtype).contiguous(), lse
@@ -97,7 +97,7 @@ class State:
         return out, self._lse
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """After the last result, where no row is finished: (out, lse). Rows that have no result saw no key."""
+        """Return (out, lse) after the last result, where no row is finished. Rows that have no result saw no key."""
         out = self._written_to()
         for rows in self._untouched:
             rows_of(out, rows).zero_()
@@ -181,7 +181,7 @@ class Step:
 
     @property
     def rows(self) -> list[sets.Spans]:
-        """Of each run, in their order."""
+        """The rows of each call, in their order."""
         return [sets.spans(p.rows for p in pieces) for pieces in self._rounds()] if self.found else []
 
     def _rounds(self) -> Sequence[tuple[Piece, ...]]:
@@ -201,7 +201,7 @@ def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None
 
 
 def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:
-    """Of steps in the order in which they run, for each of their calls: whether it is the last one of all its rows."""
+    """Return for each call of the steps, in the order in which they run, whether it is the last one of all its rows."""
     found: list[tuple[bool, ...]] = []
     later: sets.Spans = ()
     for step in reversed(steps):
@@ -214,7 +214,7 @@ def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:
 
 
 class Rest(NamedTuple):
-    """What a backward pass knows about all rows of a rank."""
+    """The tensors of all rows of a rank that a backward pass needs besides q, k and v."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -273,7 +273,7 @@ def _ints(values: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor
 
 
 def _places(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
-    """For each range, where it lies when all lie one after the other. Those that follow one another are one."""
+    """Return each range with its place when all lie one after the other. Those that follow one another are one."""
     found: list[tuple[Range, Range]] = []
     at = 0
     for start, stop in ranges:

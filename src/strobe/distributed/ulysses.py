@@ -43,7 +43,7 @@ def _share(group: int, start: int, stop: int) -> Share:
 
 
 def is_shared(shares: Sequence[Share]) -> bool:
-    """Whether a key head goes to several ranks."""
+    """Return whether a key head goes to several ranks."""
     return any(a.keys[1] > b.keys[0] for a, b in zip(shares, shares[1:], strict=False))
 
 
@@ -103,7 +103,7 @@ class Ulysses:
         return shares[self.transport.rank], shares
 
     def _to_heads(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Heads]]) -> list[torch.Tensor]:
-        """From (…, my rows, all heads, dim) to (…, all rows, my heads, dim); heads[tensor][rank]."""
+        """Bring (…, my rows, all heads, dim) to (…, all rows, my heads, dim); heads[tensor][rank]."""
         rank, found = self.transport.rank, []
         sends: list[Message] = []
         receives: list[Message] = []

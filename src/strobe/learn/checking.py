@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Task:
-    """What all exercises have, in whatever language they are solved."""
+    """The fields that all exercises have, in whatever language they are solved."""
 
     name: str
     task: str
@@ -101,7 +101,8 @@ def _problem(kernel: Kernel, case: Case) -> str | None:
 
 
 def wrong_elements(output: Array, expected: Sequence[Any], tolerance: float = 1e-6) -> str | None:
-    """Which elements are wrong, what they are, what they should be, and who wrote them; None if all are right."""
+    """Return which elements are wrong, what they are, what they should be, and who wrote them; None if all are
+    right."""
     wrong = []
     for index, right in _elements(expected):
         offset = output._offset(index)

@@ -142,7 +142,8 @@ _ROOT = Path(__file__).resolve().parents[3]  # of a checkout
 
 
 def _address(target: str) -> str | None:
-    """Of a file of the checkout or of the installed package, on this machine; None if it is not here."""
+    """Return the address of a file of the checkout or of the installed package, on this machine; None if it is not
+    here."""
     package = Path(strobe.__file__).parent / target.removeprefix("src/strobe/")
     found = package if target.startswith("src/") else _ROOT / target
     return found.as_uri() if found.is_file() else None

@@ -27,7 +27,7 @@ def _matplotlib() -> Any:
 
 
 def _drawn(canvas: Any, alt: str, *, photograph: bool = False) -> Figure:
-    """As a bitmap, which every notebook viewer shows."""
+    """Draw the canvas as a bitmap, which every notebook viewer shows."""
     file = io.BytesIO()
     how: dict[str, Any] = {"format": "png", "metadata": {"Software": None}}
     if photograph:

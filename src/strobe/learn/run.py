@@ -22,7 +22,7 @@ _POINTERS = {torch.float32: "float", torch.int32: "int"}
 
 @dataclass(frozen=True)
 class Run:
-    """Where a kernel ran and what is known of it: a GPU has a clock, the emulator counts."""
+    """A run of a kernel: where it ran and what is known of it. A GPU has a clock, the emulator counts."""
 
     where: str
     milliseconds: float | None = None

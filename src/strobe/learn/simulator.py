@@ -99,7 +99,7 @@ class Array:
         return values
 
     def writer(self, *index: int) -> Access | None:
-        """Who wrote this element last, in the last launch; None if nobody did."""
+        """Return who wrote this element last, in the last launch; None if nobody did."""
         return self._writers.get(self._offset(index))
 
     def __getitem__(self, index: int | tuple[int, ...]) -> Any:
@@ -167,7 +167,7 @@ def _flatten(values: Iterable[Any]) -> tuple[list[Any], tuple[int, ...]]:
 
 
 class Thread:
-    """What a kernel knows of itself. The names are CUDA's; `thread` and `block` are the flat numbers."""
+    """A thread of a kernel, as the kernel sees it. The names are CUDA's; `thread` and `block` are the flat numbers."""
 
     def __init__(self, launch: _Launch, block: int, index: int) -> None:
         self._launch = launch
@@ -184,7 +184,7 @@ class Thread:
 
 @dataclass
 class Report:
-    """What one launch did. Loads and stores are counted in elements, per array."""
+    """The counts of one launch. Loads and stores are counted in elements, per array."""
 
     grid: Dim3
     block: Dim3

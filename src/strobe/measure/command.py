@@ -1,5 +1,5 @@
-"""What the options of all commands have in common: numbers of tokens such as 4K, flags in the help, progress off a
-terminal. No torch here: help and usage errors do not wait for it."""
+"""Options that all commands have in common: numbers of tokens such as 4K, flags in the help, progress off a terminal.
+No torch here: help and usage errors do not wait for it."""
 
 from __future__ import annotations
 

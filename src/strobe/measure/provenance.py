@@ -1,4 +1,4 @@
-"""Where a result comes from: device, driver, versions, commit, command, date."""
+"""The provenance of a result: device, driver, versions, commit, command, date."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def busy_machine(found: dict[str, Any]) -> str | None:
 
 
 def command_line() -> str:
-    """As typed, but without the directories of this machine."""
+    """Return the command as typed, but without the directories of this machine."""
     program = "strobe" if Path(sys.argv[0]).name in ("strobe", "__main__.py") else Path(sys.argv[0]).name
     return shlex.join([program, *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
 
@@ -135,8 +135,8 @@ def _driver(device: torch.device) -> str | None:
 
 
 def driver_version(text: str) -> str | None:
-    """From the kernel module's own line: "… Kernel Module  535.54.03 …", or "… Open Kernel Module for x86_64  580.95
-    …"."""
+    """Return the version in the kernel module's own line: "… Kernel Module  535.54.03 …", or "… Open Kernel Module for
+    x86_64  580.95 …"."""
     found = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b", text)
     return found.group(1) if found else None
 
@@ -148,7 +148,7 @@ def _nvrtc() -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """Of the source that runs, which need not be the current directory."""
+    """Return the commit of the source that runs, which need not be the current directory."""
     root = Path(__file__).resolve().parent
 
     def ask(*arguments: str) -> str | None:

@@ -101,19 +101,19 @@ def lse_floor(lse: torch.Tensor) -> float:
 
 
 def summation_floor(exact: Parts, roundings: float, dtype: torch.dtype) -> float:
-    """For kernels that add one product after the other, where PyTorch adds in blocks: so many roundings of the largest
-    number."""
+    """Return the floor for kernels that add one product after the other, where PyTorch adds in blocks: so many
+    roundings of the largest number."""
     return roundings * torch.finfo(dtype).eps * max(_top(e) for e in _parts(exact)) if roundings else 0.0
 
 
 def gradient_floor(
     name: str, problem: Problem, inputs: Inputs, lse: torch.Tensor, dout: torch.Tensor, exact: torch.Tensor
 ) -> float:
-    """What a backward that is given `out` and the LSE, both rounded, cannot know. A rounding of the LSE changes every p
-    of its row by as much, relatively; delta = rowsum(dout * out) and dp = dout v, which textbook attention makes cancel
-    exactly, come from different sums. It matters for fp32 only: these are roundings in the dtype of the LSE, and 16
-    bits hide them. The gradient of a sink, one number, is a sum of delta over all rows: there the rounding of `out`
-    counts."""
+    """Return the error of what a backward that is given `out` and the LSE, both rounded, cannot know. A rounding of the
+    LSE changes every p of its row by as much, relatively; delta = rowsum(dout * out) and dp = dout v, which textbook
+    attention makes cancel exactly, come from different sums. It matters for fp32 only: these are roundings in the dtype
+    of the LSE, and 16 bits hide them. The gradient of a sink, one number, is a sum of delta over all rows: there the
+    rounding of `out` counts."""
     if problem.empty:
         return 0.0
     dp = dout.double().norm(dim=-1).max().item() * inputs.v.double().norm(dim=-1).max().item()

@@ -19,7 +19,7 @@ def angles(
 
 
 def frequencies(dim: int, base: float, device: torch.device | str | None) -> torch.Tensor:
-    """By which angle each pair turns from one position to the next, (dim / 2,)."""
+    """Return the angle by which each pair turns from one position to the next, (dim / 2,)."""
     return base ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 

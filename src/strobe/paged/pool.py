@@ -23,8 +23,8 @@ class Level(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """How `append` rotates new keys: tables (positions, rotary_dim / 2), the position of each new row, and whether
-    pairs are (2 i, 2 i + 1), else (i, i + rotary_dim / 2)."""
+    """The rotation of new keys by `append`: tables (positions, rotary_dim / 2), the position of each new row, and
+    whether pairs are (2 i, 2 i + 1), else (i, i + rotary_dim / 2)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -35,9 +35,9 @@ class Rotary(NamedTuple):
 def slots(
     table: torch.Tensor, page: int, positions: torch.Tensor, sequences: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Where rows go, for `append`: the slot of the key at `positions` (…) of each of `sequences` (…), counted in the rows
-    of the table; without `sequences`, positions are (batch, …). Nothing is read back. A slot is page · page size + row; -1
-    where the table has no entry for a position."""
+    """Return where rows go, for `append`: the slot of the key at `positions` (…) of each of `sequences` (…), counted in
+    the rows of the table; without `sequences`, positions are (batch, …). Nothing is read back. A slot is page · page
+    size + row; -1 where the table has no entry for a position."""
     if sequences is None:
         sequences = torch.arange(table.shape[0], device=table.device).view(-1, *(1,) * (positions.dim() - 1))
     entry = positions.long() // page

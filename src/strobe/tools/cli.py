@@ -327,7 +327,7 @@ def tune(
 
 
 def _tuned(direction: str, family: str | None, device: torch.device) -> tuple[Subject, tuple[Architecture, ...]]:
-    """What is tuned, and the GPUs that it runs on."""
+    """Return the subject of the tuning, and the GPUs that it runs on."""
     import torch
 
     from strobe.cuda import backend

@@ -1,5 +1,5 @@
-"""What `strobe doctor` reports, as plain data: what attention on this machine depends on, the libraries that call
-attention, and what to do next."""
+"""`strobe doctor` reports, as plain data, what attention on this machine depends on, the libraries that call attention,
+and what to do next."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def report() -> dict[str, Any]:
 
 
 def backends() -> dict[str, str | None]:
-    """For each backend, fastest first: None if it is ready, else why not. Asked with the problem it is there for."""
+    """Return for each backend, fastest first: None if it is ready, else why not. Asked with the problem it is there
+    for."""
     return {name: _why_not(name) for name in dispatch.NAMES}
 
 
@@ -73,8 +74,8 @@ def _version(package: str) -> str | None:
 
 
 def _namesake() -> str | None:
-    """What to do if the distribution `strobe` is installed beside ours, `strobe-attention`. It is another project, and
-    pip lets each of two packages with one import name write over the other's files."""
+    """Return what to do if the distribution `strobe` is installed beside ours, `strobe-attention`. It is another
+    project, and pip lets each of two packages with one import name write over the other's files."""
     try:
         files = metadata.distribution("strobe").files or ()
     except metadata.PackageNotFoundError:
@@ -165,8 +166,8 @@ def _compiler() -> dict[str, Any]:
 
 
 def hosts() -> dict[str, dict[str, str | None]]:
-    """For each library that calls attention: its version, None if it is not installed, and whether it uses strobe in
-    this process."""
+    """Return for each library that calls attention: its version, None if it is not installed, and whether it uses
+    strobe in this process."""
     status = _compat_status()
     packages = HOSTS | {name: name for name in status if name not in HOSTS}
     return {
@@ -176,7 +177,7 @@ def hosts() -> dict[str, dict[str, str | None]]:
 
 
 def _compat_status() -> dict[str, str]:
-    """What `strobe.compat` says of each host; empty in a strobe that has no such module."""
+    """Return what `strobe.compat` says of each host; empty in a strobe that has no such module."""
     try:
         compat = importlib.import_module("strobe.compat")
     except ModuleNotFoundError:
@@ -188,7 +189,7 @@ def _compat_status() -> dict[str, str]:
 
 
 def next_steps(found: dict[str, Any]) -> list[str]:
-    """What stands in the way first, each with its remedy; then how to go on."""
+    """Return what stands in the way first, each with its remedy; then how to go on."""
     steps = [*filter(None, [found["namesake"]]), *_gpu_steps(found)]
     if found["cache"]["problem"]:
         steps.append(f"make a cache directory usable: {found['cache']['problem']}")

@@ -1,4 +1,4 @@
-"""What each backend can run, found by asking it about small problems: for `strobe doctor`, and as the table in README.md.
+"""A table of what each backend can run, made by asking it about small problems: for `strobe doctor`, and in README.md.
 
 The table says what the code can do and is the same on every machine: it asks for the limits of backends, not for what
 they lack here."""

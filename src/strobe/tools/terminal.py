@@ -1,4 +1,4 @@
-"""How the command line's results look."""
+"""Print the command line's results."""
 
 from __future__ import annotations
 

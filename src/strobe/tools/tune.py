@@ -160,8 +160,8 @@ def groups_of(rows: Iterable[dict[str, Any]]) -> list[tuple[int, int, str]]:
 def best_tiles(
     rows: list[dict[str, Any]], candidates: Callable[[int, int, str], list[Any]]
 ) -> dict[str, dict[str, Any]]:
-    """For each head dim and kind the fastest tile that ran in every case and was right in all, as cuda/parts/tuned.py reads
-    it."""
+    """Return for each head dim and kind the fastest tile that ran in every case and was right in all, as
+    cuda/parts/tuned.py reads it."""
     best = {}
     for dim, dim_v, kind in groups_of(rows):
         refused = {row["tile"] for row in rows if "reason" in row and (row["dim"], row["dim_v"]) == (dim, dim_v)
@@ -174,7 +174,7 @@ def best_tiles(
 
 
 def merged(found: dict[str, Any], path: Path) -> dict[str, Any]:
-    """With what the file has of other head dims and kinds. Raises ValueError for a file that is something else, or of
+    """Add what the file has of other head dims and kinds. Raises ValueError for a file that is something else, or of
     another GPU."""
     if not path.exists():
         return found

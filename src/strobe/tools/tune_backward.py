@@ -1,4 +1,4 @@
-"""What `strobe tune --pass backward` times: the tiles of the backward kernels, delta and the rounding of dQ included."""
+"""`strobe tune --pass backward` times the tiles of the backward kernels, delta and the rounding of dQ included."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BackwardCase(BenchCase):
 
 
 def kinds(family: str, arch: str) -> tuple[str, ...]:
-    """As they stand in the file: a tile belongs to an architecture."""
+    """Return the kinds as they stand in the file: a tile belongs to an architecture."""
     tuned = FAMILIES[family].tuned(gradients=True)
     names = (f"{kind} {p.architecture.tiles_of(arch)}" for p in tuned for kind in p.tuning.kinds)
     return tuple(dict.fromkeys(names))
@@ -131,7 +131,7 @@ def calls(
 
 
 def kernel_tensors(case: BackwardCase, x: Tensors) -> dict[str, Any]:
-    """What the plans read and write, by name."""
+    """Return the tensors that the plans read and write, by name."""
     assert x.do is not None
     q, k, v, do = (to_layout(t, "bshd") for t in (x.q, x.k, x.v, x.do))
     with torch.no_grad():

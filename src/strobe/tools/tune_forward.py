@@ -1,4 +1,4 @@
-"""What `strobe tune` times in the forward pass: the tiles of the Hopper kernel."""
+"""`strobe tune` times, in the forward pass, the tiles of the Hopper kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `strobe tune` found, on the terminal."""
+"""Print the results of `strobe tune` on the terminal."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def html(runs: list[Results]) -> str:
 
 
 def page_data(runs: list[Results]) -> dict[str, Any]:
-    """What the script draws from."""
+    """Return the data that the script draws from."""
     whole, compared = together(runs)
     return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
 
@@ -83,7 +83,7 @@ def _run(run: Results) -> dict[str, Any]:
 
 
 def family(row: Row) -> str:
-    """What a panel shows: "head dim 128, causal"."""
+    """Return the title of the panel that shows the row: "head dim 128, causal"."""
     c = row.case
     shape = c.model or (f"model dim {c.model_dim}" if c.suite == "sweep" else f"head dim {c.dim}")
     heads = "" if c.group == 1 or c.model else f"{c.heads} heads on {c.heads_k}"

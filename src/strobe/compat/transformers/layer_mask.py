@@ -117,7 +117,7 @@ class LayerMask:
     __str__ = __repr__
 
     def documents(self) -> Documents | None:
-        """Where the packed sequences begin; found when a layer asks first."""
+        """Return where the packed sequences begin; found when a layer asks first."""
         if self.document_of is None:
             return None
         if self._documents is None:
@@ -149,7 +149,8 @@ class LayerMask:
         return self.dense()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """On another device it is the same; in another dtype, or as booleans of whatever it was, it is refused."""
+        """Move the mask to another device, where it is the same; in another dtype, or as booleans of whatever it was,
+        it is refused."""
         target = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **kwargs)
         if target.dtype != torch.bool or torch.bool in (*args, kwargs.get("dtype")):
             return _computed(torch.Tensor.to, (self, *args), kwargs)
@@ -200,7 +201,8 @@ for _name in """__and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __se
 
 
 def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function makes of masks among its arguments, if it means the same for booleans as for numbers to add."""
+    """Return what a function makes of masks among its arguments, if it means the same for booleans as for numbers to
+    add."""
     name = function.__name__
     if name in _OF_ITS_SHAPE or _is_condition(function, args, kwargs):
         return function(*map(_plain, args), **{n: _plain(x) for n, x in kwargs.items()})

@@ -88,8 +88,8 @@ def mask(
 def _promised(
     function: Callable[..., Any], local_size: int | None, causal_skip: bool, bidirectional_skip: bool, config: Any
 ) -> Rule | None:
-    """What transformers' own flags say of the function, where a tracer cannot look into it: as long as a mask may be
-    skipped, it is nothing but causal, or nothing but bidirectional, within `local_size`."""
+    """Return the rule that transformers' own flags promise of the function, where a tracer cannot look into it: as long
+    as a mask may be skipped, it is nothing but causal, or nothing but bidirectional, within `local_size`."""
     if function is masking_utils.bidirectional_mask_function:
         return Rule(causal=False)  # some say a `local_size` and mean the size of the cache
     if causal_skip:

@@ -14,7 +14,7 @@ from strobe.variants.ready_made import chunked, window
 
 
 class Rule(NamedTuple):
-    """Which keys a query sees, as far as positions decide it."""
+    """A rule says which keys a query sees, as far as positions decide it."""
 
     causal: bool
     left: int = -1  # keys before the query; negative: any number

@@ -45,7 +45,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Writers:
-    """Who wrote each element of a tensor last: (block, thread, line); None if nobody did."""
+    """The last writer of each element of a tensor: (block, thread, line); None if nobody wrote it."""
 
     packed: torch.Tensor
     block: Dim3
@@ -165,7 +165,7 @@ _RANGES = {"int": (-(2**31), 2**31 - 1), "unsigned": (0, 2**32 - 1), "bool": (0,
 
 
 def _number(parameter: Parameter, value: Any) -> Any:
-    """As the kernel takes it: a number that would change on the way is refused."""
+    """Return the value as the kernel takes it: a number that would change on the way is refused."""
     try:
         if TYPES[parameter.ctype] == "d":
             return float(value + 0)  # not a string
@@ -239,7 +239,7 @@ def _out_of_bounds(found: re.Match[str], arguments: Mapping[str, Any]) -> str:
 
 
 def _waiting(report: str, how: Config, line: Callable[[str], str]) -> Iterator[str]:
-    """Who waits at which barrier, and who does not come. The threads that only fill the last warp are left out."""
+    """Say who waits at which barrier, and who does not come. The threads that only fill the last warp are left out."""
     for listed, what in re.findall(r"\n  (?:threads?|warps?) ([\d, -]+)[^:\n]*: ([^\n]*)", report):
         warps = f"warp {listed}" in report or f"warps {listed}" in report
         spans = [[int(x) * (32 if warps else 1) for x in part.split("-")] for part in listed.split(",")]
@@ -321,7 +321,8 @@ def for_nvrtc(kernel: Kernel) -> str:
 def wrong_elements(
     name: str, found: torch.Tensor, expected: torch.Tensor, writers: Writers | None, tolerance: float = 1e-4
 ) -> str | None:
-    """Which elements are wrong, what they should be and, from the emulator, who wrote them; None if all are right."""
+    """Return which elements are wrong, what they should be and, from the emulator, who wrote them; None if all are
+    right."""
     if found.shape != expected.shape:
         return f"expected {name} has shape {tuple(expected.shape)}, the tensor {tuple(found.shape)}"
     if found.dtype == torch.float16:

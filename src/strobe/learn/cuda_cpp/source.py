@@ -200,7 +200,7 @@ def _shared(found: re.Match[str], slots: object) -> str:
 
 
 def _split(declarators: str) -> list[str]:
-    """At commas outside brackets."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for letter in declarators:
         depth += (letter in "[({") - (letter in "])}")

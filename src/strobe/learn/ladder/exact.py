@@ -17,7 +17,7 @@ _DIVISION = 4
 
 
 def roundings(rung: Rung, len_k: int) -> float:
-    """Of fp32, that the way in which a rung adds up explains beyond PyTorch's."""
+    """Return the roundings of fp32 that the way in which a rung adds up explains beyond PyTorch's."""
     divisions = len_k / rung.divides_every if rung.divides_every else 0.0
     # One product after the other; PyTorch sums in blocks.
     sums = 0.5 * len_k**0.5 if rung.dtype == torch.float32 else 0.0
@@ -25,7 +25,7 @@ def roundings(rung: Rung, len_k: int) -> float:
 
 
 def judge(rung: Rung, shape: Shape, x: Tensors) -> Verdict:
-    """Of the first and the last slice: the first result that is wrong, or the one with the largest error."""
+    """Judge the first and the last slice: return the first result that is wrong, or the one with the largest error."""
     verdicts = []
     for index in sorted({0, shape.slices - 1}):
         exact, same = (_expected(rung, shape, x, index, dtype) for dtype in (torch.float64, rung.dtype))

@@ -122,7 +122,7 @@ def _library_plan(rung: Rung, shape: Shape, x: Tensors, machine: Machine) -> tup
 
 
 def _strides(t: torch.Tensor) -> Strides:
-    """Of batch, head and row."""
+    """Return the strides of batch, head and row."""
     return t.stride()[:3]  # type: ignore[return-value]
 
 
@@ -130,7 +130,7 @@ def _strides(t: torch.Tensor) -> Strides:
 
 
 def cannot_run(rung: Rung, device: torch.device) -> str | None:
-    """Why this GPU cannot run it."""
+    """Return why this GPU cannot run it."""
     major, minor = torch.cuda.get_device_capability(device)
     if rung.hopper and (major, minor) != (9, 0):
         return f"compute capability {major}.{minor}; wgmma exists on 9.0 (Hopper) alone"
@@ -200,7 +200,7 @@ def _prepare_library(shape: Shape, x: Tensors) -> Callable[[], None]:
 
 
 def _prepare_library_backward(rung: Rung, shape: Shape, x: Tensors) -> Callable[[], None]:
-    """From its plan: a call of the library would run the forward pass, too."""
+    """Prepare the backward from its plan: a call of the library would run the forward pass, too."""
     plan, tensors = _library_plan(rung, shape, x, machine_of(x.q.device))
     launcher = Launcher(plan, x.q.device.index or 0)
     given = [tensors.get(name, 0) for name in plan.tensors]  # 0: not there

@@ -43,7 +43,7 @@ PARAMS = Struct(
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a problem: a slice is one head of one sequence."""
+    """The shape of a problem: a slice is one head of one sequence."""
 
     slices: int
     len_q: int
@@ -71,7 +71,7 @@ class Shape:
         return self.slices * sum(max(0, min(self.len_k, row + offset + 1)) for row in range(self.len_q))
 
     def flops(self, backward: bool = False) -> int:
-        """Of the products that the formulas need: two forward, five backward."""
+        """Return the operations of the products that the formulas need: two forward, five backward."""
         return (10 if backward else 4) * self.dim * self.pairs
 
 
@@ -130,8 +130,8 @@ class Rung:
 
     @functools.cached_property
     def header(self) -> dict[str, str]:
-        """What the file says of itself: "What changed", "Why it should help", "Predicted", "Measured", "What limits it
-        now"."""
+        """The sections in which the file describes itself: "What changed", "Why it should help", "Predicted",
+        "Measured", "What limits it now"."""
         sections: dict[str, str] = {}
         current = ""
         for line in self.text.splitlines()[2:]:
@@ -157,8 +157,8 @@ class Rung:
         return float(found[1])
 
     def predicted_bytes(self, shape: Shape) -> float | None:
-        """To and from global memory, caches left out. None for causal problems, for which the model would need to know
-        more."""
+        """Return the bytes to and from global memory, caches left out. None for causal problems, for which the model
+        would need to know more."""
         if shape.causal:
             return None
         rows = self.rows(shape.dim)

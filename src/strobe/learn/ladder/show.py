@@ -1,4 +1,4 @@
-"""How the ladder looks in a terminal: tables, a chart, a diff."""
+"""Show the ladder in a terminal: tables, a chart, a diff."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _COUNTED_NOTE = (
 
 
 def _measured_note() -> str:
-    """Where the last two columns come from."""
+    """Return where the last two columns come from."""
     found = measured.load()
     shape, ladder = found["ladder"]["shape"], found["ladder"]
     case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
@@ -150,7 +150,7 @@ def _chart(rows: Sequence[Row], timed: bool, console: Console) -> None:
 
 
 def text_of(rung: Rung) -> str:
-    """What a reader should compare: the library's rung is its kernel's file."""
+    """Return the text that a reader should compare: the library's rung is its kernel's file."""
     return rung.text if not rung.library else rung.text + rung.library_kernel.read_text(encoding="utf-8")
 
 
