@@ -35,7 +35,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """As if the process had just started."""
+    """Forget the kernels in memory, as if the process had just started."""
     monkeypatch.setattr(jit, "in_memory", {})
 
 
@@ -397,7 +397,7 @@ def test_a_layer_holds_one_cubin_of_a_kernel(tmp_path):
 
 @needs_nvrtc
 def test_files_of_a_cache_make_a_layer(tmp_path, monkeypatch):
-    """As docs/install.md says: what one machine has compiled serves on another."""
+    """One machine has compiled what serves on another, as docs/install.md says."""
     made = jit.get(SOURCE, "sm_80")
     (tmp_path / "layer").mkdir()
     copy = shutil.copy(made.path, tmp_path / "layer")
@@ -522,7 +522,8 @@ def test_an_artifact_cannot_be_changed():
 
 @needs_nvrtc
 def test_an_environment_that_builds_on_another_finds_its_compiler(tmp_path):
-    """As `make setup` makes it where python3 already has torch: packages are seen through a path file."""
+    """The environment is made as `make setup` makes it where python3 already has torch: packages are seen through a
+    path file."""
     venv.create(tmp_path / "venv", with_pip=False)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     seen = [path for path in sys.path if path.endswith("site-packages")]
