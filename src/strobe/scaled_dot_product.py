@@ -92,8 +92,8 @@ def _without_causal_bias(attn_mask: torch.Tensor, query: torch.Tensor, key: torc
         raise ValueError("attn_mask cannot be given with nested tensors; pass is_causal=True")
     lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if lengths != (query.shape[-2], key.shape[-2]):
-        found = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-        raise ValueError(f"attn_mask is a causal bias of {lengths[0]} queries and {lengths[1]} keys; there are {found}")
+        got = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+        raise ValueError(f"attn_mask is a causal bias of {lengths[0]} queries and {lengths[1]} keys; there are {got}")
     return masks.causal_top_left if attn_mask.variant == CausalVariant.UPPER_LEFT else masks.causal
 
 

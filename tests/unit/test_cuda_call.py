@@ -216,7 +216,7 @@ def test_layers_share_a_list_of_work(invariant: bool, no_driver: None, monkeypat
             bound.run(a._replace(plan=plan))
             filling, attention = Recorder.made
             assert (len(filling.sent), len(attention.sent)) == (step + 1, 3 * step + layer + 1)
-    (known,) = plan.found.values()
+    (known,) = plan.by_kind.values()
     fields, (_, sent) = forward_sm90.plan(Problem.of(a)[0], {"o": (1, 1, 1)}, H200).launches, filling.sent[-1]
     at = [struct.unpack_from("<Q", sent, fields[0].kernel.params.offsets[name])[0] for name in ("work", "lengths")]
     assert at[0] == known.memory.data_ptr() and at[1] != lengths.data_ptr()

@@ -267,14 +267,14 @@ def test_lists_that_no_call_uses_are_dropped_but_for_those_of_graphs() -> None:
     plan.update(lengths)
     for name in ("dropped", "captured", "used"):
         plan.list_for(kind(name, filled), lengths, None, None, None).used = 0
-    lists = {known.kind.key: known for known in plan.found.values()}
+    lists = {known.kind.key: known for known in plan.by_kind.values()}
     lists["captured"].captured = True
     for _ in range(KEPT_STEPS + 1):
         filled.clear()
         plan.update(lengths)
         assert "captured" in filled
         lists["used"].used = plan.step
-    assert plan.describe() == "captured: 16\nused: 16" and [known.key for known in plan.found] == ["captured", "used"]
+    assert plan.describe() == "captured: 16\nused: 16" and [known.key for known in plan.by_kind] == ["captured", "used"]
 
 
 def test_lists_share_the_room_for_partial_results() -> None:

@@ -148,9 +148,9 @@ def bind_backward(problem: Problem, layout: Layout, backward: ViewsBackward) -> 
     ) -> Gradients:
         rows = [None if t is None else layout.rows_inside(t) for t in (lse, dlse)]
         assert rows[0] is not None
-        found = backward(problem, Inputs.of(a, layout), layout.inside(out), rows[0], layout.inside(dout), rows[1])
-        q, k, v = (None if g is None else layout.outside(g) for g in found[:3])
-        bias = None if found.bias is None else found.bias.view(a.bias.shape)
-        return Gradients(q, k, v, bias, found.sinks, found.score)
+        gradients = backward(problem, Inputs.of(a, layout), layout.inside(out), rows[0], layout.inside(dout), rows[1])
+        q, k, v = (None if g is None else layout.outside(g) for g in gradients[:3])
+        bias = None if gradients.bias is None else gradients.bias.view(a.bias.shape)
+        return Gradients(q, k, v, bias, gradients.sinks, gradients.score)
 
     return run

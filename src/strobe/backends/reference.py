@@ -82,8 +82,8 @@ def scores(
     at."""
     s = product * problem.scale
     if not problem.score.is_identity:
-        found = problem.score.expr.evaluate({**where, "s": s})
-        s = on_device(found, s.device, s.dtype).expand(s.shape)  # it may not depend on all, or on `s`
+        score = problem.score.expr.evaluate({**where, "s": s})
+        s = on_device(score, s.device, s.dtype).expand(s.shape)  # it may not depend on all, or on `s`
     return s if bias is None else torch.where(s == -torch.inf, s, s + bias)  # hidden is hidden, even from NaN
 
 

@@ -25,15 +25,15 @@ _UNKNOWN = object()
 
 def facts(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
     """All that a launch depends on but addresses and contents. None where a tensor is of a kind that may have no memory."""
-    found: list[Any] = []
+    entries: list[Any] = []
     for t in tensors:
         if t is None:
-            found.append(None)
+            entries.append(None)
         elif t.__class__ not in PLAIN:
             return None
         else:
-            found.append(tensor_facts(t))
-    return tuple(found)
+            entries.append(tensor_facts(t))
+    return tuple(entries)
 
 
 def can_run(tensors: Sequence[torch.Tensor]) -> bool:
@@ -57,15 +57,15 @@ class Launchers(threading.local):
         if of_tensors is None:
             return None
         key = (of_tensors, also)
-        found: Any = self._made.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
+        launcher: Any = self._made.get(key, _UNKNOWN)
+        if launcher is _UNKNOWN:
             there = [t for t in tensors if t is not None]
             device = there[0].device
-            made = plan(machine_of(device).arch) if can_run(there) else None
+            its_plan = plan(machine_of(device).arch) if can_run(there) else None
             if len(self._made) >= _MOST:
                 self._made.clear()
-            found = self._made[key] = None if made is None else Launcher(made, device.index or 0, names)
-        return found
+            launcher = self._made[key] = None if its_plan is None else Launcher(its_plan, device.index or 0, names)
+        return launcher
 
 
 def kernel(

@@ -163,13 +163,13 @@ def _compile(
     command: str,
     options: tuple[str, ...],
     name: str,
-    made: str,
+    file_name: str,
     engine: bytes | None = None,
     frame_limit: tuple[str, int] | None = None,
 ) -> bytes:
     """The file that the compiler makes of this text."""
     with tempfile.TemporaryDirectory(prefix="strobe-") as scratch:
-        source, product = Path(scratch, "kernel.cpp"), Path(scratch, made)
+        source, product = Path(scratch, "kernel.cpp"), Path(scratch, file_name)
         source.write_text(text, encoding="utf-8")
         inputs = [str(source)]
         if engine is not None:

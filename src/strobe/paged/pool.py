@@ -42,8 +42,8 @@ def slots(
         sequences = torch.arange(table.shape[0], device=table.device).view(-1, *(1,) * (positions.dim() - 1))
     entry = positions.long() // page
     there = (positions >= 0) & (entry < table.shape[1])
-    found = table[sequences.long(), entry.clamp(0, max(0, table.shape[1] - 1))].long()
-    return torch.where(there & (found >= 0), found * page + positions.long() % page, -1)
+    page_number = table[sequences.long(), entry.clamp(0, max(0, table.shape[1] - 1))].long()
+    return torch.where(there & (page_number >= 0), page_number * page + positions.long() % page, -1)
 
 
 def append(
@@ -79,9 +79,9 @@ def append(
         return
     for name, new, pool in (("k", k_new, k), ("v", v_new, v)):
         if new.shape != (*slots.shape, *pool.shape[2:]) or new.dtype != pool.dtype or new.device != pool.device:
-            found = f"{new.dtype} of shape {tuple(new.shape)} on {new.device}"
+            got = f"{new.dtype} of shape {tuple(new.shape)} on {new.device}"
             wanted = f"{pool.dtype} of shape {(*slots.shape, *pool.shape[2:])} on {pool.device}"
-            raise ValueError(f"{name}_new must be {wanted}, as slots and the pool are; got {found}")
+            raise ValueError(f"{name}_new must be {wanted}, as slots and the pool are; got {got}")
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k and v must have the same pages, got {tuple(k.shape[:2])} and {tuple(v.shape[:2])}")
     if slots.is_floating_point() or slots.dtype == torch.bool:

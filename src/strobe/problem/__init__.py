@@ -281,7 +281,7 @@ class Problem:
 
 def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tuple[Load, ...]:
     """All of them as they are. Captured tensors have the strides and the lengths of their own axes."""
-    found = [
+    loads = [
         Load(f"score{number}", t.dtype, captured_strides(t), shared=True, negated=t.is_neg())
         for number, t in enumerate(score.tensors)
     ]
@@ -290,8 +290,8 @@ def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tupl
             view = four_axes(t)
             assert view is not None
             strides, shared = view.expand(pairs).stride(), tuple(view.shape) != pairs
-            found.append(Load(name, t.dtype, strides, shared, negated=t.is_neg()))
-    return tuple(found)
+            loads.append(Load(name, t.dtype, strides, shared, negated=t.is_neg()))
+    return tuple(loads)
 
 
 def captured_strides(t: torch.Tensor) -> tuple[int, ...]:
@@ -331,5 +331,5 @@ def supposed(
 
 def any_requires_grad(a: Arguments) -> bool:
     captured = a.score.tensors if isinstance(a.score, Score) else ()
-    given = [*(getattr(a, name) for name in GRADIENTS), *captured]
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
+    tensors = [*(getattr(a, name) for name in GRADIENTS), *captured]
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

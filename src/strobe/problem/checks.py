@@ -177,14 +177,14 @@ def _longest(name: str, max_name: str, cu: torch.Tensor, longest: Any, total: in
     ends = cu.tolist()
     if ends[0] != 0 or ends[-1] != total:
         raise ValueError(f"{name} must run from 0 to {total} (the rows there are), got {ends[0]} … {ends[-1]}")
-    found = 0
+    most = 0
     for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
         if end < start:
             raise ValueError(f"{name} must not decrease, but {name}[{i}] = {start} and {name}[{i + 1}] = {end}")
-        found = max(found, end - start)
-    if longest is not None and longest < found:
-        raise ValueError(f"{max_name} is {longest}, but the longest sequence in {name} has {found} rows")
-    return found
+        most = max(most, end - start)
+    if longest is not None and longest < most:
+        raise ValueError(f"{max_name} is {longest}, but the longest sequence in {name} has {most} rows")
+    return most
 
 
 # ---- what happens to a score -----------------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ def check_state(a: Arguments, layout: Layout) -> None:
         if a.out is None or a.partial:
             raise ValueError(f"state_out goes with a rounded out, got out={a.out!r} and partial={a.partial!r}")
         if wide.shape != a.out.shape or wide.dtype != lse_dtype(a.q.dtype) or wide.device != a.out.device:
-            found = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
-            raise ValueError(f"state_out is {found}, out has shape {tuple(a.out.shape)} on {a.out.device}")
+            got = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
+            raise ValueError(f"state_out is {got}, out has shape {tuple(a.out.shape)} on {a.out.device}")
         if wide.shape[-1] > 1 and wide.stride(-1) != 1:
             raise ValueError(f"the last axis of state_out must be contiguous, its stride is {wide.stride(-1)}")
     elif wide is None or not a.partial:

@@ -36,9 +36,9 @@ class BlockMask:
     def check(self, batch: int, heads: int, len_q: int, len_k: int) -> None:
         """Raises ValueError unless it was made for a call of these sizes."""
         made_for = {"batch": self.batch, "heads": self.heads, "len_q": self.len_q, "len_k": self.len_k}
-        for (name, size), given in zip(made_for.items(), (batch, heads, len_q, len_k), strict=True):
-            if size is not None and size != given:
-                raise ValueError(f"mask is a block mask for {name} {size}, the call has {given}; make one for it")
+        for (name, size), of_call in zip(made_for.items(), (batch, heads, len_q, len_k), strict=True):
+            if size is not None and size != of_call:
+                raise ValueError(f"mask is a block mask for {name} {size}, the call has {of_call}; make one for it")
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(_COMBINE)

@@ -24,8 +24,8 @@ def of_block_mask(mask: Any) -> Mask:
     of_pairs = mask.mask_mod
     if getattr(of_pairs, "__name__", "") == "noop_mask":  # made from blocks alone
         whole, of_pairs = whole | partial, None
-    elif _agree(mask, found := mask_function(of_pairs, rows=True), whole, partial):
-        return found
+    elif _agree(mask, by_function := mask_function(of_pairs, rows=True), whole, partial):
+        return by_function
 
     def in_a_block(b: Any, h: Any, q: Any, k: Any) -> Any:
         place = b if batch else 0, h if heads else 0, q // rows, k // keys
@@ -40,9 +40,11 @@ def of_block_mask(mask: Any) -> Mask:
 def check_lengths(mask: Any, len_q: int, len_k: int) -> None:
     """A mask for other lengths has blocks for other rows and keys, unless it is one of no blocks: those that
     FlexAttention makes in the place of None are wider than any sequence."""
-    made, wide = tuple(mask.seq_lengths), min(mask.BLOCK_SIZE) >= 1 << 30
-    if made != (len_q, len_k) and not wide:
-        raise ValueError(f"the BlockMask was created for {made[0]} queries and {made[1]} keys, got {len_q} and {len_k}")
+    lengths, wide = tuple(mask.seq_lengths), min(mask.BLOCK_SIZE) >= 1 << 30
+    if lengths != (len_q, len_k) and not wide:
+        raise ValueError(
+            f"the BlockMask was created for {lengths[0]} queries and {lengths[1]} keys, got {len_q} and {len_k}"
+        )
 
 
 def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

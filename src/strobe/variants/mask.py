@@ -277,12 +277,12 @@ def parse_mask(text: str, numbers: tuple[int, ...] = ()) -> Mask:
     if text.count(";") < 2:
         raise ValueError(f"{text!r:.80} is not the text of a mask: two expressions and a name, separated by ;")
     *ends, title = text.split(";", 2)
-    given = iter(numbers)
-    lo, hi = [parse(end, _GRAMMAR, given) if end else None for end in ends]
+    values = iter(numbers)
+    lo, hi = [parse(end, _GRAMMAR, values) if end else None for end in ends]
     for end in (lo, hi):
         if end is not None and not intervals.is_end(end):
             raise ValueError(
                 f"{end.text()!r:.80} is no end of a mask: it may become less as q grows, or divides by what is not an "
                 "integer greater than 0, or divides a quotient"
             )
-    return Mask(lo, hi, parse_name(title, given))
+    return Mask(lo, hi, parse_name(title, values))

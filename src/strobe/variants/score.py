@@ -94,9 +94,9 @@ class Score:
                 or tensors[number].dim() != axes
                 or ELEMENT_KINDS.get(tensors[number].dtype) != kind
             ):
-                given = [(tuple(t.shape), t.dtype) for t in tensors]
+                shapes = [(tuple(t.shape), t.dtype) for t in tensors]
                 raise ValueError(
-                    f"{self!r} reads {axes} axes of {CTYPES[kind]} of tensor {number}; its tensors are {given}"
+                    f"{self!r} reads {axes} axes of {CTYPES[kind]} of tensor {number}; its tensors are {shapes}"
                 )
         return Score(self.expr, self.title, tuple(tensors), self.sizes)
 
@@ -195,8 +195,8 @@ def alibi(slopes: torch.Tensor) -> Score:
     """Attention with linear biases: scores fall by slopes[head] (or slopes[batch, head]) for every position between
     query and key. The last query stands opposite the last key."""
     if not isinstance(slopes, torch.Tensor) or slopes.dim() not in (1, 2) or not slopes.dtype.is_floating_point:
-        found = f"{slopes.dtype} of shape {tuple(slopes.shape)}" if isinstance(slopes, torch.Tensor) else repr(slopes)
-        raise ValueError(f"slopes must be a floating-point tensor (heads,) or (batch, heads), got {found}")
+        got = f"{slopes.dtype} of shape {tuple(slopes.shape)}" if isinstance(slopes, torch.Tensor) else repr(slopes)
+        raise ValueError(f"slopes must be a floating-point tensor (heads,) or (batch, heads), got {got}")
     q, k, len_q, len_k = (Expr("float", (e,)) for e in (Q, K, LEN_Q, LEN_K))
     distance = Expr("abs", (q + (len_k - len_q) - k,))
     index = (H,) if slopes.dim() == 1 else (B, H)
@@ -214,5 +214,5 @@ def _parse_score(text: str, numbers: tuple[float, ...], key: str) -> Score:
     if ";" not in text:
         raise ValueError(f"{text!r:.80} is not the text of a score: an expression and a name, separated by ;")
     expr, title = text.split(";", 1)
-    given = iter(numbers)
-    return Score(parse(expr, _GRAMMAR, given), parse_name(title, given))
+    values = iter(numbers)
+    return Score(parse(expr, _GRAMMAR, values), parse_name(title, values))

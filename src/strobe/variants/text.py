@@ -33,10 +33,10 @@ def parse(text: str, grammar: Grammar, numbers: Iterable[Any] = ()) -> Expr:
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"{text!r:.80} has {len(text)} characters; an expression has at most {_MOST_CHARACTERS}")
     words = re.findall(r"[()]|[^\s()]+", text)
-    found, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
+    expr, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
     if end < len(words):
         raise ValueError(f"{text!r:.80} is not one expression: {' '.join(words[end:])!r:.80} is left over")
-    return found
+    return expr
 
 
 def _parse(words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], levels: int) -> tuple[Expr, int]:
@@ -135,9 +135,9 @@ def parse_name(title: str, numbers: Iterable[Any] = ()) -> str:
 
 def full_name(title: str, numbers: Any) -> str:
     """The name of a mask or a score: its title with the numbers in the place of the placeholders."""
-    given = iter(numbers)
+    values = iter(numbers)
     first, *rest = title.split(PLACEHOLDER)
-    return first + "".join(f"{_shown(next(given, PLACEHOLDER))}{part}" for part in rest)
+    return first + "".join(f"{_shown(next(values, PLACEHOLDER))}{part}" for part in rest)
 
 
 def _shown(number: Any) -> str:

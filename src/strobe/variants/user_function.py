@@ -214,11 +214,11 @@ class Tracer:
         return Symbol(self, self.cast(self.operand(args[0]), kind))
 
     def _clamp(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Symbol:
-        given = dict(zip(("max",) if name == "clamp_max" else ("min", "max"), args[1:], strict=False)) | kwargs
+        bounds = dict(zip(("max",) if name == "clamp_max" else ("min", "max"), args[1:], strict=False)) | kwargs
         x = self.operand(args[0])
         for bound, op in (("min", "max"), ("max", "min")):
-            if given.get(bound) is not None:
-                x = self.apply(op, x, self.operand(given[bound]))
+            if bounds.get(bound) is not None:
+                x = self.apply(op, x, self.operand(bounds[bound]))
         return Symbol(self, x)
 
     def _composed(self, name: str, x: Any) -> Any:
@@ -273,7 +273,7 @@ class Tracer:
             raise self.error(f"a tensor of {tensor.ndim} axes has {len(indices)} indices; at most {MOST_AXES} axes")
         if len(indices) < tensor.ndim:
             return Partial(self, tensor, indices)
-        number = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        number = next((i for i, captured in enumerate(self.tensors) if captured is tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
         if number == MOST_TENSORS:
@@ -368,29 +368,29 @@ def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score
 
 @getattr(torch, "_disable_dynamo", torch.compiler.disable)
 def trace(
-    function: Callable, given: Sequence[Expr], kind: int, device: torch.device | None
+    function: Callable, arguments: Sequence[Expr], kind: int, device: torch.device | None
 ) -> tuple[Expr, tuple[torch.Tensor, ...], str]:
     """Return the expression that a function of these values computes, the tensors it captures, and its name."""
     name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "function")
     tracer = Tracer(name, device)
     what, takes = ("mask", "b, h, q, k") if kind == BOOL else ("score", "score, b, h, q, k")
     try:
-        inspect.signature(function).bind(*given)
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise CannotTrace(f"a {what} function takes ({takes}); {name} does not: {error}") from None
     except ValueError:  # one without a signature
         pass
     try:
-        result = function(*(Symbol(tracer, e) for e in given))
+        result = function(*(Symbol(tracer, e) for e in arguments))
     except Exception as error:
         if not isinstance(error, CannotTrace):
             error.add_note(
                 f"{name} was called with symbols for ({takes}): they index tensors, but neither arrays nor lists"
             )
         raise
-    found = None if result is None else tracer.operand(result)
-    if found is None or (kind == BOOL) != (found.kind == BOOL):
+    value = None if result is None else tracer.operand(result)
+    if value is None or (kind == BOOL) != (value.kind == BOOL):
         wanted = "a bool" if kind == BOOL else "a number (a condition goes in mask=)"
-        returned = "None" if found is None else CTYPES[found.kind]
+        returned = "None" if value is None else CTYPES[value.kind]
         raise tracer.error(f"a {what} function must return {wanted}, this one returns {returned}")
-    return tracer.cast(found, kind), tuple(tracer.tensors), name
+    return tracer.cast(value, kind), tuple(tracer.tensors), name

@@ -52,8 +52,8 @@ def forward(
     if problem.k.pages is not None:
         return run_slabs(problem, paged_slabs(problem, inputs), out, lse)
     if (order := Order.of(problem, inputs)) is not None:
-        found = forward(problem, order.inputs, block_q=block_q, block_k=block_k, observer=observer)
-        return out.index_copy_(2, order.rows, found[0]), lse.index_copy_(2, order.rows, found[1])
+        result = forward(problem, order.inputs, block_q=block_q, block_k=block_k, observer=observer)
+        return out.index_copy_(2, order.rows, result[0]), lse.index_copy_(2, order.rows, result[1])
     blocks = choose_blocks(problem, block_q, block_k)
     buffer = torch.empty(blocks.scores, dtype=problem.lse_dtype, device=q.device)
     for slab in slabs(problem, inputs, blocks):

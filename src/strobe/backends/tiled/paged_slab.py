@@ -50,8 +50,8 @@ class PagedSlab(Slab):
         return t  # the pool, of which `keys_of` looks up a tile
 
     def keys_of(self, t: torch.Tensor, keys: range) -> torch.Tensor:
-        found = gather(t, *self._places(keys))[:, self.heads.start : self.heads.stop]
-        return found.to(self.operand).flatten(0, 1)
+        rows = gather(t, *self._places(keys))[:, self.heads.start : self.heads.stop]
+        return rows.to(self.operand).flatten(0, 1)
 
     def _places(self, keys: range) -> Any:
         """Look up the places of k and of v, once for the same keys."""
@@ -68,11 +68,11 @@ class PagedSlab(Slab):
         def count(r: range) -> torch.Tensor:
             return torch.arange(r.start, r.stop, device=self.problem.device)
 
-        found: dict[Any, Any] = {"len_q": s.len_q[wide], "len_k": s.whole[wide]}
-        found |= {"q": count(rows)[:, None], "k": s.position[wide] + count(keys)}
-        found["b"] = s.number[wide]
-        found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
-        return found | {WORKING_DTYPE: self.accumulate} | dict(enumerate(self.inputs.score_tensors))
+        env: dict[Any, Any] = {"len_q": s.len_q[wide], "len_k": s.whole[wide]}
+        env |= {"q": count(rows)[:, None], "k": s.position[wide] + count(keys)}
+        env["b"] = s.number[wide]
+        env["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
+        return env | {WORKING_DTYPE: self.accumulate} | dict(enumerate(self.inputs.score_tensors))
 
     def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
         lo, hi = (bound[:, rows.start : rows.stop, None] for bound in self.bounds)
@@ -110,9 +110,9 @@ class PagedSlab(Slab):
             owner = torch.bucketize(row, ends, right=True)
             inside = (owner < len(ends)).view(-1, *(1,) * (t.dim() - 2))
             owner = owner.clamp(max=len(ends) - 1)
-            found = part[owner, :, (row - s.first_q[owner]).clamp(0, self.len_q - 1)]
-            found = torch.where(inside, found, 0 if t.dim() == 4 else -torch.inf)
-            t[0].copy_(found.transpose(0, 1))
+            values = part[owner, :, (row - s.first_q[owner]).clamp(0, self.len_q - 1)]
+            values = torch.where(inside, values, 0 if t.dim() == 4 else -torch.inf)
+            t[0].copy_(values.transpose(0, 1))
 
 
 def _rows_of(s: Sequences, len_q: int) -> torch.Tensor:

@@ -186,15 +186,15 @@ class Slab:
         if score.pointwise:
             return {WORKING_DTYPE: self.accumulate}
         offset_q, whole_q, offset_k, whole_k = self.positions or (0, self.len_q, 0, self.len_k)
-        found: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k, WORKING_DTYPE: self.accumulate}
+        env: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k, WORKING_DTYPE: self.accumulate}
 
         def count(r: range, offset: int = 0) -> torch.Tensor:
             return torch.arange(r.start + offset, r.stop + offset, device=self.problem.device)
 
-        found |= {"q": count(rows, offset_q)[:, None], "k": count(keys, offset_k)}
-        found["b"] = count(self.batch)[:, None, None, None, None]
-        found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
-        return found | dict(enumerate(self.inputs.score_tensors))
+        env |= {"q": count(rows, offset_q)[:, None], "k": count(keys, offset_k)}
+        env["b"] = count(self.batch)[:, None, None, None, None]
+        env["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
+        return env | dict(enumerate(self.inputs.score_tensors))
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, keys: range, whole: bool, buffer: torch.Tensor
@@ -344,15 +344,15 @@ def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None
     """Batched factor * (a @ b) in 32 bits at least; the beginning of the flat `buffer` takes the result where
     possible."""
     if a.dtype.itemsize == 2:
-        found = torch.bmm(a, b, out_dtype=torch.float32)
-        return found if factor == 1.0 else found.mul_(factor)
+        result = torch.bmm(a, b, out_dtype=torch.float32)
+        return result if factor == 1.0 else result.mul_(factor)
     if buffer is None:
         return torch.bmm(a, b) if factor == 1.0 else torch.bmm(a, b).mul_(factor)
     shape = (a.shape[0], a.shape[1], b.shape[2])
     into = buffer[: math.prod(shape)].view(shape)
     if into.is_cpu:  # not by alpha: MKL multiplies `a` by it, which rounds, and on Arm 0 writes nothing
-        found = torch.bmm(a, b, out=into)
-        return found if factor == 1.0 else found.mul_(factor)
+        result = torch.bmm(a, b, out=into)
+        return result if factor == 1.0 else result.mul_(factor)
     return torch.baddbmm(into, a, b, beta=0, alpha=factor, out=into)
 
 

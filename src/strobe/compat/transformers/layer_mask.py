@@ -69,9 +69,8 @@ class LayerMask:
         self.mask = mask
         self.keys = keys  # nobody sees the keys from here on; None: all may be seen
         self.positions = positions  # (batch, 4), see `strobe.variants.mask.Positions`
-        self.padding = (
-            padding  # (batch, len_k), True where a key may be seen; None if `mask` and `positions` say it all
-        )
+        # (batch, len_k), True where a key may be seen; None if `mask` and `positions` say it all
+        self.padding = padding
         self.bias = None  # the same, to be added
         if padding is not None:
             nothing = torch.zeros((), dtype=dtype, device=padding.device)

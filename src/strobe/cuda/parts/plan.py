@@ -73,10 +73,10 @@ class Plan:
     def tensors(self) -> tuple[str, ...]:
         """The names of the tensors that its launches read and write, and perhaps a seed: the caller that runs the plan
         provides them. A tensor that is not there is null."""
-        own = {COUNTER, *self.workspace}
-        found = [f.name for launch in self.launches for f in launch.kernel.params.fields if f.is_address]
-        found += [name for launch in self.launches for name in launch.maps]
-        return tuple(name for name in dict.fromkeys(found) if name not in own)
+        internal = {COUNTER, *self.workspace}
+        names = [f.name for launch in self.launches for f in launch.kernel.params.fields if f.is_address]
+        names += [name for launch in self.launches for name in launch.maps]
+        return tuple(name for name in dict.fromkeys(names) if name not in internal)
 
     @functools.cached_property
     def map_key(self) -> int | None:

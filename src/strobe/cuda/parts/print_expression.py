@@ -68,11 +68,11 @@ class Body:
         self,
         roots: Iterable[Expr],
         numbers: Numbers,
-        given: Mapping[Expr, str],
+        texts: Mapping[Expr, str],
         elements: Mapping[int, str],
         of_head: dict[Expr, str] | None = None,
     ):
-        self._numbers, self._names, self._elements, self._of_head = numbers, dict(given), elements, of_head
+        self._numbers, self._names, self._elements, self._of_head = numbers, dict(texts), elements, of_head
         self.statements: list[str] = []
         self._uses: Counter[Expr] = Counter()
         todo = list(roots)

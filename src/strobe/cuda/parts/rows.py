@@ -68,7 +68,7 @@ class Rows:
         ]
 
     def values(self, problem: Problem, *, tma: bool) -> dict[str, Any]:
-        found = {
+        fields = {
             "batch": problem.batch,
             "heads": problem.heads,
             "group": problem.group,
@@ -79,10 +79,10 @@ class Rows:
         }
         if tma:
             for name, strides in zip(("k_batch_rows", "v_batch_rows"), problem.k.strides, strict=True):
-                found[name] = buffer_rows(problem.len_k, strides) if self.keys in ("buffer", "paged") else 0
+                fields[name] = buffer_rows(problem.len_k, strides) if self.keys in ("buffer", "paged") else 0
         if (pages := problem.k.pages) is not None:
-            found |= {"page_size": pages.size, "pages": pages.count, "table_width": pages.width or 0}
-        return found
+            fields |= {"page_size": pages.size, "pages": pages.count, "table_width": pages.width or 0}
+        return fields
 
     @staticmethod
     def limits(problem: Problem) -> str | None:

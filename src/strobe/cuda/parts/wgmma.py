@@ -80,8 +80,8 @@ def accumulators(element: str, n: int, steps: int) -> str:
                 texts.append(f"@there ld.global.cg.v2.f32 {{{x}, {y}}}, [%0 + {32 * pair}];")
             for i, pair in enumerate(pairs):
                 for j in (0, 1):
-                    x, own = f"x{2 * i + j}", d[4 * pair + 2 * row + j]
-                    texts.append(f"mul.ftz.f32 {x}, {x}, %2; fma.rn.ftz.f32 {own}, {own}, %3, {x};")
+                    x, total = f"x{2 * i + j}", d[4 * pair + 2 * row + j]
+                    texts.append(f"mul.ftz.f32 {x}, {x}, %2; fma.rn.ftz.f32 {total}, {total}, %3, {x};")
             texts.append("}")
         return " ".join(texts)
 

@@ -214,8 +214,8 @@ def candidates(features: Features, arch: str) -> list[Tile]:
     near += [replace(best, stages_q=q, stages_do=do) for q in (1, 2) for do in (1, 2)]
     near += [replace(best, blocks_per_sm=3 - best.blocks_per_sm), replace(best, early=not best.early)]
     near += [replace(best, apart=not best.apart)]
-    able = [t for t in near if not t.warps % t.warps_s and not t.warps % t.warps_kv and not t.warps % t.warps_q]
-    return list(dict.fromkeys([best, *(t for t in able if fits(t, *dims, arch))]))
+    divisible = [t for t in near if not t.warps % t.warps_s and not t.warps % t.warps_kv and not t.warps % t.warps_q]
+    return list(dict.fromkeys([best, *(t for t in divisible if fits(t, *dims, arch))]))
 
 
 def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -> Tile:

@@ -127,8 +127,8 @@ def fits(tile: Tile, dim: int, dim_v: int, pairs: bool = False) -> bool:
     """Return whether the sums of dQ have columns enough, shared memory suffices, also with dropout, and the registers
     of a consumer hold dK and dV, S and dP, and its part of dQ."""
     accumulators = (dim + dim_v) // 2 + tile.block_m + 32
-    able = tile.block_m in (64, 128) and dim <= tile.dim_q and accumulators + OTHER_REGISTERS <= REGISTERS[1]
-    return able and tile.memory(dim, dim_v, dropout=True, pairs=pairs).size <= SMEM_BYTES
+    possible = tile.block_m in (64, 128) and dim <= tile.dim_q and accumulators + OTHER_REGISTERS <= REGISTERS[1]
+    return possible and tile.memory(dim, dim_v, dropout=True, pairs=pairs).size <= SMEM_BYTES
 
 
 def candidates(features: Features, arch: str = ARCH) -> list[Tile]:

@@ -188,8 +188,8 @@ def dkv_tile(features: Features) -> DkvTile:
 
 def fits(tile: DqTile, dim: int, dim_v: int) -> bool:
     """Return whether shared memory suffices, and the registers of a consumer hold dQ, S and dP."""
-    able = tile.block_n % 16 == 0 and dim // tile.parts // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
-    return able and tile.smem(dim, dim_v) <= SMEM_BYTES
+    possible = tile.block_n % 16 == 0 and dim // tile.parts // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
+    return possible and tile.smem(dim, dim_v) <= SMEM_BYTES
 
 
 def candidates(features: Features, arch: str = ARCH) -> list[DqTile]:

@@ -176,9 +176,9 @@ def table_tile(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = F
     applies = {name for name, does in {"bounded": bounded, "softcap": softcap, "split": split}.items() if does}
     kind = [kind for kind, needs in KINDS.items() if needs <= applies][-1]
     for name in (kind, "split") if kind == "softcap-split" else (kind,):  # where it has none, that for split-KV
-        found = tuned.tile(tuned.tile_name(dim, dim_v, name), Tile) or _OTHER_TILES.get(name, {}).get((dim, dim_v))
-        if found is not None:
-            return found
+        tile = tuned.tile(tuned.tile_name(dim, dim_v, name), Tile) or _OTHER_TILES.get(name, {}).get((dim, dim_v))
+        if tile is not None:
+            return tile
     return _TILES[dim, dim_v]
 
 
@@ -196,10 +196,10 @@ def split_tiles(features: Features) -> list[Tile]:
     keys which are not split. Merging takes the registers in which that one would hold exponentials. Not swept, as the
     others are."""
     scores, dims = features.scores, (features.dim, features.dim_v)
-    found = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
+    tile = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
     wide = table_tile(*dims, scores.bounded, softcap=scores.is_function)
     wide = replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
-    return [found, wide] if wide.block_m > found.block_m else [found]
+    return [tile, wide] if wide.block_m > tile.block_m else [tile]
 
 
 def _without_spills(tile: Tile, features: Features, machine: Machine, split: bool) -> Tile:

@@ -93,9 +93,9 @@ def zero(address: int, size: int, stream: int) -> None:
 
 def capture_id(stream: int) -> int:
     """A number that the graph now being captured from this stream shares with no other."""
-    error, *found = bindings().cuStreamGetCaptureInfo(stream)
+    error, *values = bindings().cuStreamGetCaptureInfo(stream)
     check("cuStreamGetCaptureInfo", (error,))
-    return int(found[1])  # after the status
+    return int(values[1])  # after the status
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
