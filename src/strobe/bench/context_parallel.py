@@ -148,15 +148,15 @@ def _median(
     device: torch.device, call: Callable[[], Any], calls: int, before: Callable[[], Any] = lambda: None
 ) -> float:
     """Milliseconds, after one call that nobody counts. `before` each call ranks meet."""
-    found = []
+    times = []
     for _ in range(calls + 1):
         before()
         wait_for(device)
         start = time.perf_counter()
         call()
         wait_for(device)
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found[1:])
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])
 
 
 def wait_for(device: torch.device) -> None:
@@ -173,9 +173,9 @@ def _bytes(transports: list[Counted], call: Callable[[], Any]) -> int:
 def _largest(group: Any, value: float) -> float:
     """Return the largest value of all ranks; whoever is early waits."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return float(found)
+    largest = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return float(largest)
 
 
 def cut(device: torch.device, size: Size, seed: int = 0) -> Cut:
@@ -196,10 +196,10 @@ def cut(device: torch.device, size: Size, seed: int = 0) -> Cut:
 
 def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Milliseconds of each call: medians over turns of half a second, after a first one that nobody counts."""
-    found: list[list[float]] = [[] for _ in calls]
+    times: list[list[float]] = [[] for _ in calls]
     ahead = 10 if device.type == "cuda" else 1  # by so many calls the host may be ahead
     for _ in range(4):
-        for call, turns in zip(calls, found, strict=True):
+        for call, turns in zip(calls, times, strict=True):
             wait_for(device)
             start, done = time.perf_counter(), 0
             while not done or time.perf_counter() - start < 0.5:
@@ -208,7 +208,7 @@ def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]]) -> l
                 wait_for(device)
                 done += ahead
             turns.append(1e3 * (time.perf_counter() - start) / done)
-    return [statistics.median(turns[1:]) for turns in found]
+    return [statistics.median(turns[1:]) for turns in times]
 
 
 def _steps(plan: ShardPlan, rank: int) -> tuple[Task, Any]:
@@ -252,8 +252,8 @@ def run(device: torch.device, out: Path | None = None, seed: int = 0) -> Iterato
             return
         steps = cut(device, size, seed)
     if out is not None:
-        found = {"size": asdict(size) | {"dtype": str(size.dtype)}, "rows": [asdict(r) for r in rows]}
-        out.write_text(json.dumps(found | {"cut": asdict(steps), "torch": torch.__version__}, indent=1) + "\n")
+        content = {"size": asdict(size) | {"dtype": str(size.dtype)}, "rows": [asdict(r) for r in rows]}
+        out.write_text(json.dumps(content | {"cut": asdict(steps), "torch": torch.__version__}, indent=1) + "\n")
     yield table(size, rows, steps)
 
 

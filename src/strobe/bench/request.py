@@ -37,14 +37,14 @@ class Request:
     def cases(self) -> list[BenchCase]:
         """Those of the suites that match, and that the methods can measure."""
         made = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
-        found = list(dict.fromkeys(made))  # models has the cases of llama
+        chosen = list(dict.fromkeys(made))  # models has the cases of llama
         if self.only:
-            found = [
-                c for c in found if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)
+            chosen = [
+                c for c in chosen if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)
             ]
-            if not found:
+            if not chosen:
                 raise ValueError(f"only: no case of {', '.join(self.suites)} matches {', '.join(self.only)}")
-        able = [c for c in found if self.methods_for(c)]
+        able = [c for c in chosen if self.methods_for(c)]
         if not able:
             raise ValueError(
                 f"method: {', '.join(self.methods)} cannot measure {', '.join(self.suites)}, whose cases are not about "

@@ -93,37 +93,37 @@ class Runner:
         try:
             progress("the matrix product and the copy", 0, total)
             dtypes = list(dict.fromkeys(c.dtype for c in self.cases))
-            found = Results(
+            results = Results(
                 provenance=provenance.collect(self.device, request.seed),
                 method=self._method(monitor),
                 ceilings=ceilings.measure(self.watch, dtypes),
             )
-            found.clocks["before"] = monitor.now()
+            results.clocks["before"] = monitor.now()
             if SUSTAINED in request.methods:
-                ceilings.measure_sustained(found.ceilings, self.watch, monitor, request.sustained)
+                ceilings.measure_sustained(results.ceilings, self.watch, monitor, request.sustained)
             if self.device.type == "cuda":
                 progress("compiling kernels", 0, total)
-                found.method["compiled_ahead_s"] = compile_ahead(self.cases, self.providers, self.device)
+                results.method["compiled_ahead_s"] = compile_ahead(self.cases, self.providers, self.device)
             for done, case in enumerate(self.cases):
                 progress(case.title, done, total)
-                found.rows += self._case(case, monitor, found)
-                found.seconds = time.perf_counter() - begun
-                found.clocks["after"] = monitor.now()
+                results.rows += self._case(case, monitor, results)
+                results.seconds = time.perf_counter() - begun
+                results.clocks["after"] = monitor.now()
                 if request.out is not None:
-                    files.save(found, request.out)
-            found.complete = True
-            again = ceilings.measure(self.watch, list(found.ceilings.matmul_tflops))
-            found.clocks["matmul_tflops_after"] = again.matmul_tflops
-            found.seconds = time.perf_counter() - begun
+                    files.save(results, request.out)
+            results.complete = True
+            again = ceilings.measure(self.watch, list(results.ceilings.matmul_tflops))
+            results.clocks["matmul_tflops_after"] = again.matmul_tflops
+            results.seconds = time.perf_counter() - begun
             if request.out is not None:
-                files.save(found, request.out)
+                files.save(results, request.out)
         finally:
             monitor.close()
-        return found
+        return results
 
     def _method(self, monitor: Monitor) -> dict[str, Any]:
         s, on_gpu = self.request.settings, self.device.type == "cuda"
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "methods": {method: SUMMARIES[method] for method in self.request.methods},
             "budget_ms": s.budget_ms,
             "rounds": s.rounds,
@@ -137,13 +137,13 @@ class Runner:
             "clock_source": monitor.source or monitor.unavailable,
         }
         if SUSTAINED in self.request.methods:
-            found["sustained"] = dataclasses.asdict(self.request.sustained)
-            found["energy_source"] = monitor.energy_source or monitor.no_energy
-        return found
+            facts["sustained"] = dataclasses.asdict(self.request.sustained)
+            facts["energy_source"] = monitor.energy_source or monitor.no_energy
+        return facts
 
     # ---- one case
 
-    def _case(self, case: BenchCase, monitor: Monitor, found: Results) -> list[Row]:
+    def _case(self, case: BenchCase, monitor: Monitor, results: Results) -> list[Row]:
         model = case.measure == "model"
         providers = [p for p in self.providers if p.models == model]
         flops, ideal = (None, None) if model else (case.flops(self.device), case.ideal_bytes(self.device))
@@ -159,7 +159,7 @@ class Runner:
                 if entry.alive:
                     entry.refuse(status, reason)
         rows = [
-            finished(entry.row, call, method, self.request.repeat(case, method), monitor, found)
+            finished(entry.row, call, method, self.request.repeat(case, method), monitor, results)
             for method in self.request.methods_for(case)
             for entry, call in zip(entries, timed.get(method) or [None] * len(entries), strict=True)
         ]

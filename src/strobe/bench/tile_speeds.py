@@ -17,4 +17,6 @@ def means(rows: Iterable[dict[str, Any]], dim: int, dim_v: int, kind: str, speed
     for row in mine:
         if row.get(speed) is not None:
             speeds.setdefault(row["tile"], []).append(row[speed])
-    return {tile: geometric_mean(found) for tile, found in speeds.items() if len(found) == count and tile != "cudnn"}
+    return {
+        tile: geometric_mean(samples) for tile, samples in speeds.items() if len(samples) == count and tile != "cudnn"
+    }

@@ -107,8 +107,8 @@ def visible(case: BenchCase, device: torch.device, batch: Any, heads: Any, rows:
 def dense_mask(case: BenchCase, device: torch.device) -> torch.Tensor | None:
     """(batch or 1, 1, len_q, len_k)."""
     batch = torch.arange(case.batch, device=device)[:, None, None, None]
-    found = visible(case, device, batch, 0, torch.arange(case.len_q, device=device))
-    return None if found is None else found.view(-1, 1, case.len_q, case.len_k)
+    mask = visible(case, device, batch, 0, torch.arange(case.len_q, device=device))
+    return None if mask is None else mask.view(-1, 1, case.len_q, case.len_k)
 
 
 @functools.lru_cache(maxsize=64)
@@ -136,6 +136,6 @@ def with_slope(case: BenchCase, s: torch.Tensor, batch: int, heads: torch.Tensor
     keys = torch.arange(case.len_k, device=s.device)
     with torch.enable_grad():
         leaf = s.detach().requires_grad_()
-        found = score(leaf, batch, heads[:, None, None], rows[:, None], keys)
-        (slope,) = torch.autograd.grad(found.sum(), leaf)
-    return found.detach().to(s.dtype), slope
+        scores = score(leaf, batch, heads[:, None, None], rows[:, None], keys)
+        (slope,) = torch.autograd.grad(scores.sum(), leaf)
+    return scores.detach().to(s.dtype), slope

@@ -46,8 +46,8 @@ def agree(
         return
     mine = torch.tensor([_FAILED if error is not None else _digest(text)], dtype=torch.int64, device=device)
     for transport in reversed(transports):
-        found = _gathered(transport, mine).unique()
-        mine = found if found.numel() == 1 else found.new_tensor([_DIFFERENT])
+        digests = _gathered(transport, mine).unique()
+        mine = digests if digests.numel() == 1 else digests.new_tensor([_DIFFERENT])
     verdict = int(mine)
     if verdict >= 0:
         known.add(kind)
@@ -90,10 +90,10 @@ def _told(transports: Sequence[Transport], text: str, device: torch.device) -> l
         data = json.dumps({"error": "too many facts to show"}).encode()
     mine = torch.zeros(1, _TEXT, dtype=torch.uint8)
     mine[0, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    found = mine.to(device)
+    texts = mine.to(device)
     for transport in reversed(transports):
-        found = _gathered(transport, found).flatten(0, 1)
-    return [json.loads(bytes(row.tolist()).rstrip(b"\0").decode()) for row in found.cpu()]
+        texts = _gathered(transport, texts).flatten(0, 1)
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0").decode()) for row in texts.cpu()]
 
 
 def _difference(function: str, told: list[dict[str, str]]) -> str:

@@ -65,15 +65,15 @@ def sent(
     if inner is None or inner < 1 or plan.ranks % inner:
         raise ValueError(f"inner must be a divisor of the {plan.ranks} ranks, got {inner}")
     traded, outer = _traded(plan, shape, inner), plan.joined(inner)
-    found = []
+    by_rank = []
     for i, share in enumerate(shares_of(shape.heads, shape.heads_k, inner)):
         queries = share.queries[1] - share.queries[0]
         keys = queries if share.expand is not None else share.keys[1] - share.keys[0]
         inside = _chained(outer, shape._replace(heads=queries, heads_k=keys), "ring")
         for o, more in enumerate(inside):
             here = traded[o * inner + i]
-            found.append((o * inner + i, Sent(here.forward + more.forward, here.backward + more.backward)))
-    return [s for _, s in sorted(found)]
+            by_rank.append((o * inner + i, Sent(here.forward + more.forward, here.backward + more.backward)))
+    return [s for _, s in sorted(by_rank)]
 
 
 def _chained(plan: ShardPlan, shape: Shape, kind: str) -> list[Sent]:
@@ -105,7 +105,7 @@ def _traded(plan: ShardPlan, shape: Shape, ranks: int) -> list[Sent]:
     shares = shares_of(shape.heads, shape.heads_k, ranks)
     keys_of_all = sum(s.keys[1] - s.keys[0] for s in shares)
     width, size = shape.dim + shape.dim_v, shape.itemsize
-    found = []
+    traded = []
     for rank in range(plan.ranks):
         first, mine = rank - rank % ranks, shares[rank % ranks]
         rows = plan.rows(rank)
@@ -116,8 +116,8 @@ def _traded(plan: ShardPlan, shape: Shape, ranks: int) -> list[Sent]:
         gradient = shape.wide if is_shared(shares) else size
         dback = others * (queries * shape.dim * size + keys * width * gradient)
         dthere = rows * (shape.heads - queries) * shape.dim_v * size
-        found.append(Sent(shape.batch * (there + back), shape.batch * (dthere + dback)))
-    return found
+        traded.append(Sent(shape.batch * (there + back), shape.batch * (dthere + dback)))
+    return traded
 
 
 # ---- time and memory -------------------------------------------------------------------------------------------------
@@ -237,6 +237,6 @@ def choose(plan: ShardPlan, shape: Shape, machine: Machine, *, gradients: bool, 
         raise ValueError(f"q has {shape.heads} heads, the inner dimension of mesh {inner} ranks; heads must be as many")
     key = ("choice", shape, machine, gradients, inner)
     if key not in plan.prepared:
-        found = [estimate(plan, shape, name, machine, gradients=gradients, inner=inner) for name in names]
-        plan.prepared[key] = min(found, key=lambda e: e.total).method
+        estimates = [estimate(plan, shape, name, machine, gradients=gradients, inner=inner) for name in names]
+        plan.prepared[key] = min(estimates, key=lambda e: e.total).method
     return plan.prepared[key]

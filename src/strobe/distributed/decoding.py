@@ -114,8 +114,8 @@ def _step(
     if key not in plan.prepared:
         axis = Axis(plan.lengths, plan.starts)
         new, new_axis = ((0, queries),) if queries else (), Axis((queries,), (0, queries))
-        found = pieces(new, plan.shards[rank], new_axis, axis, plan.mask, positional=positional)
-        plan.prepared[key] = Step(found, plan.mask, 0)
+        calls = pieces(new, plan.shards[rank], new_axis, axis, plan.mask, positional=positional)
+        plan.prepared[key] = Step(calls, plan.mask, 0)
     return plan.prepared[key]
 
 

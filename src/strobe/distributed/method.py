@@ -63,8 +63,8 @@ class Task:
         if key not in plan.prepared:
             axis, block = Axis(plan.lengths, plan.starts), plan.block if self.invariant else None
             positional = self.positional or bool(self.documents)  # a varlen call has positions for all, or for none
-            found = pieces(self.mine, keys, axis, axis, plan.mask, positional=positional, block=block)
-            plan.prepared[key] = Step(found, plan.mask, self.documents, self.invariant)
+            calls = pieces(self.mine, keys, axis, axis, plan.mask, positional=positional, block=block)
+            plan.prepared[key] = Step(calls, plan.mask, self.documents, self.invariant)
         return plan.prepared[key]
 
     def of_heads(self, start: int, stop: int) -> Task:

@@ -222,8 +222,8 @@ def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe, dkept: Any) -> tuple[An
     if dout is None and dlse is None:
         return (None,) * len(_FIELDS)
     call, results = _restored(ctx)
-    found = torch.ops.strobe.context_parallel_backward(dout, dlse, *results, *call)
-    gradients = list(_by_field(call, found))
+    results_of_call = torch.ops.strobe.context_parallel_backward(dout, dlse, *results, *call)
+    gradients = list(_by_field(call, results_of_call))
     gradients[4] = [None] * len(call.score_tensors)  # an operation wants a list for a list
     return tuple(gradients)
 
@@ -238,9 +238,9 @@ def _backward(
             assert dlse is not None
             dout = out.new_zeros((*dlse.shape[:-2], dlse.shape[-1], *out.shape[-2:]))
         rest = Rest(out, lse, dout.contiguous(), dlse)
-        found = method.backward(call.q, call.k, call.v, rest, tuple(kept))
+        gradients = method.backward(call.q, call.k, call.v, rest, tuple(kept))
         like = (call.q, call.k, call.v, call.sinks)
-        pairs = [(g, t) for g, t in zip(found, like, strict=True) if t is not None and g is not None]
+        pairs = [(g, t) for g, t in zip(gradients, like, strict=True) if t is not None and g is not None]
         return [g.to(t.dtype).contiguous() for g, t in pairs]
 
 

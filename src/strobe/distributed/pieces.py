@@ -54,14 +54,14 @@ def pieces(
     by_document: dict[int, list[Run]] = {}
     for run in runs(keys, axis_k.starts):
         by_document.setdefault(run.document, []).append(run)
-    found: list[tuple[Piece, bool]] = []
+    pairs: list[tuple[Piece, bool]] = []
     for q in runs(queries, axis_q.starts):
         len_q, len_k = axis_q.lengths[q.document], axis_k.lengths[q.document]
         for part in [q] if block is None else _blocks(q, block):
-            found += _of_run(part, by_document.get(q.document, ()), len_q, len_k, mask)
+            pairs += _of_run(part, by_document.get(q.document, ()), len_q, len_k, mask)
     if positional or block is not None:
-        return tuple(p for p, _ in found)
-    joined = _joined(found)
+        return tuple(p for p, _ in pairs)
+    joined = _joined(pairs)
     if all(p.at is None for p in joined) or not _counts_alike(queries, keys, axis_q, axis_k, mask):
         return joined
     rows, columns = sets.size(queries), sets.size(keys)
@@ -125,11 +125,11 @@ def _of_run(q: Run, keys: Sequence[Run], len_q: int, len_k: int, mask: Mask) -> 
             yield Piece((row, row + stop - start), (keys_at, keys_at + end - key), q.document, at), whole
 
 
-def _joined(found: Sequence[tuple[Piece, bool]]) -> tuple[Piece, ...]:
+def _joined(pairs: Sequence[tuple[Piece, bool]]) -> tuple[Piece, ...]:
     """Whole pieces lose their positions; those that touch along the keys, then those that touch along the rows, become
     one. Pieces of a document are neighbours in the list."""
     wide: list[Piece] = []
-    for p in (p._replace(at=None) if whole else p for p, whole in found):
+    for p in (p._replace(at=None) if whole else p for p, whole in pairs):
         before = wide[-1] if wide else None
         if before and _alike(before, p) and before.rows == p.rows and before.keys[1] == p.keys[0]:
             wide[-1] = p._replace(keys=(before.keys[0], p.keys[1]))
@@ -152,11 +152,11 @@ def _alike(a: Piece, b: Piece) -> bool:
     return a.at is None and b.at is None and a.document == b.document
 
 
-def rounds(found: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
+def rounds(parts: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
     """The pieces in groups with at most one of each document, in the order of documents: what one varlen call can do.
     Sequence i of the call is document i, as dropout and the tensors of a score count them."""
     groups: list[dict[int, Piece]] = []
-    for p in found:
+    for p in parts:
         group = next((g for g in groups if p.document not in g), None)
         if group is None:
             groups.append(group := {})

@@ -65,12 +65,12 @@ class Deliver:
             if t == 0:
                 task.step(task.mine).backward(task.steps, q, own, rest, dq, down)
             else:
-                found: _Held = {}
+                gradients: _Held = {}
                 for chain, (spans, keys) in held.items():
-                    found[chain] = spans, Keys(*(torch.zeros_like(x, dtype=wide) for x in keys))
-                    task.step(spans).backward(task.steps, q, keys, rest, dq, found[chain][1])
-                coming_back.add_to(found, down, task.mine)
-                coming_back = self._send_gradients(self.ticks[t - 1], found, down)
+                    gradients[chain] = spans, Keys(*(torch.zeros_like(x, dtype=wide) for x in keys))
+                    task.step(spans).backward(task.steps, q, keys, rest, dq, gradients[chain][1])
+                coming_back.add_to(gradients, down, task.mine)
+                coming_back = self._send_gradients(self.ticks[t - 1], gradients, down)
             pending.wait()
             held = coming
         coming_back.add_to({}, down, task.mine)
@@ -88,14 +88,14 @@ class Deliver:
         coming, receives = _room(tick.arriving, own)
         return coming, self.transport.exchange(sends, receives)
 
-    def _send_gradients(self, tick: Tick, found: _Held, down: Keys) -> _Coming:
+    def _send_gradients(self, tick: Tick, held: _Held, down: Keys) -> _Coming:
         """Send the gradients of the keys that were worked on in this tick: to the next stop, and home."""
         sends: list[Message] = []
         for kind in ("onward", "home"):
             for visit in tick.visits:
                 parcel = getattr(visit, kind)
                 if parcel is not None:
-                    sends += [(taken(x, parcel.spans, visit.here), parcel.peer) for x in found[visit.chain][1]]
+                    sends += [(taken(x, parcel.spans, visit.here), parcel.peer) for x in held[visit.chain][1]]
         onward, receives = _room(tick.gradients, down)
         home, more = _room(tick.returning, down)
         return _Coming(onward, home, self.transport.exchange(sends, receives + more))
@@ -113,7 +113,7 @@ def _room(parcels: tuple[Parcel, ...], like_these: Keys) -> tuple[_Held, list[Me
 
 
 class _Nothing:
-    def add_to(self, found: _Held, down: Keys, mine: Spans) -> None:
+    def add_to(self, held: _Held, down: Keys, mine: Spans) -> None:
         pass
 
 
@@ -123,11 +123,11 @@ class _Coming(_Nothing):
     def __init__(self, onward: _Held, home: _Held, pending: Pending) -> None:
         self.onward, self.home, self.pending = onward, home, pending
 
-    def add_to(self, found: _Held, down: Keys, mine: Spans) -> None:
+    def add_to(self, held: _Held, down: Keys, mine: Spans) -> None:
         """Add the gradients that arrived in a fixed order: sums are the same each time."""
         self.pending.wait()
         for chain, (_, gradients) in self.onward.items():
-            for total, x in zip(found[chain][1], gradients, strict=True):
+            for total, x in zip(held[chain][1], gradients, strict=True):
                 total.add_(x)
         for spans, gradients in self.home.values():
             for total, x in zip(down, gradients, strict=True):

@@ -32,16 +32,16 @@ class Run(NamedTuple):
 
 def runs(shard: Spans, starts: Sequence[int]) -> list[Run]:
     """A shard document by document. `starts`: where documents begin, and where the last one ends."""
-    found, row = [], 0
+    pieces, row = [], 0
     for start, stop in shard:
         document = bisect.bisect_right(starts, start) - 1
         while start < stop:
             end = min(stop, starts[document + 1])
             if start < end:
-                found.append(Run(document, start - starts[document], end - starts[document], row))
+                pieces.append(Run(document, start - starts[document], end - starts[document], row))
                 row += end - start
             start, document = end, document + 1
-    return found
+    return pieces
 
 
 class ShardPlan:
@@ -168,7 +168,7 @@ class ShardPlan:
     def seen(self) -> tuple[Spans, ...]:
         """The keys, for each rank, that some query of it sees. Neither end of a mask ever moves left, so the first row
         of a run has the lowest bound and the last row the highest."""
-        found = []
+        spans = []
         for rank in range(self.ranks):
             ranges = []
             for run in self.runs(rank):
@@ -176,8 +176,8 @@ class ShardPlan:
                 lo, _ = self.mask.bounds(run.start, length, length)
                 _, hi = self.mask.bounds(run.stop - 1, length, length)
                 ranges.append((begin + lo, begin + hi))
-            found.append(sets.spans(ranges))
-        return tuple(found)
+            spans.append(sets.spans(ranges))
+        return tuple(spans)
 
     @functools.cached_property
     def pairs(self) -> tuple[int, ...]:
@@ -186,15 +186,15 @@ class ShardPlan:
         for rank in range(self.ranks):
             for run in self.runs(rank):
                 ends.setdefault(self.lengths[run.document], []).append((rank, run.start, run.stop))
-        found = [0] * self.ranks
+        counts = [0] * self.ranks
         for length, parts in ends.items():
             lo, hi = self.mask.bounds(torch.arange(length), length, length)
             before = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum((hi - lo).clamp(min=0), 0, out=before[1:])
             _, start, stop = (torch.tensor(column) for column in zip(*parts, strict=True))
             for (rank, *_), count in zip(parts, (before[stop] - before[start]).tolist(), strict=True):
-                found[rank] += count
-        return tuple(found)
+                counts[rank] += count
+        return tuple(counts)
 
     @property
     def balance(self) -> float:
@@ -206,15 +206,15 @@ def shard(plan: ShardPlan, *tensors: torch.Tensor, rank: int, dim: int = 1) -> t
     """The part of each tensor that a rank holds. `dim` is the axis of positions; tensors that lack it (1-D position ids,
     say) are cut along their last axis. Labels must be shifted before they are cut."""
     mine = plan.shards[plan._rank(rank)]
-    found = []
+    shards = []
     for t in tensors:
         axis = axis_of(t, dim)
         if t.shape[axis] != plan.total:
             raise ValueError(
                 f"a tensor has shape {tuple(t.shape)}; axis {axis} must have the {plan.total} positions of the plan"
             )
-        found.append(sets.take(t, mine, sets.spans([(0, plan.total)]), axis))
-    return tuple(found)
+        shards.append(sets.take(t, mine, sets.spans([(0, plan.total)]), axis))
+    return tuple(shards)
 
 
 def axis_of(t: torch.Tensor, dim: int) -> int:
@@ -276,10 +276,10 @@ def _lengths(lengths: Any) -> tuple[int, ...]:
         lengths = lengths.tolist()
     if isinstance(lengths, numbers.Integral):
         return (_count("lengths", lengths, 0),)
-    found = tuple(_count("lengths", n, 0) for n in lengths)
-    if not found:
+    sizes = tuple(_count("lengths", n, 0) for n in lengths)
+    if not sizes:
         raise ValueError("lengths must name at least one document, got none")
-    return found
+    return sizes
 
 
 def _count(name: str, value: Any, least: int) -> int:

@@ -202,15 +202,15 @@ def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None
 
 def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:
     """Return for each call of the steps, in the order in which they run, whether it is the last one of all its rows."""
-    found: list[tuple[bool, ...]] = []
+    last: list[tuple[bool, ...]] = []
     later: sets.Spans = ()
     for step in reversed(steps):
         flags = []
         for rows in reversed(step.rows):
             flags.append(not sets.intersection(rows, later))
             later = sets.union(later, rows)
-        found.append(tuple(reversed(flags)))
-    return found[::-1]
+        last.append(tuple(reversed(flags)))
+    return last[::-1]
 
 
 class Rest(NamedTuple):
@@ -274,24 +274,24 @@ def _ints(values: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor
 
 def _places(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
     """Return each range with its place when all lie one after the other. Those that follow one another are one."""
-    found: list[tuple[Range, Range]] = []
+    places: list[tuple[Range, Range]] = []
     at = 0
     for start, stop in ranges:
-        if found and found[-1][0][1] == start:
-            (first, _), (begin, _) = found[-1]
-            found[-1] = (first, stop), (begin, at + stop - start)
+        if places and places[-1][0][1] == start:
+            (first, _), (begin, _) = places[-1]
+            places[-1] = (first, stop), (begin, at + stop - start)
         else:
-            found.append(((start, stop), (at, at + stop - start)))
+            places.append(((start, stop), (at, at + stop - start)))
         at += stop - start
-    return found
+    return places
 
 
 def _gather(t: torch.Tensor, places: Sequence[tuple[Range, Range]]) -> torch.Tensor:
     """The rows of a tensor (…, rows, heads, dim) in these ranges; a view where that is one."""
-    found = [rows_of(t, rows) for rows, _ in places]
-    return found[0] if len(found) == 1 else torch.cat(found, -3)
+    parts = [rows_of(t, rows) for rows, _ in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
 
 
 def _gather_lse(t: torch.Tensor, places: Sequence[tuple[Range, Range]]) -> torch.Tensor:
-    found = [t[..., start:stop] for (start, stop), _ in places]
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+    parts = [t[..., start:stop] for (start, stop), _ in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -140,7 +140,7 @@ def _reasons_of_others(transport: GroupTransport, own: str, peer: int | None) ->
     says nothing: that one is gone. Ranks leave word in the store of all, under their numbers among all: a mesh has
     several groups."""
     rank, after = (-1 if r is None else dist.get_global_rank(transport.group, r) for r in (transport.rank, peer))
-    found: list[str] = []
+    reasons: list[str] = []
     asked = {rank, -1}
     try:
         store = dist.distributed_c10d._get_default_store()
@@ -149,11 +149,11 @@ def _reasons_of_others(transport: GroupTransport, own: str, peer: int | None) ->
             asked.add(after)
             store.wait([_key(after)], _GRACE)
             number, reason = store.get(_key(after)).decode().split(" ", 1)
-            found.append(reason)
+            reasons.append(reason)
             after = int(number)
     except RuntimeError:  # nothing is said, or the store went with the rank that kept it
         pass
-    return found
+    return reasons
 
 
 def _key(rank: int) -> str:
@@ -169,11 +169,11 @@ def gather_by_messages(transport: Transport, into: torch.Tensor, mine: torch.Ten
 
 def sum_by_messages(transport: Transport, into: torch.Tensor, parts: torch.Tensor) -> Pending:
     """`Transport.reduce_scatter` likewise; sums are in the order of the ranks."""
-    found = torch.empty_like(parts)
-    found[transport.rank].copy_(parts[transport.rank])
+    arrived = torch.empty_like(parts)
+    arrived[transport.rank].copy_(parts[transport.rank])
     others = [peer for peer in range(transport.size) if peer != transport.rank]
-    arriving = transport.exchange([(parts[peer], peer) for peer in others], [(found[peer], peer) for peer in others])
-    return _Summed(arriving, found, into)
+    arriving = transport.exchange([(parts[peer], peer) for peer in others], [(arrived[peer], peer) for peer in others])
+    return _Summed(arriving, arrived, into)
 
 
 class _Summed(NamedTuple):

@@ -96,8 +96,8 @@ def _problem(kernel: Kernel, case: Case) -> str | None:
     except Exception as error:  # whatever a half-written kernel raises
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     wrong = wrong_elements(case.output, case.expected)
-    found = report.problems[:_SHOWN] + ([wrong] if wrong else [])
-    return "\n".join(found) or case.demand(report)
+    problems = report.problems[:_SHOWN] + ([wrong] if wrong else [])
+    return "\n".join(problems) or case.demand(report)
 
 
 def wrong_elements(output: Array, expected: Sequence[Any], tolerance: float = 1e-6) -> str | None:

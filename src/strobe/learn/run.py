@@ -52,11 +52,11 @@ def gpu() -> str | None:
 
 def params_of(text: str) -> Struct:
     """The kernel's `struct Params`, read from its source: the one place where it is written."""
-    found = re.search(r"struct Params \{\n(.*?)\n\};", re.sub(r"//[^\n]*", "", text), re.DOTALL)
-    if found is None:
+    match = re.search(r"struct Params \{\n(.*?)\n\};", re.sub(r"//[^\n]*", "", text), re.DOTALL)
+    if match is None:
         raise ValueError("the kernel has no `struct Params`")
     fields = []
-    for declaration in found[1].split(";"):
+    for declaration in match[1].split(";"):
         if not declaration.strip():
             continue
         ctype, _, names = re.sub(r"\s*\*\s*", "* ", declaration.strip()).rpartition("* ")

@@ -77,9 +77,11 @@ class Array:
         be."""
         if values is None and shape is None:
             raise ValueError(f"array {name!r} needs values or a shape")
-        flat, found = _flatten(values) if values is not None else ([], ())
+        flat, nested_shape = _flatten(values) if values is not None else ([], ())
         self.name = name
-        self.shape: tuple[int, ...] = found if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        self.shape: tuple[int, ...] = (
+            nested_shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        )
         size = math.prod(self.shape)
         if values is not None and len(flat) != size:
             raise ValueError(f"array {name!r}: {len(flat)} values do not fill shape {self.shape}")
@@ -248,12 +250,12 @@ class _Launch:
             self.found.problems.append(f"{access}: {what}")
 
     def count(self, array: Array, offset: int, access: Access) -> None:
-        found = self.found
+        report = self.found
         if array.is_shared:
-            found.shared_loads += not access.writes
-            found.shared_stores += access.writes
+            report.shared_loads += not access.writes
+            report.shared_stores += access.writes
         else:
-            (found.stores if access.writes else found.loads)[array.name] += 1
+            (report.stores if access.writes else report.loads)[array.name] += 1
         place = (array.name, access.line, access.writes)
         self._visits[(access.lane, *place)] += 1
         instruction = (array.is_shared, access.lane // WARP, *place, self._visits[(access.lane, *place)])

@@ -110,14 +110,14 @@ _MAKERS: dict[str, Any] = {"window": window, "prefix": prefix, "chunked": chunke
 def mask_of(text: str) -> Mask:
     """Return the mask of this name, as results files have it: "causal", "window(4095, 0)". Raises ValueError for
     anything else."""
-    found = full
+    mask = full
     for part in text.split(" & "):
         maker, _, numbers = part.removesuffix(")").partition("(")
         try:
-            found = found & (_PLAIN[part] if part in _PLAIN else _MAKERS[maker](*map(_side, numbers.split(","))))
+            mask = mask & (_PLAIN[part] if part in _PLAIN else _MAKERS[maker](*map(_side, numbers.split(","))))
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"mask must be one of {', '.join((*_PLAIN, *_MAKERS))}, got {text!r}") from None
-    return found
+    return mask
 
 
 def _side(text: str) -> int | None:

@@ -27,10 +27,10 @@ class Style:
 def styles(providers: Sequence[tuple[str, str]]) -> dict[str, Style]:
     """Return the style of each provider, given (name, kind) pairs. The order among those of one kind decides the
     colour."""
-    found: dict[str, Style] = {}
+    look: dict[str, Style] = {}
     for kind in KINDS:
         names = dict.fromkeys(name for name, its_kind in providers if its_kind == kind)
         for i, name in enumerate(names):
             colour = COLOURS[kind][i % len(COLOURS[kind])]
-            found[name] = Style(colour, _SHAPES[kind], kind == "standard", 2.4 if kind == "ours" else 1.6)
-    return found
+            look[name] = Style(colour, _SHAPES[kind], kind == "standard", 2.4 if kind == "ours" else 1.6)
+    return look

@@ -53,10 +53,10 @@ def collect(device: torch.device, seed: int, command: str | None = None) -> dict
     }
 
 
-def busy_machine(found: dict[str, Any]) -> str | None:
+def busy_machine(provenance: dict[str, Any]) -> str | None:
     """A warning for results of a CPU that others used as well; None if it was free."""
-    load, cores = found.get("host_load") or 0.0, found.get("host_cores") or 1
-    if found["device"]["kind"] != "cpu" or load <= cores / 4:
+    load, cores = provenance.get("host_load") or 0.0, provenance.get("host_cores") or 1
+    if provenance["device"]["kind"] != "cpu" or load <= cores / 4:
         return None
     return f"Other work ran on this machine when the run began (load {load} on {cores} cores): the times are noisy."
 
@@ -137,8 +137,8 @@ def _driver(device: torch.device) -> str | None:
 def driver_version(text: str) -> str | None:
     """Return the version in the kernel module's own line: "… Kernel Module  535.54.03 …", or "… Open Kernel Module for
     x86_64  580.95 …"."""
-    found = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b", text)
-    return found.group(1) if found else None
+    match = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b", text)
+    return match.group(1) if match else None
 
 
 def _nvrtc() -> str | None:

@@ -41,15 +41,15 @@ def median_ranks(n: int, confidence: float = 0.95) -> tuple[int, int, float]:
     confidence reached. How many of n samples fall below the median is binomial(n, 1/2), whatever their distribution."""
     ways = 1  # in which i of n samples lie below the median: an integer, which no number of samples overflows
     tail = 0  # and at most i
-    found, reached = 0, 0.0
+    rank, reached = 0, 0.0
     for i in range(max(1, n // 2)):
         tail += ways
         inside = 1 - 2 * tail / 2**n
         if i > 0 and inside < confidence:
             break
-        found, reached = i, inside
+        rank, reached = i, inside
         ways = ways * (n - i) // (i + 1)
-    return found, n - 1 - found, max(0.0, reached)
+    return rank, n - 1 - rank, max(0.0, reached)
 
 
 def summarise(samples: Sequence[float]) -> Summary:

@@ -232,11 +232,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     """Say what this machine offers: torch, GPU, driver, NVRTC, cache, compiler, and each backend: ready or why not."""
     from strobe.tools import doctor as examination, terminal
 
-    found = examination.report()
+    report = examination.report()
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        terminal.show_doctor(found)
+        terminal.show_doctor(report)
 
 
 # ---- tune ------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ NOT_ACTIVE = "not active"
 
 def report() -> dict[str, Any]:
     """Everything is looked up, nothing is changed, and nothing that is missing is an error."""
-    found = {
+    facts = {
         "strobe": strobe.__version__,
         "namesake": _namesake(),
         "python": platform.python_version(),
@@ -50,7 +50,7 @@ def report() -> dict[str, Any]:
         "backends": backends(),
         "hosts": hosts(),
     }
-    return found | {"next": next_steps(found)}
+    return facts | {"next": next_steps(facts)}
 
 
 def backends() -> dict[str, str | None]:
@@ -188,18 +188,18 @@ def _compat_status() -> dict[str, str]:
 # ---- what to do next -------------------------------------------------------------------------------------------------
 
 
-def next_steps(found: dict[str, Any]) -> list[str]:
+def next_steps(report: dict[str, Any]) -> list[str]:
     """Return what stands in the way first, each with its remedy; then how to go on."""
-    steps = [*filter(None, [found["namesake"]]), *_gpu_steps(found)]
-    if found["cache"]["problem"]:
-        steps.append(f"make a cache directory usable: {found['cache']['problem']}")
-    if found["compiler"]["problem"]:
-        steps.append(f"to run kernels without a GPU, give the emulator a C++ compiler: {found['compiler']['problem']}")
+    steps = [*filter(None, [report["namesake"]]), *_gpu_steps(report)]
+    if report["cache"]["problem"]:
+        steps.append(f"make a cache directory usable: {report['cache']['problem']}")
+    if report["compiler"]["problem"]:
+        steps.append(f"to run kernels without a GPU, give the emulator a C++ compiler: {report['compiler']['problem']}")
     return [*steps, "see it run: strobe demo", "measure it here: strobe bench --suite quick"]
 
 
-def _gpu_steps(found: dict[str, Any]) -> list[str]:
-    torch_, gpus = found["torch"], found["gpus"]
+def _gpu_steps(report: dict[str, Any]) -> list[str]:
+    torch_, gpus = report["torch"], report["gpus"]
     if not gpus and torch_["cuda"] is None:
         if _has_nvidia_driver():
             return [f"install a CUDA build of torch: {torch_['version']} has no CUDA, but an NVIDIA driver is here"]
@@ -210,8 +210,8 @@ def _gpu_steps(found: dict[str, Any]) -> list[str]:
         f"{gpu['name']} ({gpu['arch']}) runs tiled: the kernels need sm_80 or later" for gpu in gpus if _too_old(gpu)
     ]
     for part in ("driver", "nvrtc"):
-        if found[part]["problem"]:
-            steps.append(found[part]["problem"])
+        if report[part]["problem"]:
+            steps.append(report[part]["problem"])
     return steps
 
 

@@ -112,7 +112,7 @@ def calls(
     """Each tile's call. Its gradients are judged first, by the rule that every provider of the benchmark has to keep."""
     x = make_tensors(case, device, seed=0)
     judge, tensors = Judge(case, x), kernel_tensors(case, x)
-    found: dict[str, SustainedCall] = {}
+    timed: dict[str, SustainedCall] = {}
     wrong: dict[str, str] = {}
     for tile in tiles:
         call = ready(case.plan(tile, machine), tensors)
@@ -121,13 +121,13 @@ def calls(
         call()
         verdict = judge.judge(None, tuple(from_layout(tensors[name], "bshd") for name in ("dq", "dk", "dv")))
         if verdict.passed:
-            found[str(tile)] = SustainedCall(call)
+            timed[str(tile)] = SustainedCall(call)
         else:
             wrong[str(tile)] = f"wrong: {case}, {verdict}"
     if case.softcap is None and device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # it does not take every head dim
-            found[CUDNN] = SustainedCall(_cudnn(case, x))
-    return found, wrong
+            timed[CUDNN] = SustainedCall(_cudnn(case, x))
+    return timed, wrong
 
 
 def kernel_tensors(case: BackwardCase, x: Tensors) -> dict[str, Any]:

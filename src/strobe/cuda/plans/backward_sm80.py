@@ -232,8 +232,8 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
         return tile
     # The tiles of sm_90 in _SMALLER are the smallest; larger ones have no room for an unknown score either.
     small = _SMALLER["sm_90"][min(dim for dim in _SMALLER["sm_90"] if dim >= max(dims))]
-    able = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
-    tiles = [tile, *(t for t in able if fits(t, *dims, arch))]
+    smaller_tiles = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
+    tiles = [tile, *(t for t in smaller_tiles if fits(t, *dims, arch))]
     return first_without_spills(tiles, lambda t: kernels(features, t, Wanted(), arch, False)[1], machine)
 
 

@@ -29,10 +29,10 @@ def judge(rung: Rung, shape: Shape, x: Tensors) -> Verdict:
     verdicts = []
     for index in sorted({0, shape.slices - 1}):
         exact, same = (_expected(rung, shape, x, index, dtype) for dtype in (torch.float64, rung.dtype))
-        for name, found in x.results(rung).items():
+        for name, result in x.results(rung).items():
             factor = GRADIENTS if rung.backward else FORWARD
             floor = _floor(name, rung, shape, x, index, exact[name])
-            verdicts.append(compare(name, found[index], exact[name], same[name], factor, floor))
+            verdicts.append(compare(name, result[index], exact[name], same[name], factor, floor))
     return next((v for v in verdicts if not v.passed), max(verdicts, key=lambda v: v.largest))
 
 
@@ -55,8 +55,8 @@ def _expected(rung: Rung, shape: Shape, x: Tensors, index: int, dtype: torch.dty
     out, lse = reference.attention(problem, inputs, dtype)
     if rung.backward:
         assert x.d_o is not None
-        found = torch.autograd.grad((out[0, 0] * x.d_o[index].to(dtype)).sum(), leaves)
-        return {name: gradient[0] for name, gradient in zip(("dq", "dk", "dv"), found, strict=True)}
+        gradients = torch.autograd.grad((out[0, 0] * x.d_o[index].to(dtype)).sum(), leaves)
+        return {name: gradient[0] for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True)}
     if dtype == torch.bfloat16:
         _, lse = reference.attention(problem, inputs, torch.float32)
     return {"o": out[0, 0], "lse": lse[0, 0]}

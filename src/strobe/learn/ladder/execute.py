@@ -71,8 +71,8 @@ def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int
         from strobe.backends import reference
 
         for i in range(shape.slices):
-            o, found = reference.attention(*problem_of(shape, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
-            x.o[i], x.lse[i] = o[0, 0], found[0, 0]
+            o, row_lse = reference.attention(*problem_of(shape, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
+            x.o[i], x.lse[i] = o[0, 0], row_lse[0, 0]
         x.d_o, x.dq, x.dk, x.dv = random(shape.len_q), poisoned(q), poisoned(k), poisoned(v)
     return x
 

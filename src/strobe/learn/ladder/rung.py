@@ -137,11 +137,11 @@ class Rung:
         for line in self.text.splitlines()[2:]:
             if not line.startswith("// "):
                 break
-            if found := re.match(
+            if match := re.match(
                 r"// (What changed|Why it should help|Predicted|Measured|What limits it now): (.*)", line
             ):
-                current = found[1]
-                sections[current] = found[2]
+                current = match[1]
+                sections[current] = match[2]
             else:
                 sections[current] += " " + line[2:].strip()
         return sections
@@ -149,12 +149,12 @@ class Rung:
     @property
     def predicted(self) -> float:
         """The speed, as a multiple of that of the rung before (or `against`)."""
-        found = re.match(r"x ([\d.]+)", self.header["Predicted"])
-        if found is None:
+        match = re.match(r"x ([\d.]+)", self.header["Predicted"])
+        if match is None:
             raise ValueError(
                 f'{self.file}: the prediction should begin with "x <number>": {self.header["Predicted"]!r}'
             )
-        return float(found[1])
+        return float(match[1])
 
     def predicted_bytes(self, shape: Shape) -> float | None:
         """Return the bytes to and from global memory, caches left out. None for causal problems, for which the model
@@ -207,7 +207,7 @@ class Rung:
         if not self.hopper:
             return {}
         row = 2 * shape.dim
-        found = {}
+        maps = {}
         for name, length, rows in (
             ("q", shape.len_q, 64),
             ("k", shape.len_k, self.keys),
@@ -215,5 +215,5 @@ class Rung:
         ):
             dims = (64, length, shape.dim // 64, shape.slices, 1)
             strides = (row, 128, length * row, length * row)
-            found[name] = TensorMapSpec(addresses[name], 2, dims, strides, (64, rows, shape.dim // 64, 1, 1))
-        return found
+            maps[name] = TensorMapSpec(addresses[name], 2, dims, strides, (64, rows, shape.dim // 64, 1, 1))
+        return maps

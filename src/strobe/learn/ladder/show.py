@@ -60,11 +60,11 @@ _COUNTED_NOTE = (
 
 def _measured_note() -> str:
     """Return where the last two columns come from."""
-    found = measured.load()
-    shape, ladder = found["ladder"]["shape"], found["ladder"]
+    results = measured.load()
+    shape, ladder = results["ladder"]["shape"], results["ladder"]
     case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
     return (
-        f"measured, TFLOP/s: not here, but on an {found['device']} ({case}; {ladder['date']}, {ladder['file']}): the "
+        f"measured, TFLOP/s: not here, but on an {results['device']} ({case}; {ladder['date']}, {ladder['file']}): the "
         "speed-up over the rung before, and the speed."
     )
 
