@@ -67,9 +67,9 @@ def memory_exponents(results: Results, suite: str, direction: str = "forward") -
     exponents = {}
     for provider, lines in series.items():
         fits = [growth_exponent(list(points), list(points.values())) for points in lines.values() if len(points) >= 3]
-        known = [fit for fit in fits if fit is not None]
-        if known:
-            exponents[provider] = sum(known) / len(known)
+        slopes = [fit for fit in fits if fit is not None]
+        if slopes:
+            exponents[provider] = sum(slopes) / len(slopes)
     return exponents
 
 

@@ -144,13 +144,13 @@ def _memory(results: Results, suite: str, direction: str) -> list[str]:
     the most it is."""
     method = TURNS if TURNS in results.methods() else results.methods()[0]
     cases = claims.selected(results.rows, suite, direction, method)
-    best = [found for rows in cases.values() if (found := claims.fastest(rows, "ours")) is not None]
-    known = [row for row in best if row.extra_bytes is not None]
-    if not known:
+    best = [fastest for rows in cases.values() if (fastest := claims.fastest(rows, "ours")) is not None]
+    measured = [row for row in best if row.extra_bytes is not None]
+    if not measured:
         return []
     exponents = claims.memory_exponents(results, suite, direction)
     ours, beyond = Counter(row.provider for row in best).most_common(1)[0][0], _BEYOND[direction]
-    if not any(row.extra_bytes for row in known):
+    if not any(row.extra_bytes for row in measured):
         said = f"{beyond} {ours} needs no memory at any length"
     elif ours in exponents:
         said = f"{beyond} {ours} needs memory that grows with the length to the power {exponents[ours]:.2f}"

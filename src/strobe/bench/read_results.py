@@ -108,9 +108,9 @@ def _case(data: Any, where: str) -> BenchCase:
     _one_of(facts.get("dtype", "bfloat16"), DTYPES, f"{where}.dtype")
     _one_of(facts.get("direction", "forward"), PASSES, f"{where}.direction")
     _one_of(facts.get("measure", "time"), MEASURES, f"{where}.measure")
-    known = {name: value for name, value in facts.items() if name in _CASE or f"{name}?" in _CASE}
+    fields = {name: value for name, value in facts.items() if name in _CASE or f"{name}?" in _CASE}
     try:
-        return case(**known, label=label, length=length)
+        return case(**fields, label=label, length=length)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -36,8 +36,8 @@ class Request:
 
     def cases(self) -> list[BenchCase]:
         """Those of the suites that match, and that the methods can measure."""
-        made = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
-        chosen = list(dict.fromkeys(made))  # models has the cases of llama
+        of_suites = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
+        chosen = list(dict.fromkeys(of_suites))  # models has the cases of llama
         if self.only:
             chosen = [
                 c for c in chosen if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)

@@ -254,8 +254,8 @@ class Runner:
             entry.prepared = prepared = entry.provider.prepare(case, tensors)
             entry.row.note = prepared.note
             if prepared.layout not in layouts:
-                made = [to_layout(t, prepared.layout) for t in (tensors.q, tensors.k, tensors.v)]
-                layouts[prepared.layout] = tuple(t.requires_grad_(case.direction != "forward") for t in made)
+                laid_out = [to_layout(t, prepared.layout) for t in (tensors.q, tensors.k, tensors.v)]
+                layouts[prepared.layout] = tuple(t.requires_grad_(case.direction != "forward") for t in laid_out)
             entry.inputs = entry.leaves = layouts[prepared.layout]
             if case.learns_bias and tensors.bias is not None:
                 entry.leaves = (*entry.inputs, tensors.bias)
@@ -296,8 +296,8 @@ class Runner:
         with scope():
             peak = with_peak_memory(lambda: entry.step(whole), self.device)[1]
         if peak is not None:
-            given = (*entry.inputs, *(() if entry.do is None else (entry.do,)))
-            inputs = sum(t.numel() * t.element_size() for t in given)
+            tensors = (*entry.inputs, *(() if entry.do is None else (entry.do,)))
+            inputs = sum(t.numel() * t.element_size() for t in tensors)
             entry.row.peak_bytes = inputs + peak
             entry.row.extra_bytes = max(0, inputs + peak - case.tensor_bytes())
         entry.call = self._call(entry, case, scope)

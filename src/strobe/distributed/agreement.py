@@ -39,10 +39,10 @@ def agree(
     every_call = check is True or device.type == "cpu"
     text, kind = _text(facts), _digest(_text({name: value for name, value in facts.items() if name != "seed"}))
     holder = getattr(transports[0], "group", transports[0])
-    known = _agreed.setdefault(holder, set())
-    if not every_call and error is not None and known:
+    agreed = _agreed.setdefault(holder, set())
+    if not every_call and error is not None and agreed:
         raise error  # the others may know the call and not ask: they would not hear of it
-    if not every_call and error is None and kind in known:
+    if not every_call and error is None and kind in agreed:
         return
     mine = torch.tensor([_FAILED if error is not None else _digest(text)], dtype=torch.int64, device=device)
     for transport in reversed(transports):
@@ -50,7 +50,7 @@ def agree(
         mine = digests if digests.numel() == 1 else digests.new_tensor([_DIFFERENT])
     verdict = int(mine)
     if verdict >= 0:
-        known.add(kind)
+        agreed.add(kind)
         return
     if error is not None:
         text = json.dumps(

@@ -193,10 +193,10 @@ def _own_share(plan: ShardPlan) -> float:
     """Return, for the rank with the most work, the share of it that needs no keys of others."""
     rank = max(range(plan.ranks), key=lambda r: plan.pairs[r])
     axis = Axis(plan.lengths, plan.starts)
-    own = 0
+    area = 0
     for p in pieces(plan.shards[rank], plan.shards[rank], axis, axis, plan.mask, positional=True):
-        own += plan.mask.area(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0], p.at)
-    return own / plan.pairs[rank] if plan.pairs[rank] else 1.0
+        area += plan.mask.area(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0], p.at)
+    return area / plan.pairs[rank] if plan.pairs[rank] else 1.0
 
 
 def _memory(plan: ShardPlan, shape: Shape, method: str, gradients: bool, inner: int | None) -> int:

@@ -156,12 +156,12 @@ class _Gathering:
 
 class _Returning:
     def __init__(self, heads: slice, parts: list[list[torch.Tensor]], pending: list[Pending]) -> None:
-        self.heads, self.found, self.pending = heads, parts, pending
+        self.heads, self.parts, self.pending = heads, parts, pending
 
     def into(self, down: Keys) -> None:
         for pending in self.pending:
             pending.wait()
-        for total, contributions in zip(down, self.found, strict=True):
+        for total, contributions in zip(down, self.parts, strict=True):
             mine = total[..., self.heads, :]
             mine.copy_(contributions[0])
             for more in contributions[1:]:

@@ -135,8 +135,8 @@ def _facts(call: Call) -> dict[str, Any]:
     q, k, v = call.q, call.k, call.v
     shapes = {name: (*t.shape[:-3], "rows", *t.shape[-2:]) for name, t in (("q", q), ("k", k), ("v", v))}
     sinks = None if call.sinks is None else tuple(call.sinks.shape)
-    own = ("q", "k", "v", "sinks", "groups", "plan", "score_tensors", "check")
-    rest = {name: value for name, value in call._asdict().items() if name not in own}
+    elsewhere = ("q", "k", "v", "sinks", "groups", "plan", "score_tensors", "check")
+    rest = {name: value for name, value in call._asdict().items() if name not in elsewhere}
     gradients = {"a gradient is needed": rest.pop("keep")}
     return {
         "function": NAME,

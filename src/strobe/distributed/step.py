@@ -124,7 +124,7 @@ class State:
 class Step:
     """The pieces of a step, ready to run: what depends on them alone is made once for each device."""
 
-    found: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]
     mask: Mask
     documents: int  # 0: dense
     apart: bool = False  # never two documents in one call
@@ -172,7 +172,7 @@ class Step:
                     rows_of(total, at).add_(rows_of(gradient, part))
 
     def _prepared(self, q: torch.Tensor) -> list[_Group]:
-        if not self.found:
+        if not self.pieces:
             return []
         key = q.device, 0 if self.documents else q.shape[0]
         if key not in self._groups:
@@ -182,10 +182,10 @@ class Step:
     @property
     def rows(self) -> list[sets.Spans]:
         """The rows of each call, in their order."""
-        return [sets.spans(p.rows for p in pieces) for pieces in self._rounds()] if self.found else []
+        return [sets.spans(p.rows for p in pieces) for pieces in self._rounds()] if self.pieces else []
 
     def _rounds(self) -> Sequence[tuple[Piece, ...]]:
-        return rounds(self.found) if self.documents and not self.apart else [(p,) for p in self.found]
+        return rounds(self.pieces) if self.documents and not self.apart else [(p,) for p in self.pieces]
 
 
 def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None:

@@ -135,7 +135,7 @@ def _name(group: dist.ProcessGroup, rank: int) -> str:
     return f"rank {rank}" if everywhere == rank else f"rank {rank} (of all ranks {everywhere})"
 
 
-def _reasons_of_others(transport: GroupTransport, own: str, peer: int | None) -> list[str]:
+def _reasons_of_others(transport: GroupTransport, reason_here: str, peer: int | None) -> list[str]:
     """Return what the peer of a transfer says, if it has failed as well, then what its own peer says, up to a rank that
     says nothing: that one is gone. Ranks leave word in the store of all, under their numbers among all: a mesh has
     several groups."""
@@ -144,7 +144,7 @@ def _reasons_of_others(transport: GroupTransport, own: str, peer: int | None) ->
     asked = {rank, -1}
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set(_key(rank), f"{after} {own}")
+        store.set(_key(rank), f"{after} {reason_here}")
         while after not in asked:
             asked.add(after)
             store.wait([_key(after)], _GRACE)
@@ -178,12 +178,12 @@ def sum_by_messages(transport: Transport, into: torch.Tensor, parts: torch.Tenso
 
 class _Summed(NamedTuple):
     arriving: Pending
-    found: torch.Tensor
+    arrived: torch.Tensor
     into: torch.Tensor
 
     def wait(self) -> None:
         self.arriving.wait()
-        torch.sum(self.found, 0, out=self.into)
+        torch.sum(self.arrived, 0, out=self.into)
 
 
 class Counted:

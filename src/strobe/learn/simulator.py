@@ -235,7 +235,7 @@ class _Launch:
         self.grid_dim, self.block_dim = grid, block
         self.thread: Thread | None = None
         self.epoch = 0  # how many barriers this block has passed
-        self.found = Report(grid, block)
+        self.counts = Report(grid, block)
         self._shared: dict[str, Array] = {}
         # What a warp does in one instruction: its lanes are simulated one by one, so accesses that belong together are
         # found by the line of the kernel and how often the lane has been there since the last barrier.
@@ -245,12 +245,12 @@ class _Launch:
 
     def report(self, access: Access, what: str) -> None:
         kind = (access.line, what.split("[")[0])
-        if kind not in self._seen and len(self.found.problems) < _MOST_PROBLEMS:
+        if kind not in self._seen and len(self.counts.problems) < _MOST_PROBLEMS:
             self._seen.add(kind)
-            self.found.problems.append(f"{access}: {what}")
+            self.counts.problems.append(f"{access}: {what}")
 
     def count(self, array: Array, offset: int, access: Access) -> None:
-        report = self.found
+        report = self.counts
         if array.is_shared:
             report.shared_loads += not access.writes
             report.shared_stores += access.writes
@@ -291,11 +291,11 @@ class _Launch:
                 arrived[index] = body
             if arrived:
                 self._check_barrier(threads, waiting, arrived)
-                self.found.barriers += 1
+                self.counts.barriers += 1
             self._end_epoch()
             waiting = arrived
         self._end_epoch()
-        self.found.shared_bytes = sum(a.itemsize * len(a.data) for a in self._shared.values())
+        self.counts.shared_bytes = sum(a.itemsize * len(a.data) for a in self._shared.values())
 
     def _check_barrier(self, threads: list[Thread], waiting: dict[int, Any], arrived: dict[int, Any]) -> None:
         lines: dict[int, list[int]] = {}
@@ -314,10 +314,10 @@ class _Launch:
     def _end_epoch(self) -> None:
         for (is_shared, *_), bytes_touched in self._together.items():
             if is_shared:
-                self.found.bank_conflicts += wavefronts(bytes_touched) - 1
+                self.counts.bank_conflicts += wavefronts(bytes_touched) - 1
             else:
-                self.found.sectors += sectors(bytes_touched)
-                self.found.warp_accesses += 1
+                self.counts.sectors += sectors(bytes_touched)
+                self.counts.warp_accesses += 1
         self._together.clear()
         self._visits.clear()
         self.epoch += 1
@@ -358,9 +358,9 @@ def launch(
     finally:
         for array in arrays:
             array._running = None
-    if strict and run.found.problems:
-        raise KernelError("\n".join(run.found.problems))
-    return run.found
+    if strict and run.counts.problems:
+        raise KernelError("\n".join(run.counts.problems))
+    return run.counts
 
 
 __all__ = ["BANKS", "SECTOR_BYTES", "WARP", "Array", "Dim3", "KernelError", "Report", "Thread", "launch"]

@@ -295,8 +295,8 @@ class Monitor:
         """Return the mean power by the energy counter or, without one, that of its samples."""
         if self._energy is not None:
             return self._energy.mean_watts(begin, end)
-        known = [s.power_w for s in self._inside([(begin, end)]) if s.power_w is not None]
-        return sum(known) / len(known) if known else None
+        watts = [s.power_w for s in self._inside([(begin, end)]) if s.power_w is not None]
+        return sum(watts) / len(watts) if watts else None
 
     def close(self) -> None:
         self._quit.set()
@@ -308,5 +308,5 @@ class Monitor:
 
 
 def _median(values: list[float | None]) -> float | None:
-    known = sorted(v for v in values if v is not None)
-    return known[len(known) // 2] if known else None
+    numbers = sorted(v for v in values if v is not None)
+    return numbers[len(numbers) // 2] if numbers else None

@@ -62,8 +62,8 @@ class SustainedCall(TimedCall):
         return sum(r.ms * r.calls for r in self.repeats) / sum(r.calls for r in self.repeats)
 
     def watts(self) -> float | None:
-        known = [(r.watts, r.seconds) for r in self.repeats if r.watts is not None]
-        return sum(w * s for w, s in known) / sum(s for _, s in known) if known else None
+        samples = [(r.watts, r.seconds) for r in self.repeats if r.watts is not None]
+        return sum(w * s for w, s in samples) / sum(s for _, s in samples) if samples else None
 
     def summary(self) -> Summary:
         """Summarise the chunks; the interval spans the means of the repeats."""

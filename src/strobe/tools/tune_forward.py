@@ -96,9 +96,9 @@ def calls(
     wrong: dict[str, str] = {}
     expected: torch.Tensor | None = None
     for tile in tiles:
-        made = case.plan(tile, machine)
+        plan = case.plan(tile, machine)
         call = functools.partial(
-            Launcher(made, device.index or 0), *addresses_of(made, {"q": q, "k": k, "v": v, "o": out})
+            Launcher(plan, device.index or 0), *addresses_of(plan, {"q": q, "k": k, "v": v, "o": out})
         )
         out.fill_(torch.nan)
         call()

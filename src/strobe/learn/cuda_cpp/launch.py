@@ -197,8 +197,8 @@ def _explained(kernel: Kernel, how: Config, arguments: Mapping[str, Any], report
     lines = kernel.text.splitlines()
 
     def line(number: str) -> str:
-        known = 0 < int(number) <= len(lines)
-        return f"line {number}: {lines[int(number) - 1].strip()}" if known else "an unknown line"
+        exists = 0 < int(number) <= len(lines)
+        return f"line {number}: {lines[int(number) - 1].strip()}" if exists else "an unknown line"
 
     def thread(index: str) -> str:
         return f"thread {how.block.named(how.block.at(int(index)))}"
@@ -267,11 +267,11 @@ def on_gpu(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> float:
     """Milliseconds of the second launch; results are in the tensors that were passed."""
     from strobe.learn.plain_launch import launch
 
-    given = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     stream = torch.cuda.current_stream().cuda_stream
 
     def prepared() -> tuple[dict[str, torch.Tensor], list[tuple[str, Any, bool]]]:
-        copies = {name: value.clone() if value.is_cuda else value.cuda() for name, value in given.items()}
+        copies = {name: value.clone() if value.is_cuda else value.cuda() for name, value in tensors.items()}
         values = []
         for p in kernel.parameters:
             value = copies[p.name].data_ptr() if p.pointer else _number(p, arguments[p.name])
@@ -289,7 +289,7 @@ def on_gpu(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> float:
     torch.cuda.synchronize()
     for parameter in kernel.parameters:
         if parameter.pointer and not parameter.const:
-            given[parameter.name].copy_(results[parameter.name])
+            tensors[parameter.name].copy_(results[parameter.name])
     return start.elapsed_time(end)
 
 

@@ -57,8 +57,8 @@ def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int
     generator = torch.Generator().manual_seed(seed)
 
     def random(length: int) -> torch.Tensor:
-        made = torch.randn((shape.slices, length, shape.dim), generator=generator, dtype=torch.float32)
-        return made.to(device=device, dtype=rung.dtype)
+        drawn = torch.randn((shape.slices, length, shape.dim), generator=generator, dtype=torch.float32)
+        return drawn.to(device=device, dtype=rung.dtype)
 
     def poisoned(like: torch.Tensor) -> torch.Tensor:
         return torch.full_like(like, torch.nan)
@@ -203,6 +203,6 @@ def _prepare_library_backward(rung: Rung, shape: Shape, x: Tensors) -> Callable[
     """Prepare the backward from its plan: a call of the library would run the forward pass, too."""
     plan, tensors = _library_plan(rung, shape, x, machine_of(x.q.device))
     launcher = Launcher(plan, x.q.device.index or 0)
-    given = [tensors.get(name, 0) for name in plan.tensors]  # 0: not there
-    addresses = [t if isinstance(t, int) else t.data_ptr() for t in given]
+    in_order = [tensors.get(name, 0) for name in plan.tensors]  # 0: not there
+    addresses = [t if isinstance(t, int) else t.data_ptr() for t in in_order]
     return lambda: launcher(*addresses)

@@ -97,7 +97,7 @@ def _counts(rows: Sequence[Row]) -> Table:
             *("predicted", "measured", "TFLOP/s"),
         ),
     )
-    known = {row["number"]: row for row in measured.load()["ladder"]["rungs"]}
+    by_number = {row["number"]: row for row in measured.load()["ladder"]["rungs"]}
     for row in rows:
         assert row.counters is not None
         c = row.counters
@@ -111,7 +111,7 @@ def _counts(rows: Sequence[Row]) -> Table:
             f"{c['mma'] + c['wgmma']:,}",
             _error(row),
             f"x {row.predicted:g}",
-            *_on_the_gpu(known.get(row.number)),
+            *_on_the_gpu(by_number.get(row.number)),
         )
     return table
 
