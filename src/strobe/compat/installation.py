@@ -86,8 +86,8 @@ class _Finder(metadata.DistributionFinder):
 def _found_by_others(name: str, path: list[str] | None) -> ModuleSpec | None:
     """Return where an import would find the module if we were not there. Nothing is loaded."""
     for finder in sys.meta_path:
-        if finder is not _finder and (found := finder.find_spec(name, path)) is not None:
-            return found
+        if finder is not _finder and (spec := finder.find_spec(name, path)) is not None:
+            return spec
     return None
 
 

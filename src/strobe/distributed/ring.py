@@ -32,12 +32,12 @@ class Deliver:
         return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Result:
-        task, mine, state = self.task, Keys(k, v), State(q, v.shape[-1])
+        task, local, state = self.task, Keys(k, v), State(q, v.shape[-1])
         held: _Held = {}
         last = iter(self._last_calls())
         for t in range(len(self.ticks) + 1):
-            coming, pending = self._send_keys(t, mine, held)
-            for spans, keys in held.values() if t else [(task.mine, mine)]:
+            coming, pending = self._send_keys(t, local, held)
+            for spans, keys in held.values() if t else [(task.mine, local)]:
                 task.step(spans).forward(task.steps, q, keys, state, next(last))
             pending.wait()
             held = coming
@@ -55,15 +55,15 @@ class Deliver:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: Rest, kept: tuple[torch.Tensor, ...]
     ) -> Gradients:
-        task, mine, wide = self.task, Keys(k, v), lse_dtype(q.dtype)
+        task, local, wide = self.task, Keys(k, v), lse_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        down = Keys(*(torch.zeros_like(t, dtype=wide) for t in mine))
+        down = Keys(*(torch.zeros_like(t, dtype=wide) for t in local))
         held: _Held = {}
         coming_back = _Nothing()
         for t in range(len(self.ticks) + 1):
-            coming, pending = self._send_keys(t, mine, held)
+            coming, pending = self._send_keys(t, local, held)
             if t == 0:
-                task.step(task.mine).backward(task.steps, q, mine, rest, dq, down)
+                task.step(task.mine).backward(task.steps, q, local, rest, dq, down)
             else:
                 gradients: _Held = {}
                 for chain, (spans, keys) in held.items():
@@ -76,16 +76,16 @@ class Deliver:
         coming_back.add_to({}, down, task.mine)
         return Gradients(dq, *down, task.gradient_of_sinks(rest))
 
-    def _send_keys(self, t: int, mine: Keys, held: _Held) -> tuple[_Held, Pending]:
+    def _send_keys(self, t: int, local: Keys, held: _Held) -> tuple[_Held, Pending]:
         """Those of the tick after t, and what arrives here for it."""
         if t == len(self.ticks):
             return {}, self.transport.exchange([], [])
         tick = self.ticks[t]
         sends: list[Message] = []
         for parcel in tick.leaving:
-            spans, keys = held[parcel.chain] if t else (self.task.mine, mine)
+            spans, keys = held[parcel.chain] if t else (self.task.mine, local)
             sends += [(taken(x, parcel.spans, spans), parcel.peer) for x in keys]
-        coming, receives = _room(tick.arriving, mine)
+        coming, receives = _room(tick.arriving, local)
         return coming, self.transport.exchange(sends, receives)
 
     def _send_gradients(self, tick: Tick, held: _Held, down: Keys) -> _Coming:

@@ -250,12 +250,12 @@ class _Launch:
             self.counts.problems.append(f"{access}: {what}")
 
     def count(self, array: Array, offset: int, access: Access) -> None:
-        report = self.counts
+        counts = self.counts
         if array.is_shared:
-            report.shared_loads += not access.writes
-            report.shared_stores += access.writes
+            counts.shared_loads += not access.writes
+            counts.shared_stores += access.writes
         else:
-            (report.stores if access.writes else report.loads)[array.name] += 1
+            (counts.stores if access.writes else counts.loads)[array.name] += 1
         place = (array.name, access.line, access.writes)
         self._visits[(access.lane, *place)] += 1
         instruction = (array.is_shared, access.lane // WARP, *place, self._visits[(access.lane, *place)])

@@ -134,8 +134,8 @@ def _table_of_ring(layer: Layer, past: torch.Tensor, max_k: int) -> torch.Tensor
 def _pages(layer: Layer, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """(sequences, width), int32: the pages of the rows `at` (sequences or 1, width) of each sequence's list. Entries
     after a sequence's last key are not looked at."""
-    found = (layer.cu_k[:-1, None] + at).clamp(max=len(rows) - 1)
-    return (rows[found] // layer.page).to(torch.int32)
+    index = (layer.cu_k[:-1, None] + at).clamp(max=len(rows) - 1)
+    return (rows[index] // layer.page).to(torch.int32)
 
 
 def _past(a: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:

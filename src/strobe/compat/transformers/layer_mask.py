@@ -135,14 +135,14 @@ class LayerMask:
         batch, _, len_q, len_k = self._shape
         keys = len_k if self.keys is None else self.keys
         at = [None] * batch if self.positions is None else [Positions(*p) for p in self.positions.tolist()]
-        found = torch.zeros((batch, 1, len_q, len_k), dtype=torch.bool, device=self.device)
+        dense = torch.zeros((batch, 1, len_q, len_k), dtype=torch.bool, device=self.device)
         for i, positions in enumerate(at):
-            found[i, 0, :, :keys] = self.mask.dense(len_q, keys, device=self.device, at=positions)
+            dense[i, 0, :, :keys] = self.mask.dense(len_q, keys, device=self.device, at=positions)
         if self.padding is not None:
-            found &= self.padding[:, None, None, :]
+            dense &= self.padding[:, None, None, :]
         if self.document_of is not None:
-            found &= (self.document_of[:, :, None] == self.document_of[:, None, :])[:, None]
-        return found
+            dense &= (self.document_of[:, :, None] == self.document_of[:, None, :])[:, None]
+        return dense
 
     def to_dense(self) -> torch.Tensor:
         return self.dense()
@@ -206,10 +206,10 @@ def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if name in _OF_ITS_SHAPE or _is_condition(function, args, kwargs):
         return function(*map(_plain, args), **{n: _plain(x) for n, x in kwargs.items()})
     if name in _SHAPES_AND_LOGIC:
-        found = function(*map(_plain, args), **{n: _plain(x) for n, x in kwargs.items()})
-        parts = list(found) if isinstance(found, (list, tuple)) else [found]
+        result = function(*map(_plain, args), **{n: _plain(x) for n, x in kwargs.items()})
+        parts = list(result) if isinstance(result, (list, tuple)) else [result]
         if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in parts):
-            return type(found)(map(_again, found)) if isinstance(found, (list, tuple)) else _again(found)
+            return type(result)(map(_again, result)) if isinstance(result, (list, tuple)) else _again(result)
     raise Unsupported(
         f"the model computes with its attention mask ({name}): strobe's masks are booleans, and it expects numbers that are "
         'added to scores; load the model with attn_implementation="eager"'
