@@ -15,6 +15,7 @@ import cubins
 import pytest
 
 from strobe.cuda.parts.architecture import SMEM_BYTES, generation
+from strobe.cuda.parts.element import BF16
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.output import Output
@@ -60,7 +61,7 @@ def packed_gqa(arch: str) -> list[TemplateKernel]:
         return []
     found = []
     for dim, dim_v in forward_sm90.DIMS:
-        features = Features("bf16", dim, dim_v, Scores(window(1, 1), softcap(30.0), sinks=True))
+        features = Features(BF16, dim, dim_v, Scores(window(1, 1), softcap(30.0), sinks=True))
         tile = forward_sm90.split_tiles(features)[0]
         found += [forward_sm90.kernel(features, tile, split=True, pack_gqa=n, one_box=False) for n in (2, 64)]
     return found
@@ -74,7 +75,7 @@ def invariant(arch: str, dims: list[Dims]) -> list[TemplateKernel]:
     for (dim, dim_v), page in itertools.product(dims, (16, 1)):
         scores = Scores(window(1, 1) & used_keys, softcap(30.0), sinks=True)
         rows = Rows("varlen", "paged", True, page)
-        features = Features("bf16", dim, dim_v, scores, rows, Output(invariant=True))
+        features = Features(BF16, dim, dim_v, scores, rows, Output(invariant=True))
         tile = forward_sm90.split_tiles(features)[0]
         found.append(forward_sm90.kernel(features, tile, split=True, pack_gqa=4, one_box=False))
     return found
@@ -175,7 +176,7 @@ def warpgroups_fit(kernel: TemplateKernel, registers: int) -> bool:
 
 def test_masks_of_one_shape_share_a_kernel() -> None:
     def source(mask: Mask) -> str:
-        features = Features("bf16", 64, 64, Scores(mask))
+        features = Features(BF16, 64, 64, Scores(mask))
         tile = forward_sm90.choose_tile(features)
         return forward_sm90.kernel(features, tile, split=False, pack_gqa=1, one_box=True).source
 

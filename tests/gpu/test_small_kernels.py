@@ -13,6 +13,7 @@ import torch
 import strobe
 from strobe import merging, paged
 from strobe.nn.rotary import angles
+from strobe.paged import pool as pools
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -25,7 +26,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("no kernel was taken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged, "_append", refuse)
+        patch.setattr(pools, "_append", refuse)
         patch.setattr("strobe.merging.merged", refuse)
         yield
 
@@ -33,9 +34,9 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def by_torch(k_new: Any, v_new: Any, k: Any, v: Any, slots: Any, rotary: Any = None) -> tuple[Any, Any]:
     k, v = k.clone(), v.clone()
     if rotary is not None:
-        k_new = paged._turned(k_new, rotary)
+        k_new = pools._turned(k_new, rotary)
     for new, pool in ((k_new, k), (v_new, v)):
-        paged.scatter_without_reading(pool, slots.flatten().long(), new.reshape(-1, *new.shape[-2:]))
+        pools.scatter_without_reading(pool, slots.flatten().long(), new.reshape(-1, *new.shape[-2:]))
     return k, v
 
 
@@ -69,13 +70,13 @@ def test_what_the_kernel_does_not_take_is_written_as_well() -> None:
     slots = torch.tensor([3, -1, 18], device="cuda")
     cos, sin = angles(torch.arange(9, device="cuda"), 20)  # pairs 10 apart: turned by PyTorch
     rotary = paged.Rotary(cos, sin, slots.clamp(0, 8))
-    for pools, new, turn in (
+    for pool, new, turn in (
         ((k, v), (k_new, v_new), rotary),
         ((k.float(), v.float()), (k_new.float(), v_new.float()), None),
     ):
-        expected = by_torch(*new, *pools, slots, turn)
-        strobe.paged.append(*new, *pools, slots, rotary=turn)
-        assert all(torch.equal(a, b) for a, b in zip(pools, expected, strict=True))
+        expected = by_torch(*new, *pool, slots, turn)
+        strobe.paged.append(*new, *pool, slots, rotary=turn)
+        assert all(torch.equal(a, b) for a, b in zip(pool, expected, strict=True))
 
 
 @pytest.mark.parametrize("part", [torch.float32, torch.bfloat16])

@@ -23,6 +23,7 @@ import strobe
 from strobe.call.bound_call import bind
 from strobe.cuda import backend as cuda_backend, launch as launching
 from strobe.cuda.launch import Launcher
+from strobe.cuda.parts.element import BF16
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.params import COUNTERS
 from strobe.cuda.parts.plan import Plan
@@ -59,7 +60,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append(name)
 
     monkeypatch.setattr(launching.jit, "get", compile)
-    features = [Features("bf16", dim, dim, Scores()) for dim in (64, 128)]
+    features = [Features(BF16, dim, dim, Scores()) for dim in (64, 128)]
     first, second = (
         forward_sm90.kernel(f, forward_sm90.choose_tile(f), split=False, pack_gqa=1, one_box=True) for f in features
     )
