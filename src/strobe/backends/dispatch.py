@@ -58,10 +58,9 @@ def _fastest(problem: Problem) -> Backend:
         if backend.automatic and backend.supports(problem) is None:
             return backend
     assert problem.invariant, "`tiled` supports every other problem"
-    invariant = next(b for b in map(get, NAMES) if b.automatic and b.can.invariant)
-    raise Unsupported(
-        f"invariant=True needs backend {invariant.name!r}, which cannot run this: {invariant.supports(problem)}"
-    )
+    invariant = [b for b in map(get, NAMES) if b.automatic and b.can.invariant]
+    reasons = "; or ".join(f"{b.name!r}, which cannot run this: {b.supports(problem)}" for b in invariant)
+    raise Unsupported(f"invariant=True needs backend {reasons}")
 
 
 def bind(backend: Backend, problem: Problem, layout: Layout) -> Pass:
