@@ -1,4 +1,4 @@
-"""What planners say of their kernels, and what follows from it."""
+"""Planners say what their kernels can do; the rest follows from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where PyTorch traces (`torch.compile`, `torch.export`, `torch.jit.trace`, fake tensors, dispatch modes) attention is one
-operation of the graph, `torch.ops.strobe.attention`, and so is its backward.
+"""A traced call (`torch.compile`, `torch.export`, `torch.jit.trace`, fake tensors, dispatch modes) is one operation of
+the graph, `torch.ops.strobe.attention`, and so is its backward.
 
 A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as it
 is called without a compiler. Operations take no objects: masks and scores travel as the text of their expressions, and
@@ -54,20 +54,20 @@ _library.define(
 
 
 def is_traced(t: Any) -> bool:
-    """Whether it stands for a tensor, outside of a compiled function."""
+    """Return whether it stands for a tensor, outside of a compiled function."""
     return isinstance(t, (FakeTensor, FunctionalTensor))
 
 
 def is_tracing(t: Any) -> bool:
-    """Whether a call with this tensor is traced, so that no contents may be read. `attend` asks the same, spelled out
-    where a call would cost time."""
+    """Return whether a call with this tensor is traced, so that no contents may be read. `attend` asks the same,
+    spelled out where a call would cost time."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or is_traced(t))
 
 
 def is_expressible(a: Arguments) -> bool:
-    """Whether the operation has all that the call asks for."""
+    """Return whether the operation has all that the call asks for."""
     return not (
         a.out is not None
         or a.partial

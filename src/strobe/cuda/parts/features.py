@@ -115,8 +115,8 @@ class Features:
         }
 
     def one_box(self, problem: Problem | None = None) -> bool:
-        """Whether one TMA box may hold a tile: the head dims (those of a problem, or of the kernel) are whole panels, and
-        no rows are clipped."""
+        """Return whether one TMA box may hold a tile: the head dims (those of a problem, or of the kernel) are whole
+        panels, and no rows are clipped."""
         dims = (self.dim, self.dim_v) if problem is None else (problem.dim, problem.dim_v)
         return self.element.fills_panels(*dims) and not self.rows.clipped
 

@@ -58,7 +58,7 @@ def tile_map(
 
 
 def buffer_rows(length: int, strides: Strides) -> int:
-    """For a clipped map: how many rows lead from the buffer of one sequence to that of the next."""
+    """Return how many rows lead from the buffer of one sequence to that of the next, for a clipped map."""
     return strides[0] // strides[2] if length > 1 else 1
 
 
@@ -85,7 +85,7 @@ def packed_gqa_map(
 
 
 def tma_limits(problem: Problem) -> str | None:
-    """Why TMA does not read the tensors of this problem; None if it does."""
+    """Return why TMA does not read the tensors of this problem; None if it does."""
     lengths = (problem.len_q, problem.len_k, problem.len_k)
     heads = (problem.heads, problem.heads_k, problem.heads_k)
     sizes = zip(problem.strides, heads, lengths, strict=True)
