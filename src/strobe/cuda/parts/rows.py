@@ -121,8 +121,8 @@ def pack_gqa_of(problem: Problem, box_rows: int) -> int:
 
 
 def group_as_rows(problem: Problem, pack: int) -> Problem:
-    """The problem with `pack` heads, those of a group, as rows of one tile."""
-    rows = replace(problem.q, heads=problem.heads_k, length=problem.len_q * pack, total=problem.q.total * pack)
+    """The problem with `pack` heads as rows of one tile: those of a group, or so many that they divide it."""
+    rows = replace(problem.q, heads=problem.heads // pack, length=problem.len_q * pack, total=problem.q.total * pack)
     return replace(problem, q=rows)
 
 

@@ -65,19 +65,20 @@ def buffer_rows(length: int, strides: Strides) -> int:
 def packed_gqa_map(
     problem: Problem, pack: int, len_q: int, dim: int, strides: Strides, element: Element | None = None
 ) -> TensorMapSpec:
-    """(columns, heads of a group, queries, groups, batch): a box is 64 rows, each query's heads one after the other. Of
-    varlen queries (columns, heads, queries in a box, queries in memory, far away), clipped as by `tile_map`."""
+    """(columns, heads of a tile, queries, tiles of a query, batch): a box is 64 rows, each query's heads one after the
+    other. Of varlen queries (columns, heads, queries in a box, queries in memory, far away), clipped as by `tile_map`.
+    `problem`: with `pack` heads as rows."""
     element = element or ELEMENTS[problem.dtype]
     size = element.bytes
     batch_stride, head_stride, row_stride = (size * s for s in strides)
     if problem.q.varlen:
         row_stride = row_stride if problem.q.total > pack else 128
-        head_stride = head_stride if pack * problem.heads_k > 1 else 128
-        dims = (dim, pack * problem.heads_k, 64 // pack, 2 * FAR, FAR + 1)
+        head_stride = head_stride if pack * problem.heads > 1 else 128
+        dims = (dim, pack * problem.heads, 64 // pack, 2 * FAR, FAR + 1)
         steps = (head_stride, row_stride, row_stride, (1 << 34) - row_stride)
         box = (element.panel, pack, 64 // pack, 1, 1)
         return TensorMapSpec(0, size, dims, steps, box, PANEL_BYTES, element.in_maps)  # type: ignore[arg-type]
-    dims = (dim, pack, len_q, problem.heads_k, problem.batch)
+    dims = (dim, pack, len_q, problem.heads, problem.batch)
     wanted = (head_stride, row_stride, pack * head_stride, batch_stride)
     known = tuple(s if n > 1 else 128 for n, s in zip(dims[1:], wanted, strict=True))  # a size of 1 may have any stride
     box = (element.panel, pack, 64 // pack, 1, 1)
