@@ -29,7 +29,7 @@ from strobe.problem.arguments import (
     in_tensor_order,
     layout_of_keys,
 )
-from strobe.problem.checks import check_qkv, check_shapes, lse_dtype
+from strobe.problem.checks import check_qkv, check_shapes, lse_dtype, out_dtype
 from strobe.problem.hints import refuse_three_axes
 from strobe.problem.page_checks import NO_GRADIENTS
 from strobe.problem.resolve import completed
@@ -147,7 +147,8 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     of_keys = layout_of_keys(a, layout)
     check_shapes(layout.inside(a.q).shape, of_keys.inside(a.k).shape, of_keys.inside(a.v).shape, a.paged)
     shape = layout.rows_shape(tuple(a.q.shape)) if with_lse else (0,)
-    return a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1])), a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
+    out = a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1]), dtype=out_dtype(a.q.dtype))
+    return out, a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------

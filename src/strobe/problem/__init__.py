@@ -28,6 +28,7 @@ from strobe.problem.checks import (
     checked_scale,
     checked_tensor,
     lse_dtype,
+    out_dtype,
 )
 from strobe.problem.page_checks import NO_GRADIENTS, check_paged
 from strobe.variants.mask import Mask, full, used_keys
@@ -175,7 +176,7 @@ class Problem:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return self.lse_dtype if self.partial else self.dtype
+        return out_dtype(self.dtype, self.partial)
 
     @property
     def empty(self) -> bool:

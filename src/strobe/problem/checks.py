@@ -25,6 +25,11 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def out_dtype(dtype: torch.dtype, partial: bool = False) -> torch.dtype:
+    """The dtype of the output for inputs of this dtype; a partial one is to be merged with others."""
+    return lse_dtype(dtype) if partial else dtype
+
+
 def checked_tensor(name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -302,7 +307,7 @@ def check_per_head(name: str, t: Any, q: torch.Tensor, heads: int) -> None:
 def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
     out = checked_tensor("out", a.out)
     want = (*a.q.shape[:-1], dim_v)
-    dtype = lse_dtype(a.q.dtype) if a.partial else a.q.dtype
+    dtype = out_dtype(a.q.dtype, a.partial)
     if tuple(out.shape) != want:
         raise ValueError(f"out has shape {tuple(out.shape)}, the result has {want}")
     if out.dtype != dtype:
