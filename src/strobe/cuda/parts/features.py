@@ -65,7 +65,7 @@ class Features:
         flags += ["dbias"] if self.scores.bias_gradient else []
         mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
         masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
-        return "_".join([self.inputs or self.element.in_maps, dims, *masks, *flags, *score])
+        return "_".join([self.inputs or self.element.name, dims, *masks, *flags, *score])
 
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""
