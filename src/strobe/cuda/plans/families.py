@@ -133,10 +133,9 @@ def inputs_of(kernel: TemplateKernel) -> torch.dtype:
 
 
 def serves(kernel: TemplateKernel, head_dim: int) -> bool:
-    """Return whether calls with this head dim, of keys and of values, may run the kernel. Head dims are rounded up to
-    those of kernels."""
+    """Return whether calls whose keys have this head dim may run the kernel. Head dims are rounded up to those of kernels."""
     if "dim" not in kernel.facts:  # a small kernel beside the others
         return head_dim <= largest_dim(kernel.arch)
     of_dtype = [planner for planner in planners(kernel.arch) if inputs_of(kernel) in planner.dtypes]
     rounded = min((dim for planner in of_dtype for dim, _ in planner.dims if dim >= head_dim), default=0)
-    return kernel.facts["dim"] == rounded and head_dim <= kernel.facts["dim_v"]
+    return kernel.facts["dim"] == rounded
