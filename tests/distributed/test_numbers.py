@@ -31,7 +31,8 @@ def simulate(case: Case, plan: ShardPlan, method: str, **keywords: Any) -> dict[
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_errors_are_those_of_one_device(method: str, dtype: torch.dtype) -> None:
-    """Against fp64, at most half as large again as those of one process: partial results and sums stay in fp32."""
+    """Errors against fp64 are at most half as large again as those of one process: partial results and sums stay in
+    fp32."""
     case = Case(lengths=(300,), heads=(4, 2), dims=(16, 16), sinks=True, dtype=dtype, batch=1)
     x = inputs(case)
     exact_case = replace(case, dtype=torch.float64)
@@ -155,3 +156,20 @@ def test_dropout_does_not_depend_on_the_cut() -> None:
     for method, ranks, strategy in (("ring", 2, "zigzag"), ("ulysses", 8, "striped"), ("hybrid", 4, "contiguous")):
         plan = ShardPlan(60, ranks=ranks, mask=strobe.causal, strategy=strategy, block=4)
         torch.testing.assert_close(simulate(case, plan, method)["out"], wanted, atol=1e-12, rtol=0)
+
+
+def test_calls_that_differ_in_numbers_or_tensors_alone() -> None:
+    """Ranks send texts to one another, and remember what they have read; the numbers and the tensors are those of the call."""
+    case, table = Case(lengths=(60,), heads=(2, 2)), torch.randn(2, 119, dtype=torch.float64)
+    kept = strobe.score_function(lambda s, b, h, q, k: s + table[h, k - q + 59])
+    slopes = [
+        strobe.score_function(lambda s, b, h, q, k, a=a: s + torch.where(q > k + 7, a, 1.0)) for a in (1.0, 2.0, 1)
+    ]
+    masks = [strobe.window(5, 0), strobe.window(9, 0)]
+    x = inputs(case)
+    for score, mask in [(score, mask) for score in (kept, *slopes, kept) for mask in masks]:
+        if score is kept:
+            table.neg_()
+        plan = ShardPlan(60, ranks=2, mask=mask)
+        found = simulate(case, plan, "ring", score=score, gradients=False)["out"]
+        torch.testing.assert_close(found, strobe.attention(x.q, x.k, x.v, mask=mask, score=score), atol=1e-12, rtol=0)

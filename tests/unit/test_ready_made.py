@@ -48,7 +48,7 @@ def test_relative_bias() -> None:
 
 
 def t5_bucket(relative: torch.Tensor, bidirectional: bool, buckets: int, max_distance: int) -> torch.Tensor:
-    """As transformers' T5Attention._relative_position_bucket has it."""
+    """Return the bucket as transformers' T5Attention._relative_position_bucket has it."""
     found = torch.zeros_like(relative)
     if bidirectional:
         buckets //= 2
@@ -70,6 +70,21 @@ def test_t5_bias(bidirectional: bool, buckets: int, max_distance: int) -> None:
     bias = table[t5_bucket(relative, bidirectional, buckets, max_distance)].permute(2, 0, 1)
     score = strobe.t5_bias(table, bidirectional=bidirectional, max_distance=max_distance)
     same_with_gradients(strobe.attention(*x, score=score), with_bias(*x, bias), [*x, table])
+
+
+@pytest.mark.parametrize("make", [strobe.t5_bias, lambda table: strobe.relative_bias(table.t())], ids=["t5", "view"])
+def test_a_kept_bias_follows_its_table(make: Callable[[torch.Tensor], strobe.Score]) -> None:
+    """Through steps of an optimiser, with one score for all of them."""
+    x, table = inputs(6, 9), torch.randn(31, 2, dtype=torch.float64, requires_grad=True)
+    score, optimiser = make(table), torch.optim.SGD([table], lr=0.1)
+    for _ in range(3):
+        expected = strobe.attention(*x, score=make(table.detach().clone()))
+        same_with_gradients(strobe.attention(*x, score=score), expected, x)
+        optimiser.zero_grad()
+        strobe.attention(*x, score=score).square().sum().backward()
+        before = table.detach().clone()
+        optimiser.step()
+        assert not torch.equal(before, table)
 
 
 @pytest.mark.parametrize("radius", [1, (0, 2)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from strobe.variants.expression import DIAGONAL, FLOAT, LEN_K, Expr, H, K, Q, S
+from strobe.variants.expression import DIAGONAL, FLOAT, INT, LEN_K, Expr, H, K, Q, S
 from strobe.variants.intervals import LARGEST
 from strobe.variants.mask import Mask
 from strobe.variants.score import Score
@@ -27,7 +27,8 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def cached_window(left: int) -> Mask:
-    """For keys that all stand before the first query: each query sees those from `left` positions before it on."""
+    """Return the mask of a window over keys that all stand before the first query: each query sees those from `left`
+    positions before it on."""
     return Mask(Q + LEN_K - _number(left), None, "cached_window(?)", (left,))
 
 
@@ -84,8 +85,15 @@ def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: in
     """T5's bias: `table`, (buckets, heads), has an entry for each bucket of distances, which grow logarithmically up to
     `max_distance`. `bidirectional`: keys after a query have buckets of their own, as in T5's encoder."""
     least = 4 if bidirectional else 2
-    if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[0] < least:
-        raise ValueError(f"table must be a tensor (buckets, heads) of at least {least} buckets, got {_shown(table)}")
+    if (
+        not isinstance(table, torch.Tensor)
+        or table.dim() != 2
+        or table.shape[0] < least
+        or not table.is_floating_point()
+    ):
+        raise ValueError(
+            f"table must be a floating-point tensor (buckets, heads) of at least {least} buckets, got {_shown(table)}"
+        )
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     if max_distance <= buckets // 2:
         raise ValueError(f"max_distance must be greater than {buckets // 2}, got {max_distance}")
@@ -95,10 +103,9 @@ def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: in
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
     bucket = torch.where(distance < exact, distance, far) + (offset > 0) * (buckets if bidirectional else 0)
-    of_offset = table[
-        bucket.to(table.device)
-    ].t()  # (heads, offsets): one entry for a pair, whose gradient torch sends on
-    return replace(relative_bias(of_offset), title="t5_bias")
+    bucket = bucket.to(table.device, torch.int32)
+    bucket_of_pair = Expr("load", (0, INT, K - DIAGONAL + max_distance))  # clamped where it is read
+    return Score(S + Expr("load", (1, FLOAT, bucket_of_pair, H)), "t5_bias", (bucket, table))
 
 
 def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> Mask:
@@ -122,7 +129,8 @@ def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> Mas
 
 def tree(parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.device | str | None = None) -> Mask:
     """Each query sees itself and those above it: `parents[i]` is the token above token i, -1 if there is none. The tree
-    begins at position `first`; all queries see the keys before it. On the device of `parents`, or on `device`."""
+    begins at position `first`; all queries see the keys before it. On the device of `parents`, or on `device`. The mask
+    holds the tree as it is now: after a change of `parents` make another."""
     if isinstance(parents, torch.Tensor):
         device, parents = device or parents.device, parents.tolist()
     begin, end = (torch.tensor(x, dtype=torch.int32, device=device) for x in _depth_first(list(parents)))
@@ -135,7 +143,8 @@ def tree(parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.de
 
 
 def _depth_first(parents: list[int]) -> tuple[list[int], list[int]]:
-    """For each token its number in a walk that goes down first, and that of the first token after all below it."""
+    """Return for each token its number in a walk that goes down first, and that of the first token after all below
+    it."""
     below: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last one: of no token
     for i, parent in enumerate(parents):
         if not -1 <= parent < len(parents):

@@ -12,15 +12,16 @@ from strobe.variants.expression import BOOL, CTYPES, FLOAT, INT, LONG, OPERATION
 
 _MOST_CHARACTERS, _MOST_LEVELS = 1 << 16, 100  # of a text; of operations inside of operations
 MOST_TENSORS, MOST_AXES = 6, 4  # of a score; as many have a place in the arguments of kernels
-_MOST_INTEGER = 1 << 53  # as a float has it
-_INTEGER = re.compile(r"-?[0-9]{1,16}")
+MOST_INTEGER = (1 << 63) - 1
+_MOST_DIGITS = 20  # and a sign; Python takes time for very long ones
+_INTEGER = re.compile(r"-?[0-9]+")
 _FLOAT = re.compile(r"-?([0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,4})?|inf)|nan")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an expression may hold. Texts come with exported graphs, so from anywhere, and what is read from
-    them is printed into the source of kernels: nothing but these names, numbers and operations gets there."""
+    """The names, numbers and operations that the text of an expression may hold. Texts come with exported graphs, so
+    from anywhere, and what is read from them is printed into the source of kernels: nothing else gets there."""
 
     variables: frozenset[str]
     operations: frozenset[str]
@@ -33,10 +34,10 @@ def parse(text: str, grammar: Grammar, numbers: Iterable[Any] = ()) -> Expr:
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"{text!r:.80} has {len(text)} characters; an expression has at most {_MOST_CHARACTERS}")
     words = re.findall(r"[()]|[^\s()]+", text)
-    found, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
+    expr, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
     if end < len(words):
         raise ValueError(f"{text!r:.80} is not one expression: {' '.join(words[end:])!r:.80} is left over")
-    return found
+    return expr
 
 
 def _parse(words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], levels: int) -> tuple[Expr, int]:
@@ -109,7 +110,8 @@ def _check_kinds(op: str, kinds: list[int]) -> None:
 
 
 def _check_division(op: str, args: list[Expr]) -> None:
-    """On a CPU, an integer division by 0 ends the process."""
+    """Refuse a division by 0, which ends the process on a CPU if it is one of integers, and one that C++ would
+    round."""
     divisor = args[-1]
     if op in ("//", "mod") and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError(f"{op!r} divides by 0")
@@ -138,11 +140,13 @@ def _leaf(word: str, grammar: Grammar, numbers: Iterator[Any]) -> Expr:
 
 
 def _number(word: str, grammar: Grammar) -> float:
-    most = grammar.integers or _MOST_INTEGER
+    most = grammar.integers or MOST_INTEGER
     if word in ("True", "False") and grammar.integers is None:
         return word == "True"
-    if _INTEGER.fullmatch(word) and abs(int(word)) <= most:
-        return int(word)
+    if _INTEGER.fullmatch(word):  # a float would hold 53 bits of it
+        if len(word) <= _MOST_DIGITS and abs(int(word)) <= most:
+            return int(word)
+        raise ValueError(f"{word!r:.80} is not an integer of magnitude {most} at most")
     if grammar.integers is None and _FLOAT.fullmatch(word):
         return float(word)
     numbers = "a number" if grammar.integers is None else f"an integer of magnitude {most} at most"
@@ -157,9 +161,9 @@ def parse_name(title: str, numbers: Iterable[Any] = ()) -> str:
 
 def full_name(title: str, numbers: Any) -> str:
     """The name of a mask or a score: its title with the numbers in the place of the placeholders."""
-    given = iter(numbers)
+    values = iter(numbers)
     first, *rest = title.split(PLACEHOLDER)
-    return first + "".join(f"{_shown(next(given, PLACEHOLDER))}{part}" for part in rest)
+    return first + "".join(f"{_shown(next(values, PLACEHOLDER))}{part}" for part in rest)
 
 
 def _shown(number: Any) -> str:

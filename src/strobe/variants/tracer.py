@@ -16,10 +16,11 @@ import torch
 from strobe.variants.composed import COMPOSED
 from strobe.variants.expression import BOOL, CTYPES, FLOAT, INT, LEN_K, LEN_Q, LONG, OPERATIONS, Expr, K, Q
 from strobe.variants.indices import counted_from_zero
+from strobe.variants.kept_function import NothingDerived
 from strobe.variants.reductions import REDUCTIONS, of_the_row
 from strobe.variants.score import ELEMENT_KINDS
 from strobe.variants.symbols import Partial, Row, Symbol
-from strobe.variants.text import MOST_AXES, MOST_TENSORS
+from strobe.variants.text import MOST_AXES, MOST_INTEGER, MOST_TENSORS
 from strobe.variants.torch_names import BINARY, CASTS, DTYPES, FILLED, LOGICAL, NAMES
 from strobe.variants.unsupported import Unsupported
 
@@ -54,6 +55,7 @@ class Tracer:
     def __init__(self, name: str, device: torch.device | None) -> None:
         self.name, self.device = name, device
         self.tensors: list[torch.Tensor] = []
+        self.kept: NothingDerived | None = None  # while a function runs whose trace is kept
         self.refusal: CannotTrace | None = None  # the last one: numpy and lists put errors of their own in its place
 
     def error(self, what: str, traceback: TracebackType | None = None) -> CannotTrace:
@@ -175,8 +177,11 @@ class Tracer:
     # ---- operands
     def operand(self, x: Any) -> Expr:
         if isinstance(x, torch.Tensor):
-            is_number = x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad
+            changes = self.kept is not None and self.kept.is_captured(x)
+            is_number = x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad and not changes
             x = x.item() if is_number else self.load(x, (), ())
+        if isinstance(x, (Symbol, Row, Partial)) and x._tracer is not self:
+            raise self.error("a value of another call of a function takes part: its tensors are not those of this one")
         if isinstance(x, Symbol):
             return x._expr
         if isinstance(x, (Row, Partial)):
@@ -186,6 +191,8 @@ class Tracer:
         if isinstance(x, bool):
             return _literal(x)
         if isinstance(x, numbers.Integral):
+            if abs(int(x)) > MOST_INTEGER:
+                raise self.error(f"the integer {x} has more than 64 bits")
             return Expr.of(int(x))
         if isinstance(x, numbers.Real):
             return Expr.of(float(x))

@@ -1,5 +1,8 @@
-"""The error of what strobe cannot do."""
+"""`Unsupported`, the error of whatever asks for something that this library does not do."""
+
+from __future__ import annotations
 
 
-class Unsupported(RuntimeError):
-    """What was asked for cannot be done: by the backend that was named, or by any. The message says why."""
+class Unsupported(NotImplementedError):
+    """What was asked for makes sense, and is refused: by a backend that was named, or by all of them. The message says
+    why."""
