@@ -303,8 +303,8 @@ def test_refusals(backend: Any) -> None:
         impl.forward(None, q, None, None, torch.zeros(3, 4, 5), m, q)
     found = backend.Backend
     assert found.supports_head_size(128) and not found.supports_head_size(100) and not found.supports_head_size(512)
-    assert found.supports_compute_capability(SimpleNamespace(major=9))
-    assert not found.supports_compute_capability(SimpleNamespace(major=8))
+    assert all(found.supports_compute_capability(SimpleNamespace(major=major)) for major in (8, 9, 12))
+    assert not found.supports_compute_capability(SimpleNamespace(major=7))
     assert not found.supports_attn_type("encoder")
 
 

@@ -14,6 +14,7 @@ from compat import xformers_classes
 
 import strobe
 from strobe import compat as plug_ins
+from strobe.compat import xformers as ours
 from strobe.compat.xformers import memory_efficient_attention, memory_efficient_attention_forward
 
 LEN_Q, LEN_K, HEADS, DIM = 14, 18, 4, 8
@@ -125,6 +126,18 @@ PACKED: dict[str, tuple[Callable[[Any], Any], Band, list[int], list[int]]] = {
         GAPPY,
         FEW,
     ),
+    "unsorted": (
+        lambda c: c.BlockDiagonalGappyKeysMask.from_seqlens(Q, [12, 1, 6, 18], [5, 4, 6]),
+        (None, None, True),
+        [12, 1, 6],
+        [5, 4, 6],
+    ),
+    "shared": (
+        lambda c: c.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(Q, [2, 4, 2, 18], [5, 8, 6]),
+        (None, 0, True),
+        [2, 4, 2],
+        [5, 8, 6],
+    ),
 }
 
 
@@ -159,7 +172,7 @@ def test_dense_masks(name: str, batch: int, classes: Any) -> None:
 def test_packed_sequences_forward_and_backward(name: str, classes: Any) -> None:
     make, found, starts, used = PACKED[name]
     bias, seen = make(classes), blocks(found, starts, used)
-    assert type(bias).__name__ == name
+    assert type(bias).__name__ == name or name in ("unsorted", "shared")
     if (known := theirs(bias)) is not None:
         assert torch.equal(known, seen)
     q, k, v = tensors(requires_grad=True)
@@ -233,6 +246,23 @@ def test_one_expanded_head_is_read_once() -> None:
     torch.testing.assert_close(memory_efficient_attention(q, k, v), by_hand(q, k, v))
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("axes", [4, 5])
+def test_each_expanded_head_has_its_own_gradient(axes: int, leaf: bool) -> None:
+    """Asked for of the expanded tensors themselves."""
+    lead, heads = ((), HEADS) if axes == 4 else ((2,), 3)
+    q = torch.randn(2, LEN_Q, *lead, heads, DIM)
+    narrow = [torch.randn(2, LEN_K, *lead, 1, DIM, requires_grad=not leaf) for _ in range(2)]
+    k, v = (t.expand(*t.shape[:-2], heads, DIM) for t in narrow)
+    wide = [t.detach().clone().requires_grad_() for t in (k, v)]
+    if leaf:
+        k, v = k.requires_grad_(), v.requires_grad_()
+    found = torch.autograd.grad(memory_efficient_attention(q, k, v).sin().sum(), (k, v))
+    flat = [t if axes == 4 else t.flatten(2, 3) for t in (q, *wide)]
+    for mine, dense in zip(found, torch.autograd.grad(by_hand(*flat).sin().sum(), wide), strict=True):
+        torch.testing.assert_close(mine, dense)
+
+
 def test_values_of_another_dim_and_any_strides() -> None:
     q, k, v = tensors(2)
     v = torch.randn(2, LEN_K, DIM + 3, HEADS).transpose(2, 3)
@@ -249,6 +279,71 @@ def test_dropout() -> None:
     assert not torch.equal(first, memory_efficient_attention(q, k, v, None, 0.5))
 
 
+def with_axes(axes: int, x: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Batches, or heads of batches, or groups of heads."""
+    if axes == 3:
+        return [t.transpose(1, 2).flatten(0, 1).contiguous() for t in x]
+    return [t.unflatten(2, (2, HEADS // 2)) for t in x] if axes == 5 else x
+
+
+@pytest.mark.parametrize("axes", [3, 4, 5])
+def test_parts_merge_and_have_gradients(axes: int) -> None:
+    """Two parts of the keys, of which one hides some rows whole. Over all keys, by autograd and without it."""
+    x = [t.requires_grad_() for t in with_axes(axes, tensors(2))]
+    q, k, v = x
+    lead = {3: (2 * HEADS,), 4: (2, HEADS), 5: (2, 2, HEADS // 2)}[axes]
+    bias = torch.zeros(*lead, LEN_Q, LEN_K)
+    bias[..., 3:6, 10:] = -torch.inf  # the second part
+    expected = memory_efficient_attention(q, k, v, bias)
+    do = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(expected, x, do)
+    cuts = [(slice(0, 10), bias[..., :10]), (slice(10, LEN_K), bias[..., 10:])]
+    parts = [ours.memory_efficient_attention_partial(q, k[:, at], v[:, at], b) for at, b in cuts]
+    assert parts[0][1].shape == ((2 * HEADS, 1, LEN_Q) if axes == 3 else (*lead, LEN_Q))
+    outs, lses = zip(*parts, strict=True)
+    for stack in (list, torch.stack):
+        if axes == 3:
+            break
+        out, lse = ours.merge_attentions(stack(outs), stack(lses))
+        torch.testing.assert_close(out, expected)
+        for mine, whole in zip(torch.autograd.grad(out, x, do, retain_graph=True), gradients, strict=True):
+            torch.testing.assert_close(mine, whole)
+        detached = [t.detach() for t in outs], [t.detach() for t in lses]
+        again, none = ours.merge_attentions(*detached, write_lse=False)
+        assert none is None and not again.requires_grad
+        torch.testing.assert_close(again, expected.detach())
+    out, lse = ours.memory_efficient_attention_forward_requires_grad(q, k, v, bias)
+    assert not out.requires_grad and not lse.requires_grad
+    whole = ours.memory_efficient_attention_backward(do, out, lse, q, k, v, bias)
+    for mine, theirs in zip(whole, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    of_parts = [ours.memory_efficient_attention_backward(do, out, lse, q, k[:, at], v[:, at], b) for at, b in cuts]
+    torch.testing.assert_close(of_parts[0][0] + of_parts[1][0], gradients[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([part[i] for part in of_parts], 1), gradients[i])
+
+
+@pytest.mark.parametrize("name", ["BlockDiagonalCausalMask", "BlockDiagonalPaddedKeysMask", "unsorted", "shared"])
+def test_gradients_of_packed_sequences_by_hand(name: str, classes: Any) -> None:
+    bias, x = PACKED[name][0](classes), tensors(requires_grad=True)
+    expected = memory_efficient_attention(*x, bias)
+    do = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    out, lse = ours.memory_efficient_attention_forward_requires_grad(*x, bias)
+    torch.testing.assert_close(out, expected.detach())
+    assert lse.shape == (1, HEADS, LEN_Q)
+    found = ours.memory_efficient_attention_backward(do, out, lse, *x, bias)
+    for mine, theirs in zip(found, torch.autograd.grad(expected, x, do), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_parts_have_no_dropout() -> None:
+    q, k, v = tensors()
+    with pytest.raises(strobe.Unsupported, match="p is 0.5; only memory_efficient_attention drops weights"):
+        ours.memory_efficient_attention_partial(q, k, v, None, 0.5)
+    with pytest.raises(ValueError, match="attn_split and lse_split must be as many, at least one; got 1, 0"):
+        ours.merge_attentions([q], [])
+
+
 def test_the_forward_alone_has_no_gradient() -> None:
     q, k, v = tensors(requires_grad=True)
     out = memory_efficient_attention_forward(q, k, v)
@@ -256,11 +351,26 @@ def test_the_forward_alone_has_no_gradient() -> None:
     torch.testing.assert_close(out, by_hand(q, k, v).detach())
 
 
-def test_it_is_one_operation_of_a_compiled_graph() -> None:
-    q, k, v = tensors(2)
-    bias = xformers_classes.LowerTriangularFromBottomRightMask()
-    compiled = torch.compile(lambda *t: memory_efficient_attention(*t, bias), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), memory_efficient_attention(q, k, v, bias))
+COMPILED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "causal": lambda classes, _: classes.LowerTriangularMask(),
+    "bottom right": lambda classes, _: classes.LowerTriangularFromBottomRightMask(),
+    "tensor": lambda classes, bias: classes.LowerTriangularMaskWithTensorBias(bias),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_is_one_operation_of_a_compiled_graph(name: str, classes: Any) -> None:
+    """Its bias is made inside of the compiled function, as models do, or before."""
+    x, values = tensors(2), torch.randn(2, HEADS, LEN_Q, LEN_K)
+    made = COMPILED[name](classes, values)
+    expected = memory_efficient_attention(*x, made)
+    for bias in (lambda: COMPILED[name](classes, values), lambda: made):
+        if name == "tensor" and bias() is made:
+            continue  # PyTorch's compiler cannot take it as an input
+        torch._dynamo.reset()
+        function = lambda *t, bias=bias: memory_efficient_attention(*t, bias())  # noqa: E731
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*x), expected)
 
 
 # ---- what is not there -----------------------------------------------------------------------------------------------
@@ -273,10 +383,6 @@ def test_it_is_one_operation_of_a_compiled_graph() -> None:
         ({"attn_bias": SimpleNamespace()}, "attn_bias is a SimpleNamespace"),
         ({"op": object()}, "op was given"),
         ({"output_dtype": torch.float64}, "output_dtype is torch.float64"),
-        (
-            {"attn_bias": xformers_classes.BlockDiagonalGappyKeysMask.from_seqlens(Q, [0, 4, 9, 18], [5, 5, 9])},
-            "share keys",
-        ),
     ],
 )
 def test_what_is_not_there_is_named(wrong: dict[str, Any], says: str) -> None:

@@ -36,8 +36,30 @@ def keys(starts: Sequence[int], lengths: Sequence[int]) -> KeysInfo:
     return KeysInfo(torch.tensor(starts, dtype=torch.int32), max(lengths), list(starts), used, list(lengths))
 
 
-class LowerTriangularMask:
-    pass
+class LowerTriangularMask(torch.Tensor):
+    """A tensor without numbers, around another one, as in xformers: its compiled graphs take such tensors apart."""
+
+    _subtensor: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, *, _subtensor: torch.Tensor | None = None) -> Any:
+        return _around(cls, torch.empty(0) if _subtensor is None else _subtensor, ())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}()"
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_subtensor"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Any:
+        return cls(_subtensor=inner["_subtensor"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.clone):
+            return cls(_subtensor=func(args[0]._subtensor))
+        return NotImplemented
 
 
 class LowerTriangularFromBottomRightMask:
@@ -45,8 +67,20 @@ class LowerTriangularFromBottomRightMask:
 
 
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
-    def __init__(self, bias: torch.Tensor) -> None:
-        self._bias = bias
+    @staticmethod
+    def __new__(cls, bias: torch.Tensor) -> Any:
+        return _around(cls, bias, bias.shape)
+
+
+def _around(cls: type, inner: torch.Tensor, shape: Sequence[int]) -> Any:
+    options = {"dtype": inner.dtype, "device": inner.device, "requires_grad": inner.requires_grad}
+    outer = torch.Tensor._make_wrapper_subclass(cls, shape, **options)  # type: ignore[attr-defined]
+    outer._subtensor = inner
+    return outer
+
+
+torch._dynamo.allow_in_graph(LowerTriangularMask)
+torch._dynamo.allow_in_graph(LowerTriangularMaskWithTensorBias)
 
 
 @dataclass

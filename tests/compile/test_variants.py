@@ -15,13 +15,14 @@ import cubins
 import pytest
 
 from strobe.cuda.parts.architecture import SMEM_BYTES, generation
+from strobe.cuda.parts.element import BF16
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.output import Output
 from strobe.cuda.parts.plan import Dims
 from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
-from strobe.cuda.plans import families, forward_sm90
+from strobe.cuda.plans import decode_sm80, families, forward_sm90
 from strobe.cuda.runtime import jit, ptxas_log
 from strobe.variants.mask import Mask, causal, used_keys
 from strobe.variants.ready_made import window
@@ -42,7 +43,7 @@ def selected(arch: str) -> list[TemplateKernel]:
     found = []
     for kernel in families.variants(arch):
         facts = kernel.facts
-        window = facts.get("mask") == "window"
+        window = "window" in kernel.name  # with used keys alone it is no other mask
         everything = kernel.element == "bf16" and window and facts["varlen"]
         has_dropout, other_type = facts.get("dropout", False), kernel.element == "fp16" or "inputs" in facts
         dropped = kernel.element == "bf16" and has_dropout and facts["dim"] in (64, 128)
@@ -57,10 +58,12 @@ def selected(arch: str) -> list[TemplateKernel]:
 def packed_gqa(arch: str) -> list[TemplateKernel]:
     """Groups of 2 and of 64 heads; elsewhere 8 stands for any."""
     if arch != forward_sm90.ARCH:
-        return []
+        features = Features(BF16, 128, 128, Scores(window(1, 1), softcap(30.0), sinks=True))
+        tile = decode_sm80.choose_tile(features, 32, arch)
+        return [decode_sm80.kernel(features, tile, arch, split=True, pack=2, exact_dims=False)]
     found = []
     for dim, dim_v in forward_sm90.DIMS:
-        features = Features("bf16", dim, dim_v, Scores(window(1, 1), softcap(30.0), sinks=True))
+        features = Features(BF16, dim, dim_v, Scores(window(1, 1), softcap(30.0), sinks=True))
         tile = forward_sm90.split_tiles(features)[0]
         found += [forward_sm90.kernel(features, tile, split=True, pack_gqa=n, one_box=False) for n in (2, 64)]
     return found
@@ -68,13 +71,16 @@ def packed_gqa(arch: str) -> list[TemplateKernel]:
 
 def invariant(arch: str, dims: list[Dims]) -> list[TemplateKernel]:
     """Paged calls whose rows have the same bits whatever is beside them, in pages that are boxes and in gathered rows."""
-    if arch != forward_sm90.ARCH:
-        return []
     found = []
     for (dim, dim_v), page in itertools.product(dims, (16, 1)):
         scores = Scores(window(1, 1) & used_keys, softcap(30.0), sinks=True)
         rows = Rows("varlen", "paged", True, page)
-        features = Features("bf16", dim, dim_v, scores, rows, Output(invariant=True))
+        features = Features(BF16, dim, dim_v, scores, rows, Output(invariant=True))
+        if arch != forward_sm90.ARCH:
+            if page == 1:
+                tile = decode_sm80.choose_tile(features, 32, arch)
+                found.append(decode_sm80.kernel(features, tile, arch, split=True, pack=4, exact_dims=False))
+            continue
         tile = forward_sm90.split_tiles(features)[0]
         found.append(forward_sm90.kernel(features, tile, split=True, pack_gqa=4, one_box=False))
     return found
@@ -82,13 +88,15 @@ def invariant(arch: str, dims: list[Dims]) -> list[TemplateKernel]:
 
 def usual(arch: str) -> list[TemplateKernel]:
     """Of the selected ones, all but those between two others: with dropout, a diagonal lies between no mask and a
-    window, unless a group is in parts; rounded states of other head dims than 64 and 128 are compiled with the window alone."""
+    window, unless a group is in parts; rounded states of other head dims than 64 and 128 are compiled with the window alone,
+    and kernels for few queries are compiled for three head dims."""
     found = []
     for kernel in selected(arch):
         facts = kernel.facts
         between = facts.get("mask") == "causal" and facts.get("dropout", False) and not has(kernel, "kGroupParts")
         other = facts.get("rounds_state", False) and facts.get("mask") != "window" and facts["dim"] not in (64, 128)
-        if not between and not other:
+        rare = kernel.template == "decode_sm80" and facts["dim"] not in (64, 128, 256)
+        if not between and not other and not rare:
             found.append(kernel)
     return found
 
@@ -117,7 +125,7 @@ def test_usual_variants_compile_without_spills(arch: str) -> None:
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in ("sm_80", "sm_90a")])
 def test_a_few_variants_compile_without_spills(arch: str) -> None:
     kernels = few(arch)
-    assert len(kernels) == 4
+    assert len(kernels) == 5
     check_all(kernels, arch)
 
 
@@ -146,6 +154,8 @@ def allowed_stack(kernel: TemplateKernel) -> int:
     do not fit."""
     if kernel.template == "forward_sm90" and kernel.facts["dim"] == 384 and has(kernel, "kSplit"):
         return 32  # windows with a softcap
+    if kernel.template == "decode_sm80" and kernel.facts["dim"] == 256:
+        return 48  # windows with a softcap and sinks
     if kernel.template not in ("backward_sm90", "backward_sm80", "forward_sm80"):
         return 0
     if kernel.facts["dropout"]:
@@ -174,7 +184,7 @@ def warpgroups_fit(kernel: TemplateKernel, registers: int) -> bool:
 
 def test_masks_of_one_shape_share_a_kernel() -> None:
     def source(mask: Mask) -> str:
-        features = Features("bf16", 64, 64, Scores(mask))
+        features = Features(BF16, 64, 64, Scores(mask))
         tile = forward_sm90.choose_tile(features)
         return forward_sm90.kernel(features, tile, split=False, pack_gqa=1, one_box=True).source
 

@@ -155,3 +155,20 @@ def test_dropout_does_not_depend_on_the_cut() -> None:
     for method, ranks, strategy in (("ring", 2, "zigzag"), ("ulysses", 8, "striped"), ("hybrid", 4, "contiguous")):
         plan = ShardPlan(60, ranks=ranks, mask=strobe.causal, strategy=strategy, block=4)
         torch.testing.assert_close(simulate(case, plan, method)["out"], wanted, atol=1e-12, rtol=0)
+
+
+def test_calls_that_differ_in_numbers_or_tensors_alone() -> None:
+    """Ranks send texts to one another, and remember what they have read; the numbers and the tensors are those of the call."""
+    case, table = Case(lengths=(60,), heads=(2, 2)), torch.randn(2, 119, dtype=torch.float64)
+    kept = strobe.score_function(lambda s, b, h, q, k: s + table[h, k - q + 59])
+    slopes = [
+        strobe.score_function(lambda s, b, h, q, k, a=a: s + torch.where(q > k + 7, a, 1.0)) for a in (1.0, 2.0, 1)
+    ]
+    masks = [strobe.window(5, 0), strobe.window(9, 0)]
+    x = inputs(case)
+    for score, mask in [(score, mask) for score in (kept, *slopes, kept) for mask in masks]:
+        if score is kept:
+            table.neg_()
+        plan = ShardPlan(60, ranks=2, mask=mask)
+        found = simulate(case, plan, "ring", score=score, gradients=False)["out"]
+        torch.testing.assert_close(found, strobe.attention(x.q, x.k, x.v, mask=mask, score=score), atol=1e-12, rtol=0)

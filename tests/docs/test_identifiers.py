@@ -13,24 +13,11 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-SOURCES = [
-    *(
-        path
-        for folder in ("src", "tests", "benchmarks", "examples", "notebooks")
-        for path in (ROOT / folder).rglob("*.*")
-    ),
-    ROOT / "Makefile",
-    ROOT / "pyproject.toml",
-]
+FOLDERS = ("src", "tests", "benchmarks", "examples", "notebooks")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+SOURCES += [ROOT / "Makefile", ROOT / "pyproject.toml"]
 # Names of others that no code of ours uses.
-FOREIGN = {
-    "AutoModel",
-    "Dockerfile",
-    "kv_idx",
-    "mask_mod",
-    "memory_efficient_attention_forward",
-    "q_idx",
-}  # names of others that no code of ours uses
+FOREIGN = {"AutoModel", "Dockerfile", "kv_idx", "mask_mod", "memory_efficient_attention_forward", "q_idx"}
 _CODE = {".py", ".cuh", ".cu", ".h", ".cpp", ".js", ".html", ".css", ".toml", ""}
 _NAME = re.compile(
     r"\bk[A-Z]\w*"  # a constant of a kernel
@@ -104,10 +91,5 @@ def test_a_name_that_is_gone_is_found(tmp_path: Path, words: set[str]) -> None:
         "`kNobody` `Nonesuch` `gone_since_long(1)` `strobe.nobody` `cuda/nobody.py`, not `strobe.sdpa(q)`, `cuda/launch.py`\n"
         "```python\nnot_quoted_here()\n```\n"
     )
-    assert set(unknown(document, words)) == {
-        "kNobody",
-        "Nonesuch",
-        "gone_since_long",
-        "strobe.nobody",
-        "cuda/nobody.py",
-    }
+    gone = {"kNobody", "Nonesuch", "gone_since_long", "strobe.nobody", "cuda/nobody.py"}
+    assert set(unknown(document, words)) == gone

@@ -94,6 +94,27 @@ def test_a_block_mask_keeps_its_maps() -> None:
     assert not any(t.any() for t in results(x, "emulator", {"mask": mask})), "the maps are not those that are kept"
 
 
+def test_block_masks_that_differ_in_numbers_or_tensors_alone() -> None:
+    """They share the text of their kernels, and no map; so do calls with one mask and several scores."""
+    x = tensors()
+
+    def near(width: int) -> Callable[..., Any]:
+        return lambda b, h, q, k: (q - k) * (q - k) < width
+
+    def same(ids: torch.Tensor) -> Callable[..., Any]:
+        return lambda b, h, q, k: ids[q] == ids[k]
+
+    functions = (near(2000), near(9000), near(2000), same(IDS[0]), same((torch.arange(400) // 70).int()))
+    masks = [strobe.block_mask(f, None, None, 200, 400) for f in functions]
+    for _ in range(2):
+        for function, mask in zip(functions, masks, strict=True):
+            assert_same(results(x, "emulator", {"mask": mask}), results(x, "emulator", {"mask": function}))
+    for slope in (0.5, 0.0, -0.0, 0.125):
+        score = strobe.score_function(lambda s, b, h, q, k, slope=slope: s + slope * (k - q))
+        found, expected = (results(x, "emulator", {"mask": m, "score": score}) for m in (masks[0], functions[0]))
+        assert_same(found, expected)
+
+
 def test_it_is_planned_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     from fake_gpu import H200
 

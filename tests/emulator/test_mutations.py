@@ -80,7 +80,6 @@ class Mutation:
         return replaced(str(self), source, self.old, self.new, self.times)
 
 
-DIAGONAL_LOOP = "if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;"
 LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have landed"
 VALUES = "cp_async_wait<0>();\n    sync_block();  // V_n is here"
 ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel<T> : src, row_there && column_there);"

@@ -91,12 +91,12 @@ def test_launches_of_a_graph_share_counters(kernel: str) -> None:
 
     before = len(launch._zeros)
     graphs = [capture(), capture()]
-    assert len(launch._zeros) - before == (4 if kernel == "sm90" else 0)
+    assert len(launch._zeros) - before == 4
     spare = launch._spare.get(q.device.index or 0, [])
     kept, spare[:] = spare[:], []
     graphs.append(capture())
     spare[:] = kept
-    assert len(launch._zeros) - before == (4 if kernel == "sm90" else 0)
+    assert len(launch._zeros) - before == 4
     for _ in range(3):
         for out in outs:
             out.fill_(torch.nan)

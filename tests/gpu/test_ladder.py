@@ -99,4 +99,4 @@ def test_unfused_rungs_are_a_provider(direction: str) -> None:
     rows = runner.Runner(request).run().rows
     assert len(rows) == 2
     for row in rows:
-        assert row.timed and row.error is not None and row.error.passed and row.kernels == ["kernel"], row
+        assert row.timed and row.error is not None and row.error.passed and "kernel" in row.kernels, row

@@ -30,45 +30,45 @@ def close(found: Any, expected: Any, dtype: torch.dtype = torch.bfloat16) -> Non
 @pytest.mark.parametrize("dense_queries", [False, True])
 @pytest.mark.parametrize("page", [1, 8, 12, 16, 48, 64, 256])
 @pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
-@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
-def test_the_kernel_reads_pages(mask: strobe.Mask | None, page: int, dense_queries: bool) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_kernel_reads_pages(mask: strobe.Mask | None, page: int, dense_queries: bool, kernel: str) -> None:
     p = pool(LENGTHS, page, dim=128, dim_v=128, dtype=torch.bfloat16)
     q, cu = queries([2] * 7 if dense_queries else COUNTS, dim=128, dtype=torch.bfloat16)
     a, last = on_gpu(q, p.k, p.v, p.table, p.lengths), [cu.cuda()]
     if dense_queries:
         a[0], last = a[0].view(7, 2, 4, 128), []
-    out, lse = strobe.attention_paged(*a, *last, mask=mask, return_lse=True, backend="sm90")
+    out, lse = strobe.attention_paged(*a, *last, mask=mask, return_lse=True, backend=kernel)
     if dense_queries:
         out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
     close((out, lse), dense(q, cu, p, mask=mask))
 
 
 @pytest.mark.parametrize("mask", [strobe.causal, strobe.window(20, 0), None], ids=str)
-@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
-def test_trees(mask: strobe.Mask | None) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_trees(mask: strobe.Mask | None, kernel: str) -> None:
     lengths, counts = [37, 150, 3, 900], [5, 64, 4, 1]
     p = pool(lengths, 16, dim=128, dim_v=128, dtype=torch.bfloat16)
     q, cu = queries(counts, dim=128, dtype=torch.bfloat16)
     tail = torch.randint(-(1 << 62), 1 << 62, (len(q),), generator=torch.Generator().manual_seed(2))
     given, options = (q, p.k, p.v, p.table, p.lengths, cu), {"mask": mask, "return_lse": True}
-    found = strobe.attention_paged(*on_gpu(*given), tail=tail.cuda(), backend="sm90", **options)
+    found = strobe.attention_paged(*on_gpu(*given), tail=tail.cuda(), backend=kernel, **options)
     close(found, strobe.attention_paged(*given, tail=tail, backend="reference", **options))
 
 
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
-@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
-def test_long_sequences_are_split(page: int) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_long_sequences_are_split(page: int, kernel: str) -> None:
     p = pool([30000, 1, 21000], page, dim=128, dim_v=128, dtype=torch.bfloat16)
     q, cu = queries([1, 1, 1], dim=128, dtype=torch.bfloat16)
     q_, k, v, table, lengths = on_gpu(q.view(3, 1, 4, 128), p.k, p.v, p.table, p.lengths)
-    out, lse = strobe.attention_paged(q_, k, v, table, lengths, return_lse=True, backend="sm90")
+    out, lse = strobe.attention_paged(q_, k, v, table, lengths, return_lse=True, backend=kernel)
     close((out.flatten(0, 1), lse.transpose(0, 1).flatten(1)), dense(q, cu, p, mask=strobe.causal))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"mask": strobe.window(1500, 0), "softcap": 40.0}], ids=["", "window_softcap"])
-@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
-def test_invariant_rows_have_the_same_bits(options: dict[str, Any], dim: int) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_invariant_rows_have_the_same_bits(options: dict[str, Any], dim: int, kernel: str) -> None:
     """A query in a piece of a prompt, alone, and beside others; in pages of several sizes, with and without a plan."""
     first, end = 20000, 20100  # positions of the piece's queries
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def test_invariant_rows_have_the_same_bits(options: dict[str, Any], dim: int) ->
         results = [
             strobe.attention_paged(
                 rows, pool_k, pool_v, table, lengths, cu, max_q=max(counts), return_lse=True, invariant=True, plan=plan,
-                **options,
+                backend=kernel, **options,
             )
             for _ in range(3 if planned else 1)
         ]  # fmt: skip
@@ -111,8 +111,8 @@ def test_invariant_rows_have_the_same_bits(options: dict[str, Any], dim: int) ->
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.skipif("sm90" not in KERNELS, reason="not a Hopper GPU")
-def test_a_plan_serves_decodes_and_prefill_in_turns(invariant: bool) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_plan_serves_decodes_and_prefill_in_turns(invariant: bool, kernel: str) -> None:
     """An update fills all lists of as many sequences, also those that have no room for this step's work."""
     lengths, plan = [3000, 5000], strobe.paged.Plan()
     p = pool(lengths, 16, dim=128, dim_v=128, dtype=torch.bfloat16)
@@ -122,7 +122,7 @@ def test_a_plan_serves_decodes_and_prefill_in_turns(invariant: bool) -> None:
         q_, cu_ = on_gpu(q, cu)
         plan.update(a[3], cu_)
         found = strobe.attention_paged(
-            q_, *a, cu_, max_q=max(counts), plan=plan, invariant=invariant, return_lse=True, backend="sm90"
+            q_, *a, cu_, max_q=max(counts), plan=plan, invariant=invariant, return_lse=True, backend=kernel
         )
         close(found, dense(q, cu, p, mask=strobe.causal))
     assert len(plan.describe().splitlines()) == 3
@@ -153,8 +153,7 @@ def test_entries_that_are_no_pages_are_missing_keys(page: int, packed: bool, mon
         (backend, options.get("invariant", False)): strobe.attention_paged(
             *on_gpu(*given), return_lse=True, backend=backend, **options
         )
-        for backend, options in (("tiled", {}), ("sm90", {}), ("sm90", {"invariant": True}))
-        if backend == "tiled" or backend in KERNELS
+        for backend, options in (("tiled", {}), *((name, {"invariant": x}) for name in KERNELS for x in (False, True)))
     }
     monkeypatch.setattr(page_checks, "check_contents", lambda *_: None)  # on a CPU the call would be refused
     expected = strobe.attention_paged(*given, return_lse=True, backend="reference")
@@ -173,7 +172,7 @@ def test_bad_tables_are_survived_and_found_by_check() -> None:
     table[0, 5:] = 10**6  # behind the keys in use
     lengths[0] = 10**6
     q, k, v, table, lengths, cu = on_gpu(q, p.k, p.v, table, lengths, cu)
-    for backend in ("tiled", *(name for name in KERNELS if name == "sm90")):
+    for backend in ("tiled", *KERNELS):
         close(strobe.attention_paged(q, k, v, table, lengths, cu, max_q=1, return_lse=True, backend=backend), whole)
     with pytest.raises(ValueError, match=r"lengths\[0\] is 1000000"):
         strobe.paged.check(table, lengths, k)
@@ -182,8 +181,9 @@ def test_bad_tables_are_survived_and_found_by_check() -> None:
         strobe.paged.check(table, lengths, k)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("packed", [True, False])
-def test_one_graph_is_replayed_with_other_lengths_and_tables(packed: bool) -> None:
+def test_one_graph_is_replayed_with_other_lengths_and_tables(packed: bool, kernel: str) -> None:
     """Nothing is read back: append, plan and attention are captured, and see what is written into their tensors."""
     counts = [1, 3, 1] if packed else [2, 2, 2]
     pools = [
@@ -205,8 +205,9 @@ def test_one_graph_is_replayed_with_other_lengths_and_tables(packed: bool) -> No
         plan.update(lengths, cu_)
         more = (cu_,) if packed else ()
         return strobe.attention_paged(
-            q_, k, v, table, lengths, *more, max_q=max(counts), mask=strobe.window(90, 0), plan=plan, return_lse=True
-        )
+            q_, k, v, table, lengths, *more, max_q=max(counts), mask=strobe.window(90, 0), plan=plan, return_lse=True,
+            backend=kernel,
+        )  # fmt: skip
 
     step()
     stream = torch.cuda.Stream()

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import strobe
-from strobe import merging, paged
+from strobe import paged
+from strobe.merging import merged as merged_by_torch
 from strobe.nn.rotary import angles
+from strobe.paged import pool as pools
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -25,7 +27,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("no kernel was taken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged, "_append", refuse)
+        patch.setattr(pools, "_append", refuse)
         patch.setattr("strobe.merging.merged", refuse)
         yield
 
@@ -33,9 +35,9 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def by_torch(k_new: Any, v_new: Any, k: Any, v: Any, slots: Any, rotary: Any = None) -> tuple[Any, Any]:
     k, v = k.clone(), v.clone()
     if rotary is not None:
-        k_new = paged._turned(k_new, rotary)
+        k_new = pools._turned(k_new, rotary)
     for new, pool in ((k_new, k), (v_new, v)):
-        paged.scatter_without_reading(pool, slots.flatten().long(), new.reshape(-1, *new.shape[-2:]))
+        pools.scatter_without_reading(pool, slots.flatten().long(), new.reshape(-1, *new.shape[-2:]))
     return k, v
 
 
@@ -69,13 +71,13 @@ def test_what_the_kernel_does_not_take_is_written_as_well() -> None:
     slots = torch.tensor([3, -1, 18], device="cuda")
     cos, sin = angles(torch.arange(9, device="cuda"), 20)  # pairs 10 apart: turned by PyTorch
     rotary = paged.Rotary(cos, sin, slots.clamp(0, 8))
-    for pools, new, turn in (
+    for pool, new, turn in (
         ((k, v), (k_new, v_new), rotary),
         ((k.float(), v.float()), (k_new.float(), v_new.float()), None),
     ):
-        expected = by_torch(*new, *pools, slots, turn)
-        strobe.paged.append(*new, *pools, slots, rotary=turn)
-        assert all(torch.equal(a, b) for a, b in zip(pools, expected, strict=True))
+        expected = by_torch(*new, *pool, slots, turn)
+        strobe.paged.append(*new, *pool, slots, rotary=turn)
+        assert all(torch.equal(a, b) for a, b in zip(pool, expected, strict=True))
 
 
 @pytest.mark.parametrize("part", [torch.float32, torch.bfloat16])
@@ -89,7 +91,7 @@ def test_states_are_merged(
     lses = [(3 * torch.randn(8, 4 * 77, device="cuda")).unflatten(1, (4, 77)).transpose(0, 1) for _ in range(parts)]
     for i, lse in enumerate(lses):
         lse[:, :, i::5] = -torch.inf
-    expected, expected_lse = merging.merged(outs, lses, sinks, None)
+    expected, expected_lse = merged_by_torch(outs, lses, sinks, None)
     into = None if out is None else torch.empty(shape, dtype=out, device="cuda")
     with by_kernel(monkeypatch):
         found, lse = strobe.merge(outs, lses, sinks=sinks, out=into)
@@ -108,7 +110,7 @@ def test_rows_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_parts_than_a_launch_merges() -> None:
     outs, lses = torch.randn(9, 5, 4, 64, device="cuda"), torch.randn(9, 4, 5, device="cuda")
-    for a, b in zip(strobe.merge(outs, lses), merging.merged(outs, lses, None, None), strict=True):  # type: ignore[arg-type]
+    for a, b in zip(strobe.merge(outs, lses), merged_by_torch(outs, lses, None, None), strict=True):  # type: ignore[arg-type]
         assert torch.equal(a, b)
 
 
@@ -153,7 +155,7 @@ def test_graphs_hold_both(monkeypatch: pytest.MonkeyPatch) -> None:
             expected = by_torch(new, new, k, v, slots, rotary)
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip((k, v), expected, strict=True))
-            merged = merging.merged(outs, lses, None, None)  # type: ignore[arg-type]
+            merged = merged_by_torch(outs, lses, None, None)  # type: ignore[arg-type]
             torch.testing.assert_close((out, lse), merged, rtol=1e-5, atol=1e-5)
 
 

@@ -80,6 +80,20 @@ def test_backward(case: Case, dtype: torch.dtype) -> None:
             tolerance.check(f"d{name}", gradient, e, s, tolerance.GRADIENTS, floor)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape_q, shape_k", [((4096, 16), (16, 1)), ((8, 1), (16384, 1))], ids=["queries", "keys"])
+def test_long_sums_in_16_bits(shape_q: tuple[int, int], shape_k: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of dK and dV over many queries and the heads of a group, of dQ over many keys."""
+    torch.manual_seed(0)
+    x = [torch.randn(1, *shape, 16).to(dtype).requires_grad_() for shape in (shape_q, shape_k, shape_k)]
+    wide = [t.detach().double().requires_grad_() for t in x]
+    dout = torch.randn(1, *shape_q, 16).to(dtype)
+    found = torch.autograd.grad(strobe.attention(*x, backend="aten_cpu"), x, dout)
+    exact = torch.autograd.grad(strobe.attention(*wide), wide, dout.double())
+    for gradient, e in zip(found, exact, strict=True):
+        assert (gradient.double() - e).norm() <= torch.finfo(dtype).eps / 2 * e.norm()
+
+
 def test_a_row_that_a_mask_tensor_hides_among_many_keys() -> None:
     """Where keys are few, `tiled` takes over whenever an LSE is 0, and would cover for a wrong one."""
     q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 100, 2, 8)
@@ -145,6 +159,10 @@ def plain(**changes: object) -> str | None:
         ({"mask": masks.causal, "scale": 0.0}, "scale 0.0"),
         ({"mask": masks.causal, "scale": 1e-46}, "scale 1e-46"),
         ({"scale": 1e38}, "scale 1e+38"),
+        (
+            {"gradients": ("k",), "dtype": torch.float16, "q": dataclasses.replace(PLAIN.q, length=4097)},
+            "its backward adds 17 blocks in torch.float16, which is exact enough for 16",
+        ),
     ],
     ids=str,
 )

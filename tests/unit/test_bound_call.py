@@ -20,7 +20,8 @@ q = torch.randn(2, 20, 4, 8)
 BASE: dict[str, Any] = {"q": q, "k": q, "v": q}
 CHANGES: dict[str, dict[str, Any]] = {
     "shape": {"q": torch.randn(2, 21, 4, 8)},
-    "strides": {"k": torch.randn(2, 4, 20, 8).transpose(1, 2)},
+    **{f"strides of {name}": {name: torch.randn(2, 4, 20, 8).transpose(1, 2)} for name in "qkv"},
+    "shape of v": {"v": torch.randn(2, 20, 4, 16)},
     "dtype": {"q": q.double(), "k": q.double(), "v": q.double()},
     "needs gradients": {"v": q.clone().requires_grad_()},
     "mask": {"mask": strobe.causal},

@@ -23,6 +23,7 @@ import strobe
 from strobe.call.bound_call import bind
 from strobe.cuda import backend as cuda_backend, launch as launching
 from strobe.cuda.launch import Launcher
+from strobe.cuda.parts.element import BF16
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.params import COUNTERS
 from strobe.cuda.parts.plan import Plan
@@ -46,7 +47,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def call_of(kernel: str) -> tuple[Launcher, Plan]:
     q, k = torch.empty(2, 150, 4, 64, dtype=torch.bfloat16), torch.empty(2, 130, 2, 64, dtype=torch.bfloat16)
     problem, _ = check(q, k, k, mask=strobe.causal, scale=0.5)
-    plan = {"sm80": forward_sm80, "sm90": forward_sm90}[kernel].plan(problem, (150 * 4 * 64, 64, 4 * 64), H200)
+    plan = {"sm80": forward_sm80, "sm90": forward_sm90}[kernel].plan(problem, {"o": (150 * 4 * 64, 64, 4 * 64)}, H200)
     return Launcher(plan, 0), plan
 
 
@@ -59,7 +60,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append(name)
 
     monkeypatch.setattr(launching.jit, "get", compile)
-    features = [Features("bf16", dim, dim, Scores()) for dim in (64, 128)]
+    features = [Features(BF16, dim, dim, Scores()) for dim in (64, 128)]
     first, second = (
         forward_sm90.kernel(f, forward_sm90.choose_tile(f), split=False, pack_gqa=1, one_box=True) for f in features
     )
@@ -120,7 +121,7 @@ def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pyt
     q = torch.randn(2, 1100, 4, 64).bfloat16()
     a = Arguments(q, q, q)
     problem, layout = Problem.of(a, needs_grad=True)
-    backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    backward = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), layout)
     backward.run(a, q, torch.zeros(2, 4, 1100), q, None)
     (plan,), (workspace,) = plans, [t for t in allocated if t.dtype == torch.uint8]
     found: dict[str, set[int]] = {name: set() for name in plan.workspace}
@@ -285,11 +286,10 @@ def test_a_call_that_merges_sends_the_earlier_result(kernel, addresses) -> None:
         values = plans[-1].launches[0].values
         assert (values["merge"], values["lse_batch"], values["lse_head"]) == (1, 4 * 300, 300)
     alone = Problem.of(a._replace(out=None, state_lse=None))[0]
-    values = kernel.plan(alone, (150 * 4 * 64, 64, 4 * 64), H200).launches[0].values
+    values = kernel.plan(alone, {"o": (150 * 4 * 64, 64, 4 * 64)}, H200).launches[0].values
     assert (values["merge"], values["lse_batch"], values["lse_head"]) == (0, 4 * 150, 150)
-    assert (
-        "merge" not in kernel.plan(Problem.of(Arguments(q, k, k))[0], (150 * 4 * 64, 64, 256), H200).launches[0].values
-    )
+    plain = Problem.of(Arguments(q, k, k))[0]
+    assert "merge" not in kernel.plan(plain, {"o": (150 * 4 * 64, 64, 256)}, H200).launches[0].values
 
 
 def test_a_call_that_rounds_what_it_merges_sends_both_outputs(addresses) -> None:
@@ -387,7 +387,7 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
     q, k, v = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2), (130, 2)))
     a = Arguments(q, k, v, mask=strobe.causal, sinks=sinks)
     problem, layout = Problem.of(a, needs_grad=True)
-    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(wanted), layout)
+    bound = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(wanted), layout)
     Addresses.calls.clear()
     prepared = []
     original = cuda_backend.prepare_backward
@@ -411,7 +411,7 @@ def test_a_repeated_backward_tells_gradients_of_the_lse_apart(addresses) -> None
     q = torch.randn(2, 150, 4, 64).bfloat16()
     a, lse = Arguments(q, q, q), torch.zeros(2, 4, 150)
     problem, layout = Problem.of(a, needs_grad=True)
-    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    bound = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), layout)
     for dlse in (None, None, lse, lse, torch._neg_view(lse), None):
         found, sent = bound.run(a, q, lse, q, dlse), Addresses.calls[-1]
         assert [sent[f"d{n}"] for n in "qkv"] == [t.data_ptr() for t in found[:3]]
@@ -448,7 +448,7 @@ def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch)
     a = Arguments(q, q, q)
     problem, layout = Problem.of(a, needs_grad=True)
     forward = cuda_backend._bind_forward(forward_sm90.plan, problem, layout)
-    backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    backward = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), layout)
     for _ in range(2):
         out, lse = forward.run(a)
         found = backward.run(a, out, lse, torch.empty_like(out), None)
@@ -476,7 +476,7 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, mon
     a = Arguments(q, k, k, layout=layout)
     problem, order = Problem.of(a, needs_grad=True)
     assert group_parts(problem, H200.sms) == parts
-    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), order)
+    bound = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), order)
     expected = numbers.unflatten(heads, (4, parts)).sum(heads + 1).bfloat16()
     for _ in range(2):
         found = bound.run(a, torch.empty_like(q), torch.empty(2, 64, 512), torch.empty_like(q), None)

@@ -161,15 +161,63 @@ def test_a_power_of_zero_learns() -> None:
     torch.testing.assert_close(gradients(found, [base]), gradients(expected, [base]))
 
 
-def test_which_tensors_are_read_at_every_call() -> None:
-    x, factor, table = inputs(), torch.ones(()), torch.ones(2)
-    frozen = [lambda s, b, h, q, k: s * factor, lambda s, b, h, q, k: s * table[0]]
-    for function, alike in [*((f, True) for f in frozen), (lambda s, b, h, q, k: s * table[h], False)]:
+def test_every_captured_tensor_is_read_at_every_call() -> None:
+    x, factor, table, inner = inputs(), torch.ones(()), torch.ones(2), torch.ones(4, 2)
+    functions = [
+        lambda s, b, h, q, k: s * factor,
+        lambda s, b, h, q, k: torch.where(q >= k, s * table[0], s),
+        lambda s, b, h, q, k: s * table[h] + torch.tensor([1.0, 2.0]).mul(2)[h] * torch.tensor(0.5),
+        lambda s, b, h, q, k: s * inner.t()[1:].detach()[0, b] + inner.unbind(1)[0][h],
+    ]
+    for function in functions:
         score = strobe.score_function(function)
-        before = strobe.attention(*x, score=score)
-        for t in (factor, table):
-            t.mul_(3.0)
-        assert torch.equal(strobe.attention(*x, score=score), before) == alike
+        for _ in range(2):
+            for t in (factor, table, inner):
+                t.mul_(3.0)
+            torch.testing.assert_close(strobe.attention(*x, score=score), strobe.attention(*x, score=function))
+
+
+DERIVED: dict[str, tuple[Callable[[torch.Tensor], Callable[..., Any]], str]] = {
+    "a product": (lambda t: lambda s, b, h, q, k: s * (2 * t)[h], "'mul' of a captured tensor of shape"),
+    "of a view": (lambda t: lambda s, b, h, q, k: s * t[1:].sin()[0], "'sin' of a captured tensor of shape"),
+    "a cast": (lambda t: lambda s, b, h, q, k: s * t.float()[h], "'_to_copy' of a captured"),
+    "a number": (lambda t: lambda s, b, h, q, k: s * t[0].item(), "'_local_scalar_dense' of a captured"),
+    "a branch": (lambda t: lambda s, b, h, q, k: s * 2 if t[0] > 0 else s, "'gt' of a captured tensor of shape"),
+    "written": (lambda t: lambda s, b, h, q, k: s * torch.zeros(2).copy_(t)[h], "'copy_' of a captured tensor"),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_what_is_derived_from_a_captured_tensor_is_not_kept(name: str) -> None:
+    """A function that is passed to a call is traced in it, and may derive what it likes."""
+    x, table = inputs(), torch.rand(2, dtype=torch.float64) + 1
+    make, message = DERIVED[name]
+    function = make(table)
+    before = strobe.attention(*x, score=function)
+    with pytest.raises(TypeError, match=message):
+        strobe.score_function(function)
+    with pytest.raises(TypeError, match=message):
+        strobe.mask_function(lambda b, h, q, k: function(1.0, b, h, q, k) > 0)
+    table.neg_()
+    assert not torch.equal(strobe.attention(*x, score=function), before)
+
+
+def test_a_derived_tensor_has_a_gradient_in_every_step() -> None:
+    x, gate = [t.detach() for t in inputs()], torch.zeros(2, requires_grad=True)
+    for _ in range(2):
+        out = strobe.attention(*x, score=lambda s, b, h, q, k: s + gate.exp()[h] * k)
+        (found,) = torch.autograd.grad(out.square().sum(), gate)
+        assert found.abs().sum() > 0
+
+
+def test_a_value_of_an_earlier_trace_is_refused() -> None:
+    """Its tensors have the numbers that they had there."""
+    first, second, values = torch.ones(2), torch.zeros(2), []
+    strobe.score_function(lambda s, b, h, q, k: values.append(first[h]) or s + first[h])
+    with pytest.raises(TypeError, match="a value of another call of a function"):
+        strobe.score_function(lambda s, b, h, q, k: s + second[h] + values[0])
+    with pytest.raises(TypeError, match="a value of another call of a function"):
+        strobe.mask_function(lambda b, h, q, k: torch.ones(3)[values[0].int()] > 0)
 
 
 def test_a_power_of_integers_is_a_float() -> None:

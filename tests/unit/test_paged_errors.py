@@ -58,7 +58,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k_scale": torch.ones(2)}, strobe.Unsupported, "k_scale was given"),
     ({"invariant": True}, strobe.Unsupported, "invariant=True"),
     ({"backend": "aten_cpu"}, strobe.Unsupported, "backend 'aten_cpu' cannot run this: no paged keys"),
-    ({"backend": "sm80"}, strobe.Unsupported, "backend 'sm80' cannot run this: no paged keys"),
     ({"block_table": 1}, TypeError, "unexpected keyword argument 'block_table'; use table="),
     ({"cache_seqlens": 1}, TypeError, "unexpected keyword argument 'cache_seqlens'; use lengths="),
 ]

@@ -307,8 +307,7 @@ def test_the_kernel_and_the_plan_agree_how_far_is_far() -> None:
     assert f"kFar = 1 << {FAR.bit_length() - 1};" in header and 1 << (FAR.bit_length() - 1) == FAR
 
 
-# ---- decoding: the heads of a group become rows
-# --------------------------------------------------------------------------
+# ---- decoding: the heads of a group become rows ----------------------------------------------------------------------
 DECODE = Case("decode", 1, 300, batch=2, heads=8, heads_k=2, dim=64)
 
 

@@ -72,6 +72,21 @@ def test_t5_bias(bidirectional: bool, buckets: int, max_distance: int) -> None:
     same_with_gradients(strobe.attention(*x, score=score), with_bias(*x, bias), [*x, table])
 
 
+@pytest.mark.parametrize("make", [strobe.t5_bias, lambda table: strobe.relative_bias(table.t())], ids=["t5", "view"])
+def test_a_kept_bias_follows_its_table(make: Callable[[torch.Tensor], strobe.Score]) -> None:
+    """Through steps of an optimiser, with one score for all of them."""
+    x, table = inputs(6, 9), torch.randn(31, 2, dtype=torch.float64, requires_grad=True)
+    score, optimiser = make(table), torch.optim.SGD([table], lr=0.1)
+    for _ in range(3):
+        expected = strobe.attention(*x, score=make(table.detach().clone()))
+        same_with_gradients(strobe.attention(*x, score=score), expected, x)
+        optimiser.zero_grad()
+        strobe.attention(*x, score=score).square().sum().backward()
+        before = table.detach().clone()
+        optimiser.step()
+        assert not torch.equal(before, table)
+
+
 @pytest.mark.parametrize("radius", [1, (0, 2)])
 def test_neighbourhood(radius: Any) -> None:
     height, width, (down, across) = 4, 6, (radius, radius) if isinstance(radius, int) else radius

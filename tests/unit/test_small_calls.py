@@ -106,7 +106,7 @@ def test_tensors_of_other_kinds_are_refused() -> None:
 
 
 def test_kernels_that_differ_are_not_taken_for_one_another() -> None:
-    """Fields of the arguments do not count when kernels are compared."""
+    """Some differ in the types of their arguments alone."""
     x, kernels = new_keys(), []
     at, tables = x[4], [torch.zeros(9, 8), torch.zeros(9, 8).half()]
     turns = [None, *(Rotary(t, t, a, i) for t in tables for i in (False, True) for a in (at, at.int()))]

@@ -12,6 +12,7 @@ import torch
 import strobe
 from strobe.call.bound_call import remembered
 from strobe.cuda.parts import print_condition
+from strobe.cuda.parts.print_score import printed
 from strobe.cuda.plans.families import FAMILIES
 from strobe.problem import supposed
 from strobe.variants.score import Score, parse_score
@@ -50,10 +51,10 @@ def plain(x: list[torch.Tensor], score: Function, seen: Function | None = None) 
 
 def test_which_numbers_are_equal_changes_no_text() -> None:
     scores = [strobe.score_function(function(a, b)) for a, b in PAIRS]
-    printed = [score.printed() for score in scores]
-    assert len({p.text for p in printed}) == 1
+    texts_of_scores = [printed(score) for score in scores]
+    assert len({p.text for p in texts_of_scores}) == 1
     for scale in (1.0, SCALE):
-        for (a, b), p in zip(PAIRS, printed, strict=True):
+        for (a, b), p in zip(PAIRS, texts_of_scores, strict=True):
             assert p.numbers(scale).floats == [1.0, a, 1 / scale, b, a, b, 2.0]
     conditions = [strobe.mask_function(mask(a, b)).rest for a, b in ((1.0, 1), (2.0, 3), (0.0, 0))]
     texts = [print_condition.printed(c, ()) for c in conditions if c is not None]
@@ -68,10 +69,10 @@ def test_repeated_subexpressions_are_computed_once() -> None:
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.sin(0.5 * s * 3.0) * torch.exp(0.25 * (q - k)) + torch.exp(0.25 * (q - k))
 
-    printed = strobe.score_function(score).printed()
-    assert printed.numbers(1.0).floats == [1.0, 0.5, 3.0, 0.25]
+    found = printed(strobe.score_function(score))
+    assert found.numbers(1.0).floats == [1.0, 0.5, 3.0, 0.25]
     for method in ("operator()", "slope"):
-        line = next(line for line in printed.text.splitlines() if f" {method}(" in line)
+        line = next(line for line in found.text.splitlines() if f" {method}(" in line)
         assert line.count("exp_fast") == line.count("c[3]") == 1
 
 
@@ -118,11 +119,37 @@ def test_graphs(pair: tuple[float, float]) -> None:
     torch.testing.assert_close(compiled(*x), plain(x, function(*pair)))
 
 
+def test_graphs_read_what_captured_tensors_hold() -> None:
+    """One graph, whatever a score and a mask that were made before it read."""
+    x, table, ids = inputs(), torch.randn(2, 18, dtype=torch.float64), torch.arange(9) // 3
+    score = strobe.score_function(lambda s, b, h, q, k: s + table[h, k + 9] * table[0, 0])
+    seen = strobe.mask_function(lambda b, h, q, k: ids[q] >= ids[k])
+    compiled = torch.compile(
+        lambda *x: strobe.attention(*x, score=score, mask=strobe.causal & seen), backend="aot_eager", fullgraph=True
+    )
+    for shift in range(3):
+        table.add_(float(shift))
+        ids.copy_((torch.arange(9) + shift) % 4)
+        expected = plain(
+            x,
+            lambda s, b, h, q, k: s + table[h, k + 9] * table[0, 0],
+            lambda b, h, q, k: (q >= k) & (ids[q] >= ids[k]),
+        )
+        torch.testing.assert_close(compiled(*x), expected)
+
+
 def test_numbers_keep_their_kinds_and_signs_in_texts() -> None:
     for first, second in ((1, 1.0), (0.0, -0.0), (1.0, True)):
         for number in (first, second, first):
             (found,) = parse_score("(+ s ?);x", (number,)).expr.args[1].args
             assert repr(found) == repr(number)
+    for n in ((1 << 53) + 1, -(1 << 62) - 1, (1 << 63) - 1):
+        score = strobe.score_function(lambda s, b, h, q, k, n=n: s + (k > n))
+        assert parse_score(score.text()) == score and str(n) in score.text()
+    with pytest.raises(ValueError, match="'9223372036854775808' is not an integer of magnitude 9223372036854775807"):
+        parse_score(f"(+ s {1 << 63});x")
+    with pytest.raises(TypeError, match="the integer 9223372036854775808 has more than 64 bits"):
+        strobe.score_function(lambda s, b, h, q, k: s + (k > 1 << 63))
     far = strobe.score_function(lambda s, b, h, q, k: s + (k * ((1 << 53) + 1) > 7))
     with pytest.raises(ValueError, match="number 9007199254740993; a graph holds it as a float"):
         far.text_and_numbers()

@@ -116,8 +116,7 @@ def test_worked_example() -> None:
                 torch.testing.assert_close(found_lse[0, 0].double(), lse, atol=bound, rtol=1e-7 if bound > 1e-9 else 0)
 
 
-# ---- properties
-# ------------------------------------------------------------------------------------------------------------
+# ---- properties ------------------------------------------------------------------------------------------------------
 
 lengths = st.integers(1, 40)
 mask_kinds = st.sampled_from([masks.full, masks.causal, window(5, 3), prefix(7), chunked(8) & masks.causal])
@@ -173,8 +172,7 @@ def test_permuted_keys_and_shifted_scores(len_q: int, len_k: int, shift: float) 
     same((out, lse + shift), run(q, k, v, bias=torch.full((1, 1), shift, dtype=torch.float64)))
 
 
-# ---- memory and masks that skip
-# ----------------------------------------------------------------------------------------------
+# ---- memory and masks that skip --------------------------------------------------------------------------------------
 
 
 class LiveMemory(TorchDispatchMode):

@@ -4,7 +4,7 @@ Its limits, as found by trying: any zero length ends in a division by zero that 
 must be equal; its causal mask is aligned top-left, and multiplies -inf by the scale; it adds masks and knows no
 booleans; a row that sees no key gets the LSE 0; there is no gradient for what is added, nor through the LSE; its
 gradients of rows whose scores are all huge (finfo.min, say) are too large; with fewer keys than a vector has lanes, a row
-whose scores are all NaN gets the output 0 and the LSE 0.
+whose scores are all NaN gets the output 0 and the LSE 0; its gradients of 16 bits are rounded after every block that is added.
 """
 
 from __future__ import annotations
@@ -31,12 +31,20 @@ _backward_op: Any = getattr(torch.ops.aten, f"{_NAME}_backward", None)
 _GROUPS_SINCE = (2, 11)
 _TAKES_GROUPS = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= _GROUPS_SINCE
 _MOST_LANES = 16  # of a vector of fp32
+_BLOCK_K = 512  # keys for which its backward adds to dQ at once
+_MOST_SUMS = 16  # in 16 bits; the error grows with their square root, and is then three times that of tiles
 _LEAST_SCALE, _MOST_SCALE = torch.finfo(torch.float32).tiny, 1e30
 
 
 def _is_causal(problem: Problem) -> bool:
     mask = problem.mask
     return mask is not full and (mask == causal_top_left or (mask == causal and problem.len_q == problem.len_k))
+
+
+def _sums(problem: Problem) -> int:
+    """The blocks that its backward adds up in an entry of a gradient, at most."""
+    block_q = 256 if problem.len_q >= 768 else 64 if problem.len_q >= 192 else 32
+    return max(problem.group * -(-problem.len_q // block_q), -(-problem.len_k // _BLOCK_K))
 
 
 def limits(problem: Problem) -> str | None:
@@ -65,6 +73,8 @@ def limits(problem: Problem) -> str | None:
         return "no bias together with an interval mask"
     if abs(problem.scale) > _MOST_SCALE or (problem.mask != full and problem.scale < _LEAST_SCALE):
         return f"scale {problem.scale}, by which it multiplies what is masked"
+    if problem.gradients and problem.dtype.itemsize == 2 and _sums(problem) > _MOST_SUMS:
+        return f"its backward adds {_sums(problem)} blocks in {problem.dtype}, which is exact enough for {_MOST_SUMS}"
     return None
 
 

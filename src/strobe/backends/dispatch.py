@@ -58,8 +58,9 @@ def _fastest(problem: Problem) -> Backend:
         if backend.automatic and backend.supports(problem) is None:
             return backend
     assert problem.invariant, "`tiled` supports every other problem"
-    able = next(b for b in map(get, NAMES) if b.automatic and b.can.invariant)
-    raise Unsupported(f"invariant=True needs backend {able.name!r}, which cannot run this: {able.supports(problem)}")
+    able = [b for b in map(get, NAMES) if b.automatic and b.can.invariant]
+    reasons = "; or ".join(f"{b.name!r}, which cannot run this: {b.supports(problem)}" for b in able)
+    raise Unsupported(f"invariant=True needs backend {reasons}")
 
 
 def bind(backend: Backend, problem: Problem, layout: Layout) -> Pass:

@@ -13,12 +13,15 @@ import torch
 from torch.nn.attention import flex_attention as _host
 
 from strobe.call.attend import attend
+from strobe.compat import flash_terms
 from strobe.compat.patch import Patch
+from strobe.probabilities import probabilities
 from strobe.problem.arguments import Arguments
 from strobe.variants.mask import Mask
-from strobe.variants.user_function import mask_function, score_function
+from strobe.variants.user_function import traced_mask, traced_score
 
 _original = _host.flex_attention
+_MOST_PROBABILITIES = 1 << 24  # at a time
 
 
 def flex_attention(
@@ -35,23 +38,39 @@ def flex_attention(
     return_aux: Any = None,
 ) -> Any:
     """(batch, heads, length, dim) tensors. `kernel_options` choose among PyTorch's kernels and change nothing here. With
-    `return_lse` or `return_aux` the LSE is returned as there; `return_aux` has no maxima here."""
+    `return_lse` or `return_aux` the LSE is returned as there. The largest scores, for which `return_aux` may ask, take a
+    second pass over all pairs, in PyTorch. A key and a value of batch 1 are for all sequences of the query."""
     if query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share heads of keys"
         )
-    if return_aux is not None and getattr(return_aux, "max_scores", False):
-        raise ValueError("return_aux: strobe keeps no maxima of scores; ask for lse alone")
-    wants_lse = return_lse or (return_aux is not None and getattr(return_aux, "lse", False))
-    score = None if score_mod is None else score_function(score_mod, rows=True)
+    wants_maxima = getattr(return_aux, "max_scores", False)
+    wants_lse = return_lse or wants_maxima or getattr(return_aux, "lse", False)
+    score = None if score_mod is None else traced_score(score_mod, rows=True)
     of_rows = callable(block_mask) and not isinstance(block_mask, Mask) and not hasattr(block_mask, "kv_indices")
-    mask = mask_function(block_mask, rows=True) if of_rows else block_mask
+    mask = traced_mask(block_mask, rows=True) if of_rows else block_mask
+    if block_mask is not None and key.shape[0] == value.shape[0] == 1:  # a pool of pages, say
+        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    query, key, value = map(flash_terms.last_axis_contiguous, (query, key, value))
     a = Arguments(query, key, value, mask=mask, scale=scale, score=score, layout="bhsd", return_lse=wants_lse)
     found = attend(a)
-    if return_aux is not None:
-        out, lse = found if wants_lse else (found, None)
-        return out, _host.AuxOutput(lse=lse)
-    return found
+    if return_aux is None:
+        return found
+    out, lse = found if wants_lse else (found, None)
+    maxima = _maxima(a, lse) if wants_maxima else None
+    return out, _host.AuxOutput(lse=lse if getattr(return_aux, "lse", False) else None, max_scores=maxima)
+
+
+@torch.no_grad()
+def _maxima(a: Arguments, lse: torch.Tensor) -> torch.Tensor:
+    """The largest score of each row: the logarithm of its largest probability, and its LSE."""
+    batch, heads, len_q = a.q.shape[:3]
+    rows = max(1, _MOST_PROBABILITIES // max(1, batch * heads * a.k.shape[2]))
+    options = {"mask": a.mask, "scale": a.scale, "score": a.score, "layout": a.layout}
+    largest = [
+        probabilities(a.q, a.k, rows=slice(first, first + rows), **options).amax(-1) for first in range(0, len_q, rows)
+    ]
+    return torch.cat(largest, -1).log() + lse
 
 
 def patched() -> Patch:

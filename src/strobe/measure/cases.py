@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from strobe.problem import Problem, supposed
+from strobe.problem.resolve import with_softcap
 from strobe.variants import mask as masks
 from strobe.variants.mask import Mask, full
 from strobe.variants.ready_made import chunked, prefix, window
@@ -87,7 +88,7 @@ def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
     """What the library makes of a case, without its tensors; the device need not be there."""
     options: dict[str, Any] = {
         "mask": case.mask if case.mask_tensor is None else case.mask_tensor,
-        "softcap": case.softcap,
+        "score": with_softcap(None, case.softcap),
         "scale": case.scale,
         "dropout": case.dropout,
     }

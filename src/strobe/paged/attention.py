@@ -22,7 +22,7 @@ from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask, causal, full
 from strobe.variants.score import Score
 from strobe.variants.tail import with_tail
-from strobe.variants.user_function import mask_function
+from strobe.variants.user_function import traced_mask
 
 
 @shows_known_keywords
@@ -72,7 +72,7 @@ def attention_paged(
     k_scale    and v_scale: of 8-bit keys and values, which are not built yet
     plan       a `strobe.paged.Plan`: the work of a step, which its layers share; told of `shared`, that of its levels, too
     invariant  the same bits for a row whatever is beside it in the batch or the chunk, and however its keys lie in pages; of
-               the Hopper kernel alone. Takes more memory: see docs/serving.md
+               the kernels alone. Takes more memory: see docs/serving.md
     mask       `causal` by default; any mask but a tensor. The last query stands opposite the last key
 
     The other arguments are those of `attention`; the LSE is (batch, heads, queries) or (heads, total). Only pages that some
@@ -109,7 +109,7 @@ def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
         check_tail(tail, a.q, a.cu_q, a.max_q)
     mask = full if a.mask is None else a.mask
     if not isinstance(mask, (Mask, BlockMask, torch.Tensor)) and callable(mask):
-        mask = mask_function(mask)
+        mask = traced_mask(mask)
     return with_tail(mask, tail, a.cu_q) if isinstance(mask, Mask) else mask
 
 

@@ -15,7 +15,7 @@ from strobe.variants.dropout import new_seed
 from strobe.variants.flex_mask import check_lengths, of_block_mask
 from strobe.variants.mask import Mask, full
 from strobe.variants.score import Score, identity, softcap as softcap_score
-from strobe.variants.user_function import mask_function, score_function
+from strobe.variants.user_function import traced_mask, traced_score
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -42,7 +42,7 @@ def resolved(a: Arguments) -> Arguments:
     """The arguments with functions traced; the score also hides what a mask function hides beside its interval."""
     mask, score = a.mask, a.score
     if score is not None and not isinstance(score, Score) and callable(score):
-        score = score_function(score)
+        score = traced_score(score)
         a = a._replace(score=score)
     if isinstance(mask, BlockMask):
         if sizes := _sizes(a, "block mask"):
@@ -52,7 +52,7 @@ def resolved(a: Arguments) -> Arguments:
         known = mask is None or isinstance(mask, torch.Tensor)
         if known or not (callable(mask) or hasattr(mask, "kv_indices")):
             return a
-        mask = _of_flex(mask, a) if hasattr(mask, "kv_indices") else mask_function(mask)
+        mask = _of_flex(mask, a) if hasattr(mask, "kv_indices") else traced_mask(mask)
     interval = None if mask.interval == full else mask.interval
     if mask.rest is None:
         return a._replace(mask=interval)

@@ -14,7 +14,7 @@ from strobe.backends import dispatch
 from strobe.problem import Problem, supposed
 from strobe.variants import mask as masks
 from strobe.variants.ready_made import chunked, prefix, window
-from strobe.variants.score import alibi
+from strobe.variants.score import alibi, softcap
 
 YES, NO = "✓", "–"
 
@@ -74,7 +74,7 @@ FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
     ("`window`, `prefix`, `chunked`, `&`", [_options(mask=m) for m in _MASKS]),
     ("boolean mask tensor", [_options(mask=(2, 1, 16, 16))]),
     ("bias", [_options(bias=(1, 4, 16, 16))]),
-    ("softcap", [_options(softcap=30.0)]),
+    ("softcap", [_options(score=softcap(30.0))]),
     ("ALiBi", [_options(score=alibi(torch.ones(4, device="meta")))]),
     ("sinks", [_options(sinks=(4,))]),
     ("dropout", [_options(dropout=0.1)]),

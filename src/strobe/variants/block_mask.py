@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from strobe.variants.mask import Mask
-from strobe.variants.user_function import mask_function
+from strobe.variants.user_function import traced_mask
 
 _COMBINE = (
     "a block mask is made for one mask as a whole: combine first, as in "
@@ -66,7 +66,7 @@ def block_mask(
     if not isinstance(mask, Mask):
         if not callable(mask):
             raise TypeError(f"block_mask: mask must be a function (b, h, q, k) -> bool or a mask, got {mask!r}")
-        mask = mask_function(mask)
+        mask = traced_mask(mask)
     names = frozenset() if mask.rest is None else mask.rest.variables()
     for name, variable, size in (("batch", "b", batch), ("heads", "h", heads)):
         if size is None and variable in names:

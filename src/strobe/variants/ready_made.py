@@ -90,10 +90,9 @@ def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: in
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
     bucket = torch.where(distance < exact, distance, far) + (offset > 0) * (buckets if bidirectional else 0)
-    of_offset = table[
-        bucket.to(table.device)
-    ].t()  # (heads, offsets): one entry for a pair, whose gradient torch sends on
-    return replace(relative_bias(of_offset), title="t5_bias")
+    bucket = bucket.to(table.device, torch.int32)
+    score = score_function(lambda s, b, h, q, k: s + table[bucket[k - q + max_distance], h])
+    return replace(score, title="t5_bias")
 
 
 def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> Mask:
@@ -117,7 +116,8 @@ def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> Mas
 
 def tree(parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.device | str | None = None) -> Mask:
     """Each query sees itself and those above it: `parents[i]` is the token above token i, -1 if there is none. The tree
-    begins at position `first`; all queries see the keys before it. On the device of `parents`, or on `device`."""
+    begins at position `first`; all queries see the keys before it. On the device of `parents`, or on `device`. The mask
+    holds the tree as it is now: after a change of `parents` make another."""
     if isinstance(parents, torch.Tensor):
         device, parents = device or parents.device, parents.tolist()
     begin, end = (torch.tensor(x, dtype=torch.int32, device=device) for x in _depth_first(list(parents)))

@@ -12,8 +12,9 @@ from strobe.variants.expression import FLOAT, INT, LONG, OPERATIONS, PLACEHOLDER
 
 _MOST_CHARACTERS, _MOST_LEVELS = 1 << 16, 100  # of a text; of operations inside of operations
 MOST_TENSORS, MOST_AXES = 6, 4  # of a score; as many have a place in the arguments of kernels
-_MOST_INTEGER = 1 << 53  # as a float has it
-_INTEGER = re.compile(r"-?[0-9]{1,16}")
+MOST_INTEGER = (1 << 63) - 1
+_MOST_DIGITS = 20  # and a sign; Python takes time for very long ones
+_INTEGER = re.compile(r"-?[0-9]+")
 _FLOAT = re.compile(r"-?([0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,4})?|inf)|nan")
 
 
@@ -115,11 +116,13 @@ def _leaf(word: str, grammar: Grammar, numbers: Iterator[Any]) -> Expr:
 
 
 def _number(word: str, grammar: Grammar) -> float:
-    most = grammar.integers or _MOST_INTEGER
+    most = grammar.integers or MOST_INTEGER
     if word in ("True", "False") and grammar.integers is None:
         return word == "True"
-    if _INTEGER.fullmatch(word) and abs(int(word)) <= most:
-        return int(word)
+    if _INTEGER.fullmatch(word):  # a float would hold 53 bits of it
+        if len(word) <= _MOST_DIGITS and abs(int(word)) <= most:
+            return int(word)
+        raise ValueError(f"{word!r:.80} is not an integer of magnitude {most} at most")
     if grammar.integers is None and _FLOAT.fullmatch(word):
         return float(word)
     numbers = "a number" if grammar.integers is None else f"an integer of magnitude {most} at most"

@@ -6,6 +6,7 @@ evaluate, differentiate and print. Whatever torch computes without a symbol is n
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import numbers
@@ -33,9 +34,10 @@ from strobe.variants.expression import (
     Q,
     S,
 )
+from strobe.variants.kept_function import NothingDerived
 from strobe.variants.mask import Mask, of_condition
 from strobe.variants.score import ELEMENT_KINDS, Score
-from strobe.variants.text import MOST_AXES, MOST_TENSORS
+from strobe.variants.text import MOST_AXES, MOST_INTEGER, MOST_TENSORS
 from strobe.variants.unsupported import Unsupported
 
 
@@ -163,6 +165,7 @@ class Tracer:
     def __init__(self, name: str, device: torch.device | None) -> None:
         self.name, self.device = name, device
         self.tensors: list[torch.Tensor] = []
+        self.kept: NothingDerived | None = None  # while a function runs whose trace is kept
 
     def error(self, what: str) -> CannotTrace:
         frame = sys._getframe(1)
@@ -248,8 +251,11 @@ class Tracer:
     # ---- operands
     def operand(self, x: Any) -> Expr:
         if isinstance(x, torch.Tensor):
-            is_number = x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad
+            changes = self.kept is not None and self.kept.is_captured(x)
+            is_number = x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad and not changes
             x = x.item() if is_number else self.load(x, (), ())
+        if isinstance(x, (Symbol, Partial)) and x._tracer is not self:
+            raise self.error("a value of another call of a function takes part: its tensors are not those of this one")
         if isinstance(x, Symbol):
             return x._expr
         if isinstance(x, Partial):
@@ -257,6 +263,8 @@ class Tracer:
         if isinstance(x, bool):
             return _literal(x)
         if isinstance(x, numbers.Integral):
+            if abs(int(x)) > MOST_INTEGER:
+                raise self.error(f"the integer {x} has more than 64 bits")
             return Expr.of(int(x))
         if isinstance(x, numbers.Real):
             return Expr.of(float(x))
@@ -355,21 +363,31 @@ def _is_position(e: Expr) -> bool:
 
 def mask_function(function: Callable[..., Any], *, rows: bool = False) -> Mask:
     """A mask from `function(b, h, q, k) -> bool`, plain Python over torch operations, traced once. It may close over tensors
-    and index them. q and k are positions: the last query stands opposite the last key. `rows`: q counts query rows from
-    0 instead, as FlexAttention does."""
-    return of_condition(*trace(function, (B, H, Q if rows else DIAGONAL, K), BOOL, None))
+    and index them: what they hold is read in every call. q and k are positions: the last query stands opposite the last
+    key. `rows`: q counts query rows from 0 instead, as FlexAttention does."""
+    return traced_mask(function, rows=rows, kept=True)
 
 
 def score_function(function: Callable[..., Any], *, rows: bool = False) -> Score:
     """A score from `function(score, b, h, q, k)`, traced once: see `mask_function`. Its derivative follows from the
     trace."""
-    expr, tensors, name = trace(function, (S, B, H, Q if rows else DIAGONAL, K), FLOAT, None)
+    return traced_score(function, rows=rows, kept=True)
+
+
+def traced_mask(function: Callable[..., Any], *, rows: bool = False, kept: bool = False) -> Mask:
+    """`mask_function`, for one call unless it is `kept`: the function may derive tensors from those that it captures."""
+    return of_condition(*trace(function, (B, H, Q if rows else DIAGONAL, K), BOOL, None, kept))
+
+
+def traced_score(function: Callable[..., Any], *, rows: bool = False, kept: bool = False) -> Score:
+    """`score_function`, for one call unless it is `kept`."""
+    expr, tensors, name = trace(function, (S, B, H, Q if rows else DIAGONAL, K), FLOAT, None, kept)
     return Score(expr, name, tensors)
 
 
 @getattr(torch, "_disable_dynamo", torch.compiler.disable)
 def trace(
-    function: Callable, given: Sequence[Expr], kind: int, device: torch.device | None
+    function: Callable, given: Sequence[Expr], kind: int, device: torch.device | None, kept: bool = False
 ) -> tuple[Expr, tuple[torch.Tensor, ...], str]:
     """What a function of these values computes, the tensors it captures, and its name."""
     name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "function")
@@ -381,15 +399,17 @@ def trace(
         raise CannotTrace(f"a {what} function takes ({takes}); {name} does not: {error}") from None
     except ValueError:  # one without a signature
         pass
+    tracer.kept = NothingDerived(tracer.error) if kept else None
     try:
-        result = function(*(Symbol(tracer, e) for e in given))
+        with tracer.kept or contextlib.nullcontext():
+            result = function(*(Symbol(tracer, e) for e in given))
+            found = None if result is None else tracer.operand(result)
     except Exception as error:
         if not isinstance(error, CannotTrace):
             error.add_note(
                 f"{name} was called with symbols for ({takes}): they index tensors, but neither arrays nor lists"
             )
         raise
-    found = None if result is None else tracer.operand(result)
     if found is None or (kind == BOOL) != (found.kind == BOOL):
         wanted = "a bool" if kind == BOOL else "a number (a condition goes in mask=)"
         returned = "None" if found is None else CTYPES[found.kind]

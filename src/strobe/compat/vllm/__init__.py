@@ -1,4 +1,4 @@
-"""strobe as an attention backend of vLLM 0.32 or later, on Hopper GPUs:
+"""strobe as an attention backend of vLLM 0.32 or later, on GPUs of the Ampere generation or later:
 
 vllm serve … --attention-backend STROBE
 

@@ -90,8 +90,8 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Elsewhere no kernel reads pages."""
-        return capability.major == 9
+        """Older GPUs have no kernels."""
+        return capability.major >= 8
 
 
 @dataclasses.dataclass

@@ -62,7 +62,7 @@ def splits_of_tiles(problem: Problem, block_m: int, sms: int, block_n: int) -> i
     tiles = row_blocks(problem, block_m) * problem.batch * problem.heads
     least = LEAST_SPLIT * block_n * (1 if problem.len_q <= FEW_ROWS else 2)
     few = problem.len_k < FEWEST_SPLITS * least
-    if few or tiles * (block_m // 64) >= COUNTERS or problem.k.pages is not None or not may_split(problem):
+    if few or tiles * max(1, block_m // 64) >= COUNTERS or problem.k.pages is not None or not may_split(problem):
         return 1
     return max(1, min(sms // max(1, tiles), problem.len_k // least))
 

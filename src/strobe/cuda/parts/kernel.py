@@ -26,7 +26,7 @@ class KernelSpec:
 
     name: str = field(compare=False)  # masks that print the same text may have other names
     arch: str
-    params: Struct = field(compare=False)
+    params: Struct  # its text names the types of what pointers point to
     threads: int
     smem: int  # dynamic shared memory, bytes
 

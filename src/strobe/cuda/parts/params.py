@@ -125,6 +125,16 @@ class Struct:
         self.size = at + -at % self.align
         self._by_name = {field.name: field for field in fields}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Struct) and self._facts == other._facts
+
+    def __hash__(self) -> int:
+        return hash(self._facts)
+
+    @property
+    def _facts(self) -> tuple[object, ...]:
+        return self.name, self.fields, self._alignas
+
     def cpp(self) -> str:
         """The struct's text. The assertion makes the compiler compare its size with the number that Python sends."""
         alignas = f"alignas({self._alignas}) " if self._alignas > 1 else ""

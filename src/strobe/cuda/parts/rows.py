@@ -37,6 +37,10 @@ class Rows:
         keys = "varlen" if problem.k.varlen else "buffer" if problem.k.positions else "dense"
         return Rows(queries, keys, problem.positions)
 
+    def gathered(self) -> Rows:
+        """The same of kernels without TMA: every row of a page has an address of its own."""
+        return replace(self, page=1) if self.page else self
+
     def box_rows(self, rows: int) -> int:
         """Of keys, in a TMA box of a tile of `rows`: none spans two pages."""
         return math.gcd(self.page, rows)
@@ -85,15 +89,23 @@ class Rows:
         return found
 
     @staticmethod
+    def limits_of_copies(problem: Problem) -> str | None:
+        """Which pages are too far for rows that are copied one by one: where they begin is counted in 32 bits."""
+        pages, chunk = problem.k.pages, ELEMENTS[problem.dtype].chunk
+        far = (
+            pages is not None and max(pages.count * page for page, _, _ in problem.k.strides) // chunk >= (1 << 32) - 1
+        )
+        return "a pool of 64 GB or more" if far else None
+
+    @staticmethod
     def limits(problem: Problem) -> str | None:
-        """Which pages no kernel of ours reads."""
+        """Which pages no Hopper kernel reads."""
         pages = problem.k.pages
         if pages is None:
             return None
         if pages.size % _SMALLEST_BOX:
-            chunk = ELEMENTS[problem.dtype].chunk
-            far = max(pages.count * page for page, _, _ in problem.k.strides) // chunk >= (1 << 32) - 1
-            return "a pool of 64 GB or more, in pages that are no multiples of 8 rows" if far else None
+            reason = Rows.limits_of_copies(problem)
+            return f"{reason}, in pages that are no multiples of 8 rows" if reason else None
         for page, _, row in problem.k.strides:
             if row <= 0 or page % row or pages.count * (page // row) >= 1 << 30:
                 return "pages that whole rows do not lead to, or too far"

@@ -20,6 +20,7 @@ from strobe.cuda.plans import (
     backward_sm80,
     backward_sm90,
     backward_wide_sm90,
+    decode_sm80,
     forward_fp32_sm90,
     forward_sm80,
     forward_sm90,
@@ -97,7 +98,7 @@ FAMILIES = {
     ),
     "sm80": Family(
         "our CUDA kernels for Ampere and later: mma.sync, ldmatrix, cp.async",
-        (forward_sm80.PLANNER, backward_sm80.PLANNER),
+        (decode_sm80.PLANNER, forward_sm80.PLANNER, backward_sm80.PLANNER),
     ),
 }
 

@@ -47,9 +47,10 @@ class Work:
     pieces: int  # one for each block of the kernel that follows
 
     @staticmethod
-    def of(problem: Problem, block_m: int, block_n: int, pack: int, sms: int) -> Work:
-        """As many pieces as blocks run at once, with a counter for each consumer of a slot."""
-        return Work(problem, block_m, block_n, pack, min(sms, (COUNTERS - 1) // (2 * (block_m // 64))))
+    def of(problem: Problem, block_m: int, block_n: int, pack: int, blocks: int) -> Work:
+        """As many pieces as blocks run at once, with a counter for each consumer of a slot: 64 rows, or all if they are
+        fewer."""
+        return Work(problem, block_m, block_n, pack, min(blocks, (COUNTERS - 1) // (2 * max(1, block_m // 64))))
 
     @property
     def split_blocks(self) -> int:

@@ -15,7 +15,6 @@ from strobe.cuda.parts.element import ELEMENTS, Element
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.kernel import TemplateKernel
 from strobe.cuda.parts.plan import Dims, Machine, Plan
-from strobe.cuda.parts.rows import Rows
 from strobe.cuda.parts.scores import Scores
 from strobe.problem import Problem, Strides
 
@@ -77,7 +76,7 @@ class Planner:
             return reason
         if (reason := self.can.lacks(problem)) is not None:
             return f"{reason} {self.scope}".rstrip()
-        return Scores.limits(problem) or Rows.limits(problem) or self.further_limits(problem)
+        return Scores.limits(problem) or self.further_limits(problem)
 
     def shape_limits(self, problem: Problem) -> str | None:
         """Why its kernels do not hold tiles of this dtype and these head dims; None if they do."""

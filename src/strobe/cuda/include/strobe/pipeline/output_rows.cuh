@@ -49,6 +49,11 @@ template <class Config, class Params> struct OutputRows {
       if (p.lse && thread_idx() % 4 == 0 && row + 8 * r < tile.q.length) store_lse(row + 8 * r, x);
     }
   }
+  // The factor of O of a row that has m and l, and its LSE.
+  STROBE_DEVICE float normalise(int row, float m, float l, float& lse) const {
+    const float top = Config::kInvariant ? mul_rn(m, p.scale_log2) : m * p.scale_log2;
+    return normaliser<Config::kSinks, Config::kInvariant>(l, top, sink(row), lse);
+  }
   // kPartialOut: O as fp32, for a merge with other partial results.
   STROBE_DEVICE float* o(int row) const {
     return tile.q.rows(reinterpret_cast<float*>(p.o), p.o_batch, p.o_head, p.o_row, head(row), row / Config::kPackGqa);

@@ -11,10 +11,11 @@
 
 namespace strobe {
 
+// `Staging` says how many rows a consumer of a block has, which one this is, and how results leave it.
 template <class Config, class Params, class Staging> struct SplitKV {
-  static constexpr int kDimV = Config::kDimV, kConsumers = Config::kConsumers;
+  static constexpr int kDimV = Config::kDimV, kConsumers = Config::kConsumers, kRows = Staging::kRows;
   // One consumer's partial result: O, row by row, and behind it m and l of every row.
-  static constexpr int kFloats = 64 * kDimV + 2 * 64, kSplitStride = kConsumers * kFloats;
+  static constexpr int kFloats = kRows * kDimV + 2 * kRows, kSplitStride = kConsumers * kFloats;
   static_assert(kSplitStride == Config::kPartialFloats, "the workspace that Python asks for");
   static_assert(!Config::kInvariant || kConsumers <= 2, "an item has two counters for each");
 
@@ -36,8 +37,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
     else return kSplitStride;
   }
   STROBE_DEVICE int statistics_of_rows() const {  // where they begin behind the O of this consumer
-    if constexpr (kInvariant) return p.slot_rows * kDimV - 64 * staging.consumer * (kDimV - 2);
-    else return 64 * kDimV;
+    if constexpr (kInvariant) return p.slot_rows * kDimV - kRows * staging.consumer * (kDimV - 2);
+    else return kRows * kDimV;
   }
   STROBE_DEVICE int tile_index() const { return quotient(tile.work, p.splits); }
   STROBE_DEVICE int splits() const { return kListed ? tile.part.count : p.splits; }
@@ -54,16 +55,16 @@ template <class Config, class Params, class Staging> struct SplitKV {
     if constexpr (kInvariant) return split == 0 ? 0 : added * slot_floats();
     else return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
   }
-  STROBE_DEVICE int first_row() const { return tile.row0 + 64 * staging.consumer; }
-  // Of this consumer: more than 64 if others follow. A slot has room for no more, should a sequence have more than was
-  // said.
+  STROBE_DEVICE int first_row() const { return tile.row0 + kRows * staging.consumer; }
+  // Of this consumer: more than kRows if others follow. A slot has room for no more, should a sequence have more than
+  // was said.
   STROBE_DEVICE int rows() const {
     const int there = tile.q.length - first_row();
-    if constexpr (kInvariant) return min(there, p.slot_rows - 64 * staging.consumer);
+    if constexpr (kInvariant) return min(there, p.slot_rows - kRows * staging.consumer);
     else return there;
   }
   STROBE_DEVICE float* partial(int slot) const {
-    if constexpr (kInvariant) return p.partial + i64(slot) * slot_floats() + 64 * staging.consumer * kDimV;
+    if constexpr (kInvariant) return p.partial + i64(slot) * slot_floats() + kRows * staging.consumer * kDimV;
     else return p.partial + (i64(slot) * kConsumers + staging.consumer) * kFloats;
   }
   // Of the tile. Those of invariant kernels lie behind the list; `added` of the first slot lies kConsumers further.
@@ -111,21 +112,28 @@ template <class Config, class Params, class Staging> struct SplitKV {
       if (lane % 4 == 0 && has_room) st_global_x2(mine + behind_o + 2 * row, softmax.m[r], l);
     }
   }
+  // One thread, behind a barrier, counts this split in. At `to` in shared memory it leaves how many came before, and
+  // how many the first one has added up.
+  STROBE_DEVICE void count_in(u32 to) const {
+    if (kInvariant && added) st_global(counter() + kConsumers, u32(added));
+    fence_device();
+    st_shared(to, alone() ? 0 : atomic_inc_wrap(counter(), splits() - 1));
+    fence_device();
+    if (kInvariant) st_shared(to + 4, alone() ? 0 : acquire_turn(counter() + kConsumers));
+  }
+  // Behind another barrier: whether this split was the last one.
+  STROBE_DEVICE bool is_last(u32 from) {
+    if (kInvariant) added = int(ld_shared(from + 4));
+    return int(ld_shared(from)) + added == splits() - 1;
+  }
   // Stores this split's partial result and returns whether it was the last one.
   template <class O> STROBE_DEVICE bool store_partial(const O& o, const Softmax<>& softmax) {
     store_rows(o, softmax);
     const u32 splits_before = staging.buffer;
     staging.acquire();
-    if (thread_idx() % 128 == 0) {
-      if (kInvariant && added) st_global(counter() + kConsumers, u32(added));
-      fence_device();
-      st_shared(splits_before, alone() ? 0 : atomic_inc_wrap(counter(), splits() - 1));
-      fence_device();
-      if (kInvariant) st_shared(splits_before + 4, alone() ? 0 : acquire_turn(counter() + kConsumers));
-    }
+    if (thread_idx() % 128 == 0) count_in(splits_before);
     sync_warpgroup(staging.consumer);
-    if (kInvariant) added = int(ld_shared(splits_before + 4));
-    const bool last = int(ld_shared(splits_before)) + added == splits() - 1;
+    const bool last = is_last(splits_before);
     sync_warpgroup(staging.consumer);  // all have read it
     // A bulk copy may write there next. `Staging::send` has a fence of its own, but the fp32 rows of partial output do
     // not go through it.
@@ -140,45 +148,6 @@ template <class Config, class Params, class Staging> struct SplitKV {
   STROBE_DEVICE void merge(const TensorMap* map, const Box& box) const {
     if (kInvariant && parts() > 4 && rows() * kDimV <= 4 * 128) merge_by<1, 16>(map, box);
     else merge_by<4, 4>(map, box);
-  }
-
- private:
-  using T = typename Config::Element;
-
-  // A thread merges kFours times four columns of a row, its neighbours the columns beside them: all threads take part,
-  // whosever rows they are.
-  template <int kFours, int kAtOnce> STROBE_DEVICE void merge_by(const TensorMap* map, const Box& box) const {
-    constexpr int kPanel = strobe::kPanel<T>, kMost = kPanel * Staging::kPanelsAtOnce;
-    const int rows = min(64, this->rows());
-    const float* partials = partial(first_slot());
-#pragma unroll 1
-    for (int panel = 0; panel < panels<T>(kDimV); panel += Staging::kPanelsAtOnce) {
-      const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kFours,
-                threads = stride / 4;
-      if (!Config::kPartialOut) staging.acquire();
-#pragma unroll 1
-      for (int i = thread_idx() % 128; i < rows * threads; i += 128) {
-        const int row = i / threads, column = i % threads * 4;
-        float o[kFours][4] = {}, m, l;
-        merge_columns<kFours, kAtOnce>(partials, row, panel * kPanel + column, stride, o, m, l);
-        float lse;
-        const float top = kInvariant ? mul_rn(m, p.scale_log2) : m * p.scale_log2, sink = out.sink(first_row() + row);
-        const float inverse = normaliser<Config::kSinks, kInvariant>(l, top, sink, lse);
-        if (p.lse && panel + column == 0) out.store_lse(first_row() + row, lse);
-#pragma unroll
-        for (int c = 0; c < kFours; ++c) {
-#pragma unroll
-          for (int x = 0; x < 4; ++x) o[c][x] *= inverse;
-          const int at = column + c * stride;
-          if (!Config::kPartialOut)
-            st_shared(staging.buffer + chunk_offset(64, row, at / kChunk<T>) + column % kChunk<T> * sizeof(T),
-                      u32x2{pack2<T>(o[c][0], o[c][1]), pack2<T>(o[c][2], o[c][3])});
-          else if (panel * kPanel + at < p.dim_v) out.store_o(first_row() + row, panel * kPanel + at, o[c]);
-        }
-      }
-      if (!Config::kPartialOut) staging.send(map, box, panel, rows > 0);
-      else sync_warpgroup(staging.consumer);  // the loop above is divergent, and ptxas must know where it ends
-    }
   }
 
   // O, m and l of a row under the maximum of all splits, which moves on from splits to splits as it does from key block
@@ -223,6 +192,44 @@ template <class Config, class Params, class Staging> struct SplitKV {
           for (int c = 0; c < 4 * kFours; ++c) o[c / 4][c % 4] = fma(x[j][c / 4][c % 4], weight, o[c / 4][c % 4]);
         }
       }
+    }
+  }
+
+ private:
+  using T = typename Config::Element;
+
+  // A thread merges kFours times four columns of a row, its neighbours the columns beside them: all threads take part,
+  // whosever rows they are.
+  template <int kFours, int kAtOnce> STROBE_DEVICE void merge_by(const TensorMap* map, const Box& box) const {
+    constexpr int kPanel = strobe::kPanel<T>, kMost = kPanel * Staging::kPanelsAtOnce;
+    const int rows = min(64, this->rows());
+    const float* partials = partial(first_slot());
+#pragma unroll 1
+    for (int panel = 0; panel < panels<T>(kDimV); panel += Staging::kPanelsAtOnce) {
+      const int columns = kDimV % kMost == 0 ? kMost : min(kMost, kDimV - panel * kPanel), stride = columns / kFours,
+                threads = stride / 4;
+      if (!Config::kPartialOut) staging.acquire();
+#pragma unroll 1
+      for (int i = thread_idx() % 128; i < rows * threads; i += 128) {
+        const int row = i / threads, column = i % threads * 4;
+        float o[kFours][4] = {}, m, l;
+        merge_columns<kFours, kAtOnce>(partials, row, panel * kPanel + column, stride, o, m, l);
+        float lse;
+        const float inverse = out.normalise(first_row() + row, m, l, lse);
+        if (p.lse && panel + column == 0) out.store_lse(first_row() + row, lse);
+#pragma unroll
+        for (int c = 0; c < kFours; ++c) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) o[c][x] *= inverse;
+          const int at = column + c * stride;
+          if (!Config::kPartialOut)
+            st_shared(staging.buffer + chunk_offset(64, row, at / kChunk<T>) + column % kChunk<T> * sizeof(T),
+                      u32x2{pack2<T>(o[c][0], o[c][1]), pack2<T>(o[c][2], o[c][3])});
+          else if (panel * kPanel + at < p.dim_v) out.store_o(first_row() + row, panel * kPanel + at, o[c]);
+        }
+      }
+      if (!Config::kPartialOut) staging.send(map, box, panel, rows > 0);
+      else sync_warpgroup(staging.consumer);  // the loop above is divergent, and ptxas must know where it ends
     }
   }
 };

@@ -46,7 +46,7 @@ template <class T, bool kOneBox, int kColumns, int kPanels, bool kPrivate> struc
   u32 buffer;
   int consumer;
   int first_panel = 0;  // of the tensor: where these columns begin
-  static constexpr int kPanelsAtOnce = kPanels, kPanelsInAll = panels<T>(kColumns);
+  static constexpr int kRows = 64, kPanelsAtOnce = kPanels, kPanelsInAll = panels<T>(kColumns);
   static constexpr bool kFp32 = sizeof(T) == 4;
 
   template <bool kStagedBefore = kPrivate> STROBE_DEVICE void acquire() const {

@@ -37,4 +37,30 @@ STROBE_DEVICE void copy_tile_async(u32 dst, const T* src, i64 row_stride, int ro
   }
 }
 
+// Where a row begins, and whether it exists; else it becomes zero, and `from` is not read.
+template <class T> struct RowInMemory {
+  const T* from;
+  bool there;
+};
+// One warp copies rows [first_row, first_row + kRows) of a tile of kTileRows rows. address(r): where the r-th of them
+// lies, so that none need be neighbours.
+template <class T, int kTileRows, int kRows, int kColumns, bool kWholeColumns, class Address>
+STROBE_DEVICE void copy_rows_async(u32 dst, int first_row, int columns_there, Address address) {
+  static_assert(kRows % 8 == 0, "four rows at a time, and every other time the same swizzle");
+  const int lane = thread_idx() % 32, chunk = lane % 8;
+  const u32 at = dst + chunk_offset(kTileRows, first_row + lane / 8, chunk);
+#pragma unroll
+  for (int row = 0; row < kRows; row += 4) {
+    const auto x = address(row + lane / 8);
+#pragma unroll
+    for (int panel = 0; panel < panels<T>(kColumns); ++panel) {
+      const int column = panel * kPanel<T> + chunk * kChunk<T>;
+      if ((panel + 1) * kPanel<T> > kColumns && column >= kColumns) continue;
+      const bool valid = x.there && (kWholeColumns || column < columns_there);
+      cp_async_16((at ^ (row % 8 << 4)) + row * kPanelRowBytes + panel * (kTileRows * kPanelRowBytes),
+                  x.from + (kWholeColumns || valid ? column : 0), valid);
+    }
+  }
+}
+
 }  // namespace strobe
