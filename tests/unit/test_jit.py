@@ -526,8 +526,9 @@ def test_an_environment_that_builds_on_another_finds_its_compiler(tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     seen = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "others.pth").write_text("\n".join([*seen, str(Path(jit.__file__).parents[2])]))
-    command = "from strobe.cuda.runtime import jit; print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
+    (packages / "others.pth").write_text("\n".join([*seen, str(Path(jit.__file__).parents[3])]))
+    source = "__global__ void kernel() {}"
+    command = f"from strobe.cuda.runtime import jit; print(jit.nvrtc_status()); jit.compile('{source}', 'sm_80')"
     done = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", "-c", command], capture_output=True, text=True, timeout=600
     )
