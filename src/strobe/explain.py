@@ -58,11 +58,11 @@ def _si(value: float, base: int) -> str:
 
 
 def _of_pages(
-    k: torch.Tensor, v: torch.Tensor, table: Any = None, layout: str = "nhd", **given: Any
+    k: torch.Tensor, v: torch.Tensor, table: Any = None, layout: str = "nhd", **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """The arguments of `attention_paged`, with its defaults, as an `Arguments` has them."""
     entries, indptr = entries_of(table)
-    return *in_order(k, v, layout), {"mask": causal, "indptr": indptr, **given, "table": entries}
+    return *in_order(k, v, layout), {"mask": causal, "indptr": indptr, **options, "table": entries}
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor, **arguments: Any) -> Explanation:

@@ -93,13 +93,13 @@ def _indices(rows: Any, len_q: int) -> range | list[int]:
             raise TypeError(f"rows must be integers with one axis, got {rows.dtype} of shape {tuple(rows.shape)}")
         rows = rows.tolist()
     try:
-        found = [operator.index(row) for row in (rows if isinstance(rows, Sequence | range) else [rows])]
+        numbers = [operator.index(row) for row in (rows if isinstance(rows, Sequence | range) else [rows])]
     except TypeError:
         raise TypeError(f"rows must be a slice, an index or a sequence of indices, got {rows!r}") from None
-    for row in found:
+    for row in numbers:
         if not -len_q <= row < len_q:
             raise IndexError(f"rows must be from {-len_q} to {len_q - 1}, the queries there are; got {row}")
-    return [row % len_q for row in found]
+    return [row % len_q for row in numbers]
 
 
 def _runs(indices: range | list[int]) -> Iterator[range]:

@@ -115,7 +115,7 @@ def test_packed_queries_and_new_keys() -> None:
 
 @pytest.mark.parametrize("page", [1, 8, 256])
 def test_varlen_functions(page: int) -> None:
-    """As flash-attn's own suite calls them: inputs that require gradients get an output, and no gradient."""
+    """The calls are those of flash-attn's own suite: inputs that require gradients get an output, and no gradient."""
     contiguous, paged, table = caches(page)
     counts = [2, 1, 6]
     q = random(sum(counts), HEADS, DIM).requires_grad_()

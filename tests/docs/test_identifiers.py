@@ -1,4 +1,4 @@
-"""What a document puts in backticks and calls by a name of ours exists: constants of kernels, functions, files, modules."""
+"""A document's names of ours in backticks exist: constants of kernels, functions, files, modules."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _DOTTED = re.compile(r"\bstrobe(?:\.[A-Za-z_]\w*)+")
 
 
 def quoted(document: Path) -> list[str]:
-    """What stands in backticks, blocks of code aside: those are run."""
+    """Return what stands in backticks, blocks of code aside: those are run."""
     text = re.sub(r"^(`{3,}).*?^\1", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
 @pytest.fixture(scope="module")
 def words() -> set[str]:
-    """Of everything that is code, and the names of the files themselves."""
+    """Return the words of everything that is code, and the names of the files themselves."""
     paths = [path for path in SOURCES if path.suffix in _CODE and path.is_file() and path != Path(__file__)]
     found = {word for path in paths for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     return found | {path.stem for path in paths}
 
 
 def exists(dotted: str) -> bool:
-    """Whether `strobe.a.b` is a module, or something in one."""
+    """Return whether `strobe.a.b` is a module, or something in one."""
     parts = dotted.split(".")
     for n in range(len(parts), 0, -1):
         try:

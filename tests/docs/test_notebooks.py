@@ -46,7 +46,7 @@ def test_there_are_two() -> None:
 @pytest.mark.skipif(gpu() is not None and compiler() is None, reason="needs a GPU or a C++ compiler")
 @each
 def test_runs_from_top_to_bottom_in_90_seconds(notebook: Path, tmp_path: Path) -> None:
-    """As a script, which holds the checks as well."""
+    """The notebook runs as a script, which holds the checks as well."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}  # tests run beside this one
     start = time.monotonic()
     command = [sys.executable, str(notebook)]
@@ -108,7 +108,7 @@ def test_the_setup_installs_what_is_there(notebook: Path, tmp_path: Path, monkey
 
 @each
 def test_the_setup_knows_the_other_strobe(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without importing it: a stranger's code does not run."""
+    """The setup does not import it: a stranger's code does not run."""
     ours = importlib.util.find_spec("strobe")
     assert run_setup(notebook, monkeypatch, ours) == []
     stranger = importlib.util.spec_from_file_location("strobe", tmp_path / "strobe" / "__init__.py")

@@ -339,7 +339,7 @@ def planned(case: Case, tile: str, mutation: Mutation | None) -> tuple[Plan, Inp
 
 
 def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str | None:
-    """What is wrong with a run; None if nothing is."""
+    """Return what is wrong with a run; None if nothing is."""
     plan, inputs, out, lse = planned(case, tile, mutation)
     try:
         backend.launch(plan, tensors_of(inputs, out, lse), mode="async", seed=seed, workers=1)

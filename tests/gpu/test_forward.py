@@ -111,7 +111,7 @@ def test_what_the_kernels_leave_to_others_works_all_the_same(case: Case) -> None
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_layouts_agree(kernel: str) -> None:
-    """The same numbers in bshd and bhsd memory, and in leading axes left out, give the same bits."""
+    """Equal numbers in bshd and bhsd memory, and in leading axes left out, give the same bits."""
     if kernel not in kernels_here():
         pytest.skip("no Hopper GPU")
     q, k, v = (torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @contextlib.contextmanager
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within it, PyTorch's operations are not there to stand in."""
+    """Refuse PyTorch's operations within the block: they are not there to stand in."""
 
     def refuse(*args: Any, **more: Any) -> Any:
         raise AssertionError("no kernel was taken")

@@ -283,7 +283,7 @@ def test_bad_input_is_named(case: Case) -> None:
     ids=lambda case: case.name.replace(" ", "-"),
 )
 def test_nothing_is_written(case: Case) -> None:
-    """With an `out` of the right shape beside the bad argument, and with the bad `out` itself."""
+    """There is an `out` of the right shape beside the bad argument, or the bad `out` itself."""
     name = "output" if case.call is strobe.flash_attention else "out"
     try:
         arguments = case.arguments()

@@ -188,7 +188,7 @@ def test_includes_point_down(path: Path) -> None:
 
 
 def test_asm_only_in_wrappers() -> None:
-    """In every C++ text we ship, and in every Python string that might print one."""
+    """The rule holds for every C++ text we ship, and every Python string that might print one."""
     word = re.compile(r"\b(asm|__asm__)\b")
     sources = [p for p in SOURCE.rglob("*") if p.suffix in (".cuh", ".cu", ".h", ".hpp", ".cpp")]
     holders = {p for p in sources if word.search(without_comments(p.read_text(encoding="utf-8")))}

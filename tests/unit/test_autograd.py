@@ -60,7 +60,7 @@ TINY = [
 
 
 def as_function(backend: str, p: Problem, inputs: Inputs) -> tuple[Callable, tuple[torch.Tensor, ...]]:
-    """Of the leaves that there are, in their order; small tiles are forced by the caller."""
+    """Return a function of the leaves that there are, in their order; small tiles are forced by the caller."""
     held, leaves = with_leaves(inputs)
     present = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(held, name) is not None]
 

@@ -1,5 +1,5 @@
-"""What a call on a GPU does before the driver sees it, with the driver replaced: arguments, tensor maps, counters,
-reuse."""
+"""A call on a GPU does its own work before the driver sees it: arguments, tensor maps, counters, reuse. Here the driver
+is replaced."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kernel, first_word", [("sm80", None), ("sm90", True), ("sm90", False)])
 def test_a_launch_sends_the_addresses_of_this_call(kernel, first_word, no_driver, monkeypatch) -> None:
-    """Whether or not tensor maps have to be moved by the driver; None: there are none, and it is not asked."""
+    """Tensor maps have to be moved by the driver, or not; None: there are none, and it is not asked."""
     asked: list[str] = []
     monkeypatch.setattr(driver, "address_is_first_word", lambda: asked.append(kernel) or first_word)
     call, plan = call_of(kernel)
@@ -137,7 +137,7 @@ def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pyt
 
 
 def test_a_map_of_blocks_is_kept(no_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a block mask, and its launch is left out; not while a graph is captured, when nothing runs."""
+    """The map of a block mask is kept, and its launch is left out; not while a graph is captured, when nothing runs."""
     guards, capturing = torch._C._dynamo.guards, True
     monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing, raising=False)
@@ -217,7 +217,7 @@ def test_layers_share_a_list_of_work(invariant: bool, no_driver: None, monkeypat
             bound.run(a._replace(plan=plan))
             filling, attention = Recorder.made
             assert (len(filling.sent), len(attention.sent)) == (step + 1, 3 * step + layer + 1)
-    (known,) = plan.found.values()
+    (known,) = plan.by_kind.values()
     fields, (_, sent) = forward_sm90.plan(Problem.of(a)[0], {"o": (1, 1, 1)}, H200).launches, filling.sent[-1]
     at = [struct.unpack_from("<Q", sent, fields[0].kernel.params.offsets[name])[0] for name in ("work", "lengths")]
     assert at[0] == known.memory.data_ptr() and at[1] != lengths.data_ptr()
@@ -230,7 +230,7 @@ def test_layers_share_a_list_of_work(invariant: bool, no_driver: None, monkeypat
 
 
 class Addresses:
-    """In place of a Launcher: what it was called with."""
+    """A stand-in for a Launcher: it keeps what it was called with."""
 
     calls: list[dict[str, int]] = []
 
@@ -420,7 +420,7 @@ def test_a_repeated_backward_tells_gradients_of_the_lse_apart(addresses) -> None
 
 
 def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch) -> None:
-    """While another one is current, which stays so. Memory is allocated on the current device, the workspace too."""
+    """Another device is current, and stays so. Memory is allocated on the current device, the workspace too."""
     current, used = 1, []
 
     class Current:
@@ -458,8 +458,8 @@ def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch)
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, monkeypatch) -> None:
-    """In the first call and in a repeated one: 32 blocks of keys for 132 multiprocessors, so groups of 16 heads are
-    divided into parts, which are written in fp32. Here, part i writes the number i."""
+    """Gradients are summed up in the first call and in a repeated one: 32 blocks of keys for 132 multiprocessors, so
+    groups of 16 heads are divided into parts, which are written in fp32. Here, part i writes the number i."""
     heads, parts = layout.index("h"), 4
     shapes = [torch.Size((2, 512, h, 64) if layout == "bshd" else (2, h, 512, 64)) for h in (64, 4, 4 * parts)]
     numbers = torch.arange(4.0 * parts).view(-1, *(1,) * (3 - heads)).expand(shapes[2])
@@ -496,8 +496,9 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, mon
     ],
 )
 def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: int) -> None:
-    """If blocks of keys are fewer than multiprocessors: so that they are twice as many, as far as the group can be
-    divided evenly and dK and dV of the parts take no more memory than q; not if there is little to do."""
+    """Groups are divided if blocks of keys are fewer than multiprocessors: so that they are twice as many, as far as
+    the group can be divided evenly and dK and dV of the parts take no more memory than q; not if there is little to
+    do."""
     q, k = ((2, length, h, 64) for h in (heads, heads_k))
     problem = supposed(torch.device("cpu"), torch.bfloat16, q, k, k, ("q", "k", "v"))
     assert group_parts(problem, H200.sms) == parts
@@ -505,7 +506,8 @@ def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: i
 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"scale": 0.5, "layout": "bhsd"}], ids=str)
 def test_a_repeated_call_makes_six_python_calls(options, no_driver, monkeypatch) -> None:
-    """Of ours, from `strobe.attention` to the driver; PyTorch's question whether it compiles is one of its own."""
+    """Six calls of ours lead from `strobe.attention` to the driver; PyTorch's question whether it compiles is one of
+    its own."""
     monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
     monkeypatch.setattr(cuda_backend, "missing", lambda device, hopper: None)
     monkeypatch.setattr(launching, "_zeros", {(0, 77): 4096})

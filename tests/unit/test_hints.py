@@ -95,7 +95,7 @@ swapped = torch.ones(1, 8, 100, 16)  # (batch, heads, length, dim)
 def warnings_of(
     monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tensor, **options: Any
 ) -> list[warnings.WarningMessage]:
-    """Of the first such call of a process."""
+    """Return the warnings of the first such call of a process."""
     monkeypatch.setattr(hints, "_warned", False)
     monkeypatch.setattr(strobe.call.bound_call.remembered, "calls", {})
     with warnings.catch_warnings(record=True) as found:

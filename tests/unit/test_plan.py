@@ -1,5 +1,5 @@
-"""From problem to launch: padded head dims, tensor maps that the hardware takes, sources that do not depend on what may
-change between calls."""
+"""Plans lead from a problem to launches: padded head dims, tensor maps that the hardware takes, sources that do not
+depend on what may change between calls."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def facts(kernel: TemplateKernel) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_plans_use_listed_tiles_and_dims(case: Case) -> None:
-    """What is compiled ahead of time has the tiles that calls will ask for."""
+    """The kernels that are compiled ahead of time have the tiles that calls will ask for."""
     p = problem_of(case)
     for found, arch in zip(plans(p), ("sm_80", "sm_90a"), strict=True):
         listed = {facts(v) for v in all_forward_variants(arch)}

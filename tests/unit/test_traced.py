@@ -1,5 +1,5 @@
-"""Under torch.compile: one graph, the same numbers. `aot_eager` traces forward and backward but generates no code; one
-test does."""
+"""A call under torch.compile is one graph with the same numbers. `aot_eager` traces forward and backward but generates
+no code; one test does."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_masks_travel_as_text(mask: strobe.Mask) -> None:
 
 
 def test_a_name_does_not_make_a_mask() -> None:
-    """What travels are the two expressions: a mask of one's own may be called anything."""
+    """The two expressions travel, not the name: a mask of one's own may be called anything."""
     imposter = strobe.Mask(None, strobe.causal_top_left.hi, "causal")
     q, k, v = torch.randn(3, 1, 6, 2, 8)
     k, v = k[:, :4], v[:, :4]

@@ -171,14 +171,14 @@ def lookup(a: Arguments) -> BoundCall:
     """The bound call of an earlier, equal-looking one, or a new one."""
     try:
         key = signature(a)
-        found = remembered.calls.get(key)
+        bound = remembered.calls.get(key)
     except (RuntimeError, TypeError):  # without strides, or not to be hashed: the checks say what is wrong
-        key = found = None
-    if found is None:
-        found = bind(a)
+        key = bound = None
+    if bound is None:
+        bound = bind(a)
         if key is not None:
-            remember(key, found)
-    return found
+            remember(key, bound)
+    return bound
 
 
 def remember(key: Any, bound: BoundCall) -> None:

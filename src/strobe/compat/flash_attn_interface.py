@@ -209,7 +209,7 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """What to pass as `scheduler_metadata`. It is empty: our kernels need no plan made beforehand."""
+    """Return a tensor to pass as `scheduler_metadata`. It is empty: our kernels need no plan made beforehand."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 

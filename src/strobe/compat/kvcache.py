@@ -113,11 +113,11 @@ def _check(
     if cos is not None and k is None:
         raise InvalidArgument("rotary_cos and rotary_sin turn queries and new keys: k and v must be given")
     if k_cache.dim() != 4 or v_cache.dim() != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
-        found = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        raise InvalidArgument(f"k_cache and v_cache must be (batch_cache, capacity, heads_k, dim), got {found}")
+        got = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise InvalidArgument(f"k_cache and v_cache must be (batch_cache, capacity, heads_k, dim), got {got}")
     if q.shape[-1] != k_cache.shape[3] or q.dtype != k_cache.dtype:
-        found = f"{q.dtype} of dim {q.shape[-1]} and {k_cache.dtype} of dim {k_cache.shape[3]}"
-        raise InvalidArgument(f"q and k_cache must have one dtype and one head dim, got {found}")
+        got = f"{q.dtype} of dim {q.shape[-1]} and {k_cache.dtype} of dim {k_cache.shape[3]}"
+        raise InvalidArgument(f"q and k_cache must have one dtype and one head dim, got {got}")
     if q.shape[-2] % max(1, k_cache.shape[2]):
         raise InvalidArgument(
             f"q has {q.shape[-2]} heads, which is not a multiple of the {k_cache.shape[2]} heads of k_cache"
@@ -128,8 +128,8 @@ def _check(
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         want = (*rows, *cache.shape[2:])
         if t.shape != want or t.dtype != cache.dtype:
-            found = f"{t.dtype} of shape {tuple(t.shape)}"
-            raise InvalidArgument(f"{name} must be {cache.dtype} of shape {want}, as the cache and q are; got {found}")
+            got = f"{t.dtype} of shape {tuple(t.shape)}"
+            raise InvalidArgument(f"{name} must be {cache.dtype} of shape {want}, as the cache and q are; got {got}")
 
 
 def _rows_of_table(table: torch.Tensor, batch: int, batch_idx: _Maybe) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _rows_of_table(table: torch.Tensor, batch: int, batch_idx: _Maybe) -> torch.
 def _check_places(
     batch: int, caches: int, capacity: int, used: Any, new: Any, batch_idx: _Maybe, leftpad: _Maybe, rotary: _Maybe
 ) -> None:
-    """Where in the cache things are, before anything is written: a negative number would count from the end."""
+    """Check where in the cache things are, before anything is written: a negative number would count from the end."""
     if batch_idx is None and caches != batch:
         raise InvalidArgument(
             f"k_cache has batch size {caches}, q has {batch}; cache_batch_idx must map one to the other"

@@ -28,6 +28,7 @@ from strobe.problem.checks import (
     checked_scale,
     checked_tensor,
     lse_dtype,
+    out_dtype,
 )
 from strobe.problem.page_checks import NO_GRADIENTS, check_paged
 from strobe.variants.mask import Mask, full, used_keys
@@ -50,7 +51,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows lie in memory: those of queries, or those of keys and values."""
+    """The layout of rows in memory: those of queries, or those of keys and values."""
 
     heads: int
     length: int  # of the longest sequence; of paged keys, what a table has room for
@@ -166,7 +167,7 @@ class Problem:
 
     @property
     def strides(self) -> tuple[Strides, Strides, Strides]:
-        """Of q, k and v."""
+        """The strides of q, k and v."""
         return self.q.strides[0], self.k.strides[0], self.k.strides[1]
 
     @property
@@ -175,7 +176,7 @@ class Problem:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return self.lse_dtype if self.partial else self.dtype
+        return out_dtype(self.dtype, self.partial)
 
     @property
     def empty(self) -> bool:
@@ -288,7 +289,7 @@ class Problem:
 
 def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tuple[Load, ...]:
     """All of them as they are. Captured tensors have the strides and the lengths of their own axes."""
-    found = [
+    loads = [
         Load(f"score{number}", t.dtype, captured_strides(t), shared=True, negated=t.is_neg())
         for number, t in enumerate(score.tensors)
     ]
@@ -297,8 +298,8 @@ def _loads(a: Arguments, score: Score, pairs: tuple[int, int, int, int]) -> tupl
             view = four_axes(t)
             assert view is not None
             strides, shared = view.expand(pairs).stride(), tuple(view.shape) != pairs
-            found.append(Load(name, t.dtype, strides, shared, negated=t.is_neg()))
-    return tuple(found)
+            loads.append(Load(name, t.dtype, strides, shared, negated=t.is_neg()))
+    return tuple(loads)
 
 
 def captured_strides(t: torch.Tensor) -> tuple[int, ...]:
@@ -338,5 +339,5 @@ def supposed(
 
 def any_requires_grad(a: Arguments) -> bool:
     captured = a.score.tensors if isinstance(a.score, Score) else ()
-    given = [*(getattr(a, name) for name in GRADIENTS), *captured]
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
+    tensors = [*(getattr(a, name) for name in GRADIENTS), *captured]
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

@@ -25,6 +25,11 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def out_dtype(dtype: torch.dtype, partial: bool = False) -> torch.dtype:
+    """The dtype of the output for inputs of this dtype; a partial one is to be merged with others."""
+    return lse_dtype(dtype) if partial else dtype
+
+
 def checked_tensor(name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -83,7 +88,7 @@ def check_qkv(a: Arguments) -> Layout:
 
 
 def check_dims(a: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q, k and v are views in (batch, heads, length, dim) order."""
+    """Check shapes and strides of views in (batch, heads, length, dim) order."""
     try:
         check_shapes(q.shape, k.shape, v.shape, a.paged)
     except ValueError as error:
@@ -199,14 +204,14 @@ def _longest(name: str, max_name: str, cu: torch.Tensor, longest: Any, total: in
     ends = cu.tolist()
     if ends[0] != 0 or ends[-1] != total:
         raise ValueError(f"{name} must run from 0 to {total} (the rows there are), got {ends[0]} … {ends[-1]}")
-    found = 0
+    most = 0
     for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
         if end < start:
             raise ValueError(f"{name} must not decrease, but {name}[{i}] = {start} and {name}[{i + 1}] = {end}")
-        found = max(found, end - start)
-    if longest is not None and longest < found:
-        raise ValueError(f"{max_name} is {longest}, but the longest sequence in {name} has {found} rows")
-    return found
+        most = max(most, end - start)
+    if longest is not None and longest < most:
+        raise ValueError(f"{max_name} is {longest}, but the longest sequence in {name} has {most} rows")
+    return most
 
 
 # ---- what happens to a score -----------------------------------------------------------------------------------------
@@ -302,7 +307,7 @@ def check_per_head(name: str, t: Any, q: torch.Tensor, heads: int) -> None:
 def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
     out = checked_tensor("out", a.out)
     want = (*a.q.shape[:-1], dim_v)
-    dtype = lse_dtype(a.q.dtype) if a.partial else a.q.dtype
+    dtype = out_dtype(a.q.dtype, a.partial)
     if tuple(out.shape) != want:
         raise ValueError(f"out has shape {tuple(out.shape)}, the result has {want}")
     if out.dtype != dtype:
@@ -335,8 +340,8 @@ def check_state(a: Arguments, layout: Layout) -> None:
         if a.out is None or a.partial:
             raise ValueError(f"state_out goes with a rounded out, got out={a.out!r} and partial={a.partial!r}")
         if wide.shape != a.out.shape or wide.dtype != lse_dtype(a.q.dtype) or wide.device != a.out.device:
-            found = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
-            raise ValueError(f"state_out is {found}, out has shape {tuple(a.out.shape)} on {a.out.device}")
+            got = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
+            raise ValueError(f"state_out is {got}, out has shape {tuple(a.out.shape)} on {a.out.device}")
         if wide.shape[-1] > 1 and wide.stride(-1) != 1:
             raise ValueError(f"the last axis of state_out must be contiguous, its stride is {wide.stride(-1)}")
     elif wide is None or not a.partial:
@@ -352,7 +357,8 @@ def check_state(a: Arguments, layout: Layout) -> None:
 
 
 def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
-    """Whether `out` is the queries themselves: results may replace them, since a row is read before it is written."""
+    """Return whether `out` is the queries themselves: results may replace them, since a row is read before it is
+    written."""
     return name == "q" and t.data_ptr() == out.data_ptr() and t.shape == out.shape and t.stride() == out.stride()
 
 
@@ -360,7 +366,8 @@ def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether two elements lie at one address. Axes are sorted by stride: each must step over all that lie within."""
+    """Return whether two elements lie at one address. Axes are sorted by stride: each must step over all that lie
+    within."""
     reach = 0
     for stride, size in sorted((abs(s), n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
         if stride <= reach:
@@ -370,7 +377,7 @@ def overlaps_itself(t: torch.Tensor) -> bool:
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether some element of one is an element of the other."""
+    """Return whether some element of one is an element of the other."""
     if not a.numel() or not b.numel() or a.device.type == "meta" or not same_storage(a, b):
         return False
     (a0, a1), (b0, b1) = _addresses(a), _addresses(b)

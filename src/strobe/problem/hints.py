@@ -69,8 +69,8 @@ def shows_known_keywords(function: _Function) -> _Function:
     """The function itself. Its `*more` and `**wrong`, which are there to be refused with a hint, are left out of its
     signature."""
     signature = inspect.signature(function)
-    known = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function
 
 
@@ -86,18 +86,18 @@ def unknown_arguments(function: Callable[..., Any], more: Sequence[Any], wrong: 
 
 def unknown_keyword(function: Callable[..., Any], wrong: Iterable[str]) -> TypeError:
     """The error of a call with keywords that the function does not have."""
-    known = list(inspect.signature(function).parameters)
-    return unknown_word(function.__name__, next(iter(wrong)), known)
+    names = list(inspect.signature(function).parameters)
+    return unknown_word(function.__name__, next(iter(wrong)), names)
 
 
-def unknown_word(function: str, word: str, known: Iterable[str]) -> TypeError:
-    known = list(known)
+def unknown_word(function: str, word: str, names: Iterable[str]) -> TypeError:
+    names = list(names)
     if word in _SPELLINGS:
         way_out = f"use {_SPELLINGS[word]}"
-    elif close := difflib.get_close_matches(word, known, 1):
+    elif close := difflib.get_close_matches(word, names, 1):
         way_out = f"did you mean {close[0]}=?"
     else:
-        way_out = f"it takes {', '.join(known)}"
+        way_out = f"it takes {', '.join(names)}"
     return TypeError(f"{function}() got an unexpected keyword argument {word!r}; {way_out}")
 
 

@@ -133,7 +133,7 @@ def attention(
 
 
 def _says_more(attention_mask: LayerMask | torch.Tensor | None) -> bool:
-    """Whether it says more than which keys a query sees by position."""
+    """Return whether it says more than which keys a query sees by position."""
     if not isinstance(attention_mask, LayerMask):
         return attention_mask is not None
     return any(t is not None for t in (attention_mask.padding, attention_mask.positions, attention_mask.booleans))
