@@ -341,7 +341,7 @@ def test_numbers_that_are_allowed() -> None:
 
 @pytest.mark.parametrize("name", ["mask", "score"])
 def test_a_function_that_cannot_be_traced_is_unsupported(name: str) -> None:
-    """And a TypeError, as what is no function is."""
+    """The error is a TypeError, too, as for what is no function."""
     with pytest.raises(strobe.Unsupported) as caught:
         strobe.attention(**qkv(), **{name: lambda *positions: math.floor(positions[0])})
     assert isinstance(caught.value, TypeError)

@@ -83,7 +83,7 @@ def test_backward(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape_q, shape_k", [((4096, 16), (16, 1)), ((8, 1), (16384, 1))], ids=["queries", "keys"])
 def test_long_sums_in_16_bits(shape_q: tuple[int, int], shape_k: tuple[int, int], dtype: torch.dtype) -> None:
-    """Of dK and dV over many queries and the heads of a group, of dQ over many keys."""
+    """The sums are dK and dV over many queries and the heads of a group, and dQ over many keys."""
     torch.manual_seed(0)
     x = [torch.randn(1, *shape, 16).to(dtype).requires_grad_() for shape in (shape_q, shape_k, shape_k)]
     wide = [t.detach().double().requires_grad_() for t in x]

@@ -74,7 +74,7 @@ def test_t5_bias(bidirectional: bool, buckets: int, max_distance: int) -> None:
 
 @pytest.mark.parametrize("make", [strobe.t5_bias, lambda table: strobe.relative_bias(table.t())], ids=["t5", "view"])
 def test_a_kept_bias_follows_its_table(make: Callable[[torch.Tensor], strobe.Score]) -> None:
-    """Through steps of an optimiser, with one score for all of them."""
+    """One score serves all steps of an optimiser."""
     x, table = inputs(6, 9), torch.randn(31, 2, dtype=torch.float64, requires_grad=True)
     score, optimiser = make(table), torch.optim.SGD([table], lr=0.1)
     for _ in range(3):

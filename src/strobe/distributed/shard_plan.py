@@ -153,7 +153,8 @@ class ShardPlan:
         return sets.indices(self.shards[self._rank(rank)], device)
 
     def offsets(self, device: torch.device) -> torch.Tensor:
-        """Where documents begin, and where the last one ends, as `cu_q` and `cu_k` have it; made once for each device."""
+        """Return where documents begin, and where the last one ends, as `cu_q` and `cu_k` have it; made once for each
+        device."""
         if (key := ("offsets", device)) not in self.prepared:
             self.prepared[key] = torch.tensor(self.starts, dtype=torch.int32).to(device)
         return self.prepared[key]

@@ -12,7 +12,7 @@ from strobe.variants.user_function import traced_mask
 
 
 class _Verdict(NamedTuple):
-    """What `_agree` found for a mask, its function and its lists of blocks, whose tensors had these versions."""
+    """The result of `_agree` for a mask, its function and its lists of blocks, whose tensors had these versions."""
 
     function: Mask
     lists: tuple[Any, ...]
@@ -62,7 +62,7 @@ def check_lengths(mask: Any, len_q: int, len_k: int) -> None:
 
 
 def _is_noop(function: Any) -> bool:
-    """Whether it is FlexAttention's own function that hides nothing."""
+    """Return whether it is FlexAttention's own function that hides nothing."""
     return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == (
         "torch.nn.attention.flex_attention",
         "noop_mask",
@@ -77,7 +77,7 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 @getattr(torch, "_disable_dynamo", torch.compiler.disable)
 def _agree(mask: Any, function: Mask, whole: torch.Tensor, partial: torch.Tensor) -> bool:
-    """Whether blocks that are not listed hide every pair, and whole ones none. Looks at all pairs, which is what
+    """Return whether blocks that are not listed hide every pair, and whole ones none. Looks at all pairs, which is what
     `create_block_mask` has done, and less than attention to them: once for a mask, until its function or one of its
     tensors is another one or has changed in place."""
     blocks = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)

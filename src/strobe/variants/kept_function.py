@@ -18,8 +18,8 @@ _WAYS_OUT = (
 
 
 class NothingDerived(TorchDispatchMode):
-    """In this block operations of torch may make tensors, compute with those, and look at captured tensors in another way
-    (views). An operation that reads or writes a captured tensor raises."""
+    """Let operations of torch make tensors in this block, compute with those, and look at captured tensors in another
+    way (views). An operation that reads or writes a captured tensor raises."""
 
     def __init__(self, error: Callable[[str], Exception]) -> None:
         super().__init__()

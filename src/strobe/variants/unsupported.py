@@ -4,5 +4,4 @@ from __future__ import annotations
 
 
 class Unsupported(NotImplementedError):
-    """What was asked for makes sense, and is refused: by a backend that was named, or by all of them. The message says
-    why."""
+    """A request that makes sense is refused: by a backend that was named, or by all of them. The message says why."""

@@ -49,7 +49,7 @@ def traced_score(function: Callable[..., Any], *, rows: bool = False, kept: bool
 def trace(
     function: Callable, given: Sequence[Expr], kind: int, device: torch.device | None, kept: bool = False
 ) -> tuple[Expr, tuple[torch.Tensor, ...], str]:
-    """What a function of these values computes, the tensors it captures, and its name."""
+    """Return the expression that a function of these values computes, the tensors it captures, and its name."""
     name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "function")
     tracer = Tracer(name, device)
     what, takes = ("mask", "b, h, q, k") if kind == BOOL else ("score", "score, b, h, q, k")
