@@ -107,7 +107,7 @@ def memory_efficient_attention_backward(
     _refuse_dropout(p)
     with torch.enable_grad():  # of what is done to them before they are attended to
         leaves = tuple(t.detach().requires_grad_() for t in (query, key, value))
-        a = _arguments(*leaves, attn_bias, scale)
+        a = _arguments(leaves[0], leaves[1], leaves[2], attn_bias, scale)
     with torch.no_grad():
         inside = [t.reshape(*a.q.shape[:-1], t.shape[-1]) for t in (output, grad)]
         out, dout = (torch.nn.functional.pad(t, (0, a.v.shape[-1] - t.shape[-1])) for t in inside)
@@ -115,7 +115,7 @@ def memory_efficient_attention_backward(
         detached = a._replace(q=a.q.detach(), k=a.k.detach(), v=a.v.detach(), bias=bias)
         rows = (*a.q.shape[:-3], a.q.shape[-2], a.q.shape[-3])
         found = piece.backward(detached, out, lse.reshape(rows), dout)
-    return torch.autograd.grad((a.q, a.k, a.v), leaves, (found.q, found.k, found.v))
+    return torch.autograd.grad((a.q, a.k, a.v), leaves, (found.q, found.k, found.v))  # type: ignore[return-value]
 
 
 @raises_as_hosts

@@ -78,8 +78,8 @@ def _agree(mask: Any, function: Mask, whole: torch.Tensor, partial: torch.Tensor
     """Whether blocks that are not listed hide every pair, and whole ones none. Looks at all pairs, which is what
     `create_block_mask` has done, and less than attention to them: once for a mask, until its function or one of its
     tensors is another one or has changed in place."""
-    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    lists = (*lists, tuple(mask.BLOCK_SIZE), tuple(mask.seq_lengths))
+    tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    lists: tuple[Any, ...] = (*tensors, tuple(mask.BLOCK_SIZE), tuple(mask.seq_lengths))
     try:
         versions = tuple(t._version for t in (*lists, *function.tensors) if isinstance(t, torch.Tensor))
     except RuntimeError:  # tensors of inference mode do not count their changes

@@ -68,10 +68,6 @@ _NAMES = {
 _COMPOSED = ("square", "rsqrt", "reciprocal", "exp2", "log2", "log1p", "sign", "relu", "softplus", "silu")
 _LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
 _CASTS = {"int": INT, "long": LONG, "float": FLOAT, "bool": BOOL, "double": FLOAT}
-_DTYPES = {
-    torch.int32: INT, torch.int16: INT, torch.int8: INT, torch.uint8: INT, torch.int64: LONG, torch.bool: BOOL,
-    torch.float32: FLOAT, torch.float64: FLOAT, torch.float16: FLOAT, torch.bfloat16: FLOAT,
-}  # fmt: skip
 _TRUTH = "Python asks whether a value is true (if, and, or, not, min, max); use torch.where, &, |, ~, torch.minimum"
 _NUMBER = "Python asks for a number; use torch functions, .int() or .float(), and a tensor for a list"
 
@@ -114,10 +110,8 @@ class Partial:
         return self._tracer.load(self._tensor, self._index, index)
 
     def __getattr__(self, name: str) -> Any:
-        shape = tuple(self._tensor.shape)
-        raise self._tracer.error(
-            f"a tensor of shape {shape} has {len(self._index)} indices; index it down to one number"
-        )
+        shape, indices = tuple(self._tensor.shape), len(self._index)
+        raise self._tracer.error(f"a tensor of shape {shape} has {indices} indices; index it down to one number")
 
 
 def _operator(name: str) -> Callable:
@@ -133,17 +127,9 @@ def _refused(what: str) -> Callable:
 
 for _name in (*_BINARY, *("r" + name for name in _BINARY), *_COMPARE, "neg", "abs", "invert", "getitem"):
     setattr(Symbol, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in (
-    "__int__",
-    "__float__",
-    "__index__",
-    "item",
-    "tolist",
-    "__iter__",
-    "__len__",
-    "__contains__",
-    "__setitem__",
-):
+for _name in ("int", "float", "index", "iter", "len", "contains", "setitem"):
+    setattr(Symbol, f"__{_name}__", _refused(_NUMBER))
+for _name in ("item", "tolist"):
     setattr(Symbol, _name, _refused(_NUMBER))
 
 
@@ -211,7 +197,7 @@ class Tracer:
 
     def _to(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Symbol:
         dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-        kind = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else None
+        kind = ELEMENT_KINDS.get(dtype) if isinstance(dtype, torch.dtype) else None
         if kind is None or len(args) + len(kwargs) != 2:
             raise self.error("to() takes a dtype here, and nothing else")
         return Symbol(self, self.cast(self.operand(args[0]), kind))
@@ -274,9 +260,8 @@ class Tracer:
         if tensor.dtype not in ELEMENT_KINDS or tensor.layout != torch.strided:
             raise self.error(f"a captured tensor of {tensor.dtype}, {tensor.layout}; kernels do not read such elements")
         if self.device is not None and tensor.device != self.device:
-            raise self.error(
-                f"a captured tensor of shape {tuple(tensor.shape)} is on {tensor.device}, q is on {self.device}"
-            )
+            places = f"is on {tensor.device}, q is on {self.device}"
+            raise self.error(f"a captured tensor of shape {tuple(tensor.shape)} {places}")
         if len(indices) > tensor.ndim or tensor.ndim > MOST_AXES:
             raise self.error(f"a tensor of {tensor.ndim} axes has {len(indices)} indices; at most {MOST_AXES} axes")
         if len(indices) < tensor.ndim:
@@ -405,9 +390,8 @@ def trace(
             found = None if result is None else tracer.operand(result)
     except Exception as error:
         if not isinstance(error, CannotTrace):
-            error.add_note(
-                f"{name} was called with symbols for ({takes}): they index tensors, but neither arrays nor lists"
-            )
+            note = f"{name} was called with symbols for ({takes}): they index tensors, but neither arrays nor lists"
+            error.add_note(note)
         raise
     if found is None or (kind == BOOL) != (found.kind == BOOL):
         wanted = "a bool" if kind == BOOL else "a number (a condition goes in mask=)"
