@@ -111,7 +111,7 @@ def text_of_line(line: Line, direction: str) -> str:
 
 
 def note(anchors: Anchors) -> str:
-    """What the comparison is, and what it is not."""
+    """Say what the comparison is, and what it is not."""
     p = anchors.provenance
     return (
         f"How many times as fast as cuDNN, geometric means over {len(anchors.tflops['forward'])} cases ({p['problem']}), by "

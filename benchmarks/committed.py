@@ -1,4 +1,4 @@
-"""What is committed below benchmarks/results, as the pages read it."""
+"""Read the results committed below benchmarks/results, as the pages need them."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Model(nn.Module):
 
 
 def limit_memory(megabytes: int, device: torch.device, told: str) -> None:
-    """Of what this process allocates from now on. On a CPU a thread watches, and ends the process that takes more: what
-    a machine that has no more memory would do."""
+    """Limit what this process allocates from now on. On a CPU a thread watches, and ends the process that takes more:
+    what a machine that has no more memory would do."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, megabytes * 1e6 / total), device)

@@ -91,7 +91,7 @@ def shuffled_keys(length: int, shuffle: int, device: torch.device) -> tuple[torc
 
 
 def backends_of(name: str, o: argparse.Namespace) -> tuple[str, str | None]:
-    """Which backend computes attention, and which its gradients."""
+    """Return which backend computes attention, and which its gradients."""
     kind, _, backend = name.partition(":")
     if kind != "strobe":
         return "PyTorch", "PyTorch"

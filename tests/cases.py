@@ -70,7 +70,8 @@ CASES = [
 
 
 def _placed(case: Case, t: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """In memory as the case asks. Every slice of a larger tensor begins at an element that is a multiple of 8."""
+    """Place the tensor in memory as the case asks. Every slice of a larger tensor begins at an element that is a
+    multiple of 8."""
     t = t.to(device=device, dtype=dtype)
     if case.memory == "dense":
         return t

@@ -1,4 +1,4 @@
-"""What a compiled kernel costs, read from its cubin: an ELF file with NVIDIA's own sections."""
+"""Read the cost of a compiled kernel from its cubin: an ELF file with NVIDIA's own sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of many parameters `make test` runs. `make test-all` runs all of them."""
+"""Choose which of many parameters `make test` runs. `make test-all` runs all of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 
 def everyday(parameters: Sequence[Any], names: Iterable[str]) -> list[Any]:
-    """For `pytest.mark.parametrize`: those that `names` does not hold are marked as thorough. A parameter's name is its
-    str."""
+    """Mark, for `pytest.mark.parametrize`, the parameters that `names` does not hold as thorough. A parameter's name is
+    its str."""
     chosen, known = set(names), [str(parameter) for parameter in parameters]
     if unknown := sorted(chosen - set(known)):
         raise LookupError(f"everyday: {', '.join(unknown)}; must be among {', '.join(known)}")

@@ -29,7 +29,7 @@ CASES = [
 
 
 def make_exact(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, ...]:
-    """As `cases.make`: (q, k, v, keyword arguments)."""
+    """Return, as `cases.make` does, (q, k, v, keyword arguments)."""
     q, k, v, kwargs = make(dataclasses.replace(case, scale=math.log(2)), dtype, device)
     generator = torch.Generator().manual_seed(7)
 

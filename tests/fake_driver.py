@@ -50,7 +50,7 @@ class Kernel:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stream: int = 77) -> None:
-    """In place of strobe.cuda.runtime.driver, and of what torch says of a GPU; calls go to this stream."""
+    """Replace strobe.cuda.runtime.driver, and what torch says of a GPU; calls go to this stream."""
     Recorder.made.clear()
     monkeypatch.setattr(driver, "Launch", Recorder)
     monkeypatch.setattr(driver, "TensorMapSlot", Slot)

@@ -369,7 +369,7 @@ def neighbourhood(t: Any) -> Made:
 
 
 def block_table(t: Any) -> Made:
-    """Beyond its last block, that block."""
+    """Hide pairs by a table of blocks; beyond its last block, by that block."""
     return lambda b, h, q, k: t.picked[h, q // 16, k // 16]
 
 
@@ -452,11 +452,11 @@ LEARNING = {**dict.fromkeys(("alibi", "smooth", "log_n", "clamped"), ("slope",))
 
 
 def learning(name: str, captured: Tensors) -> Tensors:
-    """What a case of LEARNING captures; the tensors that its function reads learn. Others would stay without a gradient, as
-    in torch."""
+    """Return what a case of LEARNING captures; the tensors that its function reads learn. Others would stay without a
+    gradient, as in torch."""
     return {n: t.detach().requires_grad_() if n in LEARNING[name] else t for n, t in captured.items()}
 
 
 def small(case: FunctionCase) -> FunctionCase:
-    """With a head dim for which fp64 takes no time."""
+    """Return the case with a head dim for which fp64 takes no time."""
     return replace(case, dim=8)

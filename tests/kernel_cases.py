@@ -108,7 +108,7 @@ FP32_CASES = [
 
 @functools.cache
 def limits(case: Case, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why the kernels do not compute this case; None if they do."""
+    """Return why the kernels do not compute this case; None if they do."""
     problem, _ = prepare(case, dtype)
     return "nothing to attend" if problem.empty else FAMILIES["sm80"].limits(problem)
 

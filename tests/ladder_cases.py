@@ -1,4 +1,4 @@
-"""What every rung has to pass, on the emulator and on GPUs alike."""
+"""Every rung has to pass these cases, on the emulator and on GPUs alike."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def prepare(
 
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Problem, Inputs]:
-    """From the keywords of strobe.attention, or of attention_varlen if cu_q is among them."""
+    """Make a problem and its inputs from the keywords of strobe.attention, or of attention_varlen if cu_q is among
+    them."""
     kwargs = dict(kwargs)
     kwargs["score"] = with_softcap(kwargs.get("score"), kwargs.pop("softcap", None))
     a = Arguments(q, k, v, **kwargs)
@@ -92,7 +93,7 @@ def attend(p: Problem, x: Inputs, backend: str = "tiled") -> tuple[torch.Tensor,
 
 
 def with_leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> tuple[Inputs, list[torch.Tensor]]:
-    """The same inputs as leaves of a graph of their own, and those that there are."""
+    """Return the same inputs as leaves of a graph of their own, and those that there are."""
     found: dict[str, Any] = {}
     for name in LEAVES:
         t = getattr(inputs, name)
@@ -114,7 +115,7 @@ def finite_part(lse: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(p: Problem, inputs: Inputs, dtype: torch.dtype, through_lse: bool) -> list[torch.Tensor]:
-    """By PyTorch's autograd through the reference in `dtype`."""
+    """Return the gradients by PyTorch's autograd through the reference in `dtype`."""
     held, leaves = with_leaves(inputs, dtype)
     out, lse = reference.attention(p, held, dtype)
     dout, dlse = cotangents(p, inputs)

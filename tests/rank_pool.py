@@ -22,7 +22,7 @@ TIMEOUT = 300.0  # seconds for which a test may keep the ranks busy
 
 
 class RankFailed(AssertionError):
-    """With the traceback of a rank."""
+    """Raised with the traceback of a rank."""
 
 
 class RankPool:
@@ -41,7 +41,7 @@ class RankPool:
         self.connections = [found[rank] for rank in range(size)]
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
-        """What function(group, *arguments) returns on each of the first `ranks` ranks, in a group of those."""
+        """Return what function(group, *arguments) returns on each of the first `ranks` ranks, in a group of those."""
         count = ranks or self.size
         found = self.outcomes(function, *arguments, ranks=count)
         for rank, (ok, value) in enumerate(found):
@@ -50,7 +50,7 @@ class RankPool:
         return [value for _, value in found]
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
-        """For each rank (True, what it returned) or (False, (the error, its traceback))."""
+        """Return for each rank (True, what it returned) or (False, (the error, its traceback))."""
         count = ranks or self.size
         message = pickle.dumps((count, function, arguments))
         for connection in self.connections[:count]:

@@ -1,4 +1,5 @@
-"""What the processes of a `RankPool` do: functions of a process group, named in tests and imported by the ranks."""
+"""The processes of a `RankPool` run these functions of a process group, which are named in tests and imported by the
+ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def attend(group: dist.ProcessGroup, method: str, cases: list[Case], **keywords:
 
 
 def attend_late(group: dist.ProcessGroup, method: str, cases: list[Case], seed: int) -> list[dict[str, torch.Tensor]]:
-    """Through a transport that delivers as late as it may."""
+    """Attend through a transport that delivers as late as it may."""
     mesh = mesh_of(group, 2 if method == "hybrid" else None)
     groups = mesh if isinstance(mesh, tuple) else (mesh,)
     late = tuple(Late(GroupTransport(g), seed + 10 * i + group.rank()) for i, g in enumerate(groups))
@@ -71,7 +72,8 @@ def bytes_sent(group: dist.ProcessGroup, method: str, cases: list[Case]) -> list
 
 
 def events(group: dist.ProcessGroup, method: str, case: Case) -> tuple[list[str], list[str]]:
-    """Of a forward and of a backward pass: when transfers start, when they are waited for, and when ranks attend."""
+    """Return the events of a forward and of a backward pass: when transfers start, when they are waited for, and when
+    ranks attend."""
     seen: list[str] = []
     forward, backward = Step.forward, Step.backward
 

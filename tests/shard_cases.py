@@ -33,7 +33,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     softcap: float | None = None
-    alibi: bool = False
+    alibi: bool = False  # packed documents have slopes of their own
     strategy: str = "zigzag"
     block: int | None = None
     batch: int = 2
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def axis(self) -> int:
-        """Of the positions, in q, k and v."""
+        """The axis of the positions in q, k and v."""
         return 1 if len(self.lengths) == 1 else 0
 
 
@@ -73,7 +73,7 @@ class Inputs:
 
 @functools.lru_cache(maxsize=16)
 def inputs(case: Case) -> Inputs:
-    """The same on each rank. Numbers do not depend on the mask, the options or the plan."""
+    """Return inputs that are the same on each rank. Numbers do not depend on the mask, the options or the plan."""
     generator = torch.Generator().manual_seed(1)
     lead = (case.batch, sum(case.lengths)) if len(case.lengths) == 1 else (sum(case.lengths),)
     (heads, heads_k), (dim, dim_v) = case.heads, case.dims
@@ -90,7 +90,8 @@ def inputs(case: Case) -> Inputs:
     if case.dropout:
         options |= {"dropout": case.dropout, "seed": 17}
     if case.alibi:
-        options["score"] = strobe.alibi(torch.rand(heads, generator=generator, dtype=torch.float64))
+        documents = () if len(case.lengths) == 1 else (len(case.lengths),)
+        options["score"] = strobe.alibi(torch.rand((*documents, heads), generator=generator, dtype=torch.float64))
     return Inputs(q, k, v, sinks, options, dout, dlse)
 
 
@@ -100,13 +101,13 @@ def leaves_of(x: Inputs, *qkv: torch.Tensor) -> list[torch.Tensor]:
 
 
 def objective(out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
-    """Whose gradients go through the output and the LSE; rows that see nothing have a constant LSE."""
+    """Return a number whose gradients go through the output and the LSE; rows that see nothing have a constant LSE."""
     return (out * dout).sum() + (torch.where(torch.isfinite(lse), lse, 0) * dlse).sum()
 
 
 @functools.lru_cache(maxsize=16)
 def expected(case: Case) -> dict[str, torch.Tensor]:
-    """In one process: out, lse and the gradients."""
+    """Return out, lse and the gradients, computed in one process."""
     x = inputs(case)
     leaves = leaves_of(x, x.q, x.k, x.v)
     q, k, v, *sinks = leaves
@@ -133,7 +134,7 @@ def on_one_rank(
     through_lse: bool = True,
     **keywords: Any,
 ) -> dict[str, torch.Tensor]:
-    """What this rank finds, from its shards."""
+    """Return what this rank computes from its shards."""
     x = inputs(case)
     leaves = leaves_of(x, *shard(plan, x.q, x.k, x.v, rank=rank, dim=case.axis))
     q, k, v, *sinks = leaves

@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """In fp64. The same weights each time."""
+    """A Llama in fp64. It has the same weights each time."""
 
     def __init__(self, attend: Callable[..., torch.Tensor], checkpoint: bool = False) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""What the documents say in numbers, written from the committed results and from the code: `python -m benchmarks.pages`."""
+"""Write the numbers of the documents from the committed results and from the code: `python -m benchmarks.pages`."""

@@ -40,7 +40,7 @@ class Example:
     blocks: bool = False  # a mask that kernels know, so that they skip blocks
 
     def weights(self) -> torch.Tensor:
-        """What the code leaves in `weights`, (n, n)."""
+        """Return what the code leaves in `weights`, (n, n)."""
         namespace: dict[str, Any] = {}
         exec(SETUP + self.code, namespace)
         found = namespace["weights"]
@@ -50,7 +50,7 @@ class Example:
         return found.detach().float()
 
     def cost(self) -> str:
-        """In blocks."""
+        """Say what the mask costs, in blocks."""
         seen = (self.weights() > 0).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         visited, full = (int(found.sum()) for found in (seen.any(3).any(1), seen.all(3).all(1)))
         asked = "none of them" if visited == full else "each of them" if not full else f"{visited - full} of them"

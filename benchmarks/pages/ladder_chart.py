@@ -64,7 +64,7 @@ def svg(measured: dict[str, Any]) -> str:
 
 
 def _label(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What stands in the column of numbers, and how."""
+    """Return what stands in the column of numbers, and how."""
     if row["tflops"] is not None:
         return f"{row['tflops']:.3g}", {"fontsize": 9}
     return "not measured yet", {"fontsize": 8, "color": _SOFT}

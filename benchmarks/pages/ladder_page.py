@@ -28,7 +28,7 @@ def measurements(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def completed(data: dict[str, Any]) -> dict[str, Any]:
-    """With a row for each rung: those that were not measured have no time."""
+    """Add a row for each rung without one: those that were not measured have no time."""
     known = {row["number"]: row for row in data["rungs"]}
     return data | {"rungs": [known.get(rung.number) or _unmeasured(rung) for rung in RUNGS]}
 
@@ -136,7 +136,8 @@ def with_diffs(text: str) -> str:
 
 
 def _page(rung: Rung) -> str:
-    """What the header says, a mark where the diff from the rung before goes, and the whole file, which Sphinx includes."""
+    """Write the page of a rung: what the header says, a mark where the diff from the rung before goes, and the whole
+    file, which Sphinx includes."""
     kernels = "../../src/strobe/learn/ladder/kernels"
     lines = [
         f"<!-- generated: python -m benchmarks.pages --write -->\n# {rung.number} {_plain(rung.title)}",
@@ -159,7 +160,7 @@ def _page(rung: Rung) -> str:
 
 
 def _sentence(text: str) -> str:
-    """As a paragraph begins; `x 8` is a number, and stays small."""
+    """Capitalise the text as a paragraph begins; `x 8` is a number, and stays small."""
     return text if text.startswith("x ") else text[:1].upper() + text[1:]
 
 
@@ -177,7 +178,7 @@ def _plain(text: str) -> str:
 
 
 def _forget() -> None:
-    """What was read of the kernels before they were written is old now."""
+    """Forget what was read of the kernels before they were written: it is old now."""
     for rung in RUNGS:
         rung.__dict__.pop("text", None)
         rung.__dict__.pop("header", None)

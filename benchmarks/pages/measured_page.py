@@ -20,7 +20,7 @@ _FACTS = ("number", "title", "dtype", "ms", "tflops", "speed_up", "predicted", "
 
 
 def excerpt(root: Path) -> dict[str, Any]:
-    """From the results that are committed in the checkout `root`."""
+    """Make the excerpt from the results that are committed in the checkout `root`."""
     folder = f"benchmarks/results/{MACHINE}"
     ladder = json.loads((root / folder / "ladder.json").read_text(encoding="utf-8"))
     runs = committed.runs(root)[MACHINE]

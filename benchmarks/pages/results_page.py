@@ -138,7 +138,7 @@ def _joules(row: Row) -> str:
 
 
 def _over_ours(rows: list[Row]) -> Iterator[Cell]:
-    """How many times as long each provider takes as our fastest, in the cases that both can do."""
+    """Yield how many times as long each provider takes as our fastest, in the cases that both can do."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for same in claims.by_case(rows, rows[0].method).values():
         best = claims.fastest(same, "ours")

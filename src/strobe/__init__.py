@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 
 
 def _is_command() -> bool:
-    """Whether this is `strobe` or `python -m strobe`, whose help and usage errors shall not wait for torch. Then, and
-    only then, the public names are loaded when they are first used."""
+    """Return whether this is `strobe` or `python -m strobe`, whose help and usage errors shall not wait for torch.
+    Then, and only then, the public names are loaded when they are first used."""
     program = PurePath(sys.argv[0]).name if sys.argv else ""
     if program == "-m":  # what argv[0] is until `python -m` has found the module
         program = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv[:-1] else ""
@@ -95,4 +95,5 @@ def __getattr__(name: str) -> object:
         homes = [import_module(f"strobe.{home}") for home in _HOMES]
         globals().update({n: next(getattr(home, n) for home in homes if hasattr(home, n)) for n in __all__})
         return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    way_out = "; strobe.compat.flash_attn has the functions of flash-attn" if name.startswith("flash_attn") else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{way_out}")

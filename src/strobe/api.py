@@ -11,7 +11,7 @@ import torch
 from strobe.backends import dispatch
 from strobe.call.attend import attend
 from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments
-from strobe.problem.hints import shows_known_keywords, unknown_keyword
+from strobe.problem.hints import shows_known_keywords, unknown_arguments
 from strobe.problem.resolve import with_softcap
 from strobe.variants.block_mask import BlockMask
 from strobe.variants.mask import Mask
@@ -26,7 +26,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *more: Never,
     mask: Mask | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -45,7 +45,8 @@ def attention(
     """softmax(scale * q k^T) v, exactly, without the matrix of scores.
 
     q is (batch, len_q, heads, dim), k and v (batch, len_k, heads_k, dim or dim_v); `layout="bhsd"` takes PyTorch's
-    order. Leading axes may be missing: (len, dim) works. Fewer key heads than query heads are grouped.
+    order. One head is (len, dim). Without a batch, `layout=` must say which axis is the heads: (len, heads, dim) is "bshd" and
+    (heads, len, dim) "bhsd". Fewer key heads than query heads are grouped.
 
     mask           strobe.causal, strobe.window(left, right), …; a function (b, h, q, k) of positions that returns a bool,
                    combined with them by `&`, `|` and `~` (`strobe.mask_function`), for many calls `strobe.block_mask`; or
@@ -68,8 +69,8 @@ def attention(
     A query that sees no key gets output 0, LSE -inf and gradients 0. Under `torch.autocast` q, k and v are cast to its
     dtype, as PyTorch's own attention does it.
     """
-    if wrong:
-        raise unknown_keyword(attention, wrong)
+    if more or wrong:
+        raise unknown_arguments(attention, more, wrong)
     if softcap is not None:
         score = with_softcap(score, softcap)
     a = _arguments(
@@ -86,7 +87,7 @@ def attention_varlen(
     v: torch.Tensor,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
-    *,
+    *more: Never,
     max_q: int | None = None,
     max_k: int | None = None,
     mask: Mask | BlockMask | Callable[..., Any] | torch.Tensor | None = None,
@@ -108,8 +109,8 @@ def attention_varlen(
     starting with 0; lengths 0 are fine). With `max_q` and `max_k` given, the call never waits for the GPU, and `cu_q`,
     `cu_k` are taken on trust there. A mask tensor or bias is broadcastable to (sequences, heads, max_q, max_k). The LSE
     is (heads, total_q)."""
-    if wrong:
-        raise unknown_keyword(attention_varlen, wrong)
+    if more or wrong:
+        raise unknown_arguments(attention_varlen, more, wrong)
     if cu_q is None or cu_k is None:
         raise TypeError(f"{'cu_q' if cu_q is None else 'cu_k'} must be a torch.Tensor, got NoneType")
     if softcap is not None:

@@ -9,9 +9,9 @@ import torch
 
 from strobe.backends import dispatch
 from strobe.problem import Problem, any_requires_grad
-from strobe.problem.arguments import ROWS, Arguments, gradient_names, tensors_of
+from strobe.problem.arguments import DEFAULT_LAYOUT, ROWS, Arguments, gradient_names, tensors_of
 from strobe.problem.checks import with_longest
-from strobe.problem.hints import unknown_word
+from strobe.problem.hints import refuse_three_axes, unknown_word
 from strobe.problem.page_checks import entries_of, in_order
 from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import causal
@@ -58,11 +58,11 @@ def _si(value: float, base: int) -> str:
 
 
 def _of_pages(
-    k: torch.Tensor, v: torch.Tensor, table: Any = None, layout: str = "nhd", **given: Any
+    k: torch.Tensor, v: torch.Tensor, table: Any = None, layout: str = "nhd", **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """The arguments of `attention_paged`, with its defaults, as an `Arguments` has them."""
     entries, indptr = entries_of(table)
-    return *in_order(k, v, layout), {"mask": causal, "indptr": indptr, **given, "table": entries}
+    return *in_order(k, v, layout), {"mask": causal, "indptr": indptr, **options, "table": entries}
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor, **arguments: Any) -> Explanation:
@@ -79,7 +79,9 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         arguments["score"] = with_softcap(arguments.get("score"), softcap)
     if wrong := [name for name in arguments if name not in ROWS]:
         raise unknown_word("explain", wrong[0], (*ROWS, "softcap"))
-    a = resolved(Arguments(q, k, v, *cu, **arguments))
+    dense = not paged and not cu and arguments.get("cu_q") is None
+    a = resolved(Arguments(q, k, v, *cu, **({"layout": DEFAULT_LAYOUT} if dense else {}) | arguments))
+    refuse_three_axes(a)
     if a.cu_q is not None:
         a = with_longest(a)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(a)
@@ -90,18 +92,11 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch.Tensor
         wanted = gradient_names(tuple(t is not None and t.requires_grad for t in tensors_of(a)))
         backward = dispatch.choose_backward(problem.backward(wanted), chosen)
     reasons = dispatch.rejections(problem)
-    kind = ("varlen " if problem.varlen else "") + ("paged " if paged else "")
-    kv = f", {problem.heads_k} key heads" if problem.heads_k != problem.heads else ""
-    dims = f"{problem.dim}" if problem.dim == problem.dim_v else f"{problem.dim}/{problem.dim_v}"
     return Explanation(
         backend=chosen.name,
         summary=chosen.summary,
         backward=None if backward is None else backward.name,
-        problem=(
-            f"{kind}attention: batch {problem.batch}, {problem.heads} heads{kv}, "
-            f"{problem.len_q} x {problem.len_k}, dim {dims}, {problem.mask.name}, "
-            f"{str(problem.dtype).removeprefix('torch.')} on {problem.device}"
-        ),
+        problem=problem.summary,
         rejected={name: reason for name, reason in reasons.items() if reason is not None},
         slower=tuple(name for name, reason in reasons.items() if reason is None and name != chosen.name),
         details=chosen.details(problem),

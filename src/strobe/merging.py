@@ -37,9 +37,9 @@ def merge(
     if outs and outs[0].is_cuda and not torch.compiler.is_compiling():
         from strobe.cuda.merge import merge as by_kernel
 
-        found = by_kernel(outs, lses, sinks, out)
-        if found is not None:
-            return found
+        result = by_kernel(outs, lses, sinks, out)
+        if result is not None:
+            return result
     _check(outs, lses, sinks, out)
     return merged(outs, lses, sinks, out)
 
@@ -110,5 +110,5 @@ def gradient_of_sinks(
     logit = sinks.to(lse.dtype).unsqueeze(-1)
     # An infinite sink takes all of the softmax, or nothing.
     p = torch.where(lse == logit, 1, torch.exp(logit - lse)).masked_fill(logit == -torch.inf, 0)
-    found = -(p * delta).sum(-1)
-    return found.sum(0) if found.dim() == 2 else found
+    gradient = -(p * delta).sum(-1)
+    return gradient.sum(0) if gradient.dim() == 2 else gradient

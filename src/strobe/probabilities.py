@@ -19,7 +19,7 @@ from strobe.call.autograd import cast_for_autocast, without_autocast
 from strobe.problem import Problem
 from strobe.problem.arguments import DEFAULT_LAYOUT, Arguments, Inputs
 from strobe.problem.checks import checked_tensor
-from strobe.problem.hints import shows_known_keywords, unknown_keyword, warn_of_layout
+from strobe.problem.hints import refuse_three_axes, shows_known_keywords, unknown_keyword, warn_of_layout
 from strobe.problem.resolve import resolved, with_softcap
 from strobe.variants.mask import Mask, Positions
 from strobe.variants.score import Score
@@ -64,6 +64,7 @@ def probabilities(
 
 
 def _of_rows(a: Arguments, rows: Any) -> torch.Tensor:
+    refuse_three_axes(a)
     problem, layout = Problem.of(a)
     warn_of_layout(a)
     inputs, dtype = Inputs.of(a, layout), problem.lse_dtype
@@ -92,13 +93,13 @@ def _indices(rows: Any, len_q: int) -> range | list[int]:
             raise TypeError(f"rows must be integers with one axis, got {rows.dtype} of shape {tuple(rows.shape)}")
         rows = rows.tolist()
     try:
-        found = [operator.index(row) for row in (rows if isinstance(rows, Sequence | range) else [rows])]
+        numbers = [operator.index(row) for row in (rows if isinstance(rows, Sequence | range) else [rows])]
     except TypeError:
         raise TypeError(f"rows must be a slice, an index or a sequence of indices, got {rows!r}") from None
-    for row in found:
+    for row in numbers:
         if not -len_q <= row < len_q:
             raise IndexError(f"rows must be from {-len_q} to {len_q - 1}, the queries there are; got {row}")
-    return [row % len_q for row in found]
+    return [row % len_q for row in numbers]
 
 
 def _runs(indices: range | list[int]) -> Iterator[range]:

@@ -92,8 +92,8 @@ def _without_causal_bias(attn_mask: torch.Tensor, query: torch.Tensor, key: torc
         raise ValueError("attn_mask cannot be given with nested tensors; pass is_causal=True")
     lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if lengths != (query.shape[-2], key.shape[-2]):
-        found = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-        raise ValueError(f"attn_mask is a causal bias of {lengths[0]} queries and {lengths[1]} keys; there are {found}")
+        got = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+        raise ValueError(f"attn_mask is a causal bias of {lengths[0]} queries and {lengths[1]} keys; there are {got}")
     return masks.causal_top_left if attn_mask.variant == CausalVariant.UPPER_LEFT else masks.causal
 
 
@@ -120,7 +120,7 @@ def _mask_and_bias(mask: _Mask, lead: torch.Size) -> tuple[_Mask, torch.Tensor |
 
 
 def _special(t: torch.Tensor) -> Any:
-    """How to attend to tensors that are more than one piece of memory."""
+    """Return the function that attends to tensors which are more than one piece of memory; None for others."""
     if getattr(t, "is_nested", False):
         return _nested
     return _sharded if is_sharded(t) else None
@@ -170,7 +170,8 @@ def _sharded(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float,
     ]  # into how many parts each axis is cut
 
     def stays(axis: int) -> bool:
-        """Whether parts along an axis fit: they do where all have the same size, or one for all, or equal groups."""
+        """Return whether parts along an axis fit: they do where all have the same size, or one for all, or equal
+        groups."""
         lengths = {t.shape[axis] for t in (query, key, value)} - {1}
         return len(lengths) == 1 or all(n % parts[axis] == 0 for n in lengths)
 

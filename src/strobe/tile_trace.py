@@ -21,7 +21,7 @@ from strobe.variants.mask import Mask
 
 @dataclass(frozen=True)
 class TileOfRow:
-    """What one tile of keys does to one row; in natural units, although the library counts in log2."""
+    """The effect of one tile of keys on one row; in natural units, although the library counts in log2."""
 
     tile: int
     keys: tuple[int, int]  # the first, and the one after the last

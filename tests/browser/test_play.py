@@ -39,7 +39,7 @@ def open_at(page: Page, path: Path, address: str) -> None:
 
 
 def put(page: Page, element: str, value: object) -> None:
-    """As if chosen or typed."""
+    """Set the element's value as if it were chosen or typed."""
     page.evaluate(
         f"(() => {{ const e = document.getElementById('{element}'); e.value = {json.dumps(value)};"
         " for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind, {bubbles: true})); })()"
@@ -111,7 +111,7 @@ def test_recomputation_equals_the_library(
 
 
 def test_recorded_traces_equal_the_recomputation(page: Page) -> None:
-    """What the page shows first comes from the library; changing a number and back must not change it."""
+    """The numbers that the page shows first come from the library; changing one and back must not change them."""
     assert page.evaluate("strobePage.trace.from") == "library" and "recorded by strobe" in text(page, "#source")
     tiles = "(t => [0, 1, 2, 3].map(i => t.row(i).tiles))"
     before = page.evaluate(f"{tiles}(strobePage.trace)")

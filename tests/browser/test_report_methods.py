@@ -1,4 +1,4 @@
-"""What the report says first, by which method, and that nothing is clipped, left out or nonsense."""
+"""The report says the right thing first, by each method, and nothing is clipped, left out or nonsense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which families of transformers' models compute the same with attn_implementation="strobe" as with "eager".
+"""Find the families of transformers' models that compute the same with attn_implementation="strobe" as with "eager".
 
     python tests/compat/families.py --try        tiny models of all families, into families.json: a second or two for each
     python tests/compat/families.py --try gpt2   of these families only; what is there of others stays
@@ -249,7 +249,7 @@ def compared(kind: type, config: Any, eager: Any, expected: dict[Any, Any]) -> d
 
 
 def in_a_process(model_type: str) -> Any:
-    """What `attempt` finds, or None if that takes too long or ends the process."""
+    """Return what `attempt` returns, or None if that takes too long or ends the process."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -182,7 +182,7 @@ DECODERS = [name for name, family in FAMILIES.items() if family.inputs == "token
 
 @functools.cache
 def _weights(name: str) -> dict[str, torch.Tensor]:
-    """The same for every implementation."""
+    """Return the weights, which are the same for every implementation."""
     torch.manual_seed(7)
     kind, config = FAMILIES[name].make()
     state = kind(config).state_dict()
@@ -212,7 +212,7 @@ def model(name: str, implementation: str, dtype: torch.dtype = torch.float32, de
 def inputs(
     name: str, batch: int = 3, length: int = 21, padding: str | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
-    """What a forward pass takes. `padding`: "left" or "right", of different widths."""
+    """Return the arguments of a forward pass. `padding`: "left" or "right", of different widths."""
     generator = torch.Generator().manual_seed(5)
     family = FAMILIES[name]
     if family.inputs == "pixels":

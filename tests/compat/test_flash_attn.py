@@ -172,7 +172,8 @@ def test_s_dmask_of_packed_sequences() -> None:
 
 
 def test_s_dmask_is_relative_to_the_largest_score_so_far() -> None:
-    """As flash-attn 2 visits tiles of keys, the last one first. Its users normalise with `_get_block_size_n`."""
+    """The tiles of keys are visited as flash-attn 2 does, the last one first. Its users normalise with
+    `_get_block_size_n`."""
     q, k, v = qkv(3, 150, dim=72)
     size = interface._get_block_size_n(q.device, 72, True, False)
     _, lse, s_dmask = flash_attn.flash_attn_func(q, k, v, dropout_p=0.4, return_attn_probs=True)
@@ -203,7 +204,7 @@ def test_rows_that_are_not_contiguous() -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.35])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_private_forward_and_backward_agree_with_autograd(varlen: bool, dropout_p: float) -> None:
-    """What ring attention and Transformer Engine call."""
+    """Ring attention and Transformer Engine call these functions."""
     q, k, v = qkv(7, 7)
     cu = torch.tensor([0, 7, 14], dtype=torch.int32)
     options = (dropout_p, 0.4, True, 5, -1, 0.0, None)

@@ -109,7 +109,7 @@ def test_uninstall_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_transformers_takes_it_for_flash_attn() -> None:
-    """But for the GPU, which it asks for as well."""
+    """Transformers asks for nothing else but a GPU."""
     code = """
         import strobe, torch
         strobe.compat.install()

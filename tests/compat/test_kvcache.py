@@ -74,7 +74,7 @@ def test_contiguous_cache(length: str, new: int, options: dict[str, Any], functi
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rotary_dim", [8, DIM])
 def test_rotary(rotary_dim: int, causal: bool, interleaved: bool) -> None:
-    """Without a mask every query counts as standing right behind the cache."""
+    """A query counts as standing right behind the cache if there is no mask."""
     cos, sin = rotary_tables(rotary_dim)
     k_cache, v_cache = caches(used=USED)
     before = k_cache.clone(), v_cache.clone()

@@ -1,4 +1,4 @@
-"""What the way through transformers costs beside the call itself."""
+"""Measure what the way through transformers costs beside the call itself."""
 
 from __future__ import annotations
 

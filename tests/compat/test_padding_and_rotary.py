@@ -122,7 +122,7 @@ def leaf_and_views() -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rotary_in_place_of_leaves_and_their_views(compiled: bool) -> None:
-    """What is returned is a function of what x was; the memory of x holds it."""
+    """The result is a function of what x was; the memory of x holds it."""
     cos, sin = angles(torch.arange(8), 16)
 
     def turn(x: torch.Tensor) -> torch.Tensor:

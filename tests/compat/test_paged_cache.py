@@ -71,6 +71,21 @@ def test_pages_are_a_cache(page: int, new: int, options: dict[str, Any], functio
         torch.testing.assert_close(pool[table.long()].flatten(1, 2), cache, equal_nan=True)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("new", [0, 3])
+def test_an_index_picks_rows_of_the_table(new: int, function: Any) -> None:
+    contiguous, paged, table = caches(8)
+    where = torch.tensor([2, 0], dtype=torch.int32)
+    q = random(2, 3, HEADS, DIM)
+    k, v = (random(2, new, HEADS_K, DIM, seed=s) if new else None for s in (3, 4))
+    options: dict[str, Any] = {"cache_seqlens": torch.tensor(USED, dtype=torch.int32)[where.long()], "causal": True}
+    expected = function(q, *contiguous, k, v, **options, cache_batch_idx=where)
+    found = function(q, *paged, k, v, **options, cache_batch_idx=where, **{FUNCTIONS[function]: table})
+    torch.testing.assert_close(found, expected)
+    for pool, cache in zip(paged, contiguous, strict=True):
+        torch.testing.assert_close(pool[table.long()].flatten(1, 2), cache, equal_nan=True)
+
+
 def test_one_length_for_all_and_slopes() -> None:
     contiguous, paged, table = caches(8)
     contiguous, paged = ([t.nan_to_num() for t in ts] for ts in (contiguous, paged))
@@ -100,7 +115,7 @@ def test_packed_queries_and_new_keys() -> None:
 
 @pytest.mark.parametrize("page", [1, 8, 256])
 def test_varlen_functions(page: int) -> None:
-    """As flash-attn's own suite calls them: inputs that require gradients get an output, and no gradient."""
+    """The calls are those of flash-attn's own suite: inputs that require gradients get an output, and no gradient."""
     contiguous, paged, table = caches(page)
     counts = [2, 1, 6]
     q = random(sum(counts), HEADS, DIM).requires_grad_()
@@ -154,7 +169,7 @@ def test_errors_come_before_anything_is_written() -> None:
     full = torch.tensor([20, 21, 22], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="the cache holds 24 rows; cache_seqlens and the new keys come to 25"):
         call(q, *paged, k, k, cache_seqlens=full, block_table=table)
-    with pytest.raises(RuntimeError, match="cache_batch_idx was given beside a table"):
+    with pytest.raises(RuntimeError, match="cache_batch_idx must be from 0 to 2"):
         call(q, *paged, cache_seqlens=full, block_table=table, cache_batch_idx=full)
     with pytest.raises(RuntimeError, match="the table of pages must be int32"):
         call(q, *paged, cache_seqlens=full, block_table=table.long())

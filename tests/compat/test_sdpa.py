@@ -284,7 +284,7 @@ def test_patched_takes_every_call_and_ends(calls: list[str]) -> None:
 
 
 def test_patched_reaches_other_threads(calls: list[str]) -> None:
-    """Where autograd recomputes checkpoints, for one."""
+    """Autograd recomputes checkpoints in another thread, for one."""
     x = qkv()
     with ours.patched():
         thread = threading.Thread(target=lambda: F.scaled_dot_product_attention(*x))
@@ -303,7 +303,7 @@ def test_dropout_is_honoured() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_of_torch(training: bool, calls: list[str]) -> None:
-    """In evaluation they have fused paths that never call SDPA: they must be left."""
+    """Modules have fused paths in evaluation that never call SDPA: they must be left."""
     layer = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, dtype=torch.float64)
     encoder = torch.nn.TransformerEncoder(layer, 2).train(training)
     x = torch.randn(3, 9, 32, dtype=torch.float64)
@@ -361,7 +361,7 @@ def test_errors_of_the_operators_are_runtime_errors() -> None:
 
 
 def test_patched_and_scripted() -> None:
-    """In a process of its own: TorchScript remembers a class that it could not compile."""
+    """The code runs in a process of its own: TorchScript remembers a class that it could not compile."""
     code = """
         import torch
         from strobe.compat import sdpa

@@ -176,7 +176,7 @@ def test_what_packed_sequences_cannot_have() -> None:
 @pytest.mark.parametrize("is_causal", [None, False, True])
 @pytest.mark.parametrize("of_layer", [None, False, True])
 def test_packed_sequences_without_a_mask(of_layer: bool | None, is_causal: bool | None) -> None:
-    """What a call says of causality counts before what its layer says, as without packed sequences."""
+    """A call's word on causality counts before its layer's, as without packed sequences."""
     q, k, v = qkv(batch=1)
     cu = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
     described = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
@@ -198,7 +198,7 @@ def test_windows_of_packed_sequences_that_are_not_causal() -> None:
 
 
 def test_booleans_and_packed_sequences() -> None:
-    """Under a tracer a mask is booleans; cu_seq_lens still say where sequences end."""
+    """A mask is booleans under a tracer; cu_seq_lens still say where sequences end."""
     q, k, v = qkv(batch=1)
     cu = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
     described = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
@@ -237,7 +237,7 @@ class NoReading(TorchDispatchMode):
 
 
 def test_layers_read_no_contents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer's call up to `attend`, which has its own test."""
+    """The test covers a layer's call up to `attend`, which has its own test."""
     monkeypatch.setattr(module_under_test, "attend", lambda a: a.q)
     q, k, v = qkv()
     padding = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -262,7 +262,8 @@ def test_layers_read_no_contents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_masks_without_padding_read_no_contents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the mask function, if the number of tokens so far lies on the device, as in a static cache."""
+    """The mask function reads nothing either, if the number of tokens so far lies on the device, as in a static
+    cache."""
     monkeypatch.setattr(masks, "_as_int", lambda n: n)
     so_far = torch.tensor(5)
     with NoReading():

@@ -56,7 +56,7 @@ def test_tokens(name: str) -> None:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What asks the cache for a copy of its keys."""
+    """List the functions that ask the cache for a copy of its keys."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     found: list[str] = []

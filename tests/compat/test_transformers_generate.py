@@ -73,3 +73,24 @@ def test_holes_between_tokens() -> None:
                     ).logits
             found.append(logits)
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_an_encoder_that_generates(family: str) -> None:
+    """It makes the mask of a new token for that token alone, and its layers attend to the cache as well. Without padding
+    eager attention has no mask there."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 97,
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0, eos_token_id=None)
+    kind = getattr(transformers, {"Bert": "BertLMHeadModel", "Roberta": "RobertaForCausalLM"}[family])
+    found = []
+    for implementation in ("eager", "strobe"):
+        torch.manual_seed(0)
+        model = kind._from_config(config, attn_implementation=implementation).eval()
+        found.append(model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, do_sample=False))
+    assert torch.equal(*found)

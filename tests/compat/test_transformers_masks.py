@@ -260,7 +260,8 @@ def test_it_turns_into_booleans_when_it_must() -> None:
     ],
 )
 def test_it_is_no_number(compute: Any, sliced: bool) -> None:
-    """What means something else for numbers that are added to scores, of a mask and of what was cut out of it."""
+    """Functions that mean something else for numbers added to scores are refused, of a mask and of what was cut out of
+    it."""
     lazy, _ = padded()
     with pytest.raises(
         strobe.Unsupported, match=r'computes with its attention mask \(\w+\).*attn_implementation="eager"'

@@ -78,7 +78,8 @@ def test_a_mask_is_not_added_to_scores(
 
 
 def test_a_mask_of_booleans_is_not_added_either() -> None:
-    """Of one query against padded keys; of a tracer, that cannot look into a mask."""
+    """Two kinds are tried: a mask of one query against padded keys, and one of a tracer, which cannot look into a
+    mask."""
     model = pair("BloomForCausalLM", config_of("bloom"))[1]
     cache = transformers.DynamicCache(config=model.config)
     cache.update(torch.randn(2, 4, 19, 16), torch.randn(2, 4, 19, 16), 0)
@@ -106,7 +107,7 @@ def test_a_mask_of_booleans_is_not_added_either() -> None:
     ],
 )
 def test_tables_of_layers_have_a_sentence(kind: str, model_type: str, changes: dict[str, Any]) -> None:
-    """At load, where there was a bare KeyError."""
+    """The sentence is raised at load, where there was a bare KeyError."""
     if not hasattr(transformers, kind):
         pytest.skip(f"this transformers has no {kind}")
     config = config_of(model_type, **changes)

@@ -42,7 +42,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("base", OURS)
 def test_signatures(backend: Any, base: str) -> None:
-    """What vLLM may pass, we take, in the same order; what it demands, we have."""
+    """We take what vLLM may pass, in the same order; we have what it demands."""
     ours = getattr(backend, OURS[base])
     assert not ours.__abstractmethods__
     for name, described in TABLE[vllm_interface.BACKEND][base]["methods"].items():
@@ -84,7 +84,7 @@ def test_what_metadata_are_made_of(backend: Any) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_installed_version_has_the_recorded_interface() -> None:
-    """What we use of it: the record may lack what newer versions have added."""
+    """The comparison covers what we use of it: the record may lack what newer versions have added."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     found = vllm_interface.record(Path(spec.origin).parents[1])
@@ -147,7 +147,7 @@ def test_registration(backend: Any) -> None:
 
 
 def test_the_entry_point() -> None:
-    """Of the source, since an installed one may be older."""
+    """The entry point is read from the source, since an installed one may be older."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     point = metadata.EntryPoint("strobe", "strobe.compat.vllm:register", "vllm.general_plugins")
     assert f'[project.entry-points."{point.group}"]\n{point.name} = "{point.value}"' in text
@@ -158,7 +158,7 @@ def test_the_entry_point() -> None:
 
 
 def common_metadata(queries: list[int], lengths: list[int], padding: int = 0) -> Any:
-    """Of a step as vLLM describes it; blocks in random order, entries behind the last one in use are garbage."""
+    """Describe a step as vLLM does; blocks in random order, entries behind the last one in use are garbage."""
     generator = torch.Generator().manual_seed(3)
     order = iter(torch.randperm(BLOCKS, generator=generator).tolist())
     width = 5

@@ -35,7 +35,7 @@ def tensors(batch: int = 1, len_q: int = LEN_Q, len_k: int = LEN_K, **options: A
 def by_hand(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None, scale: float | None = None
 ) -> torch.Tensor:
-    """As the documentation of xformers has it. Rows that see nothing are 0."""
+    """Compute attention as the documentation of xformers has it. Rows that see nothing are 0."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = s if bias is None else s + bias
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1).nan_to_num(), v)
@@ -150,7 +150,7 @@ def blocks(found: Band, starts: list[int], used: list[int]) -> torch.Tensor:
 
 
 def theirs(bias: Any) -> torch.Tensor | None:
-    """What xformers itself says that it hides, of its own objects."""
+    """Return the pairs that xformers itself shows, by its own objects; None for those that cannot say."""
     if not hasattr(bias, "materialize"):
         return None
     return bias.materialize((LEN_Q, LEN_K)) > -torch.inf
@@ -210,7 +210,7 @@ def test_a_tensor_is_added_and_has_a_gradient() -> None:
 
 
 def test_three_axes_are_one_head() -> None:
-    """As diffusers passes them: batch and heads in one axis."""
+    """Diffusers passes batch and heads in one axis."""
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in tensors(2))
     bias = torch.randn(2 * HEADS, LEN_Q, LEN_K)
     wanted = by_hand(*(t[:, :, None] for t in (q, k, v)), bias[:, None])[:, :, 0]

@@ -1,4 +1,4 @@
-"""What vLLM's classes of attention backends are called and take, read from its source, which is not imported.
+"""Read the interface of vLLM's attention backends, names and parameters, from its source, which is not imported.
 
 `python tests/compat/vllm_interface.py --write PATH` records it, where PATH is a folder that holds the package `vllm`. The
 record is names and parameters; `stubs` makes modules of it that are enough to import our backend.

@@ -20,7 +20,7 @@ class SeqInfo:
 
 @dataclass
 class KeysInfo(SeqInfo):
-    """Of padded and gappy keys: `seqlen` of them are in use."""
+    """The lengths of padded and gappy keys: `seqlen` of them are in use."""
 
     seqlen: torch.Tensor
     seqlen_py: list[int]

@@ -35,9 +35,9 @@ pytestmark = pytest.mark.skipif(jit.nvrtc_status() is not None, reason=str(jit.n
 
 
 def selected(arch: str) -> list[TemplateKernel]:
-    """By default: all head dims, the mask that needs the most registers with all features and with rounded head dims,
-    plain kernels of the other types, dropout, results in fp32, and those that are merged with such. The type hardly shows in
-    registers, so what has dropout is compiled for one."""
+    """Select, by default: all head dims, the mask that needs the most registers with all features and with rounded head
+    dims, plain kernels of the other types, dropout, results in fp32, and those that are merged with such. The type
+    hardly shows in registers, so what has dropout is compiled for one."""
     if EXHAUSTIVE:
         return list(families.variants(arch, exhaustive=True)) + packed_gqa(arch) + invariant(arch, forward_sm90.DIMS)
     found = []
@@ -87,9 +87,9 @@ def invariant(arch: str, dims: list[Dims]) -> list[TemplateKernel]:
 
 
 def usual(arch: str) -> list[TemplateKernel]:
-    """Of the selected ones, all but those between two others: with dropout, a diagonal lies between no mask and a
-    window, unless a group is in parts; rounded states of other head dims than 64 and 128 are compiled with the window alone,
-    and kernels for few queries are compiled for three head dims."""
+    """Return the selected kernels but those between two others: with dropout, a diagonal lies between no mask and a
+    window, unless a group is in parts; rounded states of other head dims than 64 and 128 are compiled with the window
+    alone, and kernels for few queries are compiled for three head dims."""
     found = []
     for kernel in selected(arch):
         facts = kernel.facts
@@ -102,7 +102,7 @@ def usual(arch: str) -> list[TemplateKernel]:
 
 
 def few(arch: str) -> list[TemplateKernel]:
-    """Of the selected ones, one of each template: another one for each architecture."""
+    """Return one of the selected kernels of each template: another one for each architecture."""
     by_template: dict[str, list[TemplateKernel]] = {}
     for kernel in selected(arch):
         by_template.setdefault(kernel.template, []).append(kernel)

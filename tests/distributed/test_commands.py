@@ -43,7 +43,7 @@ def test_plan_of_a_million_tokens() -> None:
 
 
 def test_bytes_on_paper_are_those_that_are_sent() -> None:
-    """What the table shows as sent, for a plan that is small enough to be run."""
+    """The table shows as sent what a plan really sends, one that is small enough to be run."""
     code, text = command(
         "plan", "--ranks", "4", "--length", "37", "--heads", "6", "--heads-k", "2", "--head-dim", "8", "--dtype",
         "float64", "--batch", "2",
@@ -115,7 +115,7 @@ def test_bench_measures_every_method_and_counts_its_bytes(pool: RankPool) -> Non
 
 
 def test_bench_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without torchrun: one rank."""
+    """There is one rank without torchrun."""
     monkeypatch.setitem(context_parallel.SIZES, "cpu", SMALL)
     out = tmp_path / "found.json"
     code, text = command("bench", "--suite", "context-parallel", "--device", "cpu", "--out", str(out))

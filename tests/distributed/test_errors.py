@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is an error on every rank, and never a hang."""
+"""An error on one rank is an error on every rank, and never a hang."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_an_error_of_one_rank_is_told_to_all(pool: RankPool, mine: dict[str, Any
     ids=lambda x: x,
 )
 def test_a_rank_that_dies(tmp_path: Path, signal: str, when: str) -> None:
-    """Or that is silent. Each of the others ends with an error that names it, also the one that does not talk to it."""
+    """A rank may die or be silent. Each of the others ends with an error that names it, also the one that does not talk
+    to it."""
     timeout, lost = 8.0, 1
     script = "import sys, rank_work; rank_work.lose_a_rank(int(sys.argv[1]), 4, sys.argv[2], 1, *sys.argv[3:5], 8.0)"
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
@@ -142,7 +143,7 @@ def test_what_needs_a_plan_of_a_kind() -> None:
 
 
 def told_on_each_rank(*functions: Callable[[Any], Any]) -> list[list[str]]:
-    """For each function of a transport the errors on two ranks."""
+    """Return the errors on two ranks for each function of a transport."""
 
     def work(mesh: Any) -> list[str]:
         told = []
@@ -221,7 +222,8 @@ def test_decoding_needs_positions_for_a_mask() -> None:
 
 
 def test_the_seed_of_a_step_is_not_another_kind_of_call() -> None:
-    """What ranks have agreed on does not grow with a training run; seeds that differ are found where they ask."""
+    """The facts on which ranks have agreed do not grow with a training run; seeds that differ are found where they
+    ask."""
 
     class Alone:
         rank, size = 0, 1

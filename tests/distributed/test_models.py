@@ -75,7 +75,7 @@ def test_compiled_into_one_graph(pool: RankPool, method: str) -> None:
 
 
 def test_compiled_with_a_process_group(pool: RankPool) -> None:
-    """Which a compiler takes for an object that may be asked little."""
+    """A compiler takes a process group for an object that may be asked little."""
     for eager, traced in pool.run(rank_work.compiled, "ring", Case(heads=(6, 2)), True):
         for a, b in zip(eager, traced, strict=True):
             torch.testing.assert_close(a, b, atol=1e-13, rtol=1e-13)

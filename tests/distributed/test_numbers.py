@@ -31,7 +31,8 @@ def simulate(case: Case, plan: ShardPlan, method: str, **keywords: Any) -> dict[
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_errors_are_those_of_one_device(method: str, dtype: torch.dtype) -> None:
-    """Against fp64, at most half as large again as those of one process: partial results and sums stay in fp32."""
+    """Errors against fp64 are at most half as large again as those of one process: partial results and sums stay in
+    fp32."""
     case = Case(lengths=(300,), heads=(4, 2), dims=(16, 16), sinks=True, dtype=dtype, batch=1)
     x = inputs(case)
     exact_case = replace(case, dtype=torch.float64)

@@ -71,7 +71,7 @@ def test_steps_of_plans_are_what_is_visible(length: int, ranks: int, mask: str, 
 
 
 def test_a_shard_that_counts_otherwise_keeps_its_positions() -> None:
-    """Under a window the late part of a zig-zag must not see the end of the early part."""
+    """The late part of a zig-zag must not see the end of the early part under a window."""
     mask = strobe.causal & strobe.window(10, 0)
     plan = ShardPlan(64, ranks=2, mask=mask)
     axis = Axis(plan.lengths, plan.starts)

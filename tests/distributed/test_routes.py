@@ -50,7 +50,7 @@ def test_what_travels_shrinks_and_comes_home(plan: ShardPlan, kind: str) -> None
 
 @given(plans, st.sampled_from(["ring", "halo"]))
 def test_messages_of_both_ends_match(plan: ShardPlan, kind: str) -> None:
-    """Between each pair of ranks, in each tick: the same rows, in the same order."""
+    """Each pair of ranks exchanges, in each tick, the same rows in the same order."""
     for_each = [ticks(chains(plan, kind), rank) for rank in range(plan.ranks)]
     for t in range(len(for_each[0])):
         for a in range(plan.ranks):

@@ -1,5 +1,5 @@
-"""What goes over the wire, between real processes: late messages change nothing, transfers overlap with work, bytes are
-those of the formula."""
+"""Send between real processes: late messages change nothing, transfers overlap with work, bytes are those of the
+formula."""
 
 from __future__ import annotations
 

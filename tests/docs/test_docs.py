@@ -22,30 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 EVERY_PAGE = sorted(DOCS.rglob("*.md"))
-EXPECTED = {
-    "api",
-    "gallery",
-    "index",
-    "install",
-    "use",
-    "plug-in",
-    "from-flash-attn",
-    "from-sdpa",
-    "from-flex-attention",
-    "from-xformers",
-    "choosing-a-backend",
-    "profiling",
-    "variants",
-    "learn",
-    "how-it-works",
-    "ladder",
-    "page",
-    "training",
-    "serving",
-    "results",
-    "benchmark-method",
-    "contributing",
-}
 
 
 def text_of(page: Path) -> str:
@@ -61,10 +37,6 @@ def anchors(page: Path) -> set[str]:
         r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
     )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-def test_the_pages_that_were_promised_are_there() -> None:
-    assert {page.stem for page in PAGES} >= EXPECTED
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.stem)
@@ -85,20 +57,10 @@ def test_what_one_writes_here_is_compared_with_what_one_wrote_there(name: str) -
     rows = re.findall(r"^\| (.+?[^\\]) \| (.+) \|$", text_of(page), re.MULTILINE)[1:]
     code = "".join(blocks(page, "python"))
     words = {word for _, ours in rows for word in re.findall(r"strobe\.(\w+)|(\w+)=", ours) for word in word if word}
-    untested = {
-        "dropout",
-        "seed",
-        "deterministic",
-        "backend",
-        "compat",
-    }  # there is nothing to compare, or no CPU has it
+    # There is nothing to compare, or no CPU has it.
+    untested = {"dropout", "seed", "deterministic", "backend", "compat"}
     assert len(rows) >= 9 and code.count("same(") >= 6
     assert {word for word in words if word not in code} <= untested
-
-
-def test_the_pages_with_claims_have_code_that_checks_them() -> None:
-    for name in ("index", "use", "training", "serving", "plug-in", "choosing-a-backend", "how-it-works", "learn"):
-        assert "assert" in "".join(blocks(DOCS / f"{name}.md", "python")), name
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(DOCS)))

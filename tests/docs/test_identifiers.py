@@ -1,4 +1,4 @@
-"""What a document puts in backticks and calls by a name of ours exists: constants of kernels, functions, files, modules."""
+"""A document's names of ours in backticks exist: constants of kernels, functions, files, modules."""
 
 from __future__ import annotations
 
@@ -13,24 +13,11 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-SOURCES = [
-    *(
-        path
-        for folder in ("src", "tests", "benchmarks", "examples", "notebooks")
-        for path in (ROOT / folder).rglob("*.*")
-    ),
-    ROOT / "Makefile",
-    ROOT / "pyproject.toml",
-]
+FOLDERS = ("src", "tests", "benchmarks", "examples", "notebooks")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+SOURCES += [ROOT / "Makefile", ROOT / "pyproject.toml"]
 # Names of others that no code of ours uses.
-FOREIGN = {
-    "AutoModel",
-    "Dockerfile",
-    "kv_idx",
-    "mask_mod",
-    "memory_efficient_attention_forward",
-    "q_idx",
-}  # names of others that no code of ours uses
+FOREIGN = {"AutoModel", "Dockerfile", "kv_idx", "mask_mod", "memory_efficient_attention_forward", "q_idx"}
 _CODE = {".py", ".cuh", ".cu", ".h", ".cpp", ".js", ".html", ".css", ".toml", ""}
 _NAME = re.compile(
     r"\bk[A-Z]\w*"  # a constant of a kernel
@@ -43,21 +30,21 @@ _DOTTED = re.compile(r"\bstrobe(?:\.[A-Za-z_]\w*)+")
 
 
 def quoted(document: Path) -> list[str]:
-    """What stands in backticks, blocks of code aside: those are run."""
+    """Return what stands in backticks, blocks of code aside: those are run."""
     text = re.sub(r"^(`{3,}).*?^\1", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
 @pytest.fixture(scope="module")
 def words() -> set[str]:
-    """Of everything that is code, and the names of the files themselves."""
+    """Return the words of everything that is code, and the names of the files themselves."""
     paths = [path for path in SOURCES if path.suffix in _CODE and path.is_file() and path != Path(__file__)]
     found = {word for path in paths for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     return found | {path.stem for path in paths}
 
 
 def exists(dotted: str) -> bool:
-    """Whether `strobe.a.b` is a module, or something in one."""
+    """Return whether `strobe.a.b` is a module, or something in one."""
     parts = dotted.split(".")
     for n in range(len(parts), 0, -1):
         try:
@@ -104,10 +91,5 @@ def test_a_name_that_is_gone_is_found(tmp_path: Path, words: set[str]) -> None:
         "`kNobody` `Nonesuch` `gone_since_long(1)` `strobe.nobody` `cuda/nobody.py`, not `strobe.sdpa(q)`, `cuda/launch.py`\n"
         "```python\nnot_quoted_here()\n```\n"
     )
-    assert set(unknown(document, words)) == {
-        "kNobody",
-        "Nonesuch",
-        "gone_since_long",
-        "strobe.nobody",
-        "cuda/nobody.py",
-    }
+    gone = {"kNobody", "Nonesuch", "gone_since_long", "strobe.nobody", "cuda/nobody.py"}
+    assert set(unknown(document, words)) == gone

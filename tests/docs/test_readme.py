@@ -35,26 +35,13 @@ def test_the_example_has_six_lines() -> None:
     assert len(lines) <= 6
 
 
-def test_the_readme_is_short_and_leads_learners_on() -> None:
-    """About a hundred lines, and the way to the lessons before any table."""
-    text = README.read_text(encoding="utf-8")
-    assert text.count("\n") <= 130
-    assert "(#learn)" in text[: text.index("|---|")] and "\n## Learn\n" in text
-    for part in ("Install", "Six lines", "Plug in", "Measured", "Learn", "What supports what", "Links"):
-        assert f"\n## {part}\n" in text
-
-
 def test_support_table_differs_between_backends() -> None:
     """A table of ticks only would mean that nobody was asked."""
     cells = {name: support.answers(name) for name in ("sm80", "aten_cpu", "tiled", "emulator")}
     assert support.NO not in cells["tiled"].values()
     assert cells["sm80"]["float64"] == support.NO and cells["sm80"]["float16, bfloat16"] == support.YES
     assert cells["aten_cpu"]["sinks"] == support.NO
-    assert (cells["sm80"]["devices"], cells["emulator"]["devices"], cells["aten_cpu"]["devices"]) == (
-        "CUDA",
-        "CPU",
-        "CPU",
-    )
+    assert [cells[name]["devices"] for name in ("sm80", "emulator", "aten_cpu")] == ["CUDA", "CPU", "CPU"]
 
 
 def test_a_text_without_markers_is_refused() -> None:
@@ -92,11 +79,3 @@ def test_make_targets_and_commands_exist(document: Path) -> None:
     named = (command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback)
     commands = {name.replace("_", "-") for name in named} | {group.name for group in cli.app.registered_groups}
     assert set(re.findall(r"`strobe ([a-z-]+)", text)) <= commands
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("2*.md")), ids=lambda p: p.stem)
-def test_design_pages_have_their_parts(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    date = page.name[:10]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date) and f"\n{date}\n" in text
-    assert all(part in text for part in ("**Decided.**", "**Because.**", "**Revisit when**"))

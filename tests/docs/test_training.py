@@ -23,23 +23,9 @@ from benchmarks.pages.generated import marks
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "examples" / "text" / "moby-dick.txt"
 SHA256 = "4372990686628734cfe18c000c77299373a5d44cb5fbf3d420e02e5d23d1c03f"
-SMALL = [
-    "--device",
-    "cpu",
-    "--batch",
-    "4",
-    "--context",
-    "32",
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--lr",
-    "0.01",
-]
+SMALL = "--device cpu --batch 4 --context 32 --layers 1 --width 32 --heads 2 --lr 0.01".split()
 COMMITTED = training_page.load(ROOT)
+assert COMMITTED, "benchmarks/results has no train-gpt*.json"
 
 each_file = pytest.mark.parametrize("place", COMMITTED, ids=str)
 gpt = load()
@@ -112,11 +98,7 @@ def test_wrong_gradients_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_seed_decides_weights_and_batches() -> None:
-    one, again, other = (
-        one_run("strobe", "--steps", "3"),
-        one_run("strobe", "--steps", "3"),
-        one_run("sdpa", "--steps", "3"),
-    )
+    one, again, other = (one_run(name, "--steps", "3") for name in ("strobe", "strobe", "sdpa"))
     assert one["loss"] == again["loss"] and one["validation"] == again["validation"]
     assert other["loss"] == pytest.approx(one["loss"], abs=5e-6)
     assert abs(one_run("strobe", "--steps", "1", seed=1)["loss"][0] - one["loss"][0]) > 1e-3
@@ -190,10 +172,6 @@ def test_the_noise_is_the_limit() -> None:
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
-
-
-def test_there_is_a_committed_proof() -> None:
-    assert COMMITTED, "benchmarks/results has no train-gpt*.json"
 
 
 @each_file

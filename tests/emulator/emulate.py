@@ -27,7 +27,7 @@ def plan_of(kernel: str, problem: Problem, out_strides: Strides, sms: int = SMS,
 
 
 def with_positions(problem: Problem, positions: Any) -> Problem:
-    """The same of parts of longer sequences, if `positions` are given."""
+    """Return the same problem of parts of longer sequences, if `positions` are given."""
     q, k = (dataclasses.replace(rows, positions=positions is not None) for rows in (problem.q, problem.k))
     return dataclasses.replace(problem, q=q, k=k)
 
@@ -38,7 +38,7 @@ def only(plan: Plan) -> Launch:
 
 
 def member(plan: Plan, name: str) -> int | bool:
-    """Of the Config of a plan's only kernel."""
+    """Return a member of the Config of a plan's only kernel."""
     kernel = only(plan).kernel
     assert isinstance(kernel, TemplateKernel)
     return kernel.member(name)
@@ -57,7 +57,7 @@ def tensors_of(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str
 
 
 def with_source(plan: Plan, edit: Callable[[str], str]) -> Plan:
-    """The same launches of kernels whose flattened sources went through `edit`."""
+    """Return the same launches of kernels whose flattened sources went through `edit`."""
 
     def edited(launch: Launch) -> Launch:
         spec = launch.kernel

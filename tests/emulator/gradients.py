@@ -43,7 +43,7 @@ class Mutation:
         return self.name
 
     def applied(self, plan: Plan) -> Plan:
-        """To the kernels of a plan that have what is replaced."""
+        """Apply the mutation to the kernels of a plan that have what is replaced."""
         texts = [jit.flatten(launch.kernel.source, "emu") for launch in plan.launches]
         if not any(self.old in text for text in texts):
             raise Mismatch(f"mutation {self}: no kernel of the plan has its text:\n{self.old}")
@@ -131,7 +131,8 @@ def check_case(family: str, case: Case, tile: Any = None, dtype: torch.dtype = t
 def check_deterministic(
     family: str, case: Case, tile: Any = None, seeds: tuple[int, ...] = (1, 2, 3), machine: Machine | None = None
 ) -> None:
-    """The same bits, whatever the order of threads and blocks. In fp32: rounding would hide another order."""
+    """Check that bits are the same, whatever the order of threads and blocks. Results are in fp32: rounding would hide
+    another order."""
     p, inputs = prepare(case, torch.bfloat16)
     p = replace(p, deterministic=True)
     forward = tiled.forward(p, inputs)  # once, so that the kernels alone are compared
@@ -164,7 +165,7 @@ def check_fits(family: str, mutation: Mutation) -> None:
 
 
 def finding(family: str, mutation: Mutation, seed: int) -> str | None:
-    """What the emulator or the numbers say of a damaged kernel; None if nothing."""
+    """Return what the emulator or the numbers say of a damaged kernel; None if nothing."""
     p, inputs = prepare(mutation.case, torch.bfloat16)
     p = replace(p, deterministic=mutation.turns)
     try:

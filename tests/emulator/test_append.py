@@ -19,7 +19,7 @@ PAGES, PAGE = 5, 4
 
 
 def pools(dtype: torch.dtype, heads: int, dim: int, dim_v: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """As views (pages, page, heads, dim)."""
+    """Make pools whose views are (pages, page, heads, dim)."""
     if kind == "side_by_side":
         both = torch.randn(PAGES, PAGE, heads, dim + dim_v).to(dtype)
         return both[..., :dim], both[..., dim:]
@@ -36,7 +36,7 @@ def compare(
     slots: torch.Tensor,
     rotary: Rotary | None = None,
 ) -> None:
-    """With PyTorch's operations, which are told of no slots that the pool does not have."""
+    """Compare with PyTorch's operations, which are told of no slots that the pool does not have."""
     expected = [t.clone() for t in (k, v)]
     known = torch.where(slots < PAGES * PAGE, slots, -1)
     strobe.paged.append(k_new, v_new, *expected, known, rotary=rotary)
@@ -78,7 +78,7 @@ def test_keys_are_turned_to_the_last_bit(dtype: torch.dtype, interleaved: bool, 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_products_are_rounded_before_they_are_added(interleaved: bool) -> None:
-    """Of equal products nothing is left over. An FMA leaves the rounding error of one."""
+    """Equal products leave nothing over. An FMA leaves the rounding error of one."""
     k, v = pools(torch.bfloat16, 2, 48, 32, "apart")
     table, new = torch.full((30, 16), 0.1), torch.full((8, 2, 80), 3.0).bfloat16()
     compare(new[..., :48], new[..., 48:], k, v, SLOTS, Rotary(table, table, torch.arange(8), interleaved))

@@ -63,7 +63,7 @@ def machine(arch: str = "sm_80") -> Machine:
 
 @pytest.fixture(autouse=True)
 def sums_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few keys would take turns: here only `deterministic` does."""
+    """Let only `deterministic` take turns: so few keys would do so, too."""
     monkeypatch.setattr(backward_sm90, "TURNS_UP_TO", 0)
 
 

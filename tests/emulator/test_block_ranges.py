@@ -1,4 +1,4 @@
-"""Which blocks a condition lets through, as the map of blocks finds it: by interval arithmetic where that decides, and pair by
+"""The map of blocks finds which blocks a condition lets through: by interval arithmetic where that decides, and pair by
 pair elsewhere. All functions are one condition, each that of a head, so that they are one program."""
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_the_last_step_of_a_ring_rounds(
     rounded: list[int] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the same bits as a pass over what is merged, which remains for `rounded` rows of each rank."""
+    """The bits are those of a pass over what is merged, which remains for `rounded` rows of each rank."""
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
     torch.manual_seed(2)
     plan = ShardPlan(lengths, ranks=3, mask=mask, strategy=strategy)

@@ -47,7 +47,7 @@ print(json.dumps({"out": out.value, "library": str(program.library)}))
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, Path]:
-    """What the compiler makes of SOURCE, and of another kernel."""
+    """Return what the compiler makes of SOURCE, and of another kernel."""
     return {"right": emulator.build(SOURCE).library, "other": emulator.build(OTHER).library}
 
 
@@ -66,7 +66,7 @@ class Runs:
     def __call__(self) -> Path:
         """The kernel is right. Returns the library that was loaded."""
         environment = os.environ | {"STROBE_CACHE_DIR": str(self.cache), "CXX": str(self.compiler)}
-        command = [sys.executable, "-c", SCRIPT, str(Path(jit.__file__).parents[1]), SOURCE]
+        command = [sys.executable, "-c", SCRIPT, str(Path(jit.__file__).parents[2]), SOURCE]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"status {done.returncode}\n{done.stderr}"
         self.warned = done.stderr
@@ -190,7 +190,7 @@ def test_a_directory_that_others_may_write_is_not_used(run: Runs, libraries: dic
 
 
 def test_a_link_to_a_private_directory_is_used(run: Runs) -> None:
-    """As people do whose home is small."""
+    """People whose home is small use such links."""
     kept = run().parent
     kept.rename(run.cache.parent / "elsewhere")
     kept.symlink_to(run.cache.parent / "elsewhere")

@@ -43,7 +43,7 @@ STROBE_KERNEL(64, 1) kernel(STROBE_GRID_CONSTANT Params p) {
 
 
 def pipeline(bug: int, mode: str, seed: int) -> bool:
-    """Whether the sums came out right."""
+    """Return whether the sums came out right."""
     x, out = place(np.random.default_rng(0).standard_normal((22, 64)).astype(np.float32)), aligned(64, "float32")
     PIPELINE.run(x=x, out=out, tiles=6, rows=22, bug=bug, mode=mode, seed=seed)
     return bool(np.allclose(out, x.sum(0), atol=1e-5))

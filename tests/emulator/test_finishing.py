@@ -101,7 +101,7 @@ def test_varlen_with_positions(dim: int) -> None:
 
 
 def test_one_box_and_rows_that_see_no_key() -> None:
-    """Under the causal mask, counted from the start, of 200 rows and 120 keys the first 80 see none."""
+    """The first 80 of 200 rows see none of 120 keys under the causal mask, counted from the start."""
     case = Case("no_positions", 200, 120, batch=2, heads=2, heads_k=2, dim=128, mask=causal)
     problem, inputs = prepare(case, torch.bfloat16)
     check(problem, inputs, (problem, inputs, None), (problem, inputs, None))

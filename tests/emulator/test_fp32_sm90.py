@@ -120,7 +120,7 @@ def test_what_is_dropped_is_seen(name: str) -> None:
 
 
 def check_gradients(damage: Callable[[Plan], Plan] = lambda plan: plan) -> None:
-    """Without the floors of `gradient_floor`, which are larger than the errors."""
+    """Check without the floors of `gradient_floor`, which are larger than the errors."""
     problem, inputs = prepare(SMALL, torch.float32)
     plan, tensors, finish = planned("sm90", problem, inputs)
     backend.launch(damage(plan), tensors)
@@ -186,7 +186,7 @@ def test_a_mistake_in_gradients_is_caught(mutation: Mutation) -> None:
 
 @pytest.mark.parametrize("none", [torch.nan, torch.inf, -torch.inf])
 def test_nan_goes_where_it_belongs(none: float) -> None:
-    """And infinity, which becomes NaN, in queries, too."""
+    """NaN stays in its rows, and so does infinity, which becomes NaN, in queries, too."""
     problem, inputs = prepare(SMALL, torch.float32)
     clean, _ = forward("sm90", problem, inputs)
     q, v = inputs.q.clone(), inputs.v.clone()
@@ -214,7 +214,7 @@ def test_the_largest_numbers_and_infinity() -> None:
 
 @pytest.mark.thorough
 def test_a_bias_and_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the score functions, through the public call."""
+    """The score functions are computed through the public call."""
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
     q, k, v = (torch.randn(1, n, 2, 64, generator=torch.Generator().manual_seed(n)) for n in (40, 70, 71))
     given = {"mask": causal, "bias": torch.randn(1, 2, 40, 70), "softcap": 5.0}
@@ -226,7 +226,7 @@ def test_a_bias_and_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_training_through_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the gradient of a bias, which both consumers of the kernel for dQ write."""
+    """The gradient of a bias is computed, too, which both consumers of the kernel for dQ write."""
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
     shapes = [(1, 40, 2, 64), (1, 70, 2, 64), (1, 70, 2, 64), (1, 2, 40, 70)]
     leaves = [torch.randn(s, generator=torch.Generator().manual_seed(i)).requires_grad_() for i, s in enumerate(shapes)]

@@ -1,4 +1,5 @@
-"""What the kernels compute users' functions with, number by number: tile/functions.cuh, and the wrappers below it."""
+"""The parts with which kernels compute users' functions are right, number by number: tile/functions.cuh, and the
+wrappers below it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def test_gradients_of_captured_tensors_that_are_not_contiguous(monkeypatch: pyte
 @pytest.mark.thorough
 @pytest.mark.usefixtures("only_kernels")
 def test_learning_in_blocks_that_a_condition_lets_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a map of blocks; more keys than those for which turns are taken. The last pairs lie beyond the table."""
+    """The kernels have a map of blocks, and more keys than those for which turns are taken. The last pairs lie beyond
+    the table."""
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
     both = function_cases.CASES["mask_both"]
     check_learning("mask_both", replace(both, len_q=160, len_k=1100, batch=1, heads=2, heads_k=1))

@@ -21,7 +21,7 @@ EVERYDAY = ("sm80 10", "sm90 7")
 
 @pytest.mark.parametrize("program", everyday(PROGRAMS, EVERYDAY))
 def test_against_plain_torch(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp16, whose rounding hides less of the gradients than that of bf16. Every other program learns."""
+    """Rounding in fp16 hides less of the gradients than in bf16. Every other program learns."""
     family, number = program.split()
     monkeypatch.setenv("STROBE_EMULATE", family)
     drawn = generated_functions.generated(Random(program), functions=6, learning=int(number) % 2 == 0)

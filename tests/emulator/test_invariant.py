@@ -211,7 +211,7 @@ def test_lengths_around_a_cut(end: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", [1, 16])
 def test_copies_that_land_late_do_not_matter(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor in which order splits are ready."""
+    """The order in which splits are ready does not matter either."""
     spans = [*OTHERS[1:], Span("some", 298, 300)]
     expected = attend(spans, page)
     monkeypatch.setenv("STROBE_EMULATOR_MODE", "async")
@@ -230,7 +230,7 @@ def test_splits_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_list_serves_several_launches() -> None:
-    """As the layers of a step share one: what splits count themselves in with is zero again."""
+    """The layers of a step share a list: what splits count themselves in with is zero again."""
     k, v = (t.view(-1, 16, HEADS_K, DIM) for t in (x[:640].contiguous() for x in keys_of("some")))
     q = queries_of(Span("some", 636, 640))[None]
     table, lengths = torch.arange(40, dtype=torch.int32)[None], torch.tensor([640], dtype=torch.int32)
@@ -249,7 +249,7 @@ def test_a_list_serves_several_launches() -> None:
 
 
 class Mutation(NamedTuple):
-    """What would make the bits of a row depend on what is beside it."""
+    """A mutation that would make the bits of a row depend on what is beside it."""
 
     old: str
     new: str

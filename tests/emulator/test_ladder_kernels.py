@@ -114,7 +114,7 @@ def test_mistakes_in_a_backward_rung_are_noticed(name: str) -> None:
 
 
 def test_the_last_rung_is_what_the_library_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as through the backend, which plans for itself."""
+    """The bits are the same as through the backend, which plans for itself."""
     monkeypatch.setenv("STROBE_EMULATE", "sm90")
     rung, shape = rungs.get("b4"), CASES["causal, more keys"]
     x = execute.make(rung, shape)

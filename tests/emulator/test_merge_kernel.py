@@ -19,7 +19,7 @@ SINKS = torch.tensor([0.5, -torch.inf, 30.0])
 
 
 def states(n: int, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of shape (…, rows, heads, dim). Some rows have no keys in some parts, and one has none at all."""
+    """Make states of shape (…, rows, heads, dim). Some rows have no keys in some parts, and one has none at all."""
     *leading, rows, heads, _ = shape
     outs, lses = [torch.randn(shape) for _ in range(n)], [4 * torch.randn(*leading, heads, rows) for _ in range(n)]
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
@@ -74,7 +74,7 @@ def test_views() -> None:
 
 
 def test_numbers_that_are_none() -> None:
-    """What an infinite LSE and an NaN do, they do here as well."""
+    """An infinite LSE and an NaN have the same effect here as in PyTorch's operations."""
     special = (torch.nan, torch.inf, -torch.inf, 3.0)
     pairs = [(a, b) for a in special for b in special]
     lses = [torch.tensor([[pair[i] for pair in pairs]]) for i in range(2)]

@@ -42,7 +42,7 @@ class Rows:
         self.lse = self.wide_lse[..., self.rows]
 
     def begin(self) -> None:
-        """As rows that have seen no key: O may be anything but infinite or NaN."""
+        """Begin as rows that have seen no key: O may be anything but infinite or NaN."""
         self.out.fill_(1e30), self.lse.fill_(-torch.inf)
 
     def check_the_rest(self) -> None:

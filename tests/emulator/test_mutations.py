@@ -80,7 +80,6 @@ class Mutation:
         return replaced(str(self), source, self.old, self.new, self.times)
 
 
-DIAGONAL_LOOP = "if ((n = mine.next(n)) < mine.end_full || !kDiagonalAlone) break;"
 LANDED = "cp_async_wait<0>();\n    sync_block();  // everybody's copies have landed"
 VALUES = "cp_async_wait<0>();\n    sync_block();  // V_n is here"
 ZERO_FILL = "cp_async_16(to, row_there && column_there ? from + panel * kPanel<T> : src, row_there && column_there);"
@@ -340,7 +339,7 @@ def planned(case: Case, tile: str, mutation: Mutation | None) -> tuple[Plan, Inp
 
 
 def finding(case: Case, tile: str, mutation: Mutation | None, seed: int) -> str | None:
-    """What is wrong with a run; None if nothing is."""
+    """Return what is wrong with a run; None if nothing is."""
     plan, inputs, out, lse = planned(case, tile, mutation)
     try:
         backend.launch(plan, tensors_of(inputs, out, lse), mode="async", seed=seed, workers=1)

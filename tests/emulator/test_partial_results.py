@@ -1,4 +1,4 @@
-"""What context parallelism needs of the kernels: masks that count positions in a whole sequence of which only a
+"""Context parallelism needs two things of the kernels: masks that count positions in a whole sequence of which only a
 part is in memory, and partial results in fp32 that can be merged."""
 
 from __future__ import annotations

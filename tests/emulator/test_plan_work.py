@@ -77,7 +77,8 @@ def visible(mask: Mask, count: int, length: int, row: int, start: int = 0) -> tu
 
 
 def sequence_of(batch: int, lengths: list[int], counts: list[int] | None, start: int = 0) -> list[int]:
-    """What a record says of it: its first query and its rows, the position of its first key, and its keys."""
+    """Return what a record says of the sequence: its first query and its rows, the position of its first key, and its
+    keys."""
     first, count = (0, 1) if counts is None else (sum(counts[:batch]), counts[batch])
     return [first, count * GROUP, start, lengths[batch]]
 
@@ -183,7 +184,7 @@ def test_invariant_calls_are_cut_where_the_rule_says(name: str) -> None:
 
 @pytest.mark.parametrize("sequences", [1, 7, 40])
 def test_there_is_room_for_all_items(sequences: int) -> None:
-    """Of a ragged table, too, whose room is divided freely."""
+    """A ragged table has room as well, which is divided freely."""
     generator = torch.Generator().manual_seed(sequences)
     begins = torch.tensor(cuts())
     for _ in range(200):

@@ -1,5 +1,5 @@
-"""What the plug-ins ask of the kernels, on the emulator: masks and positions that only they make. On a GPU these calls go to
-the kernels, in the other tests on CPU tensors they never do."""
+"""Plug-ins ask for masks and positions that only they make; here the kernels compute them on the emulator. On a GPU
+these calls go to the kernels, in the other tests on CPU tensors they never do."""
 
 from __future__ import annotations
 

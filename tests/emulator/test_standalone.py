@@ -42,7 +42,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def matrices(output: str) -> dict[str, torch.Tensor]:
-    """What was printed, by name."""
+    """Return the matrices that were printed, by name."""
     found = {}
     for block in output.split("\n\n"):
         if match := re.match(r"(\w+), (\d+) x (\d+)\n", block):
@@ -179,7 +179,7 @@ def test_the_check_notices_what_is_broken(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 def test_nvcc_compiles_it(tmp_path: Path) -> None:
-    """As its first lines say, for whatever GPU this nvcc takes by default."""
+    """The command is that of its first lines, for whatever GPU this nvcc takes by default."""
     command = [str(NVCC), "flash_attention.cu", "-o", str(tmp_path / "flash_attention")]
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

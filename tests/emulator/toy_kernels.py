@@ -46,7 +46,7 @@ class Toy:
         )
 
     def line(self, text: str) -> str:
-        """Where `text` stands, as the reports name it."""
+        """Return where `text` stands, as the reports name it."""
         lines = [i for i, line in enumerate(self.kernel.lstrip("\n").splitlines(), start=1) if text in line]
         assert len(lines) == 1, f"{text!r} is on lines {lines}"
         return f"toy.cu:{lines[0]}"

@@ -1,4 +1,4 @@
-"""What the tests on GPUs share: the kernels of this machine, compiled beforehand and side by side, and the reference
+"""The tests on GPUs share the kernels of this machine, compiled beforehand and side by side, and the reference
 there."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compile_together(problems: Iterable[tuple[str, Problem]]) -> None:
 
 
 def plan_of(kernel: str, problem: Problem) -> Plan:
-    """With outputs, or gradients, that are contiguous."""
+    """Plan with outputs, or gradients, that are contiguous."""
 
     def contiguous(rows: Rows, dim: int) -> tuple[int, int, int]:
         length = rows.total if problem.varlen else rows.length

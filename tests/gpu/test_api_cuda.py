@@ -26,8 +26,7 @@ def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-# ---- which backend
-# -----------------------------------------------------------------------------------------------------------
+# ---- which backend ---------------------------------------------------------------------------------------------------
 def test_explain_names_the_kernel() -> None:
     q = some(1, 256, 4, 128)
     told = strobe.explain(q, q, q, mask=causal)
@@ -72,8 +71,7 @@ def test_what_bulk_copies_cannot_do_goes_to_sm80() -> None:
     assert torch.equal(strobe.attention(q, k, k), strobe.attention(q, k.contiguous(), k.contiguous(), backend="sm80"))
 
 
-# ---- where inputs lie and results go
-# -----------------------------------------------------------------------------------------
+# ---- where inputs lie and results go ---------------------------------------------------------------------------------
 def odd_address(t: torch.Tensor) -> torch.Tensor:
     return t.new_full((t.numel() + 2,), 7.0)[1:-1].view(t.shape).copy_(t)
 
@@ -147,8 +145,7 @@ def test_nan_of_a_packed_neighbour_stays_there(kernel: str) -> None:
         assert torch.equal(out[:a], clean[:a]) and torch.equal(out[b:], clean[b:]) and out[a:b].isnan().all()
 
 
-# ---- streams, threads, devices, synchronisation
-# ------------------------------------------------------------------------------
+# ---- streams, threads, devices, synchronisation ----------------------------------------------------------------------
 @each_kernel
 def test_runs_on_the_current_stream(kernel: str) -> None:
     q, k, v = (some(1, 500, 4, 64) for _ in range(3))
@@ -221,8 +218,7 @@ def test_nothing_waits_for_the_gpu(kernel: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ---- more than 2^31 elements
-# -------------------------------------------------------------------------------------------------
+# ---- more than 2^31 elements -----------------------------------------------------------------------------------------
 def enough_memory(gigabytes: int) -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] / 1e9

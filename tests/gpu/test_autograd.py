@@ -45,7 +45,7 @@ def backward_problem(case: Case, dtype: torch.dtype) -> Problem:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """What the tests that were chosen run."""
+    """Compile what the tests that were chosen run."""
     chosen = [item.callspec.params for item in request.session.items if item.name.startswith("test_gradients[")]
     for which in (problem_of, backward_problem):
         here = [p for p in chosen if "case" in p and p.get("kernel") in kernels_here()]

@@ -148,7 +148,7 @@ def test_gradients_through_sdpa(ran: list[str]) -> None:
 @pytest.mark.usefixtures("active")
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_of_torch(training: bool, ran: list[str]) -> None:
-    """In evaluation PyTorch's fused path ends in the same operator."""
+    """PyTorch's fused path ends in the same operator in evaluation."""
     layer = torch.nn.TransformerEncoderLayer(128, 2, 64, dropout=0.0, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to("cuda", torch.bfloat16)
     encoder.train(training)

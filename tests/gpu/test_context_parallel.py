@@ -36,8 +36,8 @@ def results(out: torch.Tensor, lse: torch.Tensor, leaves: list[torch.Tensor], do
 @pytest.mark.parametrize("lengths", [(1000,), (300, 60, 640)], ids=["dense", "packed"])
 @pytest.mark.parametrize("method", ["ring", "halo", "allgather", "ulysses", "hybrid"])
 def test_errors_are_those_of_one_call(method: str, lengths: tuple[int, ...], mask: str) -> None:
-    """Against fp64, out, LSE and every gradient: at most half as large again as those of one call,
-    those of a sink three times as large."""
+    """Errors against fp64 of out, LSE and every gradient are at most half as large again as those of one call, those of
+    a sink three times as large."""
     plan = ShardPlan(lengths, ranks=4, mask=MASKS[mask], strategy="documents")
     torch.manual_seed(1)
     heads = (8, 2, 2)

@@ -1,4 +1,4 @@
-"""The same call gives the same bits, however its blocks are scheduled."""
+"""A call gives the same bits each time, however its blocks are scheduled."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ kernels = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """For the GPU and for the emulator, side by side."""
+    """Compile for the GPU and for the emulator, side by side."""
     problems = [problem_of(case, dtype) for case in exact_inputs.CASES for dtype in DTYPES]
     compile_together((kernel, problem) for problem in problems for kernel in kernels_here())
     on_cpu = [prepare(case, dtype)[0] for case in exact_inputs.CASES for dtype in DTYPES]

@@ -32,7 +32,7 @@ ALL = [*FP32_CASES, *LARGE]
 
 
 def fuzzed(count: int) -> list[Case]:
-    """Of three head dims and masks, so that few kernels are compiled."""
+    """Draw cases of three head dims and masks, so that few kernels are compiled."""
     r, found = random.Random(32), []
     for i in range(count):
         heads_k = r.choice((1, 2, 3))
@@ -104,8 +104,8 @@ def test_terms_are_waited_for(dim: int, wanted: str) -> None:
 
 
 def test_sums_are_not_pulled_towards_zero() -> None:
-    """As the tensor cores would pull them: with many keys of like weights errors of one sign add up to a mean that is
-    not far below the largest of them."""
+    """The tensor cores would pull them: with many keys of like weights errors of one sign add up to a mean that is not
+    far below the largest of them."""
     torch.manual_seed(0)
     q, k = (0.1 * torch.randn(1, 8192, 2, 128, device="cuda") for _ in range(2))
     v = 1 + torch.rand(1, 8192, 2, 128, device="cuda")

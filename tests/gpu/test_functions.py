@@ -38,7 +38,7 @@ def test_against_plain_torch(name: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [*function_cases.LEARNING, "alibi long", "relative long", "several long"])
 def test_gradients_of_captured_tensors(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels: no backward pass goes to another backend."""
+    """The kernels compute them: no backward pass goes to another backend."""
     monkeypatch.setattr(dispatch, "choose_backward", _checked)
     short, _, long = name.partition(" ")
     case = function_cases.CASES[short]

@@ -42,7 +42,7 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What chooses the code: head dims are those of one padded size."""
+    """The facts that choose the code: head dims are those of one padded size."""
 
     dtype: torch.dtype
     dims: tuple[tuple[int, int], ...]  # (dim, dim_v), any of them
@@ -95,7 +95,7 @@ def _length(r: random.Random) -> int:
 
 
 def _placed(r: random.Random, t: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """The same numbers somewhere else in memory. `t`: (…, length, heads, dim)"""
+    """Place the same numbers somewhere else in memory. `t`: (…, length, heads, dim)"""
     how = r.choice(["dense", "dense", "heads_first", "sliced", "sliced", "fused", "odd_address"])
     if how == "heads_first":
         return t.transpose(-3, -2).contiguous().transpose(-3, -2), how
@@ -199,7 +199,7 @@ def test_random_problems(part: int, compiled: None) -> None:
 
 
 def gradients_of(drawn: Drawn, backend: str) -> list[str]:
-    """What is wrong with the gradients of one problem."""
+    """Return what is wrong with the gradients of one problem."""
     problem, inputs = checked(drawn.q, drawn.k, drawn.v, drawn.kwargs)
     names = [name for name in ("q", "k", "v", "sinks") if getattr(inputs, name) is not None]
     assert dispatch.get(backend).supports(problem.backward(tuple(names))) is None

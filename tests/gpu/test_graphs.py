@@ -71,8 +71,8 @@ def test_split_keys_in_a_graph(kernel: str, keys: int) -> None:
 
 
 def test_launches_of_a_graph_share_counters(kernel: str) -> None:
-    """But not with other graphs, other streams of the same graph, or calls outside; and none if the reserve is used
-    up."""
+    """Counters are not shared with other graphs, other streams of the same graph, or calls outside; and there are none
+    if the reserve is used up."""
     q, k, v = some(1, 1, 16, 128), some(1, 3000, 2, 128), some(1, 3000, 2, 128)
     wanted = strobe.attention(q, k, v, backend=kernel)
     outs: list[torch.Tensor] = []

@@ -1,5 +1,5 @@
-"""What a call costs besides the kernel, beside something else of the same run: hosts differ, ratios hardly do. The
-benchmark has the times (`strobe bench --suite overhead`)."""
+"""Measure what a call costs besides the kernel, beside something else of the same run: hosts differ, ratios hardly do.
+The benchmark has the times (`strobe bench --suite overhead`)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ print(*best)
 
 @each_kernel
 def test_cpu_time_of_a_call(kernel: str) -> None:
-    """In a process of its own, where nobody has left hooks or garbage."""
+    """The time is taken in a process of its own, where nobody has left hooks or garbage."""
     ours, sdpa = in_new_process(_MANY_CALLS, kernel)
     print(f"{kernel}: {ours * 1e6:.1f} µs of CPU time a call, PyTorch's flash backend {sdpa * 1e6:.1f} µs")
     assert ours <= OF_SDPA * sdpa

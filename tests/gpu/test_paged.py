@@ -144,7 +144,7 @@ def test_it_computes_what_the_textbook_does(mask: strobe.Mask | None, page: int)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("page", [1, 8, 12, 16, 64, 256])
 def test_entries_that_are_no_pages_are_missing_keys(page: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In some blocks of keys, in all of a sequence, and in most splits of a long one."""
+    """Keys are missing in some blocks of keys, in all of a sequence, and in most splits of a long one."""
     lengths, missing = [37, 0, 900, 290, 99, 1, 9000], {0: range(37), 2: (70, 140, 899), 3: (5,), 6: range(600, 8000)}
     p = without_keys(pool(lengths, page, dim=128, dim_v=128, dtype=torch.bfloat16), missing)
     q, cu = queries(COUNTS if packed else [2] * 7, dim=128, dtype=torch.bfloat16)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import strobe
-from strobe import merging, paged
+from strobe import paged
+from strobe.merging import merged as merged_by_torch
 from strobe.nn.rotary import angles
 from strobe.paged import pool as pools
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @contextlib.contextmanager
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within it, PyTorch's operations are not there to stand in."""
+    """Refuse PyTorch's operations within the block: they are not there to stand in."""
 
     def refuse(*args: Any, **more: Any) -> Any:
         raise AssertionError("no kernel was taken")
@@ -90,7 +91,7 @@ def test_states_are_merged(
     lses = [(3 * torch.randn(8, 4 * 77, device="cuda")).unflatten(1, (4, 77)).transpose(0, 1) for _ in range(parts)]
     for i, lse in enumerate(lses):
         lse[:, :, i::5] = -torch.inf
-    expected, expected_lse = merging.merged(outs, lses, sinks, None)
+    expected, expected_lse = merged_by_torch(outs, lses, sinks, None)
     into = None if out is None else torch.empty(shape, dtype=out, device="cuda")
     with by_kernel(monkeypatch):
         found, lse = strobe.merge(outs, lses, sinks=sinks, out=into)
@@ -109,7 +110,7 @@ def test_rows_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_parts_than_a_launch_merges() -> None:
     outs, lses = torch.randn(9, 5, 4, 64, device="cuda"), torch.randn(9, 4, 5, device="cuda")
-    for a, b in zip(strobe.merge(outs, lses), merging.merged(outs, lses, None, None), strict=True):  # type: ignore[arg-type]
+    for a, b in zip(strobe.merge(outs, lses), merged_by_torch(outs, lses, None, None), strict=True):  # type: ignore[arg-type]
         assert torch.equal(a, b)
 
 
@@ -154,7 +155,7 @@ def test_graphs_hold_both(monkeypatch: pytest.MonkeyPatch) -> None:
             expected = by_torch(new, new, k, v, slots, rotary)
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip((k, v), expected, strict=True))
-            merged = merging.merged(outs, lses, None, None)  # type: ignore[arg-type]
+            merged = merged_by_torch(outs, lses, None, None)  # type: ignore[arg-type]
             torch.testing.assert_close((out, lse), merged, rtol=1e-5, atol=1e-5)
 
 

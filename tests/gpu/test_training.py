@@ -37,7 +37,7 @@ def test_a_wrong_mask_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_only_the_kernels_run_both_ways(kernel: str) -> None:
-    """By torch's profiler: in the attention of a training step no kernel of PyTorch's attention runs."""
+    """Torch's profiler sees no kernel of PyTorch's attention in the attention of a training step."""
     if kernel not in kernels_here():
         pytest.skip("no Hopper GPU")
     attend = gpt.attention_named(f"strobe:{kernel}")

@@ -104,7 +104,7 @@ def test_the_verdict_is_that_of_the_tests(machine: Machine, with_browser: bool) 
 
 @pytest.mark.parametrize(("target", "leaves_out"), [("test", "not thorough"), ("test-all", None)])
 def test_make_runs_every_tier_and_lists_what_was_skipped(target: str, leaves_out: str | None) -> None:
-    """What make would do, from its own mouth."""
+    """The make program itself says what it would do."""
     done = subprocess.run(
         ["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True, timeout=600
     )

@@ -1,5 +1,5 @@
-"""On the package index `strobe` is another project, with the same import name: nothing here may install it, or advise to,
-and what imports it by mistake says so."""
+"""Another project has the name `strobe` on the package index, and the same import name: nothing here may install it, or
+advise to, and what imports it by mistake says so."""
 
 from __future__ import annotations
 

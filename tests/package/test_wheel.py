@@ -1,4 +1,4 @@
-"""What people install: the sdist builds the wheel, the wheel holds everything, and it works outside the checkout.
+"""People install the wheel: the sdist builds it, it holds everything, and it works outside the checkout.
 
 Nothing is downloaded. The fresh environment sees the torch of this one through a path file.
 """
@@ -45,7 +45,7 @@ def build(source: Path, out: Path, *kinds: str) -> None:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python -m build` makes: an sdist from the checkout, and a wheel from that sdist."""
+    """Run `python -m build`: it makes an sdist from the checkout, and a wheel from that sdist."""
     out = tmp_path_factory.mktemp("dist")
     build(ROOT, out)
     return out

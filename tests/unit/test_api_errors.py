@@ -283,7 +283,7 @@ def test_bad_input_is_named(case: Case) -> None:
     ids=lambda case: case.name.replace(" ", "-"),
 )
 def test_nothing_is_written(case: Case) -> None:
-    """With an `out` of the right shape beside the bad argument, and with the bad `out` itself."""
+    """There is an `out` of the right shape beside the bad argument, or the bad `out` itself."""
     name = "output" if case.call is strobe.flash_attention else "out"
     try:
         arguments = case.arguments()
@@ -337,3 +337,11 @@ def test_numbers_that_are_allowed() -> None:
     wide = ({"mask": strobe.window(None, None)}, {"mask": strobe.prefix(99)})
     for harmless in ({"scale": 1}, {"dropout": 0}, {"softcap": 1e4}, *wide):
         torch.testing.assert_close(strobe.attention(**arguments, **harmless), want)
+
+
+@pytest.mark.parametrize("name", ["mask", "score"])
+def test_a_function_that_cannot_be_traced_is_unsupported(name: str) -> None:
+    """And a TypeError, as what is no function is."""
+    with pytest.raises(strobe.Unsupported) as caught:
+        strobe.attention(**qkv(), **{name: lambda *positions: math.floor(positions[0])})
+    assert isinstance(caught.value, TypeError)

@@ -158,8 +158,7 @@ def test_jit_and_driver_know_no_torch(module: str) -> None:
     assert not any(i.split(".")[0] == "torch" for i in imports(MODULES[module]))
 
 
-# ---- headers
-# -----------------------------------------------------------------------------------------------------------
+# ---- headers ---------------------------------------------------------------------------------------------------------
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 _BENCHMARK = SOURCE / "bench" / "kernels"  # standard attention, to be measured against: built on the library's wrappers
@@ -189,7 +188,7 @@ def test_includes_point_down(path: Path) -> None:
 
 
 def test_asm_only_in_wrappers() -> None:
-    """In every C++ text we ship, and in every Python string that might print one."""
+    """The rule holds for every C++ text we ship, and every Python string that might print one."""
     word = re.compile(r"\b(asm|__asm__)\b")
     sources = [p for p in SOURCE.rglob("*") if p.suffix in (".cuh", ".cu", ".h", ".hpp", ".cpp")]
     holders = {p for p in sources if word.search(without_comments(p.read_text(encoding="utf-8")))}
@@ -214,8 +213,7 @@ def test_every_wrapper_has_a_second_implementation() -> None:
         assert (HEADERS / "emu" / ptx.name).is_file(), f"ptx/{ptx.name} has no emulation in emu/"
 
 
-# ---- importing
-# -----------------------------------------------------------------------------------------------------------
+# ---- importing -------------------------------------------------------------------------------------------------------
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -250,8 +248,7 @@ def test_import_costs_at_most_50_ms_more_than_torch(monkeypatch: pytest.MonkeyPa
     assert ours <= max(0.050, 0.04 * torch_alone)
 
 
-# ---- text
-# ------------------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 _TEXT = (".py", ".cuh", ".cu", ".h", ".cpp", ".md", ".toml", ".yml", ".json", ".txt", ".sh", ".ipynb")
 _SKIP = {".git", ".venv", ".cache", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__", "dist"}

@@ -95,7 +95,7 @@ def test_long_sums_in_16_bits(shape_q: tuple[int, int], shape_k: tuple[int, int]
 
 
 def test_a_row_that_a_mask_tensor_hides_among_many_keys() -> None:
-    """Where keys are few, `tiled` takes over whenever an LSE is 0, and would cover for a wrong one."""
+    """The keys are many: else `tiled` takes over whenever an LSE is 0, and would cover for a wrong one."""
     q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 100, 2, 8)
     mask = torch.ones(1, 1, 5, 100, dtype=torch.bool)
     mask[..., 3, :] = False

@@ -1,4 +1,4 @@
-"""Under torch.autocast attention behaves as PyTorch's own does: it casts its inputs, and computes as it always does."""
+"""Attention under torch.autocast behaves as PyTorch's own does: it casts its inputs, and computes as it always does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is, and how a call is timed."""
+"""Providers take turns, and each call is timed."""
 
 from __future__ import annotations
 

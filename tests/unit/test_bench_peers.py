@@ -31,7 +31,7 @@ GRADIENTS = case("t", "gradients", **SHAPE, mask="causal", direction="both")
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, left: int, softcap: float, scale: float
 ) -> torch.Tensor:
-    """On (batch, heads, length, dim)."""
+    """Compute attention on (batch, heads, length, dim)."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     s = q @ k.mT * scale
     s = softcap * torch.tanh(s / softcap) if softcap else s
@@ -163,7 +163,7 @@ def test_whatever_an_import_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch, 
 
 
 class FakeMegatron:
-    """What is used of megatron-core 0.16."""
+    """The parts of megatron-core 0.16 that are used."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.buffers: list[str] = []

@@ -182,7 +182,7 @@ def test_the_command_exits_accordingly(made: Results, tmp_path: Path) -> None:
 
 
 def test_other_neighbours_are_noted(made: Results, tmp_path: Path) -> None:
-    """On a GPU, whose clock follows what ran before."""
+    """The clock of a GPU follows what ran before."""
     fewer = synthetic(SMALL)
     fewer.rows = [row for row in fewer.rows if row.provider != "torch-cudnn"]
     assert other_neighbours(made, made) is None and "torch-cudnn took turns" in str(other_neighbours(made, fewer))
@@ -269,7 +269,7 @@ def test_claims(made: Results) -> None:
 def mean_speed(
     run: Results, suite: str, direction: str = "forward", method: str = TURNS, value: Any = lambda row: row.ms
 ) -> float:
-    """Of our fastest beside cuDNN, which is the fastest peer here."""
+    """Return the mean speed of our fastest beside cuDNN, which is the fastest peer here."""
     duels = claims.duels(claims.selected(run.rows, suite, direction, method), "peer")
     assert {other.provider for _, other in duels} == {"torch-cudnn"}
     return geometric_mean([value(other) / value(ours) for ours, other in duels])

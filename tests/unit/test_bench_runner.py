@@ -207,7 +207,7 @@ def test_joules_reach_the_row(zoo: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_methods_measure_what_they_can(zoo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call costs the CPU is not sustained; do_bench needs a GPU."""
+    """The CPU's cost of a call is not sustained; do_bench needs a GPU."""
     per_call = case("t", "call", heads=1, length=32, dim=16, dtype="float32", measure="call")
     monkeypatch.setattr(request, "cases", lambda suite, direction, on_gpu: [CASES[0], per_call])
     assert Request(("t",), CPU, (SUSTAINED,)).cases() == [CASES[0]]
@@ -314,8 +314,8 @@ def test_suites_of_gradients_run(direction: str, zoo: None, monkeypatch: pytest.
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_judge_is_right_and_strict(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against autograd in float64, in several blocks of rows; one key that is dropped out of 500 is noticed in
-    bfloat16."""
+    """The judge compares with autograd in float64, in several blocks of rows; one key that is dropped out of 500 is
+    noticed in bfloat16."""
     monkeypatch.setattr(exactness, "_BLOCK_ELEMENTS", 20_000)
     what = case(
         "t",

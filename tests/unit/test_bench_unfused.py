@@ -97,7 +97,7 @@ def test_every_call_has_an_output_of_its_own(as_on_a_gpu: None, monkeypatch: pyt
 
 
 def test_only_scalar_rungs_may_round_more() -> None:
-    """What the rungs' way of adding up explains is allowed to them, in fp32, and to nobody else."""
+    """The rungs alone are allowed, in fp32, what their way of adding up explains."""
     for dtype in ("float32", "bfloat16"):
         allowed = {p.name for p in registry.every() if p.roundings(small(dtype=dtype))}
         assert allowed == ({"cuda-unfused"} if dtype == "float32" else set())

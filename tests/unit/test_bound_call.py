@@ -20,7 +20,8 @@ q = torch.randn(2, 20, 4, 8)
 BASE: dict[str, Any] = {"q": q, "k": q, "v": q}
 CHANGES: dict[str, dict[str, Any]] = {
     "shape": {"q": torch.randn(2, 21, 4, 8)},
-    "strides": {"k": torch.randn(2, 4, 20, 8).transpose(1, 2)},
+    **{f"strides of {name}": {name: torch.randn(2, 4, 20, 8).transpose(1, 2)} for name in "qkv"},
+    "shape of v": {"v": torch.randn(2, 20, 4, 16)},
     "dtype": {"q": q.double(), "k": q.double(), "v": q.double()},
     "needs gradients": {"v": q.clone().requires_grad_()},
     "mask": {"mask": strobe.causal},
@@ -184,7 +185,7 @@ def test_arguments_are_made_of_their_tensors_again(change: dict[str, Any], count
 
 @pytest.mark.parametrize("seed, sinks", [(None, None), (7, None), (None, torch.zeros(4))])
 def test_a_bound_call_knows_its_arguments_but_the_tensors(seed: int | None, sinks: torch.Tensor | None) -> None:
-    """With those that its caller passed for results or not: a backward pass has an LSE, and no `out`."""
+    """A caller may have passed arguments for results or not: a backward pass has an LSE, and no `out`."""
     a = Arguments(**BASE, mask=strobe.causal, scale=0.25, sinks=sinks, dropout=0.5 if seed else 0.0, seed=seed)
     for passed in (a, a._replace(out=torch.empty_like(a.q), return_lse=True)):
         found = bound_call.bind(passed).arguments(seed, tensors_of(a))

@@ -1,5 +1,5 @@
-"""What a call on a GPU does before the driver sees it, with the driver replaced: arguments, tensor maps, counters,
-reuse."""
+"""A call on a GPU does its own work before the driver sees it: arguments, tensor maps, counters, reuse. Here the driver
+is replaced."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def call_of(kernel: str) -> tuple[Launcher, Plan]:
     q, k = torch.empty(2, 150, 4, 64, dtype=torch.bfloat16), torch.empty(2, 130, 2, 64, dtype=torch.bfloat16)
     problem, _ = check(q, k, k, mask=strobe.causal, scale=0.5)
-    plan = {"sm80": forward_sm80, "sm90": forward_sm90}[kernel].plan(problem, (150 * 4 * 64, 64, 4 * 64), H200)
+    plan = {"sm80": forward_sm80, "sm90": forward_sm90}[kernel].plan(problem, {"o": (150 * 4 * 64, 64, 4 * 64)}, H200)
     return Launcher(plan, 0), plan
 
 
@@ -70,7 +70,7 @@ def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kernel, first_word", [("sm80", None), ("sm90", True), ("sm90", False)])
 def test_a_launch_sends_the_addresses_of_this_call(kernel, first_word, no_driver, monkeypatch) -> None:
-    """Whether or not tensor maps have to be moved by the driver; None: there are none, and it is not asked."""
+    """Tensor maps have to be moved by the driver, or not; None: there are none, and it is not asked."""
     asked: list[str] = []
     monkeypatch.setattr(driver, "address_is_first_word", lambda: asked.append(kernel) or first_word)
     call, plan = call_of(kernel)
@@ -121,7 +121,7 @@ def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pyt
     q = torch.randn(2, 1100, 4, 64).bfloat16()
     a = Arguments(q, q, q)
     problem, layout = Problem.of(a, needs_grad=True)
-    backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    backward = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), layout)
     backward.run(a, q, torch.zeros(2, 4, 1100), q, None)
     (plan,), (workspace,) = plans, [t for t in allocated if t.dtype == torch.uint8]
     found: dict[str, set[int]] = {name: set() for name in plan.workspace}
@@ -137,7 +137,7 @@ def test_parts_of_the_workspace_do_not_overlap(no_driver: None, monkeypatch: pyt
 
 
 def test_a_map_of_blocks_is_kept(no_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a block mask, and its launch is left out; not while a graph is captured, when nothing runs."""
+    """The map of a block mask is kept, and its launch is left out; not while a graph is captured, when nothing runs."""
     guards, capturing = torch._C._dynamo.guards, True
     monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing, raising=False)
@@ -217,7 +217,7 @@ def test_layers_share_a_list_of_work(invariant: bool, no_driver: None, monkeypat
             bound.run(a._replace(plan=plan))
             filling, attention = Recorder.made
             assert (len(filling.sent), len(attention.sent)) == (step + 1, 3 * step + layer + 1)
-    (known,) = plan.found.values()
+    (known,) = plan.by_kind.values()
     fields, (_, sent) = forward_sm90.plan(Problem.of(a)[0], {"o": (1, 1, 1)}, H200).launches, filling.sent[-1]
     at = [struct.unpack_from("<Q", sent, fields[0].kernel.params.offsets[name])[0] for name in ("work", "lengths")]
     assert at[0] == known.memory.data_ptr() and at[1] != lengths.data_ptr()
@@ -230,7 +230,7 @@ def test_layers_share_a_list_of_work(invariant: bool, no_driver: None, monkeypat
 
 
 class Addresses:
-    """In place of a Launcher: what it was called with."""
+    """A stand-in for a Launcher: it keeps what it was called with."""
 
     calls: list[dict[str, int]] = []
 
@@ -286,11 +286,10 @@ def test_a_call_that_merges_sends_the_earlier_result(kernel, addresses) -> None:
         values = plans[-1].launches[0].values
         assert (values["merge"], values["lse_batch"], values["lse_head"]) == (1, 4 * 300, 300)
     alone = Problem.of(a._replace(out=None, state_lse=None))[0]
-    values = kernel.plan(alone, (150 * 4 * 64, 64, 4 * 64), H200).launches[0].values
+    values = kernel.plan(alone, {"o": (150 * 4 * 64, 64, 4 * 64)}, H200).launches[0].values
     assert (values["merge"], values["lse_batch"], values["lse_head"]) == (0, 4 * 150, 150)
-    assert (
-        "merge" not in kernel.plan(Problem.of(Arguments(q, k, k))[0], (150 * 4 * 64, 64, 256), H200).launches[0].values
-    )
+    plain = Problem.of(Arguments(q, k, k))[0]
+    assert "merge" not in kernel.plan(plain, {"o": (150 * 4 * 64, 64, 256)}, H200).launches[0].values
 
 
 def test_a_call_that_rounds_what_it_merges_sends_both_outputs(addresses) -> None:
@@ -388,7 +387,7 @@ def test_a_repeated_backward_sends_what_the_first_would(wanted: tuple[str, ...],
     q, k, v = (torch.randn(2, n, heads, 64).bfloat16() for n, heads in ((150, 4), (130, 2), (130, 2)))
     a = Arguments(q, k, v, mask=strobe.causal, sinks=sinks)
     problem, layout = Problem.of(a, needs_grad=True)
-    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(wanted), layout)
+    bound = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(wanted), layout)
     Addresses.calls.clear()
     prepared = []
     original = cuda_backend.prepare_backward
@@ -412,7 +411,7 @@ def test_a_repeated_backward_tells_gradients_of_the_lse_apart(addresses) -> None
     q = torch.randn(2, 150, 4, 64).bfloat16()
     a, lse = Arguments(q, q, q), torch.zeros(2, 4, 150)
     problem, layout = Problem.of(a, needs_grad=True)
-    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    bound = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), layout)
     for dlse in (None, None, lse, lse, torch._neg_view(lse), None):
         found, sent = bound.run(a, q, lse, q, dlse), Addresses.calls[-1]
         assert [sent[f"d{n}"] for n in "qkv"] == [t.data_ptr() for t in found[:3]]
@@ -421,7 +420,7 @@ def test_a_repeated_backward_tells_gradients_of_the_lse_apart(addresses) -> None
 
 
 def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch) -> None:
-    """While another one is current, which stays so. Memory is allocated on the current device, the workspace too."""
+    """Another device is current, and stays so. Memory is allocated on the current device, the workspace too."""
     current, used = 1, []
 
     class Current:
@@ -449,7 +448,7 @@ def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch)
     a = Arguments(q, q, q)
     problem, layout = Problem.of(a, needs_grad=True)
     forward = cuda_backend._bind_forward(forward_sm90.plan, problem, layout)
-    backward = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), layout)
+    backward = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), layout)
     for _ in range(2):
         out, lse = forward.run(a)
         found = backward.run(a, out, lse, torch.empty_like(out), None)
@@ -459,8 +458,8 @@ def test_a_call_allocates_and_launches_on_its_own_device(addresses, monkeypatch)
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, monkeypatch) -> None:
-    """In the first call and in a repeated one: 32 blocks of keys for 132 multiprocessors, so groups of 16 heads are
-    divided into parts, which are written in fp32. Here, part i writes the number i."""
+    """Gradients are summed up in the first call and in a repeated one: 32 blocks of keys for 132 multiprocessors, so
+    groups of 16 heads are divided into parts, which are written in fp32. Here, part i writes the number i."""
     heads, parts = layout.index("h"), 4
     shapes = [torch.Size((2, 512, h, 64) if layout == "bshd" else (2, h, 512, 64)) for h in (64, 4, 4 * parts)]
     numbers = torch.arange(4.0 * parts).view(-1, *(1,) * (3 - heads)).expand(shapes[2])
@@ -477,7 +476,7 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, mon
     a = Arguments(q, k, k, layout=layout)
     problem, order = Problem.of(a, needs_grad=True)
     assert group_parts(problem, H200.sms) == parts
-    bound = cuda_backend._bind_backward(backward_sm90, problem.backward(("q", "k", "v")), order)
+    bound = cuda_backend._bind_backward(backward_sm90.plan, problem.backward(("q", "k", "v")), order)
     expected = numbers.unflatten(heads, (4, parts)).sum(heads + 1).bfloat16()
     for _ in range(2):
         found = bound.run(a, torch.empty_like(q), torch.empty(2, 64, 512), torch.empty_like(q), None)
@@ -497,8 +496,9 @@ def test_gradients_of_parts_of_a_group_are_summed_up(layout: str, addresses, mon
     ],
 )
 def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: int) -> None:
-    """If blocks of keys are fewer than multiprocessors: so that they are twice as many, as far as the group can be
-    divided evenly and dK and dV of the parts take no more memory than q; not if there is little to do."""
+    """Groups are divided if blocks of keys are fewer than multiprocessors: so that they are twice as many, as far as
+    the group can be divided evenly and dK and dV of the parts take no more memory than q; not if there is little to
+    do."""
     q, k = ((2, length, h, 64) for h in (heads, heads_k))
     problem = supposed(torch.device("cpu"), torch.bfloat16, q, k, k, ("q", "k", "v"))
     assert group_parts(problem, H200.sms) == parts
@@ -506,7 +506,8 @@ def test_when_groups_are_divided(heads: int, heads_k: int, length: int, parts: i
 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"scale": 0.5, "layout": "bhsd"}], ids=str)
 def test_a_repeated_call_makes_six_python_calls(options, no_driver, monkeypatch) -> None:
-    """Of ours, from `strobe.attention` to the driver; PyTorch's question whether it compiles is one of its own."""
+    """Six calls of ours lead from `strobe.attention` to the driver; PyTorch's question whether it compiles is one of
+    its own."""
     monkeypatch.setattr(cuda_backend, "machine_of", lambda device: H200)
     monkeypatch.setattr(cuda_backend, "missing", lambda device, hopper: None)
     monkeypatch.setattr(launching, "_zeros", {(0, 77): 4096})

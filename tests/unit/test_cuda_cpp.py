@@ -382,7 +382,7 @@ def test_local_arrays_that_are_too_large() -> None:
 
 @emulated
 def test_an_interrupt_stops_the_kernel() -> None:
-    """As Ctrl-C and a notebook's stop button do; a process in the background may have been told to ignore them."""
+    """Ctrl-C and a notebook's stop button interrupt; a process in the background may have been told to ignore them."""
     text = """
     __global__ void busy(float* y, int n) {
       float x = 0.0f;

@@ -17,7 +17,7 @@ GOLDEN = 35180, 49950, ".xxx..x..x.x..xxx..x...xx.x....."
 
 
 def mix(x: int) -> int:
-    """As a kernel would write it, in unsigned 32-bit arithmetic."""
+    """Mix the bits as a kernel would write it, in unsigned 32-bit arithmetic."""
     x ^= x >> 16
     x = x * 0x7FEB352D & 0xFFFFFFFF
     x ^= x >> 15
@@ -126,7 +126,7 @@ def test_is_uniform() -> None:
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """In standard deviations."""
+    """Return the correlation in standard deviations."""
     return ((a - 0.5) * (b - 0.5)).mean().item() * 4 * math.sqrt(a.numel())
 
 
@@ -187,4 +187,4 @@ def test_no_seed_is_drawn_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
     torch.manual_seed(3)
     first = dropout.new_seed(torch.device("cpu"))
     torch.manual_seed(3)
-    assert dropout.new_seed(torch.device("cpu")) == first
+    assert dropout.new_seed(torch.device("cpu")) == first != dropout.new_seed(torch.device("cpu"))

@@ -141,7 +141,7 @@ def test_gradients_of_rows_whose_scores_are_all_huge(backend: str | None, what: 
 
 @pytest.mark.parametrize("fill", FILLS)
 def test_second_derivatives_of_rows_whose_scores_are_all_huge(fill: float) -> None:
-    """With equal keys, the gradient of the LSE by q is the mean of the keys, whatever q is: its derivative is 0."""
+    """The gradient of the LSE by q is the mean of the keys if they are equal, whatever q is: its derivative is 0."""
     q = torch.randn(1, 3, 1, 4, requires_grad=True)
     k = torch.randn(1, 1, 1, 4).expand(1, 5, 1, 4).clone().requires_grad_()
     _, lse = strobe.attention(q, k, k, bias=torch.full((3, 5), fill), scale=1.0, return_lse=True)
@@ -172,7 +172,7 @@ def test_an_lse_over_more_keys_than_those_at_hand() -> None:
 @pytest.mark.parametrize("backend", [*BACKENDS, "aten_cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_of_the_least_number_is_the_mean_of_v(dtype: torch.dtype, backend: str | None, needs_grad: bool) -> None:
-    """As PyTorch has it: finfo.min is a number, and equal scores give equal weights."""
+    """PyTorch does the same: finfo.min is a number, and equal scores give equal weights."""
     q, k, v = torch.randn(3, 1, 5, 2, 8).to(dtype)
     bias = torch.zeros(5, 5, dtype=dtype)
     bias[1] = torch.finfo(dtype).min
@@ -187,7 +187,7 @@ def test_a_row_of_the_least_number_is_the_mean_of_v(dtype: torch.dtype, backend:
 @pytest.mark.parametrize("len_k", [1, 3, 15, 40])
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "sinks"])
 def test_nan_that_is_read_comes_out(which: str, len_k: int, backend: str | None) -> None:
-    """In the output and, but for v, in the LSE; rows and heads that do not read it stay clean."""
+    """NaN comes out in the output and, but for v, in the LSE; rows and heads that do not read it stay clean."""
     q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, len_k, 2, 8), torch.randn(1, len_k, 2, 8)
     extra = {"bias": torch.zeros(2, 4, len_k), "sinks": torch.zeros(2)}
     at = {"q": q[0, 1, 0], "k": k[0, 0, 0], "v": v[0, 0, 0], "bias": extra["bias"][0, 1], "sinks": extra["sinks"][:1]}
@@ -301,7 +301,7 @@ def test_conjugate_and_negative_views_are_what_they_mean() -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "aten_cpu"])
 def test_repeatable_in_any_thread_with_as_many_threads(backend: str) -> None:
-    """What `deterministic` promises on a CPU."""
+    """`deterministic` promises this on a CPU."""
     q, k, v = (torch.randn(2, 300, 4, 64, requires_grad=True) for _ in range(3))
     found: list[tuple[torch.Tensor, ...]] = []
 

@@ -119,7 +119,7 @@ def test_the_inverse_of_an_order_of_floats_lets_nan_through() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_integers_have_32_bits(backend: str | None) -> None:
-    """As in kernels: they wrap around, unless something with 64 bits takes part."""
+    """Integers wrap around, as in kernels, unless something with 64 bits takes part."""
     x = inputs()
     rows, keys = torch.arange(6)[:, None] + 2, torch.arange(8)
     small = torch.tensor([100, 127, 5, 7, 11, 13, 17, 120], dtype=torch.int8)

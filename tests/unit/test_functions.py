@@ -167,7 +167,7 @@ def test_what_is_an_interval(name: str) -> None:
 
 
 def test_functions_of_ours_are_recognised() -> None:
-    """So they are the same kernels."""
+    """The functions become the same kernels."""
     same = {
         strobe.causal: lambda b, h, q, k: q >= k,
         strobe.window(7, 0): lambda b, h, q, k: (q >= k) & (q - k < 8),
@@ -373,7 +373,7 @@ def test_explain_takes_functions() -> None:
 
 
 def test_scores_that_look_at_little() -> None:
-    """Of nothing but the positions, or of nothing at all."""
+    """The scores look at nothing but the positions, or at nothing at all."""
     q, k, v = (torch.randn(2, 5, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     for function in (lambda s, b, h, q, k: 0.25, lambda s, b, h, q, k: 0.1 * q - 0.2 * k, lambda s, b, h, q, k: s + s):
         found = [strobe.attention(q, k, v, score=function, backend=name) for name in ("tiled", "reference")]

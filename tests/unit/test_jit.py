@@ -35,7 +35,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """As if the process had just started."""
+    """Forget the kernels in memory, as if the process had just started."""
     monkeypatch.setattr(jit, "in_memory", {})
 
 
@@ -397,7 +397,7 @@ def test_a_layer_holds_one_cubin_of_a_kernel(tmp_path):
 
 @needs_nvrtc
 def test_files_of_a_cache_make_a_layer(tmp_path, monkeypatch):
-    """As docs/install.md says: what one machine has compiled serves on another."""
+    """One machine has compiled what serves on another, as docs/install.md says."""
     made = jit.get(SOURCE, "sm_80")
     (tmp_path / "layer").mkdir()
     copy = shutil.copy(made.path, tmp_path / "layer")
@@ -495,7 +495,7 @@ RACE = """
 import hashlib, sys, types
 sys.modules["strobe"] = types.ModuleType("strobe")  # the CUDA layer alone: it needs no torch, which is slow to import
 sys.modules["strobe"].__path__ = [sys.argv[1]]
-from strobe.cuda import jit
+from strobe.cuda.runtime import jit
 artifact = jit.get(sys.argv[2], "sm_80")
 assert "torch" not in sys.modules
 print(artifact.key, hashlib.sha256(artifact.cubin).hexdigest())
@@ -504,7 +504,7 @@ print(artifact.key, hashlib.sha256(artifact.cubin).hexdigest())
 
 @needs_nvrtc
 def test_six_processes_race_for_one_kernel(cache):
-    command = [sys.executable, "-c", RACE, str(Path(jit.__file__).parents[1]), SOURCE]
+    command = [sys.executable, "-c", RACE, str(Path(jit.__file__).parents[2]), SOURCE]
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     answers = {racer.communicate(timeout=600)[0] for racer in racers}
     assert [racer.returncode for racer in racers] == [0] * 6
@@ -522,14 +522,14 @@ def test_an_artifact_cannot_be_changed():
 
 @needs_nvrtc
 def test_an_environment_that_builds_on_another_finds_its_compiler(tmp_path):
-    """As `make setup` makes it where python3 already has torch: packages are seen through a path file."""
+    """The environment is made as `make setup` makes it where python3 already has torch: packages are seen through a
+    path file."""
     venv.create(tmp_path / "venv", with_pip=False)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     seen = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "others.pth").write_text("\n".join([*seen, str(Path(jit.__file__).parents[2])]))
-    command = (
-        "from strobe.cuda import jit; print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
-    )
+    (packages / "others.pth").write_text("\n".join([*seen, str(Path(jit.__file__).parents[3])]))
+    compiles = "print(jit.nvrtc_status()); jit.compile('__global__ void kernel() {}', 'sm_80')"
+    command = f"from strobe.cuda.runtime import jit; {compiles}"
     done = subprocess.run(
         [tmp_path / "venv" / "bin" / "python", "-c", command], capture_output=True, text=True, timeout=600
     )

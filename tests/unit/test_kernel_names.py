@@ -16,7 +16,7 @@ from strobe.cuda.parts.kernel import ENTRY, PREFIX, TemplateKernel
 from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans.families import FAMILIES, variants
 from strobe.problem import supposed
-from strobe.variants.score import identity
+from strobe.variants.score import identity, softcap
 
 IDS, SLOPES = torch.empty(2, 1024, dtype=torch.int32, device="meta"), torch.empty(8, device="meta")
 DOCUMENTS = identity.hiding(strobe.mask_function(lambda b, h, q, k: IDS[b, q] == IDS[b, k]))
@@ -47,12 +47,12 @@ def without_name(kernel: TemplateKernel) -> tuple[str, str]:
     [
         ("sm90", 128, {"mask": strobe.causal}, ["strobe_forward_sm90_bf16_d128_causal"]),
         ("sm90", 128, {"mask": strobe.window(7, 7)}, ["strobe_forward_sm90_bf16_d128_window"]),
-        ("sm80", 64, {"softcap": 9.0, "dropout": 0.5}, ["strobe_forward_sm80_bf16_d64_full_dropout_softcap"]),
+        ("sm80", 64, {"score": softcap(9.0), "dropout": 0.5}, ["strobe_forward_sm80_bf16_d64_full_dropout_softcap"]),
         ("sm80", 64, {"bias": (2, 8, 1024, 1024)}, ["strobe_forward_sm80_bf16_d64_full_bias"]),
         (
             "sm90",
             64,
-            {"bias": (2, 8, 1024, 1024), "softcap": 9.0, "mask": strobe.causal},
+            {"bias": (2, 8, 1024, 1024), "score": softcap(9.0), "mask": strobe.causal},
             ["strobe_forward_sm90_bf16_d64_causal_bias_softcap"],
         ),
         ("sm90", 64, {"score": strobe.alibi(SLOPES)}, ["strobe_forward_sm90_bf16_d64_full_alibi"]),
@@ -107,8 +107,8 @@ def test_a_function_of_a_user_is_the_last_word(score: Any, options: Options) -> 
         ({"mask": strobe.window(5, 7)}, {"mask": strobe.window(99, 0)}),
         ({"mask": strobe.causal}, {"mask": strobe.window(None, 3)}),
         ({"mask": strobe.causal}, {"mask": strobe.mask_function(lambda b, h, q, k: k <= q).interval}),
-        ({"softcap": 5.0}, {"softcap": 50.0}),
-        ({"softcap": 5.0}, {"score": strobe.score_function(lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0))}),
+        ({"score": softcap(5.0)}, {"score": softcap(50.0)}),
+        ({"score": softcap(5.0)}, {"score": strobe.score_function(lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0))}),
     ],
     ids=["windows", "right_bounds", "traced_mask", "softcaps", "traced_softcap"],
 )

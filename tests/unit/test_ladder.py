@@ -64,8 +64,8 @@ STEPS = [*itertools.pairwise(rungs.FORWARD[:-1]), (rungs.get("b1"), rungs.get("b
 
 @pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda rung: rung.number)
 def test_a_step_is_small(old: Rung, new: Rung) -> None:
-    """At most 60 lines, header and lone braces not counted. The last step of a flight is not one: it is the library's
-    kernel. Nor is that to b3, which starts from 09 as much as from b2."""
+    """A step has at most 60 lines, header and lone braces not counted. The last step of a flight is not one: it is the
+    library's kernel. Nor is that to b3, which starts from 09 as much as from b2."""
     changed = difflib.unified_diff(code(old), code(new), n=0, lineterm="")
     added = [line for line in changed if line.startswith("+") and not line.startswith("+++")]
     said = [line for line in added if line.strip("+ ") not in ("", "}", "};")]
@@ -137,7 +137,7 @@ def test_why_tiles_must_be_bigger_than_half_the_head_dim() -> None:
 
 
 def test_recomputation_moves_less_than_storing() -> None:
-    """At the shape that is timed: N x N matrices against tiles, then fewer sums of dQ with every rung."""
+    """The shape is the one that is timed: N x N matrices against tiles, then fewer sums of dQ with every rung."""
     found = [rung.predicted_bytes(measure.GPU_SHAPE) for rung in rungs.BACKWARD]
     assert all(b is not None for b in found)
     assert all(after < 0.8 * before for before, after in itertools.pairwise(found))  # type: ignore[operator]

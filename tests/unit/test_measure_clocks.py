@@ -22,7 +22,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class FakeNvml(types.ModuleType):
-    """What is asked of nvidia-ml-py, with answers that a test can change; a function that is missing raises as there."""
+    """The functions of nvidia-ml-py that are asked, with answers that a test can change; a missing one raises as
+    there."""
 
     NVML_SUCCESS, NVML_CLOCK_SM, NVML_TEMPERATURE_GPU, NVML_FI_DEV_POWER_INSTANT = 0, 1, 0, 186
 
@@ -106,7 +107,7 @@ def test_older_cards_and_drivers(nvml: FakeNvml) -> None:
 
 
 def test_energy_between_jumps(nvml: FakeNvml) -> None:
-    """In a thread, against the counter of the fake card."""
+    """The log runs in a thread, against the counter of the fake card."""
     begun = time.perf_counter()
     nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = lambda: int((time.perf_counter() - begun) / 0.02) * 14_000
     monitor = Monitor(CUDA, energy=True)

@@ -17,7 +17,7 @@ from strobe.measure.sustained import Settings, SustainedCall, sustain
 
 @dataclass
 class FakeMonitor:
-    """What a card would say at a time, in seconds."""
+    """A card's answers at a time, in seconds."""
 
     mhz: Callable[[float], float] = lambda at: 1500.0
     watts: Callable[[float], float] = lambda at: 700.0
@@ -83,7 +83,7 @@ def test_a_gpu_that_waits_for_the_cpu_is_counted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_slows_down_at_first_is_measured_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at a power limit: fast while the card is cool, then at the clock that it can keep."""
+    """The card behaves as at a power limit: fast while it is cool, then at the clock that it can keep."""
     gpu = FakeGpu(monkeypatch)
     found = alone(gpu, lambda at: 0.1 + 0.05 * min(at, 0.6), FakeMonitor())
     (repeat,) = found.repeats

@@ -122,7 +122,7 @@ def test_floors() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_problem_needs_no_tensors(case: Case) -> None:
-    """The same as that of a call with tensors, on a device that is not here."""
+    """The problem is that of a call with tensors, on a device that is not here."""
     q, k, v, kwargs = make(case, torch.float32)
     expected, _ = checked(q, k, v, kwargs)
     found = problem_of(case, torch.float32, torch.device("cuda", 3))

@@ -111,7 +111,7 @@ def test_layouts_and_strides(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_values_are_a_view_of_the_keys(backend: str) -> None:
-    """As in MLA, whose keys are 576 and values 512 of the same numbers."""
+    """MLA has such views: its keys are 576 and its values 512 of the same numbers."""
     p, (q, cu) = pool([40, 13], 8, heads_k=1, dim=24), queries([1, 4], heads=6, dim=24)
     p.v = p.k[..., :16]
     found = strobe.attention_paged(q, p.k, p.v, p.table, p.lengths, cu, return_lse=True, backend=backend)
@@ -245,7 +245,7 @@ def numbers_of(e: Any) -> list[Any]:
 
 
 def test_what_a_captured_graph_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a CUDA graph is captured nothing is read: one slab has all sequences, and every tile of the table."""
+    """Nothing is read while a CUDA graph is captured: one slab has all sequences, and every tile of the table."""
     from strobe.backends.tiled import forward, paged_slab
     from strobe.problem import Problem, page_checks
     from strobe.problem.arguments import Arguments, Inputs

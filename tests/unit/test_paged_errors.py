@@ -114,7 +114,7 @@ def test_a_tail_on_a_gpu_reads_the_longest_sequence_once(monkeypatch: pytest.Mon
 
 
 def test_a_tail_of_fakes_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a tracer nobody knows the longest sequence."""
+    """Nobody knows the longest sequence under a tracer."""
     p, (q, cu) = pool([80], 8), queries([3])
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if it were memory of a GPU
     with FakeTensorMode() as mode:

@@ -1,5 +1,5 @@
-"""From problem to launch: padded head dims, tensor maps that the hardware takes, sources that do not depend on what may
-change between calls."""
+"""Plans lead from a problem to launches: padded head dims, tensor maps that the hardware takes, sources that do not
+depend on what may change between calls."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def facts(kernel: TemplateKernel) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_plans_use_listed_tiles_and_dims(case: Case) -> None:
-    """What is compiled ahead of time has the tiles that calls will ask for."""
+    """The kernels that are compiled ahead of time have the tiles that calls will ask for."""
     p = problem_of(case)
     for found, arch in zip(plans(p), ("sm_80", "sm_90a"), strict=True):
         listed = {facts(v) for v in all_forward_variants(arch)}
@@ -307,8 +307,7 @@ def test_the_kernel_and_the_plan_agree_how_far_is_far() -> None:
     assert f"kFar = 1 << {FAR.bit_length() - 1};" in header and 1 << (FAR.bit_length() - 1) == FAR
 
 
-# ---- decoding: the heads of a group become rows
-# --------------------------------------------------------------------------
+# ---- decoding: the heads of a group become rows ----------------------------------------------------------------------
 DECODE = Case("decode", 1, 300, batch=2, heads=8, heads_k=2, dim=64)
 
 

@@ -1,4 +1,4 @@
-"""What planners say of their kernels, and what follows from it."""
+"""Planners say what their kernels can do; the rest follows from it."""
 
 from __future__ import annotations
 
@@ -108,3 +108,8 @@ def test_names_for_the_compiler() -> None:
 def test_the_parts_of_a_wide_forward_serve_whole_head_dims() -> None:
     wide = [kernel for kernel in families.variants("sm_90a") if kernel.facts.get("dim") == 512]
     assert wide and all(families.serves(kernel, 512) and not families.serves(kernel, 384) for kernel in wide)
+
+
+def test_the_head_dim_of_keys_says_which_kernels_a_call_may_run() -> None:
+    served = [kernel.facts for kernel in families.variants("sm_90a") if families.serves(kernel, 192)]
+    assert {(facts["dim"], facts["dim_v"]) for facts in served if "dim" in facts} == {(192, 192), (192, 128)}

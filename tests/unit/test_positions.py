@@ -19,7 +19,7 @@ CUTS = (0, 10, 11, LENGTH)
 
 
 def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """By the LSE, (batch, heads, rows)."""
+    """Merge partial results by the LSE, (batch, heads, rows)."""
     outs, lses = (torch.stack(t) for t in zip(*parts, strict=True))
     weights = (lses - lses.logsumexp(0)).exp().nan_to_num()
     return (outs.double() * weights.transpose(2, 3)[..., None]).sum(0)
@@ -83,7 +83,7 @@ def test_parts_are_bound_apart_from_equal_looking_wholes() -> None:
     "options", [{"mask": strobe.causal}, {"mask": strobe.window(7, 2), "sinks": torch.zeros(2)}], ids=str
 )
 def test_gradients_of_shards_add_up_to_the_whole(options: dict) -> None:
-    """With the output and the LSE of the whole, each pair of shards gives its share, in fp32."""
+    """Each pair of shards gives its share, in fp32, from the output and the LSE of the whole."""
     leaves = [torch.randn(1, LENGTH, 2, 8, requires_grad=True) for _ in range(3)]
     q, k, v = leaves
     out, lse = strobe.attention(q, k, v, **options, return_lse=True)

@@ -100,7 +100,8 @@ def test_layouts(q: torch.Tensor, k: torch.Tensor) -> None:
     wanted = strobe.probabilities(q, k, rows=[1, 5], mask=strobe.causal)
     found = strobe.probabilities(q.transpose(1, 2), k.transpose(1, 2), rows=[1, 5], mask=strobe.causal, layout="bhsd")
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(strobe.probabilities(q[0], k[0], rows=[1, 5], mask=strobe.causal), wanted[0])
+    three_axes = strobe.probabilities(q[0], k[0], rows=[1, 5], mask=strobe.causal, layout="bshd")
+    torch.testing.assert_close(three_axes, wanted[0])
     one = strobe.probabilities(q[0, :, 0], k[0, :, 0], rows=[1, 5], mask=strobe.causal)
     torch.testing.assert_close(one, wanted[0, 0])
 

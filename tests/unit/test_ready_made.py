@@ -48,7 +48,7 @@ def test_relative_bias() -> None:
 
 
 def t5_bucket(relative: torch.Tensor, bidirectional: bool, buckets: int, max_distance: int) -> torch.Tensor:
-    """As transformers' T5Attention._relative_position_bucket has it."""
+    """Return the bucket as transformers' T5Attention._relative_position_bucket has it."""
     found = torch.zeros_like(relative)
     if bidirectional:
         buckets //= 2

@@ -174,7 +174,7 @@ def test_slots_without_an_entry_are_negative() -> None:
 
 
 def test_skipped_rows_are_not_read_back_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU runs: no shape depends on what is skipped."""
+    """A GPU runs this way: no shape depends on what is skipped."""
     from strobe import paged
 
     pool_ = torch.randn(3, 4, 2, 8)
@@ -224,13 +224,13 @@ Given = dict[str, tuple[Any, ...]]
 
 
 def kind(name: str, filled: Given | None = None, room: int = 256) -> Kind:
-    """Of calls that keep in `filled` what their lists are made from, and where."""
+    """Return a kind of calls that keep in `filled` what their lists are made from, and where."""
     given: Given = {} if filled is None else filled
     return Kind(name, 64, room, lambda *tensors: given.update({name: tensors}), lambda memory: f"{name}: {len(memory)}")
 
 
 def test_lists_are_filled_once_a_step() -> None:
-    """By the first call of a kind, or by `update`, where the last step had one."""
+    """The first call of a kind fills them, or `update`, where the last step had one."""
     lengths, cu, filled = torch.ones(3).int(), torch.arange(4).int(), {}
     kinds = {name: kind(name, filled) for name in ("full", "window")}
 
@@ -267,14 +267,14 @@ def test_lists_that_no_call_uses_are_dropped_but_for_those_of_graphs() -> None:
     plan.update(lengths)
     for name in ("dropped", "captured", "used"):
         plan.list_for(kind(name, filled), lengths, None, None, None).used = 0
-    lists = {known.kind.key: known for known in plan.found.values()}
+    lists = {known.kind.key: known for known in plan.by_kind.values()}
     lists["captured"].captured = True
     for _ in range(KEPT_STEPS + 1):
         filled.clear()
         plan.update(lengths)
         assert "captured" in filled
         lists["used"].used = plan.step
-    assert plan.describe() == "captured: 16\nused: 16" and [known.key for known in plan.found] == ["captured", "used"]
+    assert plan.describe() == "captured: 16\nused: 16" and [known.key for known in plan.by_kind] == ["captured", "used"]
 
 
 def test_lists_share_the_room_for_partial_results() -> None:

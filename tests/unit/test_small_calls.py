@@ -1,4 +1,5 @@
-"""What `strobe.paged.append` and `strobe.merge` do on a GPU before the driver sees it, with the driver replaced."""
+"""`strobe.paged.append` and `strobe.merge` do their work on a GPU before the driver sees it; here the driver is
+replaced."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_unaligned_addresses_are_refused() -> None:
 
 
 def test_pools_and_outputs_in_one_place_are_refused() -> None:
-    """Who writes last would not be known."""
+    """Nobody would know which write is the last."""
     k_new, v_new, k, v, slots = new_keys()
     assert not append.append(k_new, v_new[..., :8], k, k[..., :8], slots, None)
     assert not append.append(k_new, v_new[..., :8], k, k[..., 8:], slots, None)

@@ -64,7 +64,7 @@ def test_which_numbers_are_equal_changes_no_text() -> None:
 
 
 def test_repeated_subexpressions_are_computed_once() -> None:
-    """With one number each, in the score and in its derivative."""
+    """Each has one number, in the score and in its derivative."""
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.sin(0.5 * s * 3.0) * torch.exp(0.25 * (q - k)) + torch.exp(0.25 * (q - k))

@@ -62,9 +62,9 @@ def test_backward(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mask", [masks.full, masks.causal], ids=str)
 def test_thousands_of_keys(mask: masks.Mask) -> None:
-    """In the tiles it chooses. All of q kᵀ is exact in fp32, in any order: integers whose sums stay below 2²⁴. In (c q) kᵀ
-    large products that cancel are rounded before they do, and the error is more than ten times what is allowed: whoever
-    scales the queries first is out of bounds."""
+    """The tiles are those it chooses. All of q kᵀ is exact in fp32, in any order: integers whose sums stay below 2²⁴.
+    In (c q) kᵀ large products that cancel are rounded before they do, and the error is more than ten times what is
+    allowed: whoever scales the queries first is out of bounds."""
     torch.manual_seed(0)
 
     def integers(most: int, dim: int) -> torch.Tensor:
@@ -116,8 +116,7 @@ def test_worked_example() -> None:
                 torch.testing.assert_close(found_lse[0, 0].double(), lse, atol=bound, rtol=1e-7 if bound > 1e-9 else 0)
 
 
-# ---- properties
-# ------------------------------------------------------------------------------------------------------------
+# ---- properties ------------------------------------------------------------------------------------------------------
 
 lengths = st.integers(1, 40)
 mask_kinds = st.sampled_from([masks.full, masks.causal, window(5, 3), prefix(7), chunked(8) & masks.causal])
@@ -173,8 +172,7 @@ def test_permuted_keys_and_shifted_scores(len_q: int, len_k: int, shift: float) 
     same((out, lse + shift), run(q, k, v, bias=torch.full((1, 1), shift, dtype=torch.float64)))
 
 
-# ---- memory and masks that skip
-# ----------------------------------------------------------------------------------------------
+# ---- memory and masks that skip --------------------------------------------------------------------------------------
 
 
 class LiveMemory(TorchDispatchMode):
@@ -282,7 +280,7 @@ def test_a_product_overwrites_its_buffer(dtype: torch.dtype, factor: float) -> N
 
 @pytest.mark.parametrize("factor", [1e-46, -1e-46, 1e-40])
 def test_a_factor_that_is_nothing_in_fp32(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Arm, `baddbmm` leaves its output alone where alpha and beta are 0, as 1e-46 is in fp32, and with denormals
+    """`baddbmm` on Arm leaves its output alone where alpha and beta are 0, as 1e-46 is in fp32, and with denormals
     flushed also 1e-40."""
     baddbmm = torch.baddbmm
 

@@ -292,8 +292,8 @@ def test_gradients_are_judged_before_a_tile_is_timed(monkeypatch: pytest.MonkeyP
 
 
 def test_a_sweep_of_the_backward(monkeypatch: pytest.MonkeyPatch, no_overrides) -> None:  # type: ignore[no-untyped-def]
-    """From candidates to the table and the file, with times that are made up: what spills is not timed, what is wrong in
-    one case does not win."""
+    """The sweep goes from candidates to the table and the file, with times that are made up: what spills is not timed,
+    what is wrong in one case does not win."""
     gpu = FakeGpu(monkeypatch, cpu_ms=0.001)
     subject = tune_backward.subject("sm80", "sm_90")
     used, fast, wrong, slow, spilling = subject.candidates(64, 64, PLAIN["sm80"])[:5]

@@ -1,1 +1,1 @@
-"""How attention is computed: one module or package a backend, and the choice between them."""
+"""Backends compute attention: one module or package each, and `dispatch`, which chooses between them."""

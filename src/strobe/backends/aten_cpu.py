@@ -136,8 +136,8 @@ def _bind_backward(problem: Problem, layout: Layout) -> Callable[..., Any]:
         if dlse is not None or tiled_backward.lse_loses_sums(lse):
             return on_views(a, out, lse, dout, dlse)
         q, k, v, out, dout = (inside(t) for t in (a.q, a.k, a.v, out, dout))
-        found = op(dout, q, k, v, out, layout.rows_inside(lse), 0.0, is_causal, scale=scale)
-        dq, dk, dv = map(outside, found)
+        gradients = op(dout, q, k, v, out, layout.rows_inside(lse), 0.0, is_causal, scale=scale)
+        dq, dk, dv = map(outside, gradients)
         return Gradients(dq, dk, dv)
 
     return run
@@ -151,8 +151,8 @@ def _backward(
     added = _added(problem, x.mask, x.bias)
     lse = lse.masked_fill(lse == -torch.inf, 0)  # what the kernel itself had written there
     is_causal = _is_causal(problem)
-    found = _backward_op(dout, x.q, x.k, x.v, out, lse, 0.0, is_causal, attn_mask=added, scale=problem.scale)
-    return Gradients(*found)
+    gradients = _backward_op(dout, x.q, x.k, x.v, out, lse, 0.0, is_causal, attn_mask=added, scale=problem.scale)
+    return Gradients(*gradients)
 
 
 BACKENDS = {

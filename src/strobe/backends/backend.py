@@ -1,4 +1,4 @@
-"""What a backend is: a name, what it cannot do, and how it is bound to a problem."""
+"""A backend has a name, says what it cannot do, and is bound to a problem."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """The same for the gradients that the problem names; everything is in the caller's layout."""
+    """Computes the gradients that the problem names; everything is in the caller's layout."""
 
     def __call__(
         self, a: Arguments, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -53,7 +53,7 @@ class Backward(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What some backends and kernels can do and others cannot."""
+    """The features that some backends and kernels have and others lack."""
 
     pages: bool = False  # looks keys up in pages
     invariant: bool = False  # gives a row of a paged call the same bits whatever is beside it
@@ -65,7 +65,7 @@ class Capabilities:
         return Capabilities(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)})
 
     def lacks(self, problem: Problem) -> str | None:
-        """What the problem asks for in vain; None if nothing."""
+        """Return the first feature that the problem asks for in vain; None if there is none."""
         if not self.captured_gradients and any(name not in GRADIENTS for name in problem.gradients):
             return "no gradients of tensors that a score function captures"
         if problem.k.pages is not None and not self.pages:
@@ -110,12 +110,12 @@ class Backend:
         return reason
 
     def lacks(self, problem: Problem) -> str | None:
-        """Why its code cannot do this, whatever the machine; None if it can."""
+        """Return why its code cannot do this, whatever the machine; None if it can."""
         return self.can.lacks(problem) or self.limits(problem)
 
     def can_merge(self, problem: Problem) -> bool:
-        """Whether it could merge the result of this problem, which it supports, with a state. An empty problem is not
-        run; and with dropout, kernels scale all of the output at the end, which would scale the state too."""
+        """Return whether it could merge the result of this problem, which it supports, with a state. An empty problem
+        is not run; and with dropout, kernels scale all of the output at the end, which would scale the state too."""
         wide = problem.partial or (problem.state is not None and problem.state.out is not None)
         return self.can.merges and wide and not problem.dropout and not problem.empty
 
@@ -148,9 +148,9 @@ def bind_backward(problem: Problem, layout: Layout, backward: ViewsBackward) -> 
     ) -> Gradients:
         rows = [None if t is None else layout.rows_inside(t) for t in (lse, dlse)]
         assert rows[0] is not None
-        found = backward(problem, Inputs.of(a, layout), layout.inside(out), rows[0], layout.inside(dout), rows[1])
-        q, k, v = (None if g is None else layout.outside(g) for g in found[:3])
-        bias = None if found.bias is None else found.bias.view(a.bias.shape)
-        return Gradients(q, k, v, bias, found.sinks, found.score)
+        gradients = backward(problem, Inputs.of(a, layout), layout.inside(out), rows[0], layout.inside(dout), rows[1])
+        q, k, v = (None if g is None else layout.outside(g) for g in gradients[:3])
+        bias = None if gradients.bias is None else gradients.bias.view(a.bias.shape)
+        return Gradients(q, k, v, bias, gradients.sinks, gradients.score)
 
     return run

@@ -1,4 +1,4 @@
-"""Which backend runs a problem, and why not the others."""
+"""Choose the backend that runs a problem, and say why the others do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def get(name: str) -> Backend:
 
 
 def rejections(problem: Problem) -> dict[str, str | None]:
-    """For each backend, fastest first: None if it can run the problem, else the reason why not."""
+    """Return for each backend, fastest first: None if it can run the problem, else the reason why not."""
     return {name: get(name).supports(problem) for name in NAMES}
 
 
@@ -45,8 +45,8 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
 
 
 def choose_backward(problem: Problem, forward: Backend) -> Backend:
-    """For a problem that asks for gradients: the backend that ran the forward pass if it has a backward pass for it. Else
-    the fastest, unless the forward's backend was one that must be named: then `tiled`."""
+    """Return the backend that ran the forward pass if it has a backward pass for this problem, which asks for
+    gradients. Else the fastest, unless the forward's backend was one that must be named: then `tiled`."""
     if forward.supports(problem) is None:
         return forward
     return _fastest(problem) if forward.automatic else get("tiled")
@@ -58,8 +58,8 @@ def _fastest(problem: Problem) -> Backend:
         if backend.automatic and backend.supports(problem) is None:
             return backend
     assert problem.invariant, "`tiled` supports every other problem"
-    able = [b for b in map(get, NAMES) if b.automatic and b.can.invariant]
-    reasons = "; or ".join(f"{b.name!r}, which cannot run this: {b.supports(problem)}" for b in able)
+    invariant = [b for b in map(get, NAMES) if b.automatic and b.can.invariant]
+    reasons = "; or ".join(f"{b.name!r}, which cannot run this: {b.supports(problem)}" for b in invariant)
     raise Unsupported(f"invariant=True needs backend {reasons}")
 
 

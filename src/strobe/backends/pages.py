@@ -51,22 +51,22 @@ class Sequences(NamedTuple):
 def look_up(
     problem: Problem, x: Inputs, sequences: Sequences, keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For the keys with these numbers, counted from the first that is seen: the page, the row in it, and whether the
-    key is there and in use, (sequences, keys) each. A key that is not there gets some page that exists."""
+    """Return the page of each key, the row in it, and whether the key is there and in use, (sequences, keys) each.
+    `keys` are counted from the first that is seen. A key that is not there gets some page that exists."""
     pages = problem.k.pages
     assert pages is not None
     row = sequences.first[:, None] + keys
     entry = row // pages.size
     if x.indptr is None:
-        found = x.table[sequences.number[:, None], entry.clamp(max=x.table.shape[1] - 1)]
+        page = x.table[sequences.number[:, None], entry.clamp(max=x.table.shape[1] - 1)]
     else:
-        found = x.table[(x.indptr[sequences.number][:, None] + entry).clamp(max=x.table.shape[0] - 1)]
-    there = (keys < sequences.keys[:, None]) & (found >= 0) & (found < pages.count)
-    return torch.where(there, found, 0).long(), row % pages.size, there
+        page = x.table[(x.indptr[sequences.number][:, None] + entry).clamp(max=x.table.shape[0] - 1)]
+    there = (keys < sequences.keys[:, None]) & (page >= 0) & (page < pages.count)
+    return torch.where(there, page, 0).long(), row % pages.size, there
 
 
 def gather(pool: torch.Tensor, page: torch.Tensor, row: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     """(sequences, heads, keys, dim) of a pool (pages, heads, page, dim). What is not there is 0: unused rows of a page may
     hold NaN, and 0 times that would come out."""
-    found = pool.transpose(1, 2)[page, row]
-    return found.masked_fill_(~there[:, :, None, None], 0).transpose(1, 2)
+    rows = pool.transpose(1, 2)[page, row]
+    return rows.masked_fill_(~there[:, :, None, None], 0).transpose(1, 2)

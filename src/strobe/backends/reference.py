@@ -78,11 +78,12 @@ def weights(
 def scores(
     problem: Problem, product: torch.Tensor, where: Mapping[Any, Any], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """What q kᵀ becomes before masks; `where` says which positions and tensors a score may look at."""
+    """Return the scores that q kᵀ becomes before masks; `where` holds the positions and tensors that a score may look
+    at."""
     s = product * problem.scale
     if not problem.score.is_identity:
-        found = problem.score.expr.evaluate({**where, "s": s})
-        s = on_device(found, s.device, s.dtype).expand(s.shape)  # it may not depend on all, or on `s`
+        score = problem.score.expr.evaluate({**where, "s": s})
+        s = on_device(score, s.device, s.dtype).expand(s.shape)  # it may not depend on all, or on `s`
     return s if bias is None else torch.where(s == -torch.inf, s, s + bias)  # hidden is hidden, even from NaN
 
 

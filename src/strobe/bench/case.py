@@ -45,7 +45,7 @@ class BenchCase(Case):
 
     @property
     def title(self) -> str:
-        """For readers: "head dim 128, causal, 4K tokens, backward"."""
+        """The title for readers: "head dim 128, causal, 4K tokens, backward"."""
         shape = self.model or f"head dim {self.dim}{f'/{self.value_dim}' if self.value_dim != self.dim else ''}"
         parts = [shape, "" if self.model else self.variant or ("no mask" if self.mask == full else self.mask.name)]
         queries = (
@@ -62,7 +62,7 @@ class BenchCase(Case):
 
     @property
     def learns_bias(self) -> bool:
-        """Whether the gradient of the bias is wanted, too."""
+        """Return whether the gradient of the bias is wanted, too."""
         return self.variant == variants.LEARNT_BIAS and self.direction != "forward"
 
     @property
@@ -99,7 +99,8 @@ class BenchCase(Case):
         return self.problem(device).pairs() if share is None else round(share * self.score_elements())
 
     def flops(self, device: torch.device) -> int:
-        """Of the matrix products. Forward has two (q k^T, p v); backward five (s again, dp, dq, dk, dv)."""
+        """Return the operations of the matrix products. Forward has two (q k^T, p v); backward five (s again, dp, dq,
+        dk, dv)."""
         pairs = self.pairs(device)
         forward, backward = 2 * (self.dim + self.value_dim) * pairs, 2 * (3 * self.dim + 2 * self.value_dim) * pairs
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.direction]
@@ -111,7 +112,7 @@ class BenchCase(Case):
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.direction]
 
     def tensor_bytes(self) -> int:
-        """What any attention has to hold: q, k, v and o; with gradients do, dq, dk and dv as well."""
+        """Return the bytes that any attention has to hold: q, k, v and o; with gradients do, dq, dk and dv as well."""
         return self._qkvo_bytes() * (1 if self.direction == "forward" else 2)
 
     def _qkvo_bytes(self) -> int:
@@ -168,8 +169,8 @@ def _side(text: str) -> int | None:
 def case(
     suite: str, label: str, *, batch: int = 1, heads: int, length: int, dim: int, bias: bool = False, **more: Any
 ) -> BenchCase:
-    """With as many key heads, keys and value columns as query heads, queries and query columns unless said
-    otherwise."""
+    """Return a case with as many key heads, keys and value columns as query heads, queries and query columns unless
+    said otherwise."""
     values = {"heads_k": heads, "len_q": length, "len_k": length, "dim_v": dim} | more
     if isinstance(values.get("mask"), str):
         values["mask"] = mask_of(values["mask"])

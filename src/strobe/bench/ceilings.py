@@ -39,28 +39,28 @@ def measure(watch: Stopwatch, dtypes: list[str]) -> Ceilings:
     statistic = "median" if on_gpu else "fastest call"
     products, copied = ", ".join(f"{n}³" for n in sizes), "1 GiB" if on_gpu else "128 MiB"
     how = f"{statistic} of the best of {products} matrix products; copy of {copied}, bytes read plus written"
-    found = Ceilings(how=how)
+    ceilings = Ceilings(how=how)
     for dtype in dtypes:
         of_dtype = (4096,) if dtype == "float32" and on_gpu else sizes
-        found.matmul_tflops[dtype] = max(_matmul_tflops(watch, n, DTYPES[dtype]) for n in of_dtype)
+        ceilings.matmul_tflops[dtype] = max(_matmul_tflops(watch, n, DTYPES[dtype]) for n in of_dtype)
     source = torch.ones((1 << 30 if on_gpu else 128 << 20) // 4, device=watch.device)
     target = torch.empty_like(source)
-    found.copy_gbytes_per_s = 2 * source.numel() * 4 / _typical_ms(watch, lambda: target.copy_(source)) / 1e6
-    return found
+    ceilings.copy_gbytes_per_s = 2 * source.numel() * 4 / _typical_ms(watch, lambda: target.copy_(source)) / 1e6
+    return ceilings
 
 
-def measure_sustained(found: Ceilings, watch: Stopwatch, monitor: Monitor, settings: Settings) -> None:
+def measure_sustained(ceilings: Ceilings, watch: Stopwatch, monitor: Monitor, settings: Settings) -> None:
     """The matrix product once more, alone and for as long as a provider runs: speed, and energy per FLOP."""
     n = 8192 if watch.on_gpu else 1024
-    for dtype in found.matmul_tflops:
+    for dtype in ceilings.matmul_tflops:
         call = SustainedCall(_matmul(watch, n, DTYPES[dtype]))
         call.call()
         sustain([call], watch, monitor, replace(settings, repeats=1))
         if call.problem is not None:
             raise call.problem
-        found.sustained_tflops[dtype] = speed = 2 * n**3 / call.mean_ms() / 1e9
+        ceilings.sustained_tflops[dtype] = speed = 2 * n**3 / call.mean_ms() / 1e9
         if (watts := call.watts()) is not None:
-            found.sustained_joules_per_tflop[dtype] = watts / speed
+            ceilings.sustained_joules_per_tflop[dtype] = watts / speed
 
 
 def _matmul(watch: Stopwatch, n: int, dtype: torch.dtype) -> Call:

@@ -1,4 +1,4 @@
-"""What results say about the claims one hears of FlashAttention: who is fastest, how memory grows, energy. Nothing is
+"""Check the claims one hears of FlashAttention against results: who is fastest, how memory grows, energy. Nothing is
 said that no row shows. `conclusions` puts them into sentences."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from strobe.measure.statistics import growth_exponent
 
 def by_case(rows: Iterable[Row], method: str = TURNS) -> dict[str, list[Row]]:
     """Key of a case -> its rows by one method."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    cases: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.method == method:
-            found[row.case.key].append(row)
-    return found
+            cases[row.case.key].append(row)
+    return cases
 
 
 def selected(rows: Iterable[Row], suite: str, direction: str = "forward", method: str = TURNS) -> dict[str, list[Row]]:
@@ -46,9 +46,9 @@ def beside(rows: Iterable[Row], ours: Row) -> list[Row]:
 
 
 def rivals(cases: dict[str, list[Row]], kind: str) -> list[str]:
-    """Who of a kind was timed beside ours, in any of the cases."""
-    found = (row for rows, ours in _with_ours(cases) for row in beside(rows, ours) if row.kind == kind and row.timed)
-    return sorted({row.provider for row in found})
+    """Return who of a kind was timed beside ours, in any of the cases."""
+    timed = (row for rows, ours in _with_ours(cases) for row in beside(rows, ours) if row.kind == kind and row.timed)
+    return sorted({row.provider for row in timed})
 
 
 def _with_ours(cases: dict[str, list[Row]]) -> list[tuple[list[Row], Row]]:
@@ -64,23 +64,23 @@ def memory_exponents(results: Results, suite: str, direction: str = "forward") -
         plain = (c.suite, c.direction, c.measure, c.batch) == (suite, direction, "time", 1)
         if plain and row.timed and row.extra_bytes:
             series[row.provider][c.heads, c.dim, c.mask.name][c.len_k] = row.extra_bytes
-    found = {}
+    exponents = {}
     for provider, lines in series.items():
         fits = [growth_exponent(list(points), list(points.values())) for points in lines.values() if len(points) >= 3]
-        known = [fit for fit in fits if fit is not None]
-        if known:
-            found[provider] = sum(known) / len(known)
-    return found
+        slopes = [fit for fit in fits if fit is not None]
+        if slopes:
+            exponents[provider] = sum(slopes) / len(slopes)
+    return exponents
 
 
 def memory_in_q(cases: dict[str, list[Row]]) -> dict[str, float]:
     """Provider -> the most memory it needs beyond inputs, outputs and gradients in any case, in sizes of q. Cases with
     fewer queries than keys do not count: next to their q any workspace is large."""
-    found: dict[str, float] = {}
+    memory: dict[str, float] = {}
     for row in (row for rows in cases.values() for row in rows):
         if row.timed and row.extra_bytes is not None and row.case.len_q == row.case.len_k:
-            found[row.provider] = max(found.get(row.provider, 0.0), row.extra_bytes / row.case.q_bytes())
-    return found
+            memory[row.provider] = max(memory.get(row.provider, 0.0), row.extra_bytes / row.case.q_bytes())
+    return memory
 
 
 def joules_per_tflop(row: Row) -> float | None:

@@ -120,7 +120,7 @@ def bench(
         console = Console(highlight=False, width=150)  # a file or a pipe has room
     try:
         if result is not None:
-            found = read_results.load(result)
+            results = read_results.load(result)
         else:
             where = _device(device)
             _ask_before_hours(suite or [], where, yes, bool(only))
@@ -139,20 +139,20 @@ def bench(
                 call_limit_s=call_limit_s,
                 compile_limit_s=compile_limit_s,
             )
-            found = _measure(request)
+            results = _measure(request)
         old = None if compare is None else read_results.load(compare)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if result is None:
         from strobe.bench import table
 
-        table.show(found, console)
+        table.show(results, console)
         if out is not None:
-            console.print(f"{len(found.rows)} rows in {found.seconds:.0f} s, written to {out}", markup=False)
+            console.print(f"{len(results.rows)} rows in {results.seconds:.0f} s, written to {out}", markup=False)
     if report_to is not None:
-        _report([found], report_to)
+        _report([results], report_to)
     if old is not None:
-        _compare(old, found, tolerance, console, str(compare))
+        _compare(old, results, tolerance, console, str(compare))
 
 
 def _by_itself(suite: list[str], device: str | None, out: Path | None, seed: int) -> None:
@@ -163,8 +163,8 @@ def _by_itself(suite: list[str], device: str | None, out: Path | None, seed: int
 
     run = {CONTEXT_PARALLEL: context_parallel.run, DECODE: decode.run}[suite[0]]
     try:
-        for found in run(_device(device), out, seed):
-            typer.echo(found, nl=False)
+        for line in run(_device(device), out, seed):
+            typer.echo(line, nl=False)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -197,14 +197,14 @@ def _report(loaded: list[Results], out: Path) -> None:
         raise typer.BadParameter(f"{out}: {error.strerror or error}") from None
 
 
-def _compare(old: Results, found: Results, tolerance: float, console: Console, name: str) -> None:
+def _compare(old: Results, new: Results, tolerance: float, console: Console, name: str) -> None:
     from strobe.bench import compare as comparison, table
 
-    if (problem := comparison.comparable(old, found)) is not None:
+    if (problem := comparison.comparable(old, new)) is not None:
         raise typer.BadParameter(f"--compare {name}: {problem}")
-    if (warning := comparison.other_neighbours(old, found)) is not None:
+    if (warning := comparison.other_neighbours(old, new)) is not None:
         console.print(f"note: {warning}")
-    changes = comparison.compare(old, found, tolerance)
+    changes = comparison.compare(old, new, tolerance)
     table.show_changes(changes, console)
     if any(change.bad for change in changes):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What a run found, in a few sentences: how much faster than what, where not, memory, energy."""
+"""Say in a few sentences what a run found: how much faster than what, where not, memory, energy."""
 
 from __future__ import annotations
 
@@ -23,32 +23,36 @@ _Duels = list[tuple[Row, Row]]
 
 
 def conclusions(results: Results, suite: str | None = None, directions: Sequence[str] = PASSES) -> list[str]:
-    """Of one suite, by default the first with times in it. Empty if there is nothing to conclude."""
+    """Return the conclusions of one suite, by default the first with times in it. Empty if there is nothing to
+    conclude."""
     for name in results.suites() if suite is None else [suite]:
-        found = []
+        sentences = []
         for direction in directions:
             cases = {m: claims.selected(results.rows, name, direction, m) for m in METHODS if m in results.methods()}
             for kind in _OTHERS:
-                found += _speed(cases, direction, kind)
-                found += _out_of_memory(cases, kind, direction)
-            found += _energy(cases.get(SUSTAINED, {}), direction)
-        if found:
-            return [*found, *(sentence for direction in directions for sentence in _memory(results, name, direction))]
+                sentences += _speed(cases, direction, kind)
+                sentences += _out_of_memory(cases, kind, direction)
+            sentences += _energy(cases.get(SUSTAINED, {}), direction)
+        if sentences:
+            return [
+                *sentences,
+                *(sentence for direction in directions for sentence in _memory(results, name, direction)),
+            ]
     return []
 
 
 def _speed(cases: dict[str, dict[str, list[Row]]], direction: str, kind: str) -> list[str]:
     """Our best against the best of a kind that ran beside it in each case, by every method."""
-    duels = {method: found for method, of in cases.items() if (found := claims.duels(of, kind))}
+    duels = {method: pairs for method, of in cases.items() if (pairs := claims.duels(of, kind))}
     if not duels:
         return []
     said = []
-    for method, found in duels.items():
-        ratios = [_ratio(*duel) for duel in found]
+    for method, pairs in duels.items():
+        ratios = [_ratio(*duel) for duel in pairs]
         said.append(f"{units.faster(geometric_mean(ratios))} {TITLES[method]}{_range(ratios)}")
-    method, found = next(iter(duels.items()))
-    ours, title = _names([duel[0] for duel in found]), PASS_TITLES[direction].capitalize()
-    others = against([duel[1] for duel in found], claims.rivals(cases[method], kind), _OTHERS[kind])
+    method, pairs = next(iter(duels.items()))
+    ours, title = _names([duel[0] for duel in pairs]), PASS_TITLES[direction].capitalize()
+    others = against([duel[1] for duel in pairs], claims.rivals(cases[method], kind), _OTHERS[kind])
     sentence = f"{title}: against {others}, {ours} is {' and '.join(said)}; {_cases(*map(len, duels.values()))}."
     return [" ".join([sentence, *_where_not(duels)])]
 
@@ -75,7 +79,7 @@ def _names(rows: Sequence[Row]) -> str:
 
 
 def _cases(*counts: int) -> str:
-    """By method, where they differ."""
+    """Say how many cases there are, by method where they differ."""
     if len(set(counts)) > 1:
         return f"geometric means of {' and '.join(map(str, counts))} cases"
     return "one case" if counts[0] == 1 else f"geometric mean of {counts[0]} cases"
@@ -93,12 +97,12 @@ def _range(ratios: Sequence[float]) -> str:
 def _where_not(duels: dict[str, _Duels]) -> list[str]:
     """The cases in which our best is slower beyond noise."""
     said = []
-    for method, found in duels.items():
-        slower = sorted((_ratio(*duel), duel[0].case.title) for duel in found if _clearly_slower(*duel))
+    for method, pairs in duels.items():
+        slower = sorted((_ratio(*duel), duel[0].case.title) for duel in pairs if _clearly_slower(*duel))
         if slower:
             worst = "; ".join(f"{title}, {units.faster(ratio)}" for ratio, title in slower[:_MOST_NAMED])
             more = f"; and {len(slower) - _MOST_NAMED} more" if len(slower) > _MOST_NAMED else ""
-            said.append(f"Slower beyond noise {TITLES[method]} in {len(slower)} of {len(found)} ({worst}{more}).")
+            said.append(f"Slower beyond noise {TITLES[method]} in {len(slower)} of {len(pairs)} ({worst}{more}).")
     return said
 
 
@@ -109,7 +113,7 @@ def _clearly_slower(ours: Row, other: Row) -> bool:
 
 def _out_of_memory(cases: dict[str, dict[str, list[Row]]], kind: str, direction: str) -> list[str]:
     """Cases that ours can do and nobody of a kind can, because memory does not suffice."""
-    of = next((found for found in cases.values() if found), {})
+    of = next((rows_of for rows_of in cases.values() if rows_of), {})
     mine = [rows for rows in of.values() if claims.fastest(rows, "ours") is not None]
     there = [[r for r in rows if r.kind == kind] for rows in mine]
     lost = [rows for rows in there if any(r.status == "out of memory" for r in rows) and not any(r.timed for r in rows)]
@@ -136,16 +140,17 @@ def _energy(cases: dict[str, list[Row]], direction: str) -> list[str]:
 
 
 def _memory(results: Results, suite: str, direction: str) -> list[str]:
-    """Of our fastest provider and of a standard one: how extra memory grows with the length, or else the most it is."""
+    """Compare the memory of our fastest provider and of a standard one: how extra memory grows with the length, or else
+    the most it is."""
     method = TURNS if TURNS in results.methods() else results.methods()[0]
     cases = claims.selected(results.rows, suite, direction, method)
-    best = [found for rows in cases.values() if (found := claims.fastest(rows, "ours")) is not None]
-    known = [row for row in best if row.extra_bytes is not None]
-    if not known:
+    best = [fastest for rows in cases.values() if (fastest := claims.fastest(rows, "ours")) is not None]
+    measured = [row for row in best if row.extra_bytes is not None]
+    if not measured:
         return []
     exponents = claims.memory_exponents(results, suite, direction)
     ours, beyond = Counter(row.provider for row in best).most_common(1)[0][0], _BEYOND[direction]
-    if not any(row.extra_bytes for row in known):
+    if not any(row.extra_bytes for row in measured):
         said = f"{beyond} {ours} needs no memory at any length"
     elif ours in exponents:
         said = f"{beyond} {ours} needs memory that grows with the length to the power {exponents[ours]:.2f}"

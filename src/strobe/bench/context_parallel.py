@@ -94,7 +94,7 @@ def group_of(device: torch.device) -> Iterator[Any]:
 
 
 def measure(group: Any, device: torch.device, size: Size, seed: int = 0, calls: int = 5) -> list[Row]:
-    """The same rows on every rank; `ALONE` is timed by the first rank while the others wait."""
+    """Measure, and return the same rows on every rank; `ALONE` is timed by the first rank while the others wait."""
     ranks, plan = group.size(), ShardPlan(size.length, ranks=group.size(), mask=strobe.causal)
     whole = _inputs(size, device, seed)
     rows = [_alone(group, whole, calls)]
@@ -148,15 +148,15 @@ def _median(
     device: torch.device, call: Callable[[], Any], calls: int, before: Callable[[], Any] = lambda: None
 ) -> float:
     """Milliseconds, after one call that nobody counts. `before` each call ranks meet."""
-    found = []
+    times = []
     for _ in range(calls + 1):
         before()
         wait_for(device)
         start = time.perf_counter()
         call()
         wait_for(device)
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found[1:])
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])
 
 
 def wait_for(device: torch.device) -> None:
@@ -171,19 +171,19 @@ def _bytes(transports: list[Counted], call: Callable[[], Any]) -> int:
 
 
 def _largest(group: Any, value: float) -> float:
-    """Of all ranks; whoever is early waits."""
+    """Return the largest value of all ranks; whoever is early waits."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return float(found)
+    largest = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return float(largest)
 
 
 def cut(device: torch.device, size: Size, seed: int = 0) -> Cut:
-    """What many smaller calls, their merges and their sums cost on one device. All of them run back to back,
-    as in a model: a call for which the host waits would count the host's way to its first launch."""
+    """Measure what many smaller calls, their merges and their sums cost on one device. All of them run back to back, as
+    in a model: a call for which the host waits would count the host's way to its first launch."""
     whole = _inputs(size, device, seed)
     plan = ShardPlan(size.length, ranks=size.shards, mask=strobe.causal)
-    attend = functools.partial(strobe.attention, mask=strobe.causal)
+    attend: Callable[..., Any] = functools.partial(strobe.attention, mask=strobe.causal)
     with torch.no_grad():
         shards = [shard(plan, *whole, rank=rank) for rank in range(plan.ranks)]  # untimed: ranks hold their shards
         out, lse = attend(*whole, return_lse=True)
@@ -196,10 +196,10 @@ def cut(device: torch.device, size: Size, seed: int = 0) -> Cut:
 
 def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Milliseconds of each call: medians over turns of half a second, after a first one that nobody counts."""
-    found: list[list[float]] = [[] for _ in calls]
+    times: list[list[float]] = [[] for _ in calls]
     ahead = 10 if device.type == "cuda" else 1  # by so many calls the host may be ahead
     for _ in range(4):
-        for call, turns in zip(calls, found, strict=True):
+        for call, turns in zip(calls, times, strict=True):
             wait_for(device)
             start, done = time.perf_counter(), 0
             while not done or time.perf_counter() - start < 0.5:
@@ -208,11 +208,11 @@ def _back_to_back(device: torch.device, calls: Sequence[Callable[[], Any]]) -> l
                 wait_for(device)
                 done += ahead
             turns.append(1e3 * (time.perf_counter() - start) / done)
-    return [statistics.median(turns[1:]) for turns in found]
+    return [statistics.median(turns[1:]) for turns in times]
 
 
 def _steps(plan: ShardPlan, rank: int) -> tuple[Task, Any]:
-    """Of a rank, with the shard that the keys of each step come from; in the order of a ring."""
+    """Return the steps of a rank, each with the shard that its keys come from, in the order of a ring."""
     task = Task(plan, rank, Arguments(None, None, None))
     sources = [(rank - distance) % plan.ranks for distance in range(plan.ranks)]
     return task, [(source, task.step(plan.shards[source])) for source in sources]
@@ -252,8 +252,8 @@ def run(device: torch.device, out: Path | None = None, seed: int = 0) -> Iterato
             return
         steps = cut(device, size, seed)
     if out is not None:
-        found = {"size": asdict(size) | {"dtype": str(size.dtype)}, "rows": [asdict(r) for r in rows]}
-        out.write_text(json.dumps(found | {"cut": asdict(steps), "torch": torch.__version__}, indent=1) + "\n")
+        content = {"size": asdict(size) | {"dtype": str(size.dtype)}, "rows": [asdict(r) for r in rows]}
+        out.write_text(json.dumps(content | {"cut": asdict(steps), "torch": torch.__version__}, indent=1) + "\n")
     yield table(size, rows, steps)
 
 

@@ -54,23 +54,23 @@ def _textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     """(queries, heads, dim), causal, by PyTorch in the dtype of the inputs; a key head at a time."""
     group = q.shape[1] // k.shape[1]
     hidden = ~causal.dense(len(q), len(k), device=q.device)
-    found = []
+    outs = []
     for head in range(k.shape[1]):
         rows = q[:, head * group : (head + 1) * group].transpose(0, 1)
         s = (rows @ k[:, head].T / math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
-        found.append(s.softmax(-1) @ v[:, head])
-    return torch.cat(found).transpose(0, 1)
+        outs.append(s.softmax(-1) @ v[:, head])
+    return torch.cat(outs).transpose(0, 1)
 
 
 def checked(out: torch.Tensor, cache: Cache, batch: Batch, page: int) -> Verdict:
     """A result (total, heads, dim) against float64."""
-    found, exact, same = out.split(list(batch.queries)), [], []
+    results, exact, same = out.split(list(batch.queries)), [], []
     for i, q in enumerate(cache.q.split(list(batch.queries))):
         k, v = cache.keys(batch, page, i)
         exact.append(_textbook(q.double(), k.double(), v.double()))
         same.append(_textbook(q, k, v))
     # A batch may have so few numbers that PyTorch's largest error among them is a lucky one.
-    return compare("out", found, exact, same, floor=summation_floor(exact, 4, torch.float32))
+    return compare("out", results, exact, same, floor=summation_floor(exact, 4, torch.float32))
 
 
 # ---- time
@@ -99,7 +99,7 @@ class _Calls:
             call()
 
     def microseconds(self) -> float:
-        """Of one call, on average."""
+        """Run once and return the time of one call, on average."""
         if self.graph is None:
             start = time.perf_counter()
             self.run()
@@ -123,16 +123,16 @@ def _one_call(call: Callable[[], Any], device: torch.device) -> float:
 
 def _in_turns(ready: dict[str, _Calls], turns: int) -> dict[str, float]:
     """Medians, after two turns that nobody counts. The order alternates."""
-    found: dict[str, list[float]] = {name: [] for name in ready}
+    samples: dict[str, list[float]] = {name: [] for name in ready}
     for turn in range(turns + 2):
         for name in list(ready) if turn % 2 else reversed(list(ready)):
             us = ready[name].microseconds()
             if turn >= 2:
-                found[name].append(us)
-    return {name: statistics.median(times) for name, times in found.items()}
+                samples[name].append(us)
+    return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def _compiled(found: Sequence[Way], cache: Cache) -> None:
+def _compiled(chosen: Sequence[Way], cache: Cache) -> None:
     """One call of each way, side by side, since kernels are compiled in it. What fails does so again when it is measured."""
 
     def one(way: Way) -> None:
@@ -140,8 +140,8 @@ def _compiled(found: Sequence[Way], cache: Cache) -> None:
             way.call(cache)()
 
     if cache.q.device.type == "cuda":
-        with ThreadPoolExecutor(len(found)) as pool:
-            list(pool.map(one, found))
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            list(pool.map(one, chosen))
         torch.cuda.synchronize(cache.q.device)
 
 
@@ -152,9 +152,9 @@ def measure(batch: Batch, size: Size, device: torch.device, seed: int = 0, turns
     ready = {READ: _Calls([c.kv.view(torch.float32).sum for c in caches], device)}
     verdicts: dict[str, Verdict] = {}
     notes: dict[str, str] = {}
-    found = ways(batch, size)
-    _compiled(found, caches[0])
-    for way in found:
+    chosen = ways(batch, size)
+    _compiled(chosen, caches[0])
+    for way in chosen:
         try:
             calls = [way.call(c) for c in caches]
             verdicts[way.name] = verdict = checked(calls[0](), caches[0], batch, way.page)
@@ -171,7 +171,7 @@ def measure(batch: Batch, size: Size, device: torch.device, seed: int = 0, turns
     reading = whole / times[READ]
     return [Row(batch.name, READ, times[READ], reading / 1e6, 1.0)] + [
         _row(batch, way, size, times.get(way.name), reading, verdicts.get(way.name), notes.get(way.name))
-        for way in found
+        for way in chosen
     ]
 
 
@@ -191,11 +191,11 @@ def _row(
 def comparisons(rows: Sequence[Row]) -> dict[str, float]:
     """Ratios that people ask for; those whose times are missing are left out."""
     by = {(r.batch, r.way): r for r in rows if r.us is not None}
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
 
     def ratio(title: str, better: tuple[str, str], worse: tuple[str, str], what: str = "us") -> None:
         if better in by and worse in by:
-            found[title] = getattr(by[worse], what) / getattr(by[better], what)
+            ratios[title] = getattr(by[worse], what) / getattr(by[better], what)
 
     for name in dict.fromkeys(r.batch for r in rows):
         ratio(f"{name}: contiguous against cuDNN, speed", (name, "contiguous"), (name, "cuDNN, contiguous"))
@@ -208,7 +208,7 @@ def comparisons(rows: Sequence[Row]) -> dict[str, float]:
         ratio(f"{name}: invariant against default, time", (name, "page 64"), (name, "invariant, page 64"))
     for apart in ("in each table", "a copy for each"):
         ratio(f"gain of sharing a prompt: {apart}", ("cascade", "shared, page 64"), ("cascade", f"{apart}, page 64"))
-    return found
+    return ratios
 
 
 def _heading(size: Size) -> str:
@@ -236,9 +236,9 @@ def run(device: torch.device, out: Path | None = None, seed: int = 0) -> Iterato
     about = {"provenance": provenance.collect(device, seed), "size": asdict(size) | {"dtype": str(size.dtype)}}
     yield _heading(size)
     for batch in batches(size.divisor):
-        rows += (found := measure(batch, size, device, seed, TURNS[device.type]))
+        rows += (measured := measure(batch, size, device, seed, TURNS[device.type]))
         if out is not None:
             all_of_it = about | {"rows": [asdict(r) for r in rows], "comparisons": comparisons(rows)}
             out.write_text(json.dumps(all_of_it, indent=1) + "\n")
-        yield _table(batch, found)
+        yield _table(batch, measured)
     yield "".join(f"{title}: {ratio:.2f}\n" for title, ratio in comparisons(rows).items())

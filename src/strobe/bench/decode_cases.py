@@ -1,5 +1,5 @@
-"""What `strobe bench --suite decode` measures: batches of sequences whose keys lie in a cache, and calls that attend to
-them. Each call has the keys in its own way, over the same bytes."""
+"""`strobe bench --suite decode` measures these cases: batches of sequences whose keys lie in a cache, and calls that
+attend to them. Each call has the keys in its own way, over the same bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Size:
 
     @property
     def row_bytes(self) -> int:
-        """Of a token: its key and its value."""
+        """The bytes of a token: its key and its value."""
         return 2 * self.heads_k * self.dim * self.dtype.itemsize
 
 
@@ -57,7 +57,7 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Of the cache: whole pages of the largest size."""
+        """The rows of the cache: whole pages of the largest size."""
         most = max(self.pages)
         return sum(-(-n // most) * most for n in (*self.lengths, self.shared))
 
@@ -72,21 +72,21 @@ def batches(divisor: int = 1) -> list[Batch]:
         return max(3, n // divisor)
 
     few = max(2, 64 // divisor)
-    found = [
+    listed = [
         Batch(f"b{b}-{n // 1024}k", (1,) * min(b, few * 2), (short(n),) * min(b, few * 2), PAGES)
         for b, n in ((1, 32768), (16, 8192), (128, 4096))
     ]
-    found += [
+    listed += [
         Batch(f"b{b}-{n // 1024}k-4-queries", (4,) * min(b, few), (short(n),) * min(b, few))
         for b, n in ((1, 32768), (16, 8192))
     ]
     lengths = [round(128 * 256 ** (i / (few - 1))) for i in range(few)]  # log-uniform, 128 to 32k
     skewed = tuple(short(lengths[(i * 37) % few]) for i in range(few))  # 37: in no order
-    found.append(Batch("skewed", (1,) * few, skewed))
-    found.append(Batch("uniform", (1,) * few, (sum(skewed) // few,) * few))
-    found.append(Batch("mixed", (short(2048), *(1,) * few), (short(8192), *(short(4096),) * few)))
-    found.append(Batch("cascade", (1,) * few, (short(1024),) * few, shared=short(8192)))
-    return found
+    listed.append(Batch("skewed", (1,) * few, skewed))
+    listed.append(Batch("uniform", (1,) * few, (sum(skewed) // few,) * few))
+    listed.append(Batch("mixed", (short(2048), *(1,) * few), (short(8192), *(short(4096),) * few)))
+    listed.append(Batch("cascade", (1,) * few, (short(1024),) * few, shared=short(8192)))
+    return listed
 
 
 @dataclass

@@ -97,12 +97,12 @@ def _one(case: BenchCase, x: Tensors, unit: Unit, dtype: torch.dtype) -> dict[st
         dqs.append(ds @ k)
         dk += (ds.mT @ qi).sum(0)
         dv += (p.mT @ do).sum(0)
-    found = {"out": torch.cat(outs, 1)}
+    results = {"out": torch.cat(outs, 1)}
     if case.direction == "forward":
-        return found
+        return results
     if case.learns_bias:
-        found["dbias"] = torch.cat(dbias, 1)
-    return found | {"lse": torch.cat(lses, 1), "dq": torch.cat(dqs, 1), "dk": dk.to(dtype), "dv": dv.to(dtype)}
+        results["dbias"] = torch.cat(dbias, 1)
+    return results | {"lse": torch.cat(lses, 1), "dq": torch.cat(dqs, 1), "dk": dk.to(dtype), "dv": dv.to(dtype)}
 
 
 class Judge:
@@ -115,7 +115,7 @@ class Judge:
         self._floors = {name: self._floor(name, tensors) for name in self._exact if name.startswith("d")}
 
     def _floor(self, name: str, x: Tensors) -> float:
-        """Of a gradient: what a backward pass cannot know."""
+        """Return the floor of a gradient: what a backward pass cannot know."""
         assert x.do is not None
         problem = self.case.problem(x.q.device)
         floors = []
@@ -138,11 +138,11 @@ class Judge:
         """The output and gradients of a provider, (batch, heads, length, dim). The first that is wrong counts, else the
         one that is worst against its allowance. `roundings`: see tolerance.summation_floor."""
         verdicts: list[Verdict] = []
-        for name, found in self._pick(out, gradients):
+        for name, result in self._pick(out, gradients):
             exact = self._exact[name]
             verdict = compare(
                 self.checked if name == "out" else f"{self.checked}, {name}",
-                found,
+                result,
                 exact,
                 self._same_dtype[name],
                 FORWARD if name == "out" else GRADIENTS,

@@ -14,8 +14,8 @@ def imported(module: str, package: str, name: str | None = None) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # packages tell at length what they could do with yet others
-            found = importlib.import_module(module)
-        return found if name is None else getattr(found, name)
+            loaded = importlib.import_module(module)
+        return loaded if name is None else getattr(loaded, name)
     except ModuleNotFoundError as error:
         missing = error.name or module
         if module.startswith(missing):

@@ -1,4 +1,4 @@
-"""Which kernels really ran, by torch's profiler: a silent fallback shows in the names."""
+"""List the kernels that really ran, by torch's profiler: a silent fallback shows in the names."""
 
 from __future__ import annotations
 

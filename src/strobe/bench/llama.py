@@ -67,11 +67,11 @@ def cases(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
 
 
 def missing() -> str | None:
-    """Why there is no such model here."""
+    """Return why there is no such model here."""
     import importlib.util
 
-    found = importlib.util.find_spec("transformers") is not None
-    return None if found else "it needs transformers, which is not installed: pip install transformers"
+    installed = importlib.util.find_spec("transformers") is not None
+    return None if installed else "it needs transformers, which is not installed: pip install transformers"
 
 
 class Steps:
@@ -106,7 +106,7 @@ class Steps:
         return self._library.LlamaModel(config)
 
     def _rotate_in_fp32(self, model: Any) -> None:
-        """As transformers loads models: the frequencies keep their dtype."""
+        """Rotate as transformers loads models: the frequencies keep their dtype."""
         model.rotary_emb = type(model.rotary_emb)(model.config).to(self.device)
 
     def _with(self, implementation: str) -> Any:
@@ -133,10 +133,10 @@ class Steps:
     def prepare(self, implementation: str) -> tuple[Callable[[], torch.Tensor], Verdict]:
         """The step to time, and what is to be said of its numbers."""
         model = self._with(implementation)
-        found = self._results(model, self._short)
+        results = self._results(model, self._short)
         verdicts = [
-            compare(name, found[name], self._exact[name], self._same[name], FORWARD if name == "out" else GRADIENTS)
-            for name in found
+            compare(name, results[name], self._exact[name], self._same[name], FORWARD if name == "out" else GRADIENTS)
+            for name in results
         ]
         verdict = next((v for v in verdicts if not v.passed), verdicts[0])
         x = self._x

@@ -3,6 +3,7 @@ FlashInfer."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -12,11 +13,19 @@ from strobe.bench import variants
 from strobe.bench.case import BenchCase
 from strobe.bench.inputs import Tensors
 from strobe.bench.installed import imported
-from strobe.bench.provider import Prepared, Provider, Refusal, costs_a_compilation, keep_buffers, needs_gpu, refuse
+from strobe.bench.provider import (
+    Prepare,
+    Prepared,
+    Provider,
+    Refusal,
+    costs_a_compilation,
+    keep_buffers,
+    needs_gpu,
+    refuse,
+)
 from strobe.variants.mask import full
 
-# ---- FlexAttention
-# -----------------------------------------------------------------------------------------------------
+# ---- FlexAttention ---------------------------------------------------------------------------------------------------
 
 
 def _flex(case: BenchCase, x: Tensors) -> Prepared:
@@ -59,61 +68,37 @@ def _flex(case: BenchCase, x: Tensors) -> Prepared:
     return Prepared(lambda q, k, v: compiled(q, k, v, **options))
 
 
-# ---- flash-attn
-# --------------------------------------------------------------------------------------------------------
+# ---- flash-attn ------------------------------------------------------------------------------------------------------
 
 
-def _window(case: BenchCase) -> tuple[int, int]:
-    left, right = case.window or (None, None)
-    return -1 if left is None else left, -1 if right is None else right
+def _window(case: BenchCase, nothing: int | None = -1) -> tuple[Any, ...]:
+    """Both sides; `nothing` stands for one without a bound."""
+    return tuple(nothing if side is None else side for side in case.window or (None, None))
 
 
-def _flash_attn_2(case: BenchCase, x: Tensors) -> Prepared:
-    refuse(case, sinks="no sinks", bias="no bias", unequal="key and value dims differ", float32="float32 inputs")
-    needs_gpu(x)
-    function = imported("flash_attn", "flash-attn", "flash_attn_func")
-    options = {
-        "causal": case.causal,
-        "window_size": _window(case),
-        "softcap": case.softcap or 0.0,
-        "softmax_scale": case.softmax_scale,
-    }
-    return Prepared(lambda q, k, v: function(q, k, v, **options), "bshd")
+def _flash_attn(module: str, package: str, nothing: int | None = -1, **more: str) -> Prepare:
+    """A version of flash-attn. `more`: what it does not take, beside what none of them does."""
 
+    def prepare(case: BenchCase, x: Tensors) -> Prepared:
+        refuse(case, bias="no bias", float32="float32 inputs", **more)
+        needs_gpu(x)
+        function = imported(module, package, "flash_attn_func")
+        options = {
+            "causal": case.causal,
+            "window_size": _window(case, nothing),
+            "softcap": case.softcap or 0.0,
+            "softmax_scale": case.softmax_scale,
+        }
+        return Prepared(lambda q, k, v: _first(function(q, k, v, **options)), "bshd")
 
-def _flash_attn_3(case: BenchCase, x: Tensors) -> Prepared:
-    refuse(case, sinks="no sinks", bias="no bias", float32="float32 inputs")
-    needs_gpu(x)
-    function = imported("flash_attn_interface", "flash-attn 3", "flash_attn_func")
-    options = {
-        "causal": case.causal,
-        "window_size": _window(case),
-        "softcap": case.softcap or 0.0,
-        "softmax_scale": case.softmax_scale,
-    }
-    return Prepared(lambda q, k, v: _first(function(q, k, v, **options)), "bshd")
-
-
-def _flash_attn_4(case: BenchCase, x: Tensors) -> Prepared:
-    refuse(case, sinks="not measured with sinks", bias="no bias", float32="float32 inputs")
-    needs_gpu(x)
-    function = imported("flash_attn.cute", "flash-attn-4", "flash_attn_func")
-    window = tuple(None if side < 0 else side for side in _window(case))
-    options = {
-        "causal": case.causal,
-        "window_size": window,
-        "softcap": case.softcap or 0.0,
-        "softmax_scale": case.softmax_scale,
-    }
-    return Prepared(lambda q, k, v: _first(function(q, k, v, **options)), "bshd")
+    return prepare
 
 
 def _first(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-# ---- xformers, FlashInfer
-# ----------------------------------------------------------------------------------------------
+# ---- xformers, FlashInfer --------------------------------------------------------------------------------------------
 
 
 def _xformers(case: BenchCase, x: Tensors) -> Prepared:
@@ -169,64 +154,54 @@ def _flashinfer(case: BenchCase, x: Tensors) -> Prepared:
 
 
 def providers() -> list[Provider]:
+    peer = functools.partial(Provider, kind="peer", device="cuda")
+    from_source = "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && "
+    from_source += (
+        "python setup.py install (needs nvcc; FLASH_ATTENTION_DISABLE_FP16=TRUE and its like leave kernels out)"
+    )
+    unequal, sinks = "key and value dims differ", "no sinks"
+    two = _flash_attn("flash_attn", "flash-attn", sinks=sinks, unequal=unequal)
+    three = _flash_attn("flash_attn_interface", "flash-attn 3", sinks=sinks)
+    four = _flash_attn("flash_attn.cute", "flash-attn-4", None, sinks="not measured with sinks")
     return [
-        Provider(
+        peer(
             "flex",
-            "peer",
-            "FlexAttention, compiled",
-            _flex,
+            summary="FlexAttention, compiled",
+            prepare=_flex,
             kernels="triton|flex",
             skipped=costs_a_compilation,
             compiles=True,
-            device="cuda",
             functions=True,
         ),
-        Provider(
+        peer(
             "flash-attn-2",
-            "peer",
-            "flash-attn 2",
-            _flash_attn_2,
+            summary="flash-attn 2",
+            prepare=two,
             kernels="flash",
-            device="cuda",
             install="pip install flash-attn --no-build-isolation",
         ),
-        Provider(
-            "flash-attn-3",
-            "peer",
-            "flash-attn 3",
-            _flash_attn_3,
-            kernels="flash",
-            device="cuda",
-            install="git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && "
-            "python setup.py install (needs nvcc; FLASH_ATTENTION_DISABLE_FP16=TRUE and its like leave kernels out)",
-        ),
-        Provider(
+        peer("flash-attn-3", summary="flash-attn 3", prepare=three, kernels="flash", install=from_source),
+        peer(
             "flash-attn-4",
-            "peer",
-            "flash-attn 4 (CuTe DSL)",
-            _flash_attn_4,
+            summary="flash-attn 4 (CuTe DSL)",
+            prepare=four,
             kernels="flash|cute|kernel",
             compiles=True,
-            device="cuda",
             install="pip install --pre flash-attn-4",
         ),
-        Provider(
+        peer(
             "xformers",
-            "peer",
-            "xformers",
-            _xformers,
+            summary="xformers",
+            prepare=_xformers,
             kernels="fmha|flash|attention",
-            device="cuda",
             install="pip install xformers",
         ),
-        Provider(
+        peer(
             "flashinfer",
-            "peer",
-            "FlashInfer",
-            _flashinfer,
+            summary="FlashInfer",
+            prepare=_flashinfer,
             kernels="(?i)prefill|flash",
             differentiable=False,
-            device="cuda",
             install="pip install flashinfer-python",
         ),
     ]

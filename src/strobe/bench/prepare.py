@@ -1,4 +1,4 @@
-"""Before timing: our kernels are compiled in parallel, and compilers of others are given a limit."""
+"""Prepare for timing: our kernels are compiled in parallel, and compilers of others are given a limit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compile_ahead(cases: list[BenchCase], providers: list[Provider], device: tor
     backward; returns the seconds it took.
     What cannot be compiled fails again, with its reason, when it is measured."""
     begun = time.perf_counter()
-    own = [p for p in providers if p.device == "cuda" and (p.kind == "ours" or p.name == "cuda-unfused")]
+    ours = [p for p in providers if p.device == "cuda" and (p.kind == "ours" or p.name == "cuda-unfused")]
     jobs: dict[Any, tuple[Provider, BenchCase]] = {}
     for case in cases:
         if case.measure != "model":
@@ -60,7 +60,7 @@ def compile_ahead(cases: list[BenchCase], providers: list[Provider], device: tor
                 small = dataclasses.replace(small, bias=(1, small.heads, small.len_q, small.len_k))
             if case.mask_tensor is not None:
                 small = dataclasses.replace(small, mask_tensor=(1, 1, small.len_q, small.len_k))
-            jobs |= {(p.name, small): (p, small) for p in own}
+            jobs |= {(p.name, small): (p, small) for p in ours}
 
     def compile_one(job: tuple[Provider, BenchCase]) -> None:
         provider, case = job

@@ -1,5 +1,5 @@
-"""What a provider is: it says why it cannot run a case, or prepares a forward call in its own layout. What it raises
-later becomes its row as well."""
+"""A provider says why it cannot run a case, or prepares a forward call in its own layout. What it raises later becomes
+its row as well."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _BACK = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
 
 
 def to_layout(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """From (batch, heads, length, dim), contiguous in the new order."""
+    """Bring (batch, heads, length, dim) into another order, in which the result is contiguous."""
     return t.permute(_TO[layout]).contiguous()
 
 
@@ -83,7 +83,7 @@ def from_layout(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def dense_mask(case: BenchCase, device: torch.device) -> torch.Tensor | None:
-    """For those who can only be told a mask in full; None if nothing is hidden."""
+    """Return the mask for those who can only be told it in full; None if nothing is hidden."""
     interval = None if case.mask == full else case.mask.dense(case.len_q, case.len_k, device=device)
     condition = variants.dense_mask(case, device)
     return condition if interval is None else interval if condition is None else interval & condition

@@ -64,16 +64,16 @@ def from_json(data: Any) -> Results:
         raise ValueError(
             f"not a result of `strobe bench` with schema {SCHEMA}: kind {kind!r}, schema {schema!r}; {_WANTED}"
         )
-    found = _checked(_FILE, data, "")
+    fields = _checked(_FILE, data, "")
     results = Results(
-        provenance=found["provenance"],
-        method=found["method"],
-        ceilings=found["ceilings"],
-        clocks=found["clocks"],
-        complete=found["complete"],
-        seconds=found["seconds"],
+        provenance=fields["provenance"],
+        method=fields["method"],
+        ceilings=fields["ceilings"],
+        clocks=fields["clocks"],
+        complete=fields["complete"],
+        seconds=fields["seconds"],
     )
-    results.rows = [_row(entry, f"rows[{i}]") for i, entry in enumerate(found["rows"])]
+    results.rows = [_row(entry, f"rows[{i}]") for i, entry in enumerate(fields["rows"])]
     return results
 
 
@@ -108,9 +108,9 @@ def _case(data: Any, where: str) -> BenchCase:
     _one_of(facts.get("dtype", "bfloat16"), DTYPES, f"{where}.dtype")
     _one_of(facts.get("direction", "forward"), PASSES, f"{where}.direction")
     _one_of(facts.get("measure", "time"), MEASURES, f"{where}.measure")
-    known = {name: value for name, value in facts.items() if name in _CASE or f"{name}?" in _CASE}
+    fields = {name: value for name, value in facts.items() if name in _CASE or f"{name}?" in _CASE}
     try:
-        return case(**known, label=label, length=length)
+        return case(**fields, label=label, length=length)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -166,14 +166,14 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
 
 
 def _checked_object(fields: dict[str, Any], value: dict[str, Any], where: str) -> dict[str, Any]:
-    found = dict(value)
+    result = dict(value)
     for field, hint in fields.items():
         name = field.removesuffix("?")
         if name in value:
-            found[name] = _checked(hint, value[name], f"{where}.{name}".removeprefix("."))
+            result[name] = _checked(hint, value[name], f"{where}.{name}".removeprefix("."))
         elif name == field:
             raise ValueError(f"{where}.{name} is missing".removeprefix("."))
-    return found
+    return result
 
 
 def _checked_scalar(hint: Any, value: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Why something was not measured, in the words of a row: whatever is raised has a status and a reason."""
+"""Say why something was not measured, in the words of a row: whatever is raised has a status and a reason."""
 
 from __future__ import annotations
 

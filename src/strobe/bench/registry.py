@@ -1,4 +1,4 @@
-"""Who is measured: every provider there is, and which of them a request means."""
+"""List every provider there is, and choose those that a request means."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ def every() -> list[Provider]:
 
 
 def select(names: list[str] | None) -> list[Provider]:
-    """By name, or all. A name may also be a kind ("ours", "standard", "peer") or a prefix ("torch", "strobe")."""
-    found = every()
+    """Return the providers of these names, or all. A name may also be a kind ("ours", "standard", "peer") or a prefix
+    ("torch", "strobe")."""
+    providers = every()
     if not names:
-        return found
+        return providers
     chosen: list[Provider] = []
     for name in names:
-        hits = [p for p in found if name in (p.name, p.kind)] or [p for p in found if p.name.startswith(f"{name}-")]
+        hits = [p for p in providers if name in (p.name, p.kind)] or [
+            p for p in providers if p.name.startswith(f"{name}-")
+        ]
         if not hits:
             raise ValueError(
-                f"provider must be one of {', '.join(p.name for p in found)}, "
+                f"provider must be one of {', '.join(p.name for p in providers)}, "
                 f"a kind ({', '.join(KINDS)}) or a prefix, got {name!r}"
             )
         chosen += [p for p in hits if p not in chosen]

@@ -1,4 +1,4 @@
-"""What a run shall measure."""
+"""A request says what a run shall measure."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Request:
 
     def cases(self) -> list[BenchCase]:
         """Those of the suites that match, and that the methods can measure."""
-        made = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
-        found = list(dict.fromkeys(made))  # models has the cases of llama
+        of_suites = [c for suite in self.suites for c in cases(suite, self.direction, self.device.type == "cuda")]
+        chosen = list(dict.fromkeys(of_suites))  # models has the cases of llama
         if self.only:
-            found = [
-                c for c in found if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)
+            chosen = [
+                c for c in chosen if any(fnmatch.fnmatch(c.label, p) or fnmatch.fnmatch(c.key, p) for p in self.only)
             ]
-            if not found:
+            if not chosen:
                 raise ValueError(f"only: no case of {', '.join(self.suites)} matches {', '.join(self.only)}")
-        able = [c for c in found if self.methods_for(c)]
+        able = [c for c in chosen if self.methods_for(c)]
         if not able:
             raise ValueError(
                 f"method: {', '.join(self.methods)} cannot measure {', '.join(self.suites)}, whose cases are not about "
@@ -53,7 +53,8 @@ class Request:
         return able
 
     def methods_for(self, case: BenchCase) -> tuple[str, ...]:
-        """What a call costs the CPU, how long a graph takes: such cases have a way of their own."""
+        """Return the methods for a case. What a call costs the CPU and how long a graph takes are measured in a way of
+        their own."""
         return self.methods if case.measure in ("time", "model") else tuple(m for m in self.methods if m == TURNS)
 
     def repeat(self, case: BenchCase, method: str = TURNS) -> str:

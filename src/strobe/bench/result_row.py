@@ -1,4 +1,4 @@
-"""From what a method found to a row."""
+"""Make a row of what a method found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strobe.measure.sustained import SustainedCall
 _HOST_BOUND = 0.05  # of the samples: more are noted
 
 
-def finished(checked: Row, call: TimedCall | None, method: str, repeat: str, monitor: Monitor, found: Results) -> Row:
+def finished(checked: Row, call: TimedCall | None, method: str, repeat: str, monitor: Monitor, results: Results) -> Row:
     """The row of one method. `checked`: what is the same for every method; `call`: None if it was not timed."""
     row = dataclasses.replace(checked, method=method, repeat=repeat, kernels=list(checked.kernels))
     if row.status not in TIMED:
@@ -32,7 +32,7 @@ def finished(checked: Row, call: TimedCall | None, method: str, repeat: str, mon
     row.note = "; ".join([*filter(None, [row.note]), *_notes(call)]) or None
     row.clock = monitor.during(call.intervals)
     if row.flops is not None and row.case.measure != "call":  # the CPU's time says nothing about FLOPs
-        _set_speed(row, found)
+        _set_speed(row, results)
     if isinstance(call, SustainedCall):
         row.energy = _energy(row, call, monitor)
     return row
@@ -54,9 +54,9 @@ def _notes(call: TimedCall) -> list[str]:
     return notes
 
 
-def _set_speed(row: Row, found: Results) -> None:
+def _set_speed(row: Row, results: Results) -> None:
     assert row.timing is not None and row.flops is not None and row.ideal_bytes is not None
-    ms, ceiling, device = row.timing.ms, found.ceilings, found.provenance["device"]
+    ms, ceiling, device = row.timing.ms, results.ceilings, results.provenance["device"]
     row.tflops, row.gbytes_per_s = row.flops / ms / 1e9, row.ideal_bytes / ms / 1e6
     matmul = ceiling.sustained_tflops if row.method == SUSTAINED else ceiling.matmul_tflops
     if matmul.get(row.case.dtype):

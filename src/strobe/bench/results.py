@@ -1,5 +1,5 @@
-"""What a run leaves: provenance, ceilings, and a row for every provider, case and method, whatever became of it.
-`reading` loads it again."""
+"""Results of a run: provenance, ceilings, and a row for every provider, case and method, whatever became of it.
+`reading` loads them again."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of a step of a model."""
+        """The tokens per second of a step of a model; None for others."""
         return self.case.tokens / self.ms * 1e3 if self.case.measure == "model" and self.ms else None
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """What rows of two runs are matched by."""
+        """The key by which rows of two runs are matched."""
         return self.case.key, self.provider, self.method
 
 

@@ -93,37 +93,37 @@ class Runner:
         try:
             progress("the matrix product and the copy", 0, total)
             dtypes = list(dict.fromkeys(c.dtype for c in self.cases))
-            found = Results(
+            results = Results(
                 provenance=provenance.collect(self.device, request.seed),
                 method=self._method(monitor),
                 ceilings=ceilings.measure(self.watch, dtypes),
             )
-            found.clocks["before"] = monitor.now()
+            results.clocks["before"] = monitor.now()
             if SUSTAINED in request.methods:
-                ceilings.measure_sustained(found.ceilings, self.watch, monitor, request.sustained)
+                ceilings.measure_sustained(results.ceilings, self.watch, monitor, request.sustained)
             if self.device.type == "cuda":
                 progress("compiling kernels", 0, total)
-                found.method["compiled_ahead_s"] = compile_ahead(self.cases, self.providers, self.device)
+                results.method["compiled_ahead_s"] = compile_ahead(self.cases, self.providers, self.device)
             for done, case in enumerate(self.cases):
                 progress(case.title, done, total)
-                found.rows += self._case(case, monitor, found)
-                found.seconds = time.perf_counter() - begun
-                found.clocks["after"] = monitor.now()
+                results.rows += self._case(case, monitor, results)
+                results.seconds = time.perf_counter() - begun
+                results.clocks["after"] = monitor.now()
                 if request.out is not None:
-                    files.save(found, request.out)
-            found.complete = True
-            again = ceilings.measure(self.watch, list(found.ceilings.matmul_tflops))
-            found.clocks["matmul_tflops_after"] = again.matmul_tflops
-            found.seconds = time.perf_counter() - begun
+                    files.save(results, request.out)
+            results.complete = True
+            again = ceilings.measure(self.watch, list(results.ceilings.matmul_tflops))
+            results.clocks["matmul_tflops_after"] = again.matmul_tflops
+            results.seconds = time.perf_counter() - begun
             if request.out is not None:
-                files.save(found, request.out)
+                files.save(results, request.out)
         finally:
             monitor.close()
-        return found
+        return results
 
     def _method(self, monitor: Monitor) -> dict[str, Any]:
         s, on_gpu = self.request.settings, self.device.type == "cuda"
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "methods": {method: SUMMARIES[method] for method in self.request.methods},
             "budget_ms": s.budget_ms,
             "rounds": s.rounds,
@@ -137,13 +137,13 @@ class Runner:
             "clock_source": monitor.source or monitor.unavailable,
         }
         if SUSTAINED in self.request.methods:
-            found["sustained"] = dataclasses.asdict(self.request.sustained)
-            found["energy_source"] = monitor.energy_source or monitor.no_energy
-        return found
+            facts["sustained"] = dataclasses.asdict(self.request.sustained)
+            facts["energy_source"] = monitor.energy_source or monitor.no_energy
+        return facts
 
     # ---- one case
 
-    def _case(self, case: BenchCase, monitor: Monitor, found: Results) -> list[Row]:
+    def _case(self, case: BenchCase, monitor: Monitor, results: Results) -> list[Row]:
         model = case.measure == "model"
         providers = [p for p in self.providers if p.models == model]
         flops, ideal = (None, None) if model else (case.flops(self.device), case.ideal_bytes(self.device))
@@ -159,7 +159,7 @@ class Runner:
                 if entry.alive:
                     entry.refuse(status, reason)
         rows = [
-            finished(entry.row, call, method, self.request.repeat(case, method), monitor, found)
+            finished(entry.row, call, method, self.request.repeat(case, method), monitor, results)
             for method in self.request.methods_for(case)
             for entry, call in zip(entries, timed.get(method) or [None] * len(entries), strict=True)
         ]
@@ -205,7 +205,7 @@ class Runner:
                 entry.call = step
 
     def _time(self, case: BenchCase, entries: list[Entry], method: str, monitor: Monitor) -> list[TimedCall | None]:
-        """For every entry, what the method found; None for those that are out."""
+        """Return what the method found for every entry; None for those that are out."""
         kind = SustainedCall if method == SUSTAINED else TimedCall
         calls = [kind(e.call, e.scope()) if e.alive and e.call is not None else None for e in entries]
         running = [call for call in calls if call is not None]
@@ -220,7 +220,7 @@ class Runner:
         return list(calls)
 
     def _screen(self, case: BenchCase, entries: list[Entry]) -> None:
-        """What is known before anything runs."""
+        """Refuse the entries that are known to fail before anything runs."""
         total = provenance.device_facts(self.device).get("memory_bytes") or 0
         for entry in entries:
             p = entry.provider
@@ -254,8 +254,8 @@ class Runner:
             entry.prepared = prepared = entry.provider.prepare(case, tensors)
             entry.row.note = prepared.note
             if prepared.layout not in layouts:
-                made = [to_layout(t, prepared.layout) for t in (tensors.q, tensors.k, tensors.v)]
-                layouts[prepared.layout] = tuple(t.requires_grad_(case.direction != "forward") for t in made)
+                laid_out = [to_layout(t, prepared.layout) for t in (tensors.q, tensors.k, tensors.v)]
+                layouts[prepared.layout] = tuple(t.requires_grad_(case.direction != "forward") for t in laid_out)
             entry.inputs = entry.leaves = layouts[prepared.layout]
             if case.learns_bias and tensors.bias is not None:
                 entry.leaves = (*entry.inputs, tensors.bias)
@@ -296,15 +296,15 @@ class Runner:
         with scope():
             peak = with_peak_memory(lambda: entry.step(whole), self.device)[1]
         if peak is not None:
-            given = (*entry.inputs, *(() if entry.do is None else (entry.do,)))
-            inputs = sum(t.numel() * t.element_size() for t in given)
+            tensors = (*entry.inputs, *(() if entry.do is None else (entry.do,)))
+            inputs = sum(t.numel() * t.element_size() for t in tensors)
             entry.row.peak_bytes = inputs + peak
             entry.row.extra_bytes = max(0, inputs + peak - case.tensor_bytes())
         entry.call = self._call(entry, case, scope)
 
     def _call(self, entry: Entry, case: BenchCase, scope: Scope) -> Call:
-        """What is timed. A backward pass is: the same for everybody, gradients of q, k, v and perhaps a bias from one graph
-        that is kept."""
+        """Return the call that is timed. A backward pass is: the same for everybody, gradients of q, k, v and perhaps a
+        bias from one graph that is kept."""
         assert entry.prepared is not None
         forward, inputs, leaves, do = entry.prepared.forward, entry.inputs, entry.leaves, entry.do
         if case.direction == "backward":

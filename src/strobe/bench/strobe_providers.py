@@ -20,14 +20,14 @@ _NEEDS = {"sm80": "cuda", "sm90": "cuda", "aten_cpu": "cpu", "emulator": "cpu"}
 def _prepare(backend: str) -> Prepare:
     def prepare(case: BenchCase, x: Tensors) -> Prepared:
         device = x.q.device
-        found = dispatch.get(backend)
-        if (reason := found.supports(case.problem(device))) is not None:
+        chosen = dispatch.get(backend)
+        if (reason := chosen.supports(case.problem(device))) is not None:
             raise Refusal("unsupported", reason)
         note = None
         if case.direction != "forward":
             wanted = ("q", "k", "v", "bias") if case.learns_bias else ("q", "k", "v")
-            backward = dispatch.choose_backward(case.problem(device).backward(wanted), found)
-            note = None if backward is found else f"the gradients are computed by the backend {backward.name}"
+            backward = dispatch.choose_backward(case.problem(device).backward(wanted), chosen)
+            note = None if backward is chosen else f"the gradients are computed by the backend {backward.name}"
         options: dict[str, Any] = {
             "mask": _mask(case, device),
             "score": variants.functions(case, device).score,

@@ -1,4 +1,4 @@
-"""What is measured: cases grouped into suites."""
+"""The suites: cases to be measured, in groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def _short(n: int) -> str:
-    """In labels: 16384 is "16k"."""
+    """Write a length as labels do: 16384 is "16k"."""
     return short_length(n).lower()
 
 
@@ -119,36 +119,37 @@ _VARIANTS |= {"window": "full", "neighbourhood": "full", "decay": "causal"}
 
 
 def variants(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
-    """What users write as functions, at one long shape; softcap; a bias that learns and a mask of booleans, which are
-    tensors. On a GPU also what softcap and ALiBi cost beside a plain mask, a wide head dim, and fp32 inputs."""
+    """Return cases of what users write as functions, at one long shape; softcap; a bias that learns and a mask of
+    booleans, which are tensors. On a GPU also what softcap and ALiBi cost beside a plain mask, a wide head dim, and
+    fp32 inputs."""
     plain: dict[str, Any] = {"direction": direction, "dtype": "bfloat16" if on_gpu else "float32"}
     long: dict[str, Any] = {"heads": 2, "length": 256, "dim": 32}
     if on_gpu:
         long = {"batch": 2, "heads": 16, "length": 8192, "dim": 128}
     end = f"d{long['dim']}-{_short(long['length'])}"
-    made = [
+    listed = [
         case("variants", f"{name.replace(' ', '-')}-{end}", variant=name, mask=mask, **long, **plain)
         for name, mask in _VARIANTS.items()
     ]
-    made.append(case("variants", f"softcap-{end}", softcap=30.0, mask="causal", **long, **plain))
+    listed.append(case("variants", f"softcap-{end}", softcap=30.0, mask="causal", **long, **plain))
     plain |= {"batch": 4, "heads": 16} if on_gpu else {"heads": 2}
-    made += [
+    listed += [
         case("variants", f"learnt-bias-d{dim}-{_short(n)}", variant=LEARNT_BIAS, bias=True, length=n, dim=dim, **plain)
         for dim, n in ([(64, 2048), (128, 2048)] if on_gpu else [(32, 128)])
     ]
     dim, n = (128, 4096) if on_gpu else (32, 128)
-    made.append(case("variants", f"boolean-mask-d{dim}-{_short(n)}", variant=BOOLEANS, length=n, dim=dim, **plain))
+    listed.append(case("variants", f"boolean-mask-d{dim}-{_short(n)}", variant=BOOLEANS, length=n, dim=dim, **plain))
     if on_gpu:
         beside: dict[str, dict[str, Any]] = {"causal": {}, "softcap": {"softcap": 30.0}, "alibi": {"variant": "alibi"}}
-        made += [
+        listed += [
             case("variants", f"{name}-d{d}-4k", mask="causal", length=n, dim=d, **plain, **also)
             for d in (64, 128)
             for name, also in beside.items()
         ]
-        made.append(case("variants", "d512-4k", length=n, dim=512, **plain | {"heads": 8}))
+        listed.append(case("variants", "d512-4k", length=n, dim=512, **plain | {"heads": 8}))
         plain |= {"dtype": "float32"}
-        made.append(case("variants", f"fp32-d{dim}-{_short(n)}", length=n, dim=dim, **plain))
-    return made
+        listed.append(case("variants", f"fp32-d{dim}-{_short(n)}", length=n, dim=dim, **plain))
+    return listed
 
 
 def overhead(direction: str = "forward") -> list[BenchCase]:
@@ -170,7 +171,7 @@ def quick(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
         shapes = [(64, "full", n, 1, 2) for n in (256, 512, 1024, 2048)] + [
             (64, "causal", n, 1, 2) for n in (512, 2048)
         ]
-    made = [
+    listed = [
         case(
             "quick",
             f"d{dim}-{mask}-{_short(n)}",
@@ -186,9 +187,9 @@ def quick(direction: str = "forward", on_gpu: bool = False) -> list[BenchCase]:
     ]
     if direction == "forward":
         plain: dict[str, Any] = {"heads": 4, "length": 1024, "dim": 64, "dtype": dtype}
-        made.append(case("quick", "d64-causal-1k", **plain, mask="causal", direction="backward"))
-        made.append(case("quick", "d64-128", **plain | {"length": 128}, measure="call"))
-    return made
+        listed.append(case("quick", "d64-causal-1k", **plain, mask="causal", direction="backward"))
+        listed.append(case("quick", "d64-128", **plain | {"length": 128}, measure="call"))
+    return listed
 
 
 SUITES: dict[str, Callable[..., list[BenchCase]]] = {

@@ -9,12 +9,14 @@ from strobe.measure.statistics import geometric_mean
 
 
 def means(rows: Iterable[dict[str, Any]], dim: int, dim_v: int, kind: str, speed: str = "tflops") -> dict[str, float]:
-    """Of every tile that ran in all cases of a head dim and kind, the one in use first: the geometric mean of its
-    speed, or of another number in its rows."""
+    """Return, for every tile that ran in all cases of a head dim and kind, the one in use first, the geometric mean of
+    its speed, or of another number in its rows."""
     mine = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind) and "ms" in row]
     count = len({row["case"] for row in mine})
     speeds: dict[str, list[float]] = {}
     for row in mine:
         if row.get(speed) is not None:
             speeds.setdefault(row["tile"], []).append(row[speed])
-    return {tile: geometric_mean(found) for tile, found in speeds.items() if len(found) == count and tile != "cudnn"}
+    return {
+        tile: geometric_mean(samples) for tile, samples in speeds.items() if len(samples) == count and tile != "cudnn"
+    }

@@ -17,7 +17,7 @@ _MOST_WORK = 1 << 34  # products for the scores of a call; more take seconds
 
 
 def cannot(case: BenchCase, device: torch.device) -> str | None:
-    """Why the rungs do not run the case on this device; None if they do."""
+    """Return why the rungs do not run the case on this device; None if they do."""
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, the tensors are on {device.type}; `strobe ladder` counts what a rung does there"
     reason = lacking(

@@ -107,13 +107,14 @@ def visible(case: BenchCase, device: torch.device, batch: Any, heads: Any, rows:
 def dense_mask(case: BenchCase, device: torch.device) -> torch.Tensor | None:
     """(batch or 1, 1, len_q, len_k)."""
     batch = torch.arange(case.batch, device=device)[:, None, None, None]
-    found = visible(case, device, batch, 0, torch.arange(case.len_q, device=device))
-    return None if found is None else found.view(-1, 1, case.len_q, case.len_k)
+    mask = visible(case, device, batch, 0, torch.arange(case.len_q, device=device))
+    return None if mask is None else mask.view(-1, 1, case.len_q, case.len_k)
 
 
 @functools.lru_cache(maxsize=64)
 def visible_share(case: BenchCase) -> float | None:
-    """Of all pairs; None: as the interval mask says. No function here depends on the head."""
+    """Return the share of all pairs that is visible; None: as the interval mask says. No function here depends on the
+    head."""
     device = torch.device("cpu")
     if functions(case, device).mask is None:
         return None
@@ -127,13 +128,14 @@ def visible_share(case: BenchCase) -> float | None:
 
 
 def with_slope(case: BenchCase, s: torch.Tensor, batch: int, heads: torch.Tensor, rows: torch.Tensor) -> Any:
-    """What the score function makes of `s`, (heads, rows, keys), and its derivative; None: there is no function."""
+    """Return what the score function makes of `s`, (heads, rows, keys), and its derivative; None: there is no
+    function."""
     score = functions(case, s.device).score
     if score is None:
         return None
     keys = torch.arange(case.len_k, device=s.device)
     with torch.enable_grad():
         leaf = s.detach().requires_grad_()
-        found = score(leaf, batch, heads[:, None, None], rows[:, None], keys)
-        (slope,) = torch.autograd.grad(found.sum(), leaf)
-    return found.detach().to(s.dtype), slope
+        scores = score(leaf, batch, heads[:, None, None], rows[:, None], keys)
+        (slope,) = torch.autograd.grad(scores.sum(), leaf)
+    return scores.detach().to(s.dtype), slope

@@ -68,7 +68,7 @@ def _uncompiled(a: Arguments) -> Any:
 
 
 def is_sharded(t: Any) -> bool:
-    """Whether it is a DTensor. There is none unless the caller has imported their module."""
+    """Return whether it is a DTensor. There is none unless the caller has imported their module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 

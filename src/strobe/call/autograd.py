@@ -16,6 +16,7 @@ import torch
 
 from strobe.call.bound_call import BoundCall, bind
 from strobe.call.second_derivatives import second_derivatives
+from strobe.problem import Unsupported
 from strobe.problem.arguments import (
     GRADIENTS,
     Arguments,
@@ -87,8 +88,8 @@ class _Attention(torch.autograd.Function):
         bound, seed, blocks = ctx.call
         wanted = gradient_names(needs[2:])
         if torch.is_grad_enabled() or _transforming():  # perhaps somebody asks for second derivatives
-            found = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
-            gradients = in_tensor_order(found[:_GRADIENTS], found[_GRADIENTS:])
+            results = _Backward.apply(bound, seed, wanted, out.detach(), lse.detach(), dout, dlse, *tensors)
+            gradients = in_tensor_order(results[:_GRADIENTS], results[_GRADIENTS:])
         else:
             a = bound.arguments(seed, tensors, blocks)
             if _autocasting():
@@ -100,7 +101,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_FORWARD_MODE)
+        raise Unsupported(_NO_FORWARD_MODE)
 
 
 class _InTransforms(_Attention):
@@ -122,8 +123,8 @@ class _InTransforms(_Attention):
         counted = a.dropout or "b" in bound.problem.score.expr.variables()  # sequences are, and would be once more
         if bound.layout in (Layout.BSHD, Layout.BHSD) and not counted and len(tensors) == 3:
             q, k, v = (_batched(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))
-            found = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)))
-            return tuple(t.view(*q.shape[:2], *t.shape[1:]) for t in found), (0, 0)
+            results = _attend(a, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)))
+            return tuple(t.view(*q.shape[:2], *t.shape[1:]) for t in results), (0, 0)
         return _one_by_one(lambda *one: _attend(a, one), info, dims, tensors)
 
 
@@ -162,11 +163,11 @@ def _batched(t: _Maybe, dim: int | None, size: int) -> torch.Tensor:
 
 def _one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
     """A function of tensors, for each example in turn. Results are stacked."""
-    found = [
+    results = [
         function(*(t if d is None else t.select(d, i) for t, d in zip(args, in_dims, strict=True)))
         for i in range(info.batch_size)
     ]
-    stacked = tuple(None if one[0] is None else torch.stack(one) for one in zip(*found, strict=True))
+    stacked = tuple(None if one[0] is None else torch.stack(one) for one in zip(*results, strict=True))
     return stacked, tuple(None if t is None else 0 for t in stacked)
 
 
@@ -187,8 +188,8 @@ class _Backward(torch.autograd.Function):
     ) -> Any:
         with without_autocast(out.device):
             a = bound.arguments(seed, tensors)
-            found = bound.backward(wanted, a, out, lse, dout, dlse)
-            return *found[:_GRADIENTS], *(found.score or (None,) * bound.problem.captured)
+            gradients = bound.backward(wanted, a, out, lse, dout, dlse)
+            return *gradients[:_GRADIENTS], *(gradients.score or (None,) * bound.problem.captured)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -204,12 +205,12 @@ class _Backward(torch.autograd.Function):
         needs = ctx.needs_input_grad  # not of a `dout` that was None, and has become zeros
         dout, dlse, *second = _Second.apply(*ctx.call, *cotangents, *ctx.saved_tensors)
         of_tensors = in_tensor_order(second[:_GRADIENTS], second[_GRADIENTS:])
-        found = _fitted((*(None,) * 5, dout, dlse, *of_tensors), len(needs))
-        return tuple(g if need else None for g, need in zip(found, needs, strict=True))
+        gradients = _fitted((*(None,) * 5, dout, dlse, *of_tensors), len(needs))
+        return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_FORWARD_MODE)
+        raise Unsupported(_NO_FORWARD_MODE)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, wanted: Any, *tensors: _Maybe) -> Any:
@@ -235,7 +236,7 @@ class _Second(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: _Maybe) -> Any:
-        raise NotImplementedError("strobe.attention has first and second derivatives, but no third")
+        raise Unsupported("strobe.attention has first and second derivatives, but no third")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], bound: BoundCall, seed: Any, *tensors: _Maybe) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from strobe.backends import dispatch
+from strobe.backends import dispatch, slow_path
 from strobe.backends.backend import Gradients, Pass
 from strobe.problem import Problem, any_requires_grad
 from strobe.problem.arguments import ALIGN, PLAIN, ROWS, Arguments, tensor_facts, with_tensors, without_tensors
 from strobe.problem.checks import same_storage
-from strobe.problem.hints import warn_of_layout
+from strobe.problem.hints import refuse_three_axes, warn_of_layout
 from strobe.variants.score import Score
 
 _MOST = 1024  # bound calls that a thread remembers
@@ -48,6 +48,8 @@ class BoundCall:
         self.differentiable, self._template = needs_grad, without_tensors(a)
         self._behind_qkv = self._template[3:]
         self.backend = dispatch.choose(self.problem, a.backend)
+        if a.backend is None:
+            slow_path.report(self.problem, self.backend)
         self.forward: Pass = dispatch.bind(self.backend, self.problem, self.layout)
         self.merges = self.backend.can_merge(self.problem) and not needs_grad
         self._backward: dict[tuple[str, ...], Pass] = {}
@@ -77,6 +79,8 @@ class BoundCall:
         if bound is None:
             problem = self.problem.backward(gradients)
             chosen = dispatch.choose_backward(problem, self.backend)
+            if self.backend.device_type == "cuda":
+                slow_path.report(problem, chosen)
             bound = self._backward[gradients] = dispatch.bind(chosen, problem, self.layout)
         return bound.run(a, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
 
@@ -167,14 +171,14 @@ def lookup(a: Arguments) -> BoundCall:
     """The bound call of an earlier, equal-looking one, or a new one."""
     try:
         key = signature(a)
-        found = remembered.calls.get(key)
+        bound = remembered.calls.get(key)
     except (RuntimeError, TypeError):  # without strides, or not to be hashed: the checks say what is wrong
-        key = found = None
-    if found is None:
-        found = bind(a)
+        key = bound = None
+    if bound is None:
+        bound = bind(a)
         if key is not None:
-            remember(key, found)
-    return found
+            remember(key, bound)
+    return bound
 
 
 def remember(key: Any, bound: BoundCall) -> None:
@@ -185,5 +189,7 @@ def remember(key: Any, bound: BoundCall) -> None:
 
 def bind(a: Arguments, needs_grad: bool | None = None) -> BoundCall:
     """Check the arguments and bind them; nothing is remembered. If `needs_grad` is None, the tensors decide."""
+    refuse_three_axes(a)
+    bound = BoundCall(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)
     warn_of_layout(a)
-    return BoundCall(a, _is_grad_enabled() and any_requires_grad(a) if needs_grad is None else needs_grad)
+    return bound

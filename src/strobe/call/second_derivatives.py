@@ -28,10 +28,10 @@ def second_derivatives(
     bias = None if cotangents[3] is None else cotangents[3].view(x.bias.shape)  # type: ignore[union-attr]
     captured = [t if t.is_floating_point() else None for t in x.score_tensors]
     saved = (inside[0], rows, x.q, x.k, x.v, x.bias, x.sinks, *captured)
-    found = _on_views(problem, x, (*inside[1:], bias, *cotangents[4:]), saved)
-    outside = [None if t is None else layout.outside(t) for t in (found[0], *found[2:5])]
-    of_bias = None if found[5] is None else found[5].view(a.bias.shape)
-    return outside[0], None if found[1] is None else layout.rows_outside(found[1]), *outside[1:], of_bias, *found[6:]
+    grads = _on_views(problem, x, (*inside[1:], bias, *cotangents[4:]), saved)
+    outside = [None if t is None else layout.outside(t) for t in (grads[0], *grads[2:5])]
+    of_bias = None if grads[5] is None else grads[5].view(a.bias.shape)
+    return outside[0], None if grads[1] is None else layout.rows_outside(grads[1]), *outside[1:], of_bias, *grads[6:]
 
 
 def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved: Sequence[Any]) -> _Tensors:
@@ -56,9 +56,9 @@ def _on_views(problem: Problem, inputs: Inputs, cotangents: Sequence[Any], saved
                 if not isinstance(total, torch.Tensor) or not total.requires_grad:
                     continue
                 wanted = [t for t in leaves if t is not None]
-                found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
+                computed = iter(torch.autograd.grad(total, wanted, allow_unused=True))
             for into, leaf in zip(_parts(slab, rows, totals), leaves, strict=True):
-                if leaf is not None and (g := next(found)) is not None:
+                if leaf is not None and (g := next(computed)) is not None:
                     into += g
     return tuple(None if t is None or like is None else t.to(like.dtype) for t, like in zip(totals, saved, strict=True))
 

@@ -1,5 +1,5 @@
-"""Where PyTorch traces (`torch.compile`, `torch.export`, `torch.jit.trace`, fake tensors, dispatch modes) attention is one
-operation of the graph, `torch.ops.strobe.attention`, and so is its backward.
+"""A traced call (`torch.compile`, `torch.export`, `torch.jit.trace`, fake tensors, dispatch modes) is one operation of
+the graph, `torch.ops.strobe.attention`, and so is its backward.
 
 A tracer has no business in plans, caches and launches: it sees the operation's shapes, and what runs is the library as it
 is called without a compiler. Operations take no objects: masks and scores travel as the text of their expressions, and
@@ -29,7 +29,8 @@ from strobe.problem.arguments import (
     in_tensor_order,
     layout_of_keys,
 )
-from strobe.problem.checks import check_qkv, check_shapes, lse_dtype
+from strobe.problem.checks import check_qkv, check_shapes, lse_dtype, out_dtype
+from strobe.problem.hints import refuse_three_axes
 from strobe.problem.page_checks import NO_GRADIENTS
 from strobe.problem.resolve import completed
 from strobe.variants.mask import Mask, full, parse_mask
@@ -53,20 +54,20 @@ _library.define(
 
 
 def is_traced(t: Any) -> bool:
-    """Whether it stands for a tensor, outside of a compiled function."""
+    """Return whether it stands for a tensor, outside of a compiled function."""
     return isinstance(t, (FakeTensor, FunctionalTensor))
 
 
 def is_tracing(t: Any) -> bool:
-    """Whether a call with this tensor is traced, so that no contents may be read. `attend` asks the same, spelled out
-    where a call would cost time."""
+    """Return whether a call with this tensor is traced, so that no contents may be read. `attend` asks the same,
+    spelled out where a call would cost time."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or is_traced(t))
 
 
 def is_expressible(a: Arguments) -> bool:
-    """Whether the operation has all that the call asks for."""
+    """Return whether the operation has all that the call asks for."""
     return not (
         a.out is not None
         or a.partial
@@ -82,6 +83,7 @@ def attention(a: Arguments) -> Any:
         raise Unsupported(
             "only masks and scores of ours, no `out`, dropout with a `seed` and no partial output in fp32 can be traced"
         )
+    refuse_three_axes(a)
     a = autograd.cast_for_autocast(a)
     is_tensor = isinstance(a.mask, torch.Tensor)
     interval = full if a.mask is None or is_tensor else a.mask
@@ -145,7 +147,8 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     of_keys = layout_of_keys(a, layout)
     check_shapes(layout.inside(a.q).shape, of_keys.inside(a.k).shape, of_keys.inside(a.v).shape, a.paged)
     shape = layout.rows_shape(tuple(a.q.shape)) if with_lse else (0,)
-    return a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1])), a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
+    out = a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1]), dtype=out_dtype(a.q.dtype))
+    return out, a.q.new_empty(shape, dtype=lse_dtype(a.q.dtype))
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[_Maybe]) -> tuple[Any
     recomputation."""
     (dout, dlse, out), values = _restore_call(ctx)
     if is_traced(out):
-        raise NotImplementedError("second derivatives of strobe.attention cannot be traced")
+        raise Unsupported("second derivatives of strobe.attention cannot be traced")
     a = _arguments(values)
     bound = bind(completed(a), needs_grad=True)
     by_name = dict(zip(gradient_names(ctx.needs), cotangents, strict=False))

@@ -50,9 +50,9 @@ def __getattr__(name: str) -> Any:
 
 def status() -> dict[str, str]:
     """Import name of a library -> how strobe takes part in it in this process. Libraries without us are missing."""
-    found: dict[str, str] = {}
+    hosts: dict[str, str] = {}
     if installed():
-        found |= {name: "strobe stands in for it" for name in ("flash_attn", "flash_attn_interface")}
+        hosts |= {name: "strobe stands in for it" for name in ("flash_attn", "flash_attn_interface")}
     for name, host in (
         ("sdpa", "torch"),
         ("flex", "torch.nn.attention.flex_attention"),
@@ -63,5 +63,5 @@ def status() -> dict[str, str]:
         module = sys.modules.get(f"strobe.compat.{name}")  # one that was never loaded is not active
         text = None if module is None else module.status()
         if text is not None:
-            found[host] = text
-    return found
+            hosts[host] = text
+    return hosts

@@ -160,7 +160,8 @@ def flash_attn_with_kvcache(
     """Queries against the first `cache_seqlens` rows of a cache (batch_cache, capacity, heads_k, dim), to which k and v
     are appended in place. Queries are (batch, len_q, heads, dim), or (total_q, heads, dim) with `cu_seqlens_q`. `qv` is
     as in `flash_attn_func`; it copies the cache. With `page_table` (batch, width) the cache is pages (pages, page, heads_k,
-    dim). Returns the output; with `return_softmax_lse` (output, LSE, None, None): there are no partial results to show."""
+    dim); `cache_batch_idx` then picks rows of the table. Returns the output; with `return_softmax_lse` (output, LSE,
+    None, None): there are no partial results to show."""
     _refuse_fp8(q_descale, k_descale, v_descale)
     found = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -208,7 +209,7 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """What to pass as `scheduler_metadata`. It is empty: our kernels need no plan made beforehand."""
+    """Return a tensor to pass as `scheduler_metadata`. It is empty: our kernels need no plan made beforehand."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 

@@ -149,7 +149,7 @@ def positions_of(
 
 
 def in_use(a: Arguments, used_q: Any = None, used_k: Any = None, first_key: Any = None) -> Arguments:
-    """Of each sequence the first `used_q` queries and the keys from `first_key` to `used_k` are in use: ints or tensors
+    """Restrict each sequence to its first `used_q` queries and the keys from `first_key` to `used_k`: ints or tensors
     (batch,), None: all. Other queries see nothing and send no gradient."""
     if used_q is None and used_k is None and first_key is None:
         return a
@@ -216,7 +216,7 @@ def write_gradients(
 
 
 def refuse(**arguments: Any) -> None:
-    """For what is not built: `name=(value, why)`."""
+    """Raise `Unsupported` for what is not built and was passed: `name=(value, why)`."""
     for name, (value, why) in arguments.items():
         if value is not None:
             raise Unsupported(f"{name} was given, but {why}")

@@ -57,7 +57,7 @@ def flex_attention(
     if return_aux is None:
         return found
     out, lse = found if wants_lse else (found, None)
-    maxima = _maxima(a, lse) if wants_maxima else None
+    maxima = None if lse is None or not wants_maxima else _maxima(a, lse)
     return out, _host.AuxOutput(lse=lse if getattr(return_aux, "lse", False) else None, max_scores=maxima)
 
 
@@ -74,7 +74,7 @@ def _maxima(a: Arguments, lse: Any) -> torch.Tensor:
 
 
 def patched() -> Patch:
-    """In this block `torch.nn.attention.flex_attention.flex_attention` is ours."""
+    """Replace `torch.nn.attention.flex_attention.flex_attention` by ours within the block."""
     return _patch
 
 

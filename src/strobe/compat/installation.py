@@ -43,7 +43,7 @@ _VERSION_OF = {"flash-attn": "strobe.compat.flash_attn", "flash-attn-3": "strobe
 
 
 class _Package(metadata.Distribution):
-    """What `importlib.metadata` knows of a package that we stand in for."""
+    """The facts that `importlib.metadata` knows of a package that we stand in for."""
 
     def __init__(self, name: str) -> None:
         version = importlib.import_module(_VERSION_OF[name]).__version__
@@ -84,10 +84,10 @@ class _Finder(metadata.DistributionFinder):
 
 
 def _found_by_others(name: str, path: list[str] | None) -> ModuleSpec | None:
-    """Where an import would find the module if we were not there. Nothing is loaded."""
+    """Return where an import would find the module if we were not there. Nothing is loaded."""
     for finder in sys.meta_path:
-        if finder is not _finder and (found := finder.find_spec(name, path)) is not None:
-            return found
+        if finder is not _finder and (spec := finder.find_spec(name, path)) is not None:
+            return spec
     return None
 
 
@@ -101,7 +101,7 @@ _operators: Any = None  # torch.ops.flash_attn_3
 
 
 def install() -> None:
-    """From now on `import flash_attn`, `flash_attn_interface` (FlashAttention 3) and what belongs to them give strobe's
+    """Make `import flash_attn`, `flash_attn_interface` (FlashAttention 3) and what belongs to them give strobe's
     functions in this process. Call it before the libraries that import them. A second call changes nothing."""
     global _replaced, _operators
     if _replaced is not None:

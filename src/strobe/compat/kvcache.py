@@ -47,11 +47,13 @@ def attend(
     cu_new: _Maybe = None,
     rotary_seqlens: _Maybe = None,  # (batch,): where rotary positions start, if not at cache_seqlens
     qv: _Maybe = None,  # (…, heads, dim_v), beside q: adds qv vᵀ to the scores
-    table: _Maybe = None,  # (batch, width): the pages of each sequence
+    table: _Maybe = None,  # (batch or batch_cache, width): the pages of each sequence
 ) -> Any:
     q, k, v = map(flash_terms.last_axis_contiguous, (q, k, v))
     batch = q.shape[0] if cu_q is None else cu_q.numel() - 1
-    capacity = k_cache.shape[1] * (1 if table is None else _checked(table, batch).shape[1])
+    if table is not None:  # from here on it has a row for each sequence
+        table, cache_batch_idx = _rows_of_table(table, batch, cache_batch_idx), None
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     used: Any = capacity if cache_seqlens is None else cache_seqlens
     if not isinstance(used, torch.Tensor) or used.dim() == 0:
         used = flash_terms.integer("cache_seqlens", used)
@@ -63,10 +65,6 @@ def attend(
         raise InvalidArgument("cache_seqlens must be given with k and v: it says where they are written")
     new: Any = 0 if k is None else k.shape[1] if cu_new is None else cu_new.diff()
     caches = k_cache.shape[0] if table is None else batch
-    if table is not None and cache_batch_idx is not None:
-        raise InvalidArgument(
-            "cache_batch_idx was given beside a table of pages, which says itself where sequences are"
-        )
     _check_places(batch, caches, capacity, used, new, cache_batch_idx, cache_leftpad, rotary_seqlens)
     if rotary_cos is not None and rotary_sin is not None:
         assert k is not None
@@ -115,11 +113,11 @@ def _check(
     if cos is not None and k is None:
         raise InvalidArgument("rotary_cos and rotary_sin turn queries and new keys: k and v must be given")
     if k_cache.dim() != 4 or v_cache.dim() != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
-        found = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        raise InvalidArgument(f"k_cache and v_cache must be (batch_cache, capacity, heads_k, dim), got {found}")
+        got = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise InvalidArgument(f"k_cache and v_cache must be (batch_cache, capacity, heads_k, dim), got {got}")
     if q.shape[-1] != k_cache.shape[3] or q.dtype != k_cache.dtype:
-        found = f"{q.dtype} of dim {q.shape[-1]} and {k_cache.dtype} of dim {k_cache.shape[3]}"
-        raise InvalidArgument(f"q and k_cache must have one dtype and one head dim, got {found}")
+        got = f"{q.dtype} of dim {q.shape[-1]} and {k_cache.dtype} of dim {k_cache.shape[3]}"
+        raise InvalidArgument(f"q and k_cache must have one dtype and one head dim, got {got}")
     if q.shape[-2] % max(1, k_cache.shape[2]):
         raise InvalidArgument(
             f"q has {q.shape[-2]} heads, which is not a multiple of the {k_cache.shape[2]} heads of k_cache"
@@ -130,21 +128,26 @@ def _check(
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         want = (*rows, *cache.shape[2:])
         if t.shape != want or t.dtype != cache.dtype:
-            found = f"{t.dtype} of shape {tuple(t.shape)}"
-            raise InvalidArgument(f"{name} must be {cache.dtype} of shape {want}, as the cache and q are; got {found}")
+            got = f"{t.dtype} of shape {tuple(t.shape)}"
+            raise InvalidArgument(f"{name} must be {cache.dtype} of shape {want}, as the cache and q are; got {got}")
 
 
-def _checked(table: torch.Tensor, batch: int) -> torch.Tensor:
-    if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32:
+def _rows_of_table(table: torch.Tensor, batch: int, batch_idx: _Maybe) -> torch.Tensor:
+    """The table of the sequences of this call. With `batch_idx` a table has a row for each place in the cache."""
+    if table.dim() != 2 or (batch_idx is None and table.shape[0] != batch) or table.dtype != torch.int32:
         found = f"{table.dtype} of shape {tuple(table.shape)}"
-        raise InvalidArgument(f"the table of pages must be int32 of shape ({batch}, pages of a sequence), got {found}")
-    return table
+        rows = batch if batch_idx is None else "sequences of the cache"
+        raise InvalidArgument(f"the table of pages must be int32 of shape ({rows}, pages of a sequence), got {found}")
+    if batch_idx is None:
+        return table
+    flash_terms.check_counts("cache_batch_idx", batch_idx, batch, 0, table.shape[0] - 1)
+    return table[batch_idx.long()]
 
 
 def _check_places(
     batch: int, caches: int, capacity: int, used: Any, new: Any, batch_idx: _Maybe, leftpad: _Maybe, rotary: _Maybe
 ) -> None:
-    """Where in the cache things are, before anything is written: a negative number would count from the end."""
+    """Check where in the cache things are, before anything is written: a negative number would count from the end."""
     if batch_idx is None and caches != batch:
         raise InvalidArgument(
             f"k_cache has batch size {caches}, q has {batch}; cache_batch_idx must map one to the other"

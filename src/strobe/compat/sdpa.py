@@ -27,7 +27,8 @@ _before: str | None = None  # the flash implementation that was active before ou
 
 
 class _Handle:
-    """What PyTorch's registry holds while strobe is active, and removes when another implementation is activated."""
+    """An object that PyTorch's registry holds while strobe is active, and removes when another implementation is
+    activated."""
 
     def __init__(self) -> None:
         self._library: Any = aten_flash.library("CUDA")
@@ -53,7 +54,7 @@ class _Handle:
 
 
 def activate() -> None:
-    """From now on SDPA's flash backend is strobe, and flash is the first that SDPA tries: nn.MultiheadAttention,
+    """Make strobe SDPA's flash backend, and flash the first that SDPA tries: nn.MultiheadAttention,
     nn.TransformerEncoder, diffusers, torchtitan and `varlen_attn` use it with nothing changed. A second call changes
     nothing."""
     global _before
@@ -83,7 +84,7 @@ def restore() -> None:
 
 
 def active() -> bool:
-    """Whether SDPA's flash backend is strobe."""
+    """Return whether SDPA's flash backend is strobe."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return current is not None and current() == NAME
 
@@ -99,8 +100,8 @@ _original = torch._C._nn.scaled_dot_product_attention
 
 
 class _Mode(TorchFunctionMode):
-    """For those who imported the function by name before. PyTorch's modules see the mode, and leave their fused paths,
-    which would not call SDPA."""
+    """A mode for those who imported the function by name before. PyTorch's modules see the mode, and leave their fused
+    paths, which would not call SDPA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (sdpa if func is _original else func)(*args, **(kwargs or {}))
@@ -108,8 +109,8 @@ class _Mode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """In this block every call of SDPA is a call of `strobe.sdpa`, on any device, with mask tensors and dropout: in this
-    thread, however the function was imported; in other threads, where it is called as
+    """Make every call of SDPA in this block a call of `strobe.sdpa`, on any device, with mask tensors and dropout: in
+    this thread, however the function was imported; in other threads, where it is called as
     `torch.nn.functional.scaled_dot_product_attention`. What `torch.jit.script` compiles calls PyTorch's own, here as
     elsewhere."""
     torch.jit._builtins._register_builtin(sdpa, "aten::scaled_dot_product_attention")  # else it would compile ours

@@ -115,7 +115,8 @@ def memory_efficient_attention_backward(
         detached = a._replace(q=a.q.detach(), k=a.k.detach(), v=a.v.detach(), bias=bias)
         rows = (*a.q.shape[:-3], a.q.shape[-2], a.q.shape[-3])
         found = piece.backward(detached, out, lse.reshape(rows), dout)
-    return torch.autograd.grad((a.q, a.k, a.v), leaves, (found.q, found.k, found.v))  # type: ignore[return-value]
+    dq, dk, dv = torch.autograd.grad((a.q, a.k, a.v), leaves, (found.q, found.k, found.v))
+    return dq, dk, dv
 
 
 @raises_as_hosts
@@ -339,8 +340,8 @@ _replaced: list[tuple[ModuleType, str, Any]] | None = None  # None: not installe
 
 
 def install() -> None:
-    """From now on `xformers.ops.memory_efficient_attention` is strobe's, on any device. Code that imported the function by
-    name before keeps xformers' own. A second call changes nothing."""
+    """Make `xformers.ops.memory_efficient_attention` strobe's, on any device. Code that imported the function by name
+    before keeps xformers' own. A second call changes nothing."""
     global _replaced
     if _replaced is not None:
         return

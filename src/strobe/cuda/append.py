@@ -96,7 +96,7 @@ def plan(
 
 
 def _can_turn(k_new: torch.Tensor, rotary: Any) -> bool:
-    """Whether pairs lie in whole chunks, and tables can be read in chunks."""
+    """Return whether pairs lie in whole chunks, and tables can be read in chunks."""
     cos, sin, at, interleaved = rotary
     if cos.dim() != 2 or cos.shape != sin.shape or cos.dtype != sin.dtype or 2 * cos.shape[1] > k_new.shape[-1]:
         return False

@@ -47,7 +47,7 @@ def machine_of(device: torch.device) -> Machine:
 
 @functools.cache
 def missing(device: torch.device, *architectures: Architecture) -> str | None:
-    """Why kernels for one of these architectures cannot run here; None if they can."""
+    """Return why kernels for one of these architectures cannot run here; None if they can."""
     if device.type != "cuda":
         return f"tensors on {device.type}; the kernels run on NVIDIA GPUs"
     if torch.version.hip is not None:
@@ -71,7 +71,7 @@ def _bind(family: Family, problem: Problem, layout: Layout) -> Pass:
 
 
 def _nothing_copied(of_call: Mapping[str, Any], prepared: Mapping[str, Any]) -> bool:
-    """Whether the kernels read and write the caller's tensors themselves."""
+    """Return whether the kernels read and write the caller's tensors themselves."""
     return all(address(t) == address(prepared.get(name)) for name, t in of_call.items())
 
 
@@ -114,7 +114,7 @@ def _bind_forward(make_plan: MakePlan, problem: Problem, layout: Layout) -> Pass
 def _repeated(
     launcher: Launcher, slots: Slots, planned: Planned | None, device: int, a: Arguments, x: Mapping[str, Any]
 ) -> Any:
-    """The same call with other tensors: allocate, and launch."""
+    """Repeat the same call with other tensors: allocate, and launch."""
     has_lse, has_state = "lse" in x, "state" in x
     order = ("q", "k", "v", "o", *("lse",) * has_lse, *("state",) * has_state)  # of the addresses below
     assert slots.tensors == order, f"prepared are {slots.tensors}, a repeated call passes {order}"
@@ -179,8 +179,8 @@ def _bind_backward(make_plan: MakePlan, problem: Problem, layout: Layout) -> Pas
 
 
 def _repeated_backward(launcher: Launcher, slots: Slots, problem: Problem, layout: Layout, a: Arguments) -> Any:
-    """The same call with other tensors, as `prepare_backward`, a launch and `gradients_of` would do it: allocate, and
-    launch."""
+    """Repeat the same call with other tensors, as `prepare_backward`, a launch and `gradients_of` would do it:
+    allocate, and launch."""
     want_q, want_k, want_v, want_sinks = (name in problem.gradients for name in ("q", "k", "v", "sinks"))
     parts, new_dq = problem.group_parts, allocator(a.q.shape, problem.out_dtype)
     new_dk, new_dv = (allocator(*room_for_parts(t, layout, problem)) for t in (a.k, a.v))

@@ -36,7 +36,7 @@ def compile_together(specs: Sequence[KernelSpec]) -> None:
 
 
 def spills(device: int, spec: KernelSpec) -> bool:
-    """Whether the compiled kernel has more live values than registers."""
+    """Return whether the compiled kernel has more live values than registers."""
     with torch.cuda.device(device):
         driver.have_context(device)
         return kernel(spec).local_bytes(device) > 0
@@ -76,8 +76,8 @@ class Launcher:
             self._new_map = allocator((plan.workspace[MAP],), torch.uint8)
         used = {f.name for launch in plan.launches for f in launch.kernel.params.fields}
         self._counts = COUNTER in used
-        given = plan.tensors if names is None else names
-        order: tuple[Any, ...] = (*given, *((COUNTER,) if self._counts else ()), *plan.workspace)
+        tensors = plan.tensors if names is None else names
+        order: tuple[Any, ...] = (*tensors, *((COUNTER,) if self._counts else ()), *plan.workspace)
         moved = dict.fromkeys(item for launch in plan.launches for item in launch.offsets.items())
         self._moved = [(order.index(name), offset) for name, offset in moved]
         order = (*order, *moved)
@@ -165,13 +165,13 @@ class Planned:
     def addresses(self, a: Any) -> list[int]:
         """The addresses of `names`, for a call with these arguments."""
         plan = a.plan
-        known = plan.found.get(self._kind)
-        if known is None or known.step != plan.step:
-            known = plan.list_for(self._kind, a.lengths, a.cu_q, a.starts, a.indptr)
-        known.used = plan.step
+        work = plan.by_kind.get(self._kind)
+        if work is None or work.step != plan.step:
+            work = plan.list_for(self._kind, a.lengths, a.cu_q, a.starts, a.indptr)
+        work.used = plan.step
         if torch._C._cuda_isCurrentStreamCapturing():
-            known.captured = True
-        return [known.memory.data_ptr(), known.room.data_ptr()]
+            work.captured = True
+        return [work.memory.data_ptr(), work.room.data_ptr()]
 
 
 # A launch, its parameters as words, and which of all addresses go to which word, or into which tensor map that the driver
@@ -186,7 +186,7 @@ def _prepared(launch: Launch, names: tuple[Any, ...], device: int) -> _Prepared:
     maps = {f"map_{t}": dataclasses.replace(m, address=_SOMEWHERE).encode() for t, m in launch.maps.items()}
     packed = spec.params.pack({**dict.fromkeys(pointers, 0), **launch.values, **maps})
     function = kernel(spec).function(device)
-    made = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
+    enqueued = driver.Launch(function, launch.grid, spec.threads, spec.smem, packed, pdl=launch.overlaps)
     offsets = spec.params.offsets
 
     def index(name: str) -> int:
@@ -198,9 +198,9 @@ def _prepared(launch: Launch, names: tuple[Any, ...], device: int) -> _Prepared:
     if of_maps and driver.address_is_first_word():  # GPUs before Hopper have no tensor maps to try it out with
         at += of_maps
     else:
-        slots = [(driver.TensorMapSlot(made.params, o), index(t)) for o, t in of_maps]
+        slots = [(driver.TensorMapSlot(enqueued.params, o), index(t)) for o, t in of_maps]
     places = [(offset // 8, index(name)) for offset, name in at]
-    return made, memoryview(made.params).cast("Q"), places, slots
+    return enqueued, memoryview(enqueued.params).cast("Q"), places, slots
 
 
 # ---- zeros that launches count with ----------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ def zeros(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
     process."""
     capturing = torch._C._cuda_isCurrentStreamCapturing()
     key = (device, stream, driver.capture_id(stream)) if capturing else (device, stream)
-    found = _zeros.get(key)
-    if found is not None:
-        return found, None
+    counters = _zeros.get(key)
+    if counters is not None:
+        return counters, None
     spare = _spare.setdefault(device, [])
     if not spare and capturing:
         memory = torch.empty(_BYTES, dtype=torch.uint8, device=device)
@@ -232,6 +232,6 @@ def zeros(device: int, stream: int) -> tuple[int, torch.Tensor | None]:
     if not spare:
         reserve = driver.allocate(_RESERVE * _BYTES)
         spare += range(reserve, reserve + _RESERVE * _BYTES, _BYTES)
-    found = _zeros[key] = spare.pop()
-    driver.zero(found, _BYTES, stream)
-    return found, None
+    counters = _zeros[key] = spare.pop()
+    driver.zero(counters, _BYTES, stream)
+    return counters, None

@@ -25,19 +25,19 @@ _UNKNOWN = object()
 
 def facts(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
     """All that a launch depends on but addresses and contents. None where a tensor is of a kind that may have no memory."""
-    found: list[Any] = []
+    entries: list[Any] = []
     for t in tensors:
         if t is None:
-            found.append(None)
+            entries.append(None)
         elif t.__class__ not in PLAIN:
             return None
         else:
-            found.append(tensor_facts(t))
-    return tuple(found)
+            entries.append(tensor_facts(t))
+    return tuple(entries)
 
 
 def can_run(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel can read and write them: tensors on one GPU that has kernels."""
+    """Return whether a kernel can read and write them: tensors on one GPU that has kernels."""
     device = tensors[0].device
     there = all(t.device == device and not t.is_neg() and t.numel() for t in tensors)
     return there and missing(device, AMPERE) is None
@@ -57,15 +57,15 @@ class Launchers(threading.local):
         if of_tensors is None:
             return None
         key = (of_tensors, also)
-        found: Any = self._made.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
+        launcher: Any = self._made.get(key, _UNKNOWN)
+        if launcher is _UNKNOWN:
             there = [t for t in tensors if t is not None]
             device = there[0].device
-            made = plan(machine_of(device).arch) if can_run(there) else None
+            its_plan = plan(machine_of(device).arch) if can_run(there) else None
             if len(self._made) >= _MOST:
                 self._made.clear()
-            found = self._made[key] = None if made is None else Launcher(made, device.index or 0, names)
-        return found
+            launcher = self._made[key] = None if its_plan is None else Launcher(its_plan, device.index or 0, names)
+        return launcher
 
 
 def kernel(
@@ -79,7 +79,7 @@ def kernel(
 
 
 def in_chunks(t: torch.Tensor) -> bool:
-    """Whether the last axis can be read 16 bytes at a time; addresses differ from call to call."""
+    """Return whether the last axis can be read 16 bytes at a time; addresses differ from call to call."""
     step = ALIGN // t.element_size()
     steps = [t.shape[-1], *(s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)]
     return t.stride(-1) == 1 and all(s % step == 0 for s in steps)

@@ -24,7 +24,7 @@ _Maybe = torch.Tensor | None
 
 
 def is_aligned(t: torch.Tensor) -> bool:
-    """Whether its address and its strides but the last are multiples of what the kernels move at a time."""
+    """Return whether its address and its strides but the last are multiples of what the kernels move at a time."""
     step = ALIGN // t.element_size()
     strides = (s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
     return t.data_ptr() % ALIGN == 0 and all(s % step == 0 for s in strides)
@@ -59,7 +59,7 @@ def _as_floats(t: torch.Tensor) -> torch.Tensor:
 
 
 class Read(NamedTuple):
-    """How to get an argument that kernels read."""
+    """The two steps that lead to an argument as kernels read it."""
 
     of_call: Callable[[Arguments], Any]  # as the caller has it; None: the call has none
     form: Callable[[Any], Any]  # as kernels read it

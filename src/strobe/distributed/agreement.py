@@ -1,4 +1,4 @@
-"""Before ranks exchange tensors they make sure that they mean the same call: else one would wait for what never comes.
+"""Ranks make sure that they mean the same call before they exchange tensors: else one would wait for what never comes.
 
 Each rank contributes a digest of the facts on which all must agree, or word of an error of its own. Where digests differ,
 the facts follow, and every rank raises an error that names what differs.
@@ -39,18 +39,18 @@ def agree(
     every_call = check is True or device.type == "cpu"
     text, kind = _text(facts), _digest(_text({name: value for name, value in facts.items() if name != "seed"}))
     holder = getattr(transports[0], "group", transports[0])
-    known = _agreed.setdefault(holder, set())
-    if not every_call and error is not None and known:
+    agreed = _agreed.setdefault(holder, set())
+    if not every_call and error is not None and agreed:
         raise error  # the others may know the call and not ask: they would not hear of it
-    if not every_call and error is None and kind in known:
+    if not every_call and error is None and kind in agreed:
         return
     mine = torch.tensor([_FAILED if error is not None else _digest(text)], dtype=torch.int64, device=device)
     for transport in reversed(transports):
-        found = _gathered(transport, mine).unique()
-        mine = found if found.numel() == 1 else found.new_tensor([_DIFFERENT])
+        digests = _gathered(transport, mine).unique()
+        mine = digests if digests.numel() == 1 else digests.new_tensor([_DIFFERENT])
     verdict = int(mine)
     if verdict >= 0:
-        known.add(kind)
+        agreed.add(kind)
         return
     if error is not None:
         text = json.dumps(
@@ -90,10 +90,10 @@ def _told(transports: Sequence[Transport], text: str, device: torch.device) -> l
         data = json.dumps({"error": "too many facts to show"}).encode()
     mine = torch.zeros(1, _TEXT, dtype=torch.uint8)
     mine[0, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    found = mine.to(device)
+    texts = mine.to(device)
     for transport in reversed(transports):
-        found = _gathered(transport, found).flatten(0, 1)
-    return [json.loads(bytes(row.tolist()).rstrip(b"\0").decode()) for row in found.cpu()]
+        texts = _gathered(transport, texts).flatten(0, 1)
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0").decode()) for row in texts.cpu()]
 
 
 def _difference(function: str, told: list[dict[str, str]]) -> str:

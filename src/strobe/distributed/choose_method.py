@@ -1,4 +1,4 @@
-"""Which method runs a call, and making it."""
+"""Choose the method that runs a call, and make it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MACHINE = cost.Machine()  # what `auto` supposes; ratios matter, not the number
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> cost.Shape:
-    """Of shards (…, rows, heads, dim)."""
+    """Return the shape of a call with shards (…, rows, heads, dim)."""
     batch = q.shape[0] if q.dim() == 4 else 1
     sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.dtype.itemsize, batch)
     return cost.Shape(*map(int, sizes))
@@ -62,7 +62,7 @@ def make(name: str, task: Task, transports: Sequence[Transport]) -> Method:
 
 
 def rank_of(transports: Sequence[Transport]) -> int:
-    """In the plan: neighbours along the last dimension of a mesh hold neighbouring shards."""
+    """Return the rank in the plan: neighbours along the last dimension of a mesh hold neighbouring shards."""
     rank = 0
     for transport in transports:
         rank = rank * transport.size + transport.rank

@@ -1,4 +1,4 @@
-"""What each method costs on paper: bytes that each rank sends, exactly, and from those time and memory.
+"""The cost of each method on paper: bytes that each rank sends, exactly, and from those time and memory.
 
 Tests count the bytes of real runs against `sent`. Times are a model: transfers at the speed of one link, matrix products at
 a given rate, and what can overlap does.
@@ -20,7 +20,7 @@ METHODS = ("ring", "halo", "allgather", "ulysses", "hybrid")
 
 
 class Shape(NamedTuple):
-    """Of the call: one layer, all ranks."""
+    """The shape of the call: one layer, all ranks."""
 
     heads: int
     heads_k: int
@@ -50,7 +50,8 @@ class Sent(NamedTuple):
 def sent(
     plan: ShardPlan, shape: Shape, method: str, *, inner: int | None = None, deterministic: bool = False
 ) -> list[Sent]:
-    """By each rank. `inner`: the ranks that trade heads in a hybrid. A gradient of the LSE would come on top."""
+    """Return the bytes sent by each rank. `inner`: the ranks that trade heads in a hybrid. A gradient of the LSE would
+    come on top."""
     if plan.ranks == 1:
         return [Sent(0, 0)]
     if method in ("ring", "halo"):
@@ -64,15 +65,15 @@ def sent(
     if inner is None or inner < 1 or plan.ranks % inner:
         raise ValueError(f"inner must be a divisor of the {plan.ranks} ranks, got {inner}")
     traded, outer = _traded(plan, shape, inner), plan.joined(inner)
-    found = []
+    by_rank = []
     for i, share in enumerate(shares_of(shape.heads, shape.heads_k, inner)):
         queries = share.queries[1] - share.queries[0]
         keys = queries if share.expand is not None else share.keys[1] - share.keys[0]
         inside = _chained(outer, shape._replace(heads=queries, heads_k=keys), "ring")
         for o, more in enumerate(inside):
             here = traded[o * inner + i]
-            found.append((o * inner + i, Sent(here.forward + more.forward, here.backward + more.backward)))
-    return [s for _, s in sorted(found)]
+            by_rank.append((o * inner + i, Sent(here.forward + more.forward, here.backward + more.backward)))
+    return [s for _, s in sorted(by_rank)]
 
 
 def _chained(plan: ShardPlan, shape: Shape, kind: str) -> list[Sent]:
@@ -100,11 +101,11 @@ def _gathered(plan: ShardPlan, shape: Shape, deterministic: bool) -> list[Sent]:
 
 
 def _traded(plan: ShardPlan, shape: Shape, ranks: int) -> list[Sent]:
-    """Among each `ranks` neighbours."""
+    """Return the bytes that each rank sends if each `ranks` neighbours trade heads."""
     shares = shares_of(shape.heads, shape.heads_k, ranks)
     keys_of_all = sum(s.keys[1] - s.keys[0] for s in shares)
     width, size = shape.dim + shape.dim_v, shape.itemsize
-    found = []
+    traded = []
     for rank in range(plan.ranks):
         first, mine = rank - rank % ranks, shares[rank % ranks]
         rows = plan.rows(rank)
@@ -115,8 +116,8 @@ def _traded(plan: ShardPlan, shape: Shape, ranks: int) -> list[Sent]:
         gradient = shape.wide if is_shared(shares) else size
         dback = others * (queries * shape.dim * size + keys * width * gradient)
         dthere = rows * (shape.heads - queries) * shape.dim_v * size
-        found.append(Sent(shape.batch * (there + back), shape.batch * (dthere + dback)))
-    return found
+        traded.append(Sent(shape.batch * (there + back), shape.batch * (dthere + dback)))
+    return traded
 
 
 # ---- time and memory -------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Machine:
 
 
 class Estimate(NamedTuple):
-    """Of one layer; the largest of all ranks."""
+    """The estimated cost of one layer; the largest of all ranks."""
 
     method: str
     sent: int  # bytes
@@ -148,7 +149,8 @@ class Estimate(NamedTuple):
 
 
 def flops(plan: ShardPlan, shape: Shape, gradients: bool, method: str = "ring", inner: int | None = None) -> list[int]:
-    """Of each rank: two matrix products forward, five backward. Whoever trades rows for heads works on other rows."""
+    """Return the operations of each rank: two matrix products forward, five backward. Whoever trades rows for heads
+    works on other rows."""
     each = 2 * (shape.dim + shape.dim_v) + (2 * (3 * shape.dim + 2 * shape.dim_v) if gradients else 0)
     each *= shape.batch
     if method not in ("ulysses", "hybrid"):
@@ -188,13 +190,13 @@ def estimate(
 
 
 def _own_share(plan: ShardPlan) -> float:
-    """Of the rank with the most work, the share of it that needs no keys of others."""
+    """Return, for the rank with the most work, the share of it that needs no keys of others."""
     rank = max(range(plan.ranks), key=lambda r: plan.pairs[r])
     axis = Axis(plan.lengths, plan.starts)
-    own = 0
+    area = 0
     for p in pieces(plan.shards[rank], plan.shards[rank], axis, axis, plan.mask, positional=True):
-        own += plan.mask.area(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0], p.at)
-    return own / plan.pairs[rank] if plan.pairs[rank] else 1.0
+        area += plan.mask.area(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0], p.at)
+    return area / plan.pairs[rank] if plan.pairs[rank] else 1.0
 
 
 def _memory(plan: ShardPlan, shape: Shape, method: str, gradients: bool, inner: int | None) -> int:
@@ -235,6 +237,6 @@ def choose(plan: ShardPlan, shape: Shape, machine: Machine, *, gradients: bool, 
         raise ValueError(f"q has {shape.heads} heads, the inner dimension of mesh {inner} ranks; heads must be as many")
     key = ("choice", shape, machine, gradients, inner)
     if key not in plan.prepared:
-        found = [estimate(plan, shape, name, machine, gradients=gradients, inner=inner) for name in names]
-        plan.prepared[key] = min(found, key=lambda e: e.total).method
+        estimates = [estimate(plan, shape, name, machine, gradients=gradients, inner=inner) for name in names]
+        plan.prepared[key] = min(estimates, key=lambda e: e.total).method
     return plan.prepared[key]

@@ -83,7 +83,8 @@ def decode(
 def _facts(
     a: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ShardPlan | None, mask: Mask | None
 ) -> dict[str, Any]:
-    """On which all ranks must agree. Where ranks ask only about new kinds of calls, a cache that grows is none."""
+    """Return the facts on which all ranks must agree. Where ranks ask only about new kinds of calls, a cache that grows
+    is none."""
     shapes = {name: (t.shape[0], "rows", *t.shape[2:]) for name, t in (("k", k), ("v", v))}
     cut = None if plan is None else plan.text if q.device.type == "cpu" else (plan.strategy, plan.ranks, plan.block)
     options = {"scale": a.scale, "score": None if a.score is None else a.score.text()}
@@ -113,8 +114,8 @@ def _step(
     if key not in plan.prepared:
         axis = Axis(plan.lengths, plan.starts)
         new, new_axis = ((0, queries),) if queries else (), Axis((queries,), (0, queries))
-        found = pieces(new, plan.shards[rank], new_axis, axis, plan.mask, positional=positional)
-        plan.prepared[key] = Step(found, plan.mask, 0)
+        calls = pieces(new, plan.shards[rank], new_axis, axis, plan.mask, positional=positional)
+        plan.prepared[key] = Step(calls, plan.mask, 0)
     return plan.prepared[key]
 
 

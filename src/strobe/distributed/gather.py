@@ -72,7 +72,7 @@ class Gather:
         return Gradients(dq, *down, self.task.gradient_of_sinks(rest))
 
     def _stages(self, k: torch.Tensor) -> list[slice]:
-        """Of the key heads. Their number does not depend on the ranks: results should not."""
+        """Return the key heads of each stage. Their number does not depend on the ranks: results should not."""
         heads = k.shape[-2]
         count = max(1, min(heads, STAGES))
         return [slice(i * heads // count, (i + 1) * heads // count) for i in range(count)]
@@ -100,22 +100,22 @@ class Gather:
             return _Returning(heads, [[t] for t in dkeys], [])
         if self.task.template.deterministic:
             return self._return_in_order(dkeys, heads)
-        plan, rows, found, pending = self.task.plan, self.task.plan.rows(self.task.rank), [], []
+        plan, rows, sums, pending = self.task.plan, self.task.plan.rows(self.task.rank), [], []
         for t in dkeys:
             parts = t.new_zeros((plan.ranks, *like(t, plan.largest).shape))
             for rank, shard in enumerate(plan.shards):
                 rows_of(parts[rank], (0, plan.rows(rank))).copy_(sets.take(t, shard, self.everything, t.dim() - 3))
             into = torch.empty_like(parts[0])
             pending.append(self.transport.reduce_scatter(into, parts))
-            found.append([rows_of(into, (0, rows))])
-        return _Returning(heads, found, pending)
+            sums.append([rows_of(into, (0, rows))])
+        return _Returning(heads, sums, pending)
 
     def _return_in_order(self, dkeys: Keys, heads: slice) -> _Returning:
-        """By messages, to be added up in the order of the ranks."""
+        """Send gradients back by messages, to be added up in the order of the ranks."""
         plan, rank = self.task.plan, self.task.rank
         sends: list[Message] = []
         receives: list[Message] = []
-        found = []
+        parts = []
         for t in dkeys:
             contributions = []
             for peer, shard in enumerate(plan.shards):
@@ -126,8 +126,8 @@ class Gather:
                 contributions.append(like(t, plan.rows(rank)))
                 sends.append((part, peer))
                 receives.append((contributions[-1], peer))
-            found.append(contributions)
-        return _Returning(heads, found, [self.transport.exchange(sends, receives)])
+            parts.append(contributions)
+        return _Returning(heads, parts, [self.transport.exchange(sends, receives)])
 
 
 class _Gathering:
@@ -135,7 +135,7 @@ class _Gathering:
         self.task, self.parts, self.pending = task, parts, pending
 
     def keys(self, everything: sets.Spans) -> Keys:
-        """In the order of their positions."""
+        """Wait for the keys and return them in the order of their positions."""
         for pending in self.pending:
             pending.wait()
         return Keys(*(self._in_order(t) for t in self.parts))
@@ -150,18 +150,18 @@ class _Gathering:
                 (span, rank, rows) for rank, s in enumerate(plan.shards) for span in s for rows in sets.rows((span,), s)
             )
             ranges = plan.prepared["ranges"] = [(rank, rows) for _, rank, rows in sorted(of_each)]
-        found = [rows_of(parts[rank], rows) for rank, rows in ranges]
-        return torch.cat(found, -3) if found else rows_of(parts[0], (0, 0))
+        tensors = [rows_of(parts[rank], rows) for rank, rows in ranges]
+        return torch.cat(tensors, -3) if tensors else rows_of(parts[0], (0, 0))
 
 
 class _Returning:
-    def __init__(self, heads: slice, found: list[list[torch.Tensor]], pending: list[Pending]) -> None:
-        self.heads, self.found, self.pending = heads, found, pending
+    def __init__(self, heads: slice, parts: list[list[torch.Tensor]], pending: list[Pending]) -> None:
+        self.heads, self.parts, self.pending = heads, parts, pending
 
     def into(self, down: Keys) -> None:
         for pending in self.pending:
             pending.wait()
-        for total, contributions in zip(down, self.found, strict=True):
+        for total, contributions in zip(down, self.parts, strict=True):
             mine = total[..., self.heads, :]
             mine.copy_(contributions[0])
             for more in contributions[1:]:

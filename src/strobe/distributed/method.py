@@ -1,4 +1,4 @@
-"""What every method of context parallel attention is: a forward and a backward of one rank's shards.
+"""A method of context parallel attention is a forward and a backward of one rank's shards.
 
 Tensors are (batch, rows, heads, dim) or, for several documents, (rows, heads, dim); LSEs (…, heads, rows).
 """
@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked for, on one rank. `template`: the arguments without q, k, v and mask."""
+    """A call as one rank sees it. `template`: the arguments without q, k, v and mask."""
 
     plan: ShardPlan  # its mask is that of the call
     rank: int
@@ -44,7 +44,7 @@ class Task:
 
     @property
     def documents(self) -> int:
-        """Of packed documents their number; 0 for one sequence, whose tensors have a batch."""
+        """The number of packed documents; 0 for one sequence, whose tensors have a batch."""
         return len(self.plan.lengths) if len(self.plan.lengths) > 1 else 0
 
     @property
@@ -63,12 +63,12 @@ class Task:
         if key not in plan.prepared:
             axis, block = Axis(plan.lengths, plan.starts), plan.block if self.invariant else None
             positional = self.positional or bool(self.documents)  # a varlen call has positions for all, or for none
-            found = pieces(self.mine, keys, axis, axis, plan.mask, positional=positional, block=block)
-            plan.prepared[key] = Step(found, plan.mask, self.documents, self.invariant)
+            calls = pieces(self.mine, keys, axis, axis, plan.mask, positional=positional, block=block)
+            plan.prepared[key] = Step(calls, plan.mask, self.documents, self.invariant)
         return plan.prepared[key]
 
     def of_heads(self, start: int, stop: int) -> Task:
-        """The same for some of the query heads."""
+        """Return the same task for some of the query heads."""
         a = self.template
         score = a.score
         if score is not None:
@@ -77,14 +77,16 @@ class Task:
         return replace(self, template=a._replace(score=score, sinks=sinks, first_head=a.first_head + start))
 
     def last_calls(self, steps: Sequence[Step]) -> list[tuple[bool, ...]]:
-        """Of all steps, in the order in which they run, for each call whether it may round the rows that it has: no later
-        one has any of them. Nothing: none may, since sinks are still to come, or bits must not depend on the cut."""
+        """Return, for each call of the steps in the order in which they run, whether it may round the rows that it has:
+        no later one has any of them. Empty: no call may round, because sinks are added later or the result must not
+        depend on the cut."""
         if self.invariant or self.template.sinks is not None:
             return [()] * len(steps)
         return last_calls(steps)
 
     def finished(self, state: State) -> Result:
-        """After the last merge: the sinks, once, and the rounding, in the dtype of q, of rows that are not rounded yet."""
+        """Finish a state after the last merge: add the sinks, once, and round, to the dtype of q, the rows that are not
+        rounded yet."""
         if self.template.sinks is not None:
             add_sinks_(*state.results(), self.template.sinks)
         return Result(*state.rounded())
@@ -108,7 +110,7 @@ class Method(Protocol):
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: Rest, kept: tuple[torch.Tensor, ...]
     ) -> Gradients:
-        """In fp32 or the dtype of the inputs."""
+        """Return the gradients, in fp32 or the dtype of the inputs."""
 
     def kept_shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[Any, ...]]:
         """(shape, dtype) of each tensor that `forward` keeps."""

@@ -131,12 +131,12 @@ def tell(groups: Sequence[str], error: Exception, device: torch.device, check: b
 
 
 def _facts(call: Call) -> dict[str, Any]:
-    """On which all ranks must agree; how many rows each has is the plan's business."""
+    """Return the facts on which all ranks must agree; how many rows each has is the plan's business."""
     q, k, v = call.q, call.k, call.v
     shapes = {name: (*t.shape[:-3], "rows", *t.shape[-2:]) for name, t in (("q", q), ("k", k), ("v", v))}
     sinks = None if call.sinks is None else tuple(call.sinks.shape)
-    own = ("q", "k", "v", "sinks", "groups", "plan", "score_tensors", "check")
-    rest = {name: value for name, value in call._asdict().items() if name not in own}
+    elsewhere = ("q", "k", "v", "sinks", "groups", "plan", "score_tensors", "check")
+    rest = {name: value for name, value in call._asdict().items() if name not in elsewhere}
     gradients = {"a gradient is needed": rest.pop("keep")}
     return {
         "function": NAME,
@@ -165,7 +165,11 @@ def _check(call: Call, transports: Sequence[Transport]) -> None:
                 f"{name} has {t.shape[-3]} rows, but rank {rank} holds {plan.rows(rank)} of the {plan.total} positions "
                 f"of the plan"
             )
-    Problem.of(call.template()._replace(q=call.q, k=call.k, v=call.v), needs_grad=call.keep)
+    a = call.template()._replace(q=call.q, k=call.k, v=call.v)
+    if axes == 3:  # tensors of a score may have an entry for each document
+        cu, longest = plan.offsets(call.q.device), max(plan.lengths)
+        a = a._replace(cu_q=cu, cu_k=cu, max_q=longest, max_k=longest)
+    Problem.of(a, needs_grad=call.keep)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -222,8 +226,8 @@ def _differentiate(ctx: Any, dout: _Maybe, dlse: _Maybe, dkept: Any) -> tuple[An
     if dout is None and dlse is None:
         return (None,) * len(_FIELDS)
     call, results = _restored(ctx)
-    found = torch.ops.strobe.context_parallel_backward(dout, dlse, *results, *call)
-    gradients = list(_by_field(call, found))
+    results_of_call = torch.ops.strobe.context_parallel_backward(dout, dlse, *results, *call)
+    gradients = list(_by_field(call, results_of_call))
     gradients[4] = [None] * len(call.score_tensors)  # an operation wants a list for a list
     return tuple(gradients)
 
@@ -238,9 +242,9 @@ def _backward(
             assert dlse is not None
             dout = out.new_zeros((*dlse.shape[:-2], dlse.shape[-1], *out.shape[-2:]))
         rest = Rest(out, lse, dout.contiguous(), dlse)
-        found = method.backward(call.q, call.k, call.v, rest, tuple(kept))
+        gradients = method.backward(call.q, call.k, call.v, rest, tuple(kept))
         like = (call.q, call.k, call.v, call.sinks)
-        pairs = [(g, t) for g, t in zip(found, like, strict=True) if t is not None and g is not None]
+        pairs = [(g, t) for g, t in zip(gradients, like, strict=True) if t is not None and g is not None]
         return [g.to(t.dtype).contiguous() for g, t in pairs]
 
 
@@ -252,7 +256,7 @@ def _fake_backward(dout: _Maybe, dlse: _Maybe, out: Any, lse: Any, kept: Any, *v
 
 
 class _Attention(torch.autograd.Function):
-    """Where nothing traces."""
+    """The operation as autograd sees it where nothing traces."""
 
     @staticmethod
     def forward(ctx: Any, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:

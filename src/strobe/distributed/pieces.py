@@ -1,4 +1,5 @@
-"""What queries of one set of positions have to do with keys of another: a list of rectangles, each one attention call.
+"""Pieces cover the pairs that queries of one set of positions see of keys of another: rectangles, each one attention
+call.
 
 A piece is a run of queries and a run of keys of the same document, of which some pair is visible. Rows and keys that see
 nothing of each other are cut off. Where the mask hides nothing and scores do not depend on positions, neighbouring pieces
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def local(self) -> Positions:
-        """Where the rows and keys would lie if they were all there are."""
+        """Return where the rows and keys would lie if they were all there are."""
         return _local(self.rows[1] - self.rows[0], self.keys[1] - self.keys[0])
 
 
@@ -53,14 +54,14 @@ def pieces(
     by_document: dict[int, list[Run]] = {}
     for run in runs(keys, axis_k.starts):
         by_document.setdefault(run.document, []).append(run)
-    found: list[tuple[Piece, bool]] = []
+    pairs: list[tuple[Piece, bool]] = []
     for q in runs(queries, axis_q.starts):
         len_q, len_k = axis_q.lengths[q.document], axis_k.lengths[q.document]
         for part in [q] if block is None else _blocks(q, block):
-            found += _of_run(part, by_document.get(q.document, ()), len_q, len_k, mask)
+            pairs += _of_run(part, by_document.get(q.document, ()), len_q, len_k, mask)
     if positional or block is not None:
-        return tuple(p for p, _ in found)
-    joined = _joined(found)
+        return tuple(p for p, _ in pairs)
+    joined = _joined(pairs)
     if all(p.at is None for p in joined) or not _counts_alike(queries, keys, axis_q, axis_k, mask):
         return joined
     rows, columns = sets.size(queries), sets.size(keys)
@@ -68,8 +69,8 @@ def pieces(
 
 
 def _counts_alike(queries: Spans, keys: Spans, axis_q: Axis, axis_k: Axis, mask: Mask) -> bool:
-    """Whether the mask shows the same pairs if rows and keys are counted from the start of their tensors. Counted either
-    way, a row sees an interval of keys: its ends are compared."""
+    """Return whether the mask shows the same pairs if rows and keys are counted from the start of their tensors.
+    Counted either way, a row sees an interval of keys: its ends are compared."""
     found_q, found_k = runs(queries, axis_q.starts), runs(keys, axis_k.starts)
     if len({run.document for run in (*found_q, *found_k)}) != 1:
         return False
@@ -94,8 +95,8 @@ def _blocks(run: Run, block: int) -> list[Run]:
 
 
 def _of_run(q: Run, keys: Sequence[Run], len_q: int, len_k: int, mask: Mask) -> Iterator[tuple[Piece, bool]]:
-    """Of a run of queries with each run of keys the smallest rectangle that holds every visible pair, and whether all
-    of its pairs are visible."""
+    """Yield, for each run of keys that a run of queries sees, the smallest rectangle that holds every visible pair, and
+    whether all of its pairs are visible."""
 
     def lo(row: int) -> int:
         return mask.bounds(row, len_q, len_k)[0]
@@ -124,11 +125,11 @@ def _of_run(q: Run, keys: Sequence[Run], len_q: int, len_k: int, mask: Mask) -> 
             yield Piece((row, row + stop - start), (keys_at, keys_at + end - key), q.document, at), whole
 
 
-def _joined(found: Sequence[tuple[Piece, bool]]) -> tuple[Piece, ...]:
+def _joined(pairs: Sequence[tuple[Piece, bool]]) -> tuple[Piece, ...]:
     """Whole pieces lose their positions; those that touch along the keys, then those that touch along the rows, become
     one. Pieces of a document are neighbours in the list."""
     wide: list[Piece] = []
-    for p in (p._replace(at=None) if whole else p for p, whole in found):
+    for p in (p._replace(at=None) if whole else p for p, whole in pairs):
         before = wide[-1] if wide else None
         if before and _alike(before, p) and before.rows == p.rows and before.keys[1] == p.keys[0]:
             wide[-1] = p._replace(keys=(before.keys[0], p.keys[1]))
@@ -151,11 +152,11 @@ def _alike(a: Piece, b: Piece) -> bool:
     return a.at is None and b.at is None and a.document == b.document
 
 
-def rounds(found: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
+def rounds(parts: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
     """The pieces in groups with at most one of each document, in the order of documents: what one varlen call can do.
     Sequence i of the call is document i, as dropout and the tensors of a score count them."""
     groups: list[dict[int, Piece]] = []
-    for p in found:
+    for p in parts:
         group = next((g for g in groups if p.document not in g), None)
         if group is None:
             groups.append(group := {})

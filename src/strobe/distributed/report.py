@@ -65,14 +65,14 @@ def _holdings(plan: ShardPlan) -> list[str]:
 
 
 def _sights(plan: ShardPlan) -> list[str]:
-    """How much of each rank's keys each rank's queries see."""
+    """Return how much of each rank's keys each rank's queries see."""
     ranks, axis = shown(plan.ranks), Axis(plan.lengths, plan.starts)
     lines = [f"{'rank':>6}  keys of rank {', '.join(map(str, ranks))}"]
     for rank in ranks:
         cells = []
         for source in ranks:
-            found = pieces(plan.shards[rank], plan.shards[source], axis, axis, plan.mask, positional=True)
-            area = sum(plan.mask.area(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0], p.at) for p in found)
+            seen = pieces(plan.shards[rank], plan.shards[source], axis, axis, plan.mask, positional=True)
+            area = sum(plan.mask.area(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0], p.at) for p in seen)
             everything = plan.rows(rank) * plan.rows(source)
             cells.append(_shade(area / everything if everything else 0))
         lines.append(f"{rank:>6}  {' '.join(cells)}")
@@ -88,17 +88,17 @@ def _with_gap(lines: list[str], ranks: int) -> list[str]:
 
 def _costs(plan: ShardPlan, shape: Shape, machine: Machine, gradients: bool, inner: int | None) -> list[str]:
     names = [*possible(plan, shape), *(possible(plan, shape, inner) if inner else [])]
-    found = [estimate(plan, shape, n, machine, gradients=gradients, inner=inner) for n in names]
+    estimates = [estimate(plan, shape, n, machine, gradients=gradients, inner=inner) for n in names]
     passes = "forward and backward" if gradients else "forward"
     heads = f"{shape.heads} heads on {shape.heads_k}" if shape.heads != shape.heads_k else f"{shape.heads} heads"
     link, rate = f"{8 * machine.link / 1e9:,.0f} Gb/s", f"{machine.rate / 1e12:,.0f} TFLOP/s"
     head = f"{passes} of one layer, {heads}, dim {shape.dim}, {shape.itemsize} bytes a number; links {link}, {rate}"
-    best = min(found, key=lambda e: e.total)
+    best = min(estimates, key=lambda e: e.total)
     lines = [
         head,
         f"{'method':>10}  {'sent':>9}  {'transfer':>9}  {'compute':>9}  {'total':>9}  {'busy':>5}  {'memory':>9}",
     ]
-    return [*lines, *(_row(e) + ("  least time" if e is best else "") for e in found)]
+    return [*lines, *(_row(e) + ("  least time" if e is best else "") for e in estimates)]
 
 
 def _row(e: Estimate) -> str:

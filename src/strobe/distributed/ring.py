@@ -32,19 +32,19 @@ class Deliver:
         return []
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Result:
-        task, own, state = self.task, Keys(k, v), State(q, v.shape[-1])
+        task, local, state = self.task, Keys(k, v), State(q, v.shape[-1])
         held: _Held = {}
         last = iter(self._last_calls())
         for t in range(len(self.ticks) + 1):
-            coming, pending = self._send_keys(t, own, held)
-            for spans, keys in held.values() if t else [(task.mine, own)]:
+            coming, pending = self._send_keys(t, local, held)
+            for spans, keys in held.values() if t else [(task.mine, local)]:
                 task.step(spans).forward(task.steps, q, keys, state, next(last))
             pending.wait()
             held = coming
         return task.finished(state)
 
     def _last_calls(self) -> list[tuple[bool, ...]]:
-        """Of the steps of `forward`, in their order."""
+        """Return `Task.last_calls` of the steps of `forward`, in their order."""
         task, prepared = self.task, self.task.plan.prepared
         key = ("last", self.kind, task.rank, task.positional, task.invariant, task.template.sinks is None)
         if key not in prepared:
@@ -55,47 +55,47 @@ class Deliver:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: Rest, kept: tuple[torch.Tensor, ...]
     ) -> Gradients:
-        task, own, wide = self.task, Keys(k, v), lse_dtype(q.dtype)
+        task, local, wide = self.task, Keys(k, v), lse_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        down = Keys(*(torch.zeros_like(t, dtype=wide) for t in own))
+        down = Keys(*(torch.zeros_like(t, dtype=wide) for t in local))
         held: _Held = {}
         coming_back = _Nothing()
         for t in range(len(self.ticks) + 1):
-            coming, pending = self._send_keys(t, own, held)
+            coming, pending = self._send_keys(t, local, held)
             if t == 0:
-                task.step(task.mine).backward(task.steps, q, own, rest, dq, down)
+                task.step(task.mine).backward(task.steps, q, local, rest, dq, down)
             else:
-                found: _Held = {}
+                gradients: _Held = {}
                 for chain, (spans, keys) in held.items():
-                    found[chain] = spans, Keys(*(torch.zeros_like(x, dtype=wide) for x in keys))
-                    task.step(spans).backward(task.steps, q, keys, rest, dq, found[chain][1])
-                coming_back.add_to(found, down, task.mine)
-                coming_back = self._send_gradients(self.ticks[t - 1], found, down)
+                    gradients[chain] = spans, Keys(*(torch.zeros_like(x, dtype=wide) for x in keys))
+                    task.step(spans).backward(task.steps, q, keys, rest, dq, gradients[chain][1])
+                coming_back.add_to(gradients, down, task.mine)
+                coming_back = self._send_gradients(self.ticks[t - 1], gradients, down)
             pending.wait()
             held = coming
         coming_back.add_to({}, down, task.mine)
         return Gradients(dq, *down, task.gradient_of_sinks(rest))
 
-    def _send_keys(self, t: int, own: Keys, held: _Held) -> tuple[_Held, Pending]:
+    def _send_keys(self, t: int, local: Keys, held: _Held) -> tuple[_Held, Pending]:
         """Those of the tick after t, and what arrives here for it."""
         if t == len(self.ticks):
             return {}, self.transport.exchange([], [])
         tick = self.ticks[t]
         sends: list[Message] = []
         for parcel in tick.leaving:
-            spans, keys = held[parcel.chain] if t else (self.task.mine, own)
+            spans, keys = held[parcel.chain] if t else (self.task.mine, local)
             sends += [(taken(x, parcel.spans, spans), parcel.peer) for x in keys]
-        coming, receives = _room(tick.arriving, own)
+        coming, receives = _room(tick.arriving, local)
         return coming, self.transport.exchange(sends, receives)
 
-    def _send_gradients(self, tick: Tick, found: _Held, down: Keys) -> _Coming:
-        """Of the keys that were worked on in this tick: to the next stop, and home."""
+    def _send_gradients(self, tick: Tick, held: _Held, down: Keys) -> _Coming:
+        """Send the gradients of the keys that were worked on in this tick: to the next stop, and home."""
         sends: list[Message] = []
         for kind in ("onward", "home"):
             for visit in tick.visits:
                 parcel = getattr(visit, kind)
                 if parcel is not None:
-                    sends += [(taken(x, parcel.spans, visit.here), parcel.peer) for x in found[visit.chain][1]]
+                    sends += [(taken(x, parcel.spans, visit.here), parcel.peer) for x in held[visit.chain][1]]
         onward, receives = _room(tick.gradients, down)
         home, more = _room(tick.returning, down)
         return _Coming(onward, home, self.transport.exchange(sends, receives + more))
@@ -113,7 +113,7 @@ def _room(parcels: tuple[Parcel, ...], like_these: Keys) -> tuple[_Held, list[Me
 
 
 class _Nothing:
-    def add_to(self, found: _Held, down: Keys, mine: Spans) -> None:
+    def add_to(self, held: _Held, down: Keys, mine: Spans) -> None:
         pass
 
 
@@ -123,11 +123,11 @@ class _Coming(_Nothing):
     def __init__(self, onward: _Held, home: _Held, pending: Pending) -> None:
         self.onward, self.home, self.pending = onward, home, pending
 
-    def add_to(self, found: _Held, down: Keys, mine: Spans) -> None:
-        """In a fixed order: sums are the same each time."""
+    def add_to(self, held: _Held, down: Keys, mine: Spans) -> None:
+        """Add the gradients that arrived in a fixed order: sums are the same each time."""
         self.pending.wait()
         for chain, (_, gradients) in self.onward.items():
-            for total, x in zip(found[chain][1], gradients, strict=True):
+            for total, x in zip(held[chain][1], gradients, strict=True):
                 total.add_(x)
         for spans, gradients in self.home.values():
             for total, x in zip(down, gradients, strict=True):

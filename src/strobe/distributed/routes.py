@@ -29,7 +29,7 @@ class Chain(NamedTuple):
 
 
 def ring(plan: ShardPlan) -> tuple[Chain, ...]:
-    found = []
+    chains = []
     for source, shard in enumerate(plan.shards):
         needed: Spans = ()
         stops: list[Stop] = []
@@ -40,19 +40,19 @@ def ring(plan: ShardPlan) -> tuple[Chain, ...]:
             if needed:
                 stops.append(Stop(rank, needed))
         if stops:
-            found.append(Chain(source, tuple(reversed(stops))))
-    return tuple(found)
+            chains.append(Chain(source, tuple(reversed(stops))))
+    return tuple(chains)
 
 
 def halo(plan: ShardPlan) -> tuple[Chain, ...]:
-    found = []
+    chains = []
     for source, shard in enumerate(plan.shards):
         for distance in range(1, plan.ranks):
             rank = (source + distance) % plan.ranks
             needed = sets.intersection(plan.seen[rank], shard)
             if needed:
-                found.append(Chain(source, (Stop(rank, needed),)))
-    return tuple(found)
+                chains.append(Chain(source, (Stop(rank, needed),)))
+    return tuple(chains)
 
 
 KINDS = {"ring": ring, "halo": halo}
@@ -85,7 +85,8 @@ class Visit(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Of one rank. Parcels of both ends are in the order of the chains, so that messages between a pair match."""
+    """One step of one rank. Parcels of both ends are in the order of the chains, so that messages between a pair
+    match."""
 
     visits: tuple[Visit, ...]  # what is worked on
     arriving: tuple[Parcel, ...]  # the keys of `visits`, from where they come
@@ -94,11 +95,11 @@ class Tick(NamedTuple):
     returning: tuple[Parcel, ...]  # of keys of this rank, which come home after this tick
 
 
-def ticks(found: tuple[Chain, ...], rank: int) -> tuple[Tick, ...]:
+def ticks(route: tuple[Chain, ...], rank: int) -> tuple[Tick, ...]:
     """Tick 1 and those that follow; in tick 0 a rank works on the keys that it holds."""
-    last = max((len(chain.stops) for chain in found), default=0)
+    last = max((len(chain.stops) for chain in route), default=0)
     kinds: list[tuple[list, list, list, list, list]] = [([], [], [], [], []) for _ in range(last)]
-    for index, chain in enumerate(found):
+    for index, chain in enumerate(route):
         before = chain.source
         for t, stop in enumerate(chain.stops):
             visits, arriving, leaving, gradients, returning = kinds[t]
@@ -119,7 +120,7 @@ def ticks(found: tuple[Chain, ...], rank: int) -> tuple[Tick, ...]:
 
 
 def _rest(stop: Stop, after: Stop | None) -> Spans:
-    """What no later stop needs."""
+    """Return the keys of a stop that no later stop needs."""
     if after is None:
         return stop.spans
     return () if after.spans == stop.spans else sets.difference(stop.spans, after.spans)

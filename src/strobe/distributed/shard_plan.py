@@ -32,20 +32,20 @@ class Run(NamedTuple):
 
 def runs(shard: Spans, starts: Sequence[int]) -> list[Run]:
     """A shard document by document. `starts`: where documents begin, and where the last one ends."""
-    found, row = [], 0
+    pieces, row = [], 0
     for start, stop in shard:
         document = bisect.bisect_right(starts, start) - 1
         while start < stop:
             end = min(stop, starts[document + 1])
             if start < end:
-                found.append(Run(document, start - starts[document], end - starts[document], row))
+                pieces.append(Run(document, start - starts[document], end - starts[document], row))
                 row += end - start
             start, document = end, document + 1
-    return found
+    return pieces
 
 
 class ShardPlan:
-    """How `lengths` (one length, or those of documents packed one after the other) are cut among `ranks`.
+    """A plan says how `lengths` (one length, or those of documents packed one after the other) are cut among `ranks`.
 
     strategy  "contiguous", "zigzag" (an early and a late part each: equal work under a causal mask), "documents" (a
               zig-zag within each document) or "striped" (blocks dealt out in turn)
@@ -103,7 +103,7 @@ class ShardPlan:
         return plan
 
     def with_mask(self, mask: Mask | None) -> ShardPlan:
-        """The same cut for another mask; None: for this one."""
+        """Return the same cut for another mask; None: for this one."""
         if mask is None or mask == self.mask:
             return self
         return self._derived(("mask", mask), self.shards, self.strategy, mask)
@@ -137,7 +137,7 @@ class ShardPlan:
     # ---- who holds what -------------------------------------------------------------------------------------------------
 
     def rows(self, rank: int) -> int:
-        """How many positions a rank holds."""
+        """Return how many positions a rank holds."""
         return sets.size(self.shards[self._rank(rank)])
 
     @functools.cached_property
@@ -151,6 +151,12 @@ class ShardPlan:
     def index(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The positions of a rank on the axis of all documents, int64."""
         return sets.indices(self.shards[self._rank(rank)], device)
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """Where documents begin, and where the last one ends, as `cu_q` and `cu_k` have it; made once for each device."""
+        if (key := ("offsets", device)) not in self.prepared:
+            self.prepared[key] = torch.tensor(self.starts, dtype=torch.int32).to(device)
+        return self.prepared[key]
 
     def position_ids(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The positions of a rank, each counted from the beginning of its document: what a rotary embedding needs."""
@@ -166,9 +172,9 @@ class ShardPlan:
 
     @functools.cached_property
     def seen(self) -> tuple[Spans, ...]:
-        """For each rank the keys that some query of it sees. Neither end of a mask ever moves left, so the first row of a
-        run has the lowest bound and the last row the highest."""
-        found = []
+        """The keys, for each rank, that some query of it sees. Neither end of a mask ever moves left, so the first row
+        of a run has the lowest bound and the last row the highest."""
+        spans = []
         for rank in range(self.ranks):
             ranges = []
             for run in self.runs(rank):
@@ -176,25 +182,25 @@ class ShardPlan:
                 lo, _ = self.mask.bounds(run.start, length, length)
                 _, hi = self.mask.bounds(run.stop - 1, length, length)
                 ranges.append((begin + lo, begin + hi))
-            found.append(sets.spans(ranges))
-        return tuple(found)
+            spans.append(sets.spans(ranges))
+        return tuple(spans)
 
     @functools.cached_property
     def pairs(self) -> tuple[int, ...]:
-        """For each rank the visible (query, key) pairs of one head: its exact work."""
+        """The number, for each rank, of visible (query, key) pairs of one head: its exact work."""
         ends: dict[int, list[tuple[int, int, int]]] = {}  # by the length of the document: rank, start, stop
         for rank in range(self.ranks):
             for run in self.runs(rank):
                 ends.setdefault(self.lengths[run.document], []).append((rank, run.start, run.stop))
-        found = [0] * self.ranks
+        counts = [0] * self.ranks
         for length, parts in ends.items():
             lo, hi = self.mask.bounds(torch.arange(length), length, length)
             before = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum((hi - lo).clamp(min=0), 0, out=before[1:])
             _, start, stop = (torch.tensor(column) for column in zip(*parts, strict=True))
             for (rank, *_), count in zip(parts, (before[stop] - before[start]).tolist(), strict=True):
-                found[rank] += count
-        return tuple(found)
+                counts[rank] += count
+        return tuple(counts)
 
     @property
     def balance(self) -> float:
@@ -206,15 +212,15 @@ def shard(plan: ShardPlan, *tensors: torch.Tensor, rank: int, dim: int = 1) -> t
     """The part of each tensor that a rank holds. `dim` is the axis of positions; tensors that lack it (1-D position ids,
     say) are cut along their last axis. Labels must be shifted before they are cut."""
     mine = plan.shards[plan._rank(rank)]
-    found = []
+    shards = []
     for t in tensors:
         axis = axis_of(t, dim)
         if t.shape[axis] != plan.total:
             raise ValueError(
                 f"a tensor has shape {tuple(t.shape)}; axis {axis} must have the {plan.total} positions of the plan"
             )
-        found.append(sets.take(t, mine, sets.spans([(0, plan.total)]), axis))
-    return tuple(found)
+        shards.append(sets.take(t, mine, sets.spans([(0, plan.total)]), axis))
+    return tuple(shards)
 
 
 def axis_of(t: torch.Tensor, dim: int) -> int:
@@ -266,7 +272,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _text(lengths: tuple[int, ...], shards: tuple[Spans, ...], strategy: str, block: int, mask: Mask) -> str:
-    """How a plan travels where objects cannot."""
+    """Return a plan as text, which travels where objects cannot."""
     held = "/".join(",".join(f"{a}-{b}" for a, b in shard) for shard in shards) if strategy == "custom" else ""
     return f"{','.join(map(str, lengths))}|{strategy}|{len(shards)}|{block}|{held}|{mask.text()}"
 
@@ -276,10 +282,10 @@ def _lengths(lengths: Any) -> tuple[int, ...]:
         lengths = lengths.tolist()
     if isinstance(lengths, numbers.Integral):
         return (_count("lengths", lengths, 0),)
-    found = tuple(_count("lengths", n, 0) for n in lengths)
-    if not found:
+    sizes = tuple(_count("lengths", n, 0) for n in lengths)
+    if not sizes:
         raise ValueError("lengths must name at least one document, got none")
-    return found
+    return sizes
 
 
 def _count(name: str, value: Any, least: int) -> int:

@@ -1,4 +1,4 @@
-"""How sequences are cut among ranks: a strategy gives each rank a set of positions.
+"""A strategy cuts sequences among ranks: it gives each rank a set of positions.
 
 Each takes the lengths of the documents, the number of ranks and a block: cuts are at multiples of the block, counted from
 the beginning of what is cut. Lengths need not be multiples of anything; shards may be unequal or empty.
@@ -27,7 +27,7 @@ def contiguous(lengths: Sequence[int], ranks: int, block: int) -> list[Spans]:
 
 
 def zigzag(lengths: Sequence[int], ranks: int, block: int) -> list[Spans]:
-    """Of 2P parts, rank r holds parts r and 2P - 1 - r: an early one, which sees little, and a late one."""
+    """Give rank r the parts r and 2P - 1 - r of 2P: an early one, which sees little, and a late one."""
     parts = _pieces(sum(lengths), 2 * ranks, block)
     return [spans([parts[r], parts[2 * ranks - 1 - r]]) for r in range(ranks)]
 

@@ -74,11 +74,11 @@ class SimulatedTransport:
 
         def arrive() -> None:
             for t, peer in receives:
-                found = self.fabric.take(self.dimension, self.ranks[peer], me)
-                if found.shape != t.shape or found.dtype != t.dtype:
-                    have, want = (f"{tuple(x.shape)} {x.dtype}" for x in (found, t))
+                received = self.fabric.take(self.dimension, self.ranks[peer], me)
+                if received.shape != t.shape or received.dtype != t.dtype:
+                    have, want = (f"{tuple(x.shape)} {x.dtype}" for x in (received, t))
                     raise Failed(f"rank {self.rank} got a message of {have} from rank {peer} and expected {want}")
-                t.copy_(found)
+                t.copy_(received)
 
         return _Arriving(arrive)
 

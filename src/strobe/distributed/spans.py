@@ -15,14 +15,14 @@ Spans = tuple[tuple[int, int], ...]  # ((start, stop), …), start < stop <= the
 
 
 def spans(ranges: Iterable[tuple[int, int]]) -> Spans:
-    """Of ranges in any order, which may touch, overlap or be empty."""
-    found: list[tuple[int, int]] = []
+    """Return the union of ranges in any order, which may touch, overlap or be empty."""
+    joined: list[tuple[int, int]] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
         else:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def size(a: Spans) -> int:
@@ -34,20 +34,20 @@ def union(a: Spans, b: Spans) -> Spans:
 
 
 def intersection(a: Spans, b: Spans) -> Spans:
-    found, i, j = [], 0, 0
+    common, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < stop:
-            found.append((start, stop))
+            common.append((start, stop))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return tuple(found)
+    return tuple(common)
 
 
 def difference(a: Spans, b: Spans) -> Spans:
-    """What of `a` is not in `b`."""
+    """Return the positions of `a` that are not in `b`."""
     if not a or not b:
         return a
     first, last = a[0][0], a[-1][1]
@@ -56,29 +56,29 @@ def difference(a: Spans, b: Spans) -> Spans:
 
 
 def rows(part: Spans, whole: Spans) -> tuple[tuple[int, int], ...]:
-    """Where the positions of `part` lie in a tensor that holds those of `whole`, in order. Ranges that touch there are
-    joined."""
-    found: list[tuple[int, int]] = []
+    """Return where the positions of `part` lie in a tensor that holds those of `whole`, in order. Ranges that touch
+    there are joined."""
+    places: list[tuple[int, int]] = []
     i, offset = 0, 0  # `offset`: rows of whole[:i]
     for start, stop in part:
         while whole[i][1] < stop:
             offset += whole[i][1] - whole[i][0]
             i += 1
         row = offset + start - whole[i][0]
-        if found and found[-1][1] == row:
-            found[-1] = found[-1][0], row + stop - start
+        if places and places[-1][1] == row:
+            places[-1] = places[-1][0], row + stop - start
         else:
-            found.append((row, row + stop - start))
-    return tuple(found)
+            places.append((row, row + stop - start))
+    return tuple(places)
 
 
 def take(t: torch.Tensor, part: Spans, whole: Spans, dim: int) -> torch.Tensor:
     """The rows of `t`, which holds the positions of `whole` along `dim`, that belong to `part`. A view where those are
     one range."""
-    found = [t.narrow(dim, start, stop - start) for start, stop in rows(part, whole)]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat(found, dim) if found else t.narrow(dim, 0, 0)
+    parts = [t.narrow(dim, start, stop - start) for start, stop in rows(part, whole)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim) if parts else t.narrow(dim, 0, 0)
 
 
 def indices(a: Spans, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -88,8 +88,9 @@ def indices(a: Spans, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def order(parts: Sequence[Spans]) -> torch.Tensor | None:
-    """Of rows that come part after part, the permutation into the order of their positions; None if that is the same."""
-    found = torch.cat([indices(p) for p in parts]) if parts else torch.empty(0, dtype=torch.int64)
-    if bool((found[1:] > found[:-1]).all()):
+    """Return the permutation that sorts rows, which come part after part, by their positions; None if they are
+    sorted."""
+    positions = torch.cat([indices(p) for p in parts]) if parts else torch.empty(0, dtype=torch.int64)
+    if bool((positions[1:] > positions[:-1]).all()):
         return None
-    return found.argsort()
+    return positions.argsort()

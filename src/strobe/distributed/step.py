@@ -29,7 +29,7 @@ class Keys(NamedTuple):
 
 
 def rows_of(t: torch.Tensor, rows: Range) -> torch.Tensor:
-    """Of (…, rows, heads, dim)."""
+    """Return these rows of a tensor (…, rows, heads, dim)."""
     return t.narrow(-3, rows[0], rows[1] - rows[0])
 
 
@@ -64,7 +64,7 @@ class State:
         self._untouched = sets.difference(self._untouched, (rows,))
 
     def is_empty(self, rows: Range) -> bool:
-        """Whether none of these rows has a result."""
+        """Return whether none of these rows has a result."""
         return not sets.difference((rows,), self._untouched)
 
     def rows_to_write_to(self, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ class State:
         return self._rows(self._final(), self._lse, rows)
 
     def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """After the last result: (out, lse), out in the dtype of q and contiguous."""
+        """Return (out, lse) after the last result, out in the dtype of q and contiguous."""
         if not self._finished:
             out, lse = self.results()
             return out.to(self._room[0].dtype).contiguous(), lse
@@ -97,7 +97,7 @@ class State:
         return out, self._lse
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """After the last result, where no row is finished: (out, lse). Rows that have no result saw no key."""
+        """Return (out, lse) after the last result, where no row is finished. Rows that have no result saw no key."""
         out = self._written_to()
         for rows in self._untouched:
             rows_of(out, rows).zero_()
@@ -124,7 +124,7 @@ class State:
 class Step:
     """The pieces of a step, ready to run: what depends on them alone is made once for each device."""
 
-    found: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]
     mask: Mask
     documents: int  # 0: dense
     apart: bool = False  # never two documents in one call
@@ -172,7 +172,7 @@ class Step:
                     rows_of(total, at).add_(rows_of(gradient, part))
 
     def _prepared(self, q: torch.Tensor) -> list[_Group]:
-        if not self.found:
+        if not self.pieces:
             return []
         key = q.device, 0 if self.documents else q.shape[0]
         if key not in self._groups:
@@ -181,11 +181,11 @@ class Step:
 
     @property
     def rows(self) -> list[sets.Spans]:
-        """Of each run, in their order."""
-        return [sets.spans(p.rows for p in pieces) for pieces in self._rounds()] if self.found else []
+        """The rows of each call, in their order."""
+        return [sets.spans(p.rows for p in pieces) for pieces in self._rounds()] if self.pieces else []
 
     def _rounds(self) -> Sequence[tuple[Piece, ...]]:
-        return rounds(self.found) if self.documents and not self.apart else [(p,) for p in self.found]
+        return rounds(self.pieces) if self.documents and not self.apart else [(p,) for p in self.pieces]
 
 
 def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None:
@@ -201,20 +201,20 @@ def _run_in_place(a: Arguments, rows: Range, state: State, finish: bool) -> None
 
 
 def last_calls(steps: Sequence[Step]) -> list[tuple[bool, ...]]:
-    """Of steps in the order in which they run, for each of their calls: whether it is the last one of all its rows."""
-    found: list[tuple[bool, ...]] = []
+    """Return for each call of the steps, in the order in which they run, whether it is the last one of all its rows."""
+    last: list[tuple[bool, ...]] = []
     later: sets.Spans = ()
     for step in reversed(steps):
         flags = []
         for rows in reversed(step.rows):
             flags.append(not sets.intersection(rows, later))
             later = sets.union(later, rows)
-        found.append(tuple(reversed(flags)))
-    return found[::-1]
+        last.append(tuple(reversed(flags)))
+    return last[::-1]
 
 
 class Rest(NamedTuple):
-    """What a backward pass knows about all rows of a rank."""
+    """The tensors of all rows of a rank that a backward pass needs besides q, k and v."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -273,25 +273,25 @@ def _ints(values: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor
 
 
 def _places(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
-    """For each range, where it lies when all lie one after the other. Those that follow one another are one."""
-    found: list[tuple[Range, Range]] = []
+    """Return each range with its place when all lie one after the other. Those that follow one another are one."""
+    places: list[tuple[Range, Range]] = []
     at = 0
     for start, stop in ranges:
-        if found and found[-1][0][1] == start:
-            (first, _), (begin, _) = found[-1]
-            found[-1] = (first, stop), (begin, at + stop - start)
+        if places and places[-1][0][1] == start:
+            (first, _), (begin, _) = places[-1]
+            places[-1] = (first, stop), (begin, at + stop - start)
         else:
-            found.append(((start, stop), (at, at + stop - start)))
+            places.append(((start, stop), (at, at + stop - start)))
         at += stop - start
-    return found
+    return places
 
 
 def _gather(t: torch.Tensor, places: Sequence[tuple[Range, Range]]) -> torch.Tensor:
     """The rows of a tensor (…, rows, heads, dim) in these ranges; a view where that is one."""
-    found = [rows_of(t, rows) for rows, _ in places]
-    return found[0] if len(found) == 1 else torch.cat(found, -3)
+    parts = [rows_of(t, rows) for rows, _ in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
 
 
 def _gather_lse(t: torch.Tensor, places: Sequence[tuple[Range, Range]]) -> torch.Tensor:
-    found = [t[..., start:stop] for (start, stop), _ in places]
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+    parts = [t[..., start:stop] for (start, stop), _ in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

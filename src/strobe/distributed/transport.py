@@ -1,4 +1,4 @@
-"""How ranks talk: messages between pairs, and two collectives. Every method is written against `Transport` alone, so it
+"""Ranks talk by messages between pairs, and two collectives. Every method is written against `Transport` alone, so it
 runs unchanged over torch.distributed, inside one process (`simulator.py`), counted, delayed or traced.
 
 A call never blocks: it returns something to wait for. All ranks of a transport make matching calls in the same order.
@@ -21,7 +21,8 @@ Message = tuple[torch.Tensor, int]  # a contiguous tensor, and the rank to which
 
 class Pending(Protocol):
     def wait(self) -> None:
-        """Until what was received can be read, and what was sent can be written. On a GPU: by what is queued next."""
+        """Wait until what was received can be read, and what was sent can be written. On a GPU: by what is queued
+        next."""
 
 
 class Transport(Protocol):
@@ -58,8 +59,8 @@ _Started = tuple[Any, str, int | None]  # a work, what it does, and with which r
 
 
 class GroupTransport:
-    """Over a process group of torch.distributed, whatever its backend. On a CPU collectives are messages, too, since the
-    error of a message names a peer and that of a collective does not."""
+    """A transport over a process group of torch.distributed, whatever its backend. On a CPU collectives are messages,
+    too, since the error of a message names a peer and that of a collective does not."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -101,7 +102,7 @@ class GroupTransport:
         return _Works(self, [(work, what, None) for work in self.tried(start, what, None)], keep)
 
     def tried(self, function: Callable[[], Any], what: str, peer: int | None) -> Any:
-        """What the function returns. `what` it does, and with which rank, where that is one, is what an error says."""
+        """Return what the function returns. An error says `what` it does, and with which rank, where that is one."""
         try:
             return function()
         except RuntimeError as error:
@@ -134,24 +135,25 @@ def _name(group: dist.ProcessGroup, rank: int) -> str:
     return f"rank {rank}" if everywhere == rank else f"rank {rank} (of all ranks {everywhere})"
 
 
-def _reasons_of_others(transport: GroupTransport, own: str, peer: int | None) -> list[str]:
-    """Where the peer of a transfer has failed as well, what it says, and so on, up to a rank that says nothing: that one is
-    gone. Ranks leave word in the store of all, under their numbers among all: a mesh has several groups."""
+def _reasons_of_others(transport: GroupTransport, reason_here: str, peer: int | None) -> list[str]:
+    """Return what the peer of a transfer says, if it has failed as well, then what its own peer says, up to a rank that
+    says nothing: that one is gone. Ranks leave word in the store of all, under their numbers among all: a mesh has
+    several groups."""
     rank, after = (-1 if r is None else dist.get_global_rank(transport.group, r) for r in (transport.rank, peer))
-    found: list[str] = []
+    reasons: list[str] = []
     asked = {rank, -1}
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set(_key(rank), f"{after} {own}")
+        store.set(_key(rank), f"{after} {reason_here}")
         while after not in asked:
             asked.add(after)
             store.wait([_key(after)], _GRACE)
             number, reason = store.get(_key(after)).decode().split(" ", 1)
-            found.append(reason)
+            reasons.append(reason)
             after = int(number)
     except RuntimeError:  # nothing is said, or the store went with the rank that kept it
         pass
-    return found
+    return reasons
 
 
 def _key(rank: int) -> str:
@@ -167,21 +169,21 @@ def gather_by_messages(transport: Transport, into: torch.Tensor, mine: torch.Ten
 
 def sum_by_messages(transport: Transport, into: torch.Tensor, parts: torch.Tensor) -> Pending:
     """`Transport.reduce_scatter` likewise; sums are in the order of the ranks."""
-    found = torch.empty_like(parts)
-    found[transport.rank].copy_(parts[transport.rank])
+    arrived = torch.empty_like(parts)
+    arrived[transport.rank].copy_(parts[transport.rank])
     others = [peer for peer in range(transport.size) if peer != transport.rank]
-    arriving = transport.exchange([(parts[peer], peer) for peer in others], [(found[peer], peer) for peer in others])
-    return _Summed(arriving, found, into)
+    arriving = transport.exchange([(parts[peer], peer) for peer in others], [(arrived[peer], peer) for peer in others])
+    return _Summed(arriving, arrived, into)
 
 
 class _Summed(NamedTuple):
     arriving: Pending
-    found: torch.Tensor
+    arrived: torch.Tensor
     into: torch.Tensor
 
     def wait(self) -> None:
         self.arriving.wait()
-        torch.sum(self.found, 0, out=self.into)
+        torch.sum(self.arrived, 0, out=self.into)
 
 
 class Counted:
@@ -238,7 +240,7 @@ def names_of(mesh: Any) -> list[str]:
 
 
 def sizes_of(mesh: Any) -> list[int]:
-    """How many ranks each of the transports of `names_of` has."""
+    """Return how many ranks each of the transports of `names_of` has."""
     if isinstance(mesh, tuple):
         return [size for one in mesh for size in sizes_of(one)]
     if isinstance(mesh, dist.ProcessGroup):

@@ -43,7 +43,7 @@ def _share(group: int, start: int, stop: int) -> Share:
 
 
 def is_shared(shares: Sequence[Share]) -> bool:
-    """Whether a key head goes to several ranks."""
+    """Return whether a key head goes to several ranks."""
     return any(a.keys[1] > b.keys[0] for a, b in zip(shares, shares[1:], strict=False))
 
 
@@ -103,8 +103,8 @@ class Ulysses:
         return shares[self.transport.rank], shares
 
     def _to_heads(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Heads]]) -> list[torch.Tensor]:
-        """From (…, my rows, all heads, dim) to (…, all rows, my heads, dim); heads[tensor][rank]."""
-        rank, found = self.transport.rank, []
+        """Bring (…, my rows, all heads, dim) to (…, all rows, my heads, dim); heads[tensor][rank]."""
+        rank, received = self.transport.rank, []
         sends: list[Message] = []
         receives: list[Message] = []
         for t, of_ranks in zip(tensors, heads, strict=True):
@@ -116,16 +116,16 @@ class Ulysses:
                     part = like(t, sets.size(self.shards[peer]), of_ranks[rank][1] - of_ranks[rank][0])
                     receives.append((part, peer))
                 parts.append(part)
-            found.append(parts)
+            received.append(parts)
         self.transport.exchange(sends, receives).wait()
         order = self._order(tensors[0].device)
-        joined = [torch.cat(parts, -3) for parts in found]
+        joined = [torch.cat(parts, -3) for parts in received]
         return joined if order is None else [t.index_select(t.dim() - 3, order) for t in joined]
 
     def _to_rows(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Heads]]) -> list[torch.Tensor]:
         """Back: from (…, all rows, my heads, dim) to (…, my rows, all heads, dim). What several ranks have of a head is
         added up, in the order of the ranks."""
-        rank, found = self.transport.rank, []
+        rank, received = self.transport.rank, []
         sends: list[Message] = []
         receives: list[Message] = []
         for t, of_ranks in zip(tensors, heads, strict=True):
@@ -137,9 +137,9 @@ class Ulysses:
                     part = like(t, sets.size(self.shards[rank]), stop - start)
                     receives.append((part, peer))
                 parts.append(part)
-            found.append(parts)
+            received.append(parts)
         self.transport.exchange(sends, receives).wait()
-        return [_side_by_side(parts, of_ranks) for parts, of_ranks in zip(found, heads, strict=True)]
+        return [_side_by_side(parts, of_ranks) for parts, of_ranks in zip(received, heads, strict=True)]
 
     def _order(self, device: torch.device) -> torch.Tensor | None:
         prepared, key = self.whole.plan.prepared, ("rows of neighbours", self.whole.rank, device)
@@ -197,8 +197,5 @@ class Local:
         a = self.task.template._replace(q=q, k=k, v=v, mask=plan.mask, return_lse=True)
         if not self.task.documents:
             return a
-        cu = plan.prepared.get(("cu", q.device))
-        if cu is None:
-            cu = plan.prepared["cu", q.device] = torch.tensor(plan.starts, dtype=torch.int32).to(q.device)
-        longest = max(plan.lengths)
+        cu, longest = plan.offsets(q.device), max(plan.lengths)
         return a._replace(cu_q=cu, cu_k=cu, max_q=longest, max_k=longest)

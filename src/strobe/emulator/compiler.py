@@ -54,7 +54,7 @@ def compiler() -> str | None:
 
 
 def why_missing() -> str:
-    """In one line, if `compiler()` is None."""
+    """Say in one line why `compiler()` is None."""
     if chosen := _cxx():
         return f"CXX is {chosen!r}, {_problem_with_cxx(chosen)}"
     return f"none of {', '.join(_CANDIDATES)} is on the path and CXX is not set"
@@ -146,7 +146,7 @@ def _engine_text() -> str:
 
 @functools.cache
 def _engine(key: str, command: str, options: tuple[str, ...]) -> bytes:
-    """What every program is linked with, as an object file."""
+    """Return the object file with which every program is linked."""
     kept = cache.directory("emulator")
     if kept is not None:
         for _, content in cache.intact(kept, key, ".o"):
@@ -163,13 +163,13 @@ def _compile(
     command: str,
     options: tuple[str, ...],
     name: str,
-    made: str,
+    file_name: str,
     engine: bytes | None = None,
     frame_limit: tuple[str, int] | None = None,
 ) -> bytes:
     """The file that the compiler makes of this text."""
     with tempfile.TemporaryDirectory(prefix="strobe-") as scratch:
-        source, product = Path(scratch, "kernel.cpp"), Path(scratch, made)
+        source, product = Path(scratch, "kernel.cpp"), Path(scratch, file_name)
         source.write_text(text, encoding="utf-8")
         inputs = [str(source)]
         if engine is not None:

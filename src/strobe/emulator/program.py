@@ -31,7 +31,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Counters:
-    """What one launch did. Bytes include asynchronous copies; `bank_conflicts` counts wavefronts beyond those
+    """The counts of one launch. Bytes include asynchronous copies; `bank_conflicts` counts wavefronts beyond those
     needed."""
 
     global_bytes_read: int

@@ -14,7 +14,7 @@ SECTOR_BYTES = 32  # the least that global memory moves
 
 
 class Access(NamedTuple):
-    """Who, when, where in the kernel."""
+    """One access: who, when, where in the kernel."""
 
     block_name: str
     thread_name: str
@@ -32,7 +32,7 @@ class Access(NamedTuple):
         return f"thread {self.thread_name} of block {self.block_name}, line {self.line}"
 
     def unordered(self, other: Access) -> bool:
-        """Whether nothing decides which of the two comes first."""
+        """Return whether nothing decides which of the two comes first."""
         if self.block != other.block:
             return True
         return self.lane != other.lane and self.epoch == other.epoch
@@ -40,8 +40,7 @@ class Access(NamedTuple):
 
 @dataclass
 class History:
-    """As much of the accesses to one element as is needed to find a race: the last write, and reads by different
-    threads."""
+    """The accesses to one element that are needed to find a race: the last write, and reads by different threads."""
 
     write: Access | None = None
     reads: list[Access] = field(default_factory=list)  # the last two of this block, by different threads

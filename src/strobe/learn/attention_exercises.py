@@ -101,8 +101,8 @@ def _attention_cases() -> Iterator[Case]:
         o = Array("o", shape=(n, d))
 
         def once(report: Report, most: int = n * n * d) -> str | None:
-            found = [f"{report.loads[x]} loads of {x}, {most} are enough" for x in "kv" if report.loads[x] > most]
-            return f"right, but {' and '.join(found)}" if found else None
+            excess = [f"{report.loads[x]} loads of {x}, {most} are enough" for x in "kv" if report.loads[x] > most]
+            return f"right, but {' and '.join(excess)}" if excess else None
 
         expected = strobe.attention(q, k, v, backend="reference").tolist()
         arguments = (*(Array(name, x.tolist()) for name, x in (("q", q), ("k", k), ("v", v))), o, n, d)

@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Task:
-    """What all exercises have, in whatever language they are solved."""
+    """The fields that all exercises have, in whatever language they are solved."""
 
     name: str
     task: str
@@ -96,12 +96,13 @@ def _problem(kernel: Kernel, case: Case) -> str | None:
     except Exception as error:  # whatever a half-written kernel raises
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     wrong = wrong_elements(case.output, case.expected)
-    found = report.problems[:_SHOWN] + ([wrong] if wrong else [])
-    return "\n".join(found) or case.demand(report)
+    problems = report.problems[:_SHOWN] + ([wrong] if wrong else [])
+    return "\n".join(problems) or case.demand(report)
 
 
 def wrong_elements(output: Array, expected: Sequence[Any], tolerance: float = 1e-6) -> str | None:
-    """Which elements are wrong, what they are, what they should be, and who wrote them; None if all are right."""
+    """Return which elements are wrong, what they are, what they should be, and who wrote them; None if all are
+    right."""
     wrong = []
     for index, right in _elements(expected):
         offset = output._offset(index)

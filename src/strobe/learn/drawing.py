@@ -32,7 +32,7 @@ class Figure:
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> tuple[dict[str, str], dict[str, Any]]:
-        """What a notebook stores: viewers choose the picture, screen readers the text."""
+        """Return what a notebook stores: viewers choose the picture, screen readers the text."""
         kind, data = self.image or ("image/svg+xml", b"")
         alt = self.alt or self.text
         picture = base64.b64encode(data).decode() if self.image else self.svg
@@ -57,7 +57,8 @@ def _svg(width: float, height: float, title: str, parts: list[str]) -> str:
 
 
 def thread_map(height: int, width: int, block: tuple[int, int] | int) -> Figure:
-    """Which thread of which block has which element of a (height, width) array; `block` is (x, y), as CUDA writes it.
+    """Return which thread of which block has which element of a (height, width) array; `block` is (x, y), as CUDA
+    writes it.
 
     Every cell says block.thread. Threads that stick out beyond the array are in brackets: they exist and must do
     nothing."""

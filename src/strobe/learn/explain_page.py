@@ -101,14 +101,14 @@ def presets() -> list[dict[str, Any]]:
 
 def traces() -> list[dict[str, Any]]:
     """The small presets as the library runs them; the page shows these until the reader changes something."""
-    found = []
+    recorded_runs = []
     for preset in (p for p in presets() if "matrices" in p):
         for dtype in ("float32", "float64"):
             for mask in ("full", "causal"):
                 q, k, v = (torch.tensor(preset["matrices"][name], dtype=getattr(torch, dtype)) for name in "qkv")
                 run = trace(q, k, v, block_q=preset["blockQ"], block_k=preset["blockK"], mask=getattr(strobe, mask))
-                found.append({"preset": preset["name"]} | recorded(run))
-    return found
+                recorded_runs.append({"preset": preset["name"]} | recorded(run))
+    return recorded_runs
 
 
 def recorded(run: Trace) -> dict[str, Any]:
@@ -142,18 +142,19 @@ _ROOT = Path(__file__).resolve().parents[3]  # of a checkout
 
 
 def _address(target: str) -> str | None:
-    """Of a file of the checkout or of the installed package, on this machine; None if it is not here."""
+    """Return the address of a file of the checkout or of the installed package, on this machine; None if it is not
+    here."""
     package = Path(strobe.__file__).parent / target.removeprefix("src/strobe/")
-    found = package if target.startswith("src/") else _ROOT / target
-    return found.as_uri() if found.is_file() else None
+    path = package if target.startswith("src/") else _ROOT / target
+    return path.as_uri() if path.is_file() else None
 
 
 def html(address: Callable[[str], str | None] = _address) -> str:
     """`address` says where a file of the project can be read; what it does not know is named without a link."""
 
-    def link(found: re.Match[str]) -> str:
-        to = address(found[1])
-        return found[2] if to is None else f'<a href="{to}">{found[2]}</a>'
+    def link(match: re.Match[str]) -> str:
+        to = address(match[1])
+        return match[2] if to is None else f'<a href="{to}">{match[2]}</a>'
 
     def part(name: str) -> str:
         return (_HERE / name).read_text(encoding="utf-8")

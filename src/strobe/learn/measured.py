@@ -1,4 +1,4 @@
-"""What was measured on a GPU, for lessons on machines without one: an excerpt of the committed results, `measured.json`."""
+"""Measurements on a GPU, for lessons on machines without one: an excerpt of the committed results, `measured.json`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _matplotlib() -> Any:
 
 
 def _drawn(canvas: Any, alt: str, *, photograph: bool = False) -> Figure:
-    """As a bitmap, which every notebook viewer shows."""
+    """Draw the canvas as a bitmap, which every notebook viewer shows."""
     file = io.BytesIO()
     how: dict[str, Any] = {"format": "png", "metadata": {"Software": None}}
     if photograph:
@@ -90,8 +90,8 @@ def curves(
     canvas = _matplotlib()(figsize=(6.4, 3.6), layout="constrained")
     axes = canvas.subplots()
     for i, (name, values) in enumerate(series.items()):
-        known = [(a, b) for a, b in zip(x, values, strict=True) if b is not None]
-        axes.plot(*zip(*known, strict=True), color=_LINES[i % 4], marker=_MARKERS[i % 4], markersize=4, label=name)
+        points = [(a, b) for a, b in zip(x, values, strict=True) if b is not None]
+        axes.plot(*zip(*points, strict=True), color=_LINES[i % 4], marker=_MARKERS[i % 4], markersize=4, label=name)
     if logarithmic:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -22,7 +22,7 @@ _POINTERS = {torch.float32: "float", torch.int32: "int"}
 
 @dataclass(frozen=True)
 class Run:
-    """Where a kernel ran and what is known of it: a GPU has a clock, the emulator counts."""
+    """A run of a kernel: where it ran and what is known of it. A GPU has a clock, the emulator counts."""
 
     where: str
     milliseconds: float | None = None
@@ -52,11 +52,11 @@ def gpu() -> str | None:
 
 def params_of(text: str) -> Struct:
     """The kernel's `struct Params`, read from its source: the one place where it is written."""
-    found = re.search(r"struct Params \{\n(.*?)\n\};", re.sub(r"//[^\n]*", "", text), re.DOTALL)
-    if found is None:
+    match = re.search(r"struct Params \{\n(.*?)\n\};", re.sub(r"//[^\n]*", "", text), re.DOTALL)
+    if match is None:
         raise ValueError("the kernel has no `struct Params`")
     fields = []
-    for declaration in found[1].split(";"):
+    for declaration in match[1].split(";"):
         if not declaration.strip():
             continue
         ctype, _, names = re.sub(r"\s*\*\s*", "* ", declaration.strip()).rpartition("* ")

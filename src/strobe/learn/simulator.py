@@ -77,9 +77,11 @@ class Array:
         be."""
         if values is None and shape is None:
             raise ValueError(f"array {name!r} needs values or a shape")
-        flat, found = _flatten(values) if values is not None else ([], ())
+        flat, nested_shape = _flatten(values) if values is not None else ([], ())
         self.name = name
-        self.shape: tuple[int, ...] = found if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        self.shape: tuple[int, ...] = (
+            nested_shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        )
         size = math.prod(self.shape)
         if values is not None and len(flat) != size:
             raise ValueError(f"array {name!r}: {len(flat)} values do not fill shape {self.shape}")
@@ -99,7 +101,7 @@ class Array:
         return values
 
     def writer(self, *index: int) -> Access | None:
-        """Who wrote this element last, in the last launch; None if nobody did."""
+        """Return who wrote this element last, in the last launch; None if nobody did."""
         return self._writers.get(self._offset(index))
 
     def __getitem__(self, index: int | tuple[int, ...]) -> Any:
@@ -167,7 +169,7 @@ def _flatten(values: Iterable[Any]) -> tuple[list[Any], tuple[int, ...]]:
 
 
 class Thread:
-    """What a kernel knows of itself. The names are CUDA's; `thread` and `block` are the flat numbers."""
+    """A thread of a kernel, as the kernel sees it. The names are CUDA's; `thread` and `block` are the flat numbers."""
 
     def __init__(self, launch: _Launch, block: int, index: int) -> None:
         self._launch = launch
@@ -184,7 +186,7 @@ class Thread:
 
 @dataclass
 class Report:
-    """What one launch did. Loads and stores are counted in elements, per array."""
+    """The counts of one launch. Loads and stores are counted in elements, per array."""
 
     grid: Dim3
     block: Dim3
@@ -233,7 +235,7 @@ class _Launch:
         self.grid_dim, self.block_dim = grid, block
         self.thread: Thread | None = None
         self.epoch = 0  # how many barriers this block has passed
-        self.found = Report(grid, block)
+        self.counts = Report(grid, block)
         self._shared: dict[str, Array] = {}
         # What a warp does in one instruction: its lanes are simulated one by one, so accesses that belong together are
         # found by the line of the kernel and how often the lane has been there since the last barrier.
@@ -243,17 +245,17 @@ class _Launch:
 
     def report(self, access: Access, what: str) -> None:
         kind = (access.line, what.split("[")[0])
-        if kind not in self._seen and len(self.found.problems) < _MOST_PROBLEMS:
+        if kind not in self._seen and len(self.counts.problems) < _MOST_PROBLEMS:
             self._seen.add(kind)
-            self.found.problems.append(f"{access}: {what}")
+            self.counts.problems.append(f"{access}: {what}")
 
     def count(self, array: Array, offset: int, access: Access) -> None:
-        found = self.found
+        counts = self.counts
         if array.is_shared:
-            found.shared_loads += not access.writes
-            found.shared_stores += access.writes
+            counts.shared_loads += not access.writes
+            counts.shared_stores += access.writes
         else:
-            (found.stores if access.writes else found.loads)[array.name] += 1
+            (counts.stores if access.writes else counts.loads)[array.name] += 1
         place = (array.name, access.line, access.writes)
         self._visits[(access.lane, *place)] += 1
         instruction = (array.is_shared, access.lane // WARP, *place, self._visits[(access.lane, *place)])
@@ -289,11 +291,11 @@ class _Launch:
                 arrived[index] = body
             if arrived:
                 self._check_barrier(threads, waiting, arrived)
-                self.found.barriers += 1
+                self.counts.barriers += 1
             self._end_epoch()
             waiting = arrived
         self._end_epoch()
-        self.found.shared_bytes = sum(a.itemsize * len(a.data) for a in self._shared.values())
+        self.counts.shared_bytes = sum(a.itemsize * len(a.data) for a in self._shared.values())
 
     def _check_barrier(self, threads: list[Thread], waiting: dict[int, Any], arrived: dict[int, Any]) -> None:
         lines: dict[int, list[int]] = {}
@@ -312,10 +314,10 @@ class _Launch:
     def _end_epoch(self) -> None:
         for (is_shared, *_), bytes_touched in self._together.items():
             if is_shared:
-                self.found.bank_conflicts += wavefronts(bytes_touched) - 1
+                self.counts.bank_conflicts += wavefronts(bytes_touched) - 1
             else:
-                self.found.sectors += sectors(bytes_touched)
-                self.found.warp_accesses += 1
+                self.counts.sectors += sectors(bytes_touched)
+                self.counts.warp_accesses += 1
         self._together.clear()
         self._visits.clear()
         self.epoch += 1
@@ -356,9 +358,9 @@ def launch(
     finally:
         for array in arrays:
             array._running = None
-    if strict and run.found.problems:
-        raise KernelError("\n".join(run.found.problems))
-    return run.found
+    if strict and run.counts.problems:
+        raise KernelError("\n".join(run.counts.problems))
+    return run.counts
 
 
 __all__ = ["BANKS", "SECTOR_BYTES", "WARP", "Array", "Dim3", "KernelError", "Report", "Thread", "launch"]

@@ -191,12 +191,12 @@ def _matmul_case(m: int, n: int, k: int, tiled: bool) -> Case:
 
     def fetched_once_per_block(report: Report) -> str | None:
         allowed = {"a": m * k * grid[0], "b": k * n * grid[1]}
-        found = [
+        excess = [
             f"{report.loads[x]} loads of {x}, {most} are enough"
             for x, most in allowed.items()
             if report.loads[x] > most
         ]
-        return f"right, but {' and '.join(found)}: let threads share what they fetch" if found else None
+        return f"right, but {' and '.join(excess)}: let threads share what they fetch" if excess else None
 
     what = f"({m} x {k}) @ ({k} x {n}) in blocks of {TILE} x {TILE}"
     arguments = (Array("a", a), Array("b", b), c, m, n, k)

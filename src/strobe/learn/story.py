@@ -38,7 +38,7 @@ def story() -> dict[str, Any]:
     p = [[math.exp(s - lse) for tile in row for s in tile.s] for row, lse in zip(run.rows, run.lse, strict=True)]  # type: ignore[operator]
     size = torch.float32.itemsize
     single = trace(*(t.float() for t in (q, k, v)), block_q=BLOCK_Q, block_k=BLOCK_K).totals()
-    moved = {who: found.hbm_read + found.hbm_written for who, found in single.items()}
+    moved = {who: counters.hbm_read + counters.hbm_written for who, counters in single.items()}
     return {
         "words": WORDS,
         "row": ROW,

@@ -80,11 +80,11 @@ def checks(backend: str | None = None) -> list[Check]:
     """Every golden number against what the loops above and `strobe.attention` compute."""
     q, k, v = inputs()
     first, second = list(tile_steps(q, k, v))[:2]
-    found: list[Check] = []
+    results: list[Check] = []
 
     def compare(what: str, computed: torch.Tensor, golden: list[float], tolerance: float) -> None:
         for i, (a, b) in enumerate(zip(computed.flatten().tolist(), golden, strict=True)):
-            found.append(Check(f"{what}[{i}]" if len(golden) > 1 else what, a, b, tolerance))
+            results.append(Check(f"{what}[{i}]" if len(golden) > 1 else what, a, b, tolerance))
 
     compare("first tile: S", first.s, [2.474874, 6.717514, 5.303301, 15.202796], 1e-6)
     compare("first tile: m", first.m, [6.717514, 15.202796], 1e-6)
@@ -107,4 +107,4 @@ def checks(backend: str | None = None) -> list[Check]:
     compare(
         "strobe.attention, causal", strobe.attention(q, k, v, mask=strobe.causal, backend=backend), golden_causal, 1e-6
     )
-    return found
+    return results

@@ -1,1 +1,2 @@
-"""What every measurement shares: cases, tolerance, stopwatch and methods, clocks and energy, memory, statistics, units."""
+"""The parts that every measurement shares: cases, tolerance, stopwatch and methods, clocks and energy, memory,
+statistics, units."""

@@ -58,14 +58,14 @@ class Case:
         return self.heads // self.heads_k
 
     def rows(self) -> tuple[int, int]:
-        """Of q and of k: lengths, or the totals of a varlen problem."""
+        """Return the rows of q and of k: lengths, or the totals of a varlen problem."""
         if self.lengths is None:
             return self.len_q, self.len_k
         total_q, total_k = (sum(n) for n in zip(*self.lengths, strict=True))
         return total_q, total_k
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of q, k and v: (batch, length, heads, dim), or (total, heads, dim) for varlen."""
+        """Return the shapes of q, k and v: (batch, length, heads, dim), or (total, heads, dim) for varlen."""
         leading = () if self.lengths is not None else (self.batch,)
         rows_q, rows_k = self.rows()
         return (
@@ -75,17 +75,17 @@ class Case:
         )
 
     def score_elements(self) -> int:
-        """Of the matrix that standard attention stores."""
+        """Return the size of the matrix that standard attention stores."""
         return self.batch * self.heads * self.len_q * self.len_k
 
     def tensor_elements(self) -> int:
-        """Of q, k, v and o: what any attention has to hold."""
+        """Return the size of q, k, v and o together: what any attention has to hold."""
         rows_q, rows_k = (self.batch * n for n in (self.len_q, self.len_k))
         return (self.heads * rows_q + self.heads_k * rows_k) * (self.dim + self.value_dim)
 
 
 def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
-    """What the library makes of a case, without its tensors; the device need not be there."""
+    """Return the problem that the library makes of a case, without its tensors; the device need not be there."""
     options: dict[str, Any] = {
         "mask": case.mask if case.mask_tensor is None else case.mask_tensor,
         "score": with_softcap(None, case.softcap),
@@ -109,15 +109,16 @@ _MAKERS: dict[str, Any] = {"window": window, "prefix": prefix, "chunked": chunke
 
 
 def mask_of(text: str) -> Mask:
-    """From its name, as results files have it: "causal", "window(4095, 0)". Raises ValueError for anything else."""
-    found = full
+    """Return the mask of this name, as results files have it: "causal", "window(4095, 0)". Raises ValueError for
+    anything else."""
+    mask = full
     for part in text.split(" & "):
         maker, _, numbers = part.removesuffix(")").partition("(")
         try:
-            found = found & (_PLAIN[part] if part in _PLAIN else _MAKERS[maker](*map(_side, numbers.split(","))))
+            mask = mask & (_PLAIN[part] if part in _PLAIN else _MAKERS[maker](*map(_side, numbers.split(","))))
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"mask must be one of {', '.join((*_PLAIN, *_MAKERS))}, got {text!r}") from None
-    return found
+    return mask
 
 
 def _side(text: str) -> int | None:

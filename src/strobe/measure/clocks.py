@@ -35,7 +35,7 @@ _REASONS = {
 
 @dataclass
 class Clock:
-    """Of the GPU while a row ran: medians."""
+    """The state of the GPU while a row ran: medians."""
 
     sm_mhz: float | None = None
     power_w: float | None = None
@@ -58,7 +58,7 @@ def reasons(bits: int) -> tuple[str, ...]:
 
 
 class Nvml:
-    """Through nvidia-ml-py. Raises OSError, saying why, where it cannot be used."""
+    """Reads a GPU through nvidia-ml-py. Raises OSError, saying why, where it cannot be used."""
 
     name = "NVML"
     energy_name = "NVML energy counter"
@@ -233,7 +233,7 @@ class Monitor:
 
     @property
     def energy_source(self) -> str | None:
-        """Where `mean_watts` comes from; None if there is nothing."""
+        """Return where `mean_watts` comes from; None if there is nothing."""
         if self._rapl is not None:
             return self._rapl.name
         if self._source is None:
@@ -242,7 +242,7 @@ class Monitor:
 
     @property
     def instant_power(self) -> bool:
-        """Whether sampled power is the present one, not a mean over the last second."""
+        """Return whether sampled power is the present one, not a mean over the last second."""
         return self._source is not None and self._source.instant_power
 
     def _sample(self) -> None:
@@ -263,7 +263,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While the CPU itself is measured."""
+        """Stop sampling while the CPU itself is measured."""
         self._running.clear()
         try:
             yield
@@ -292,11 +292,11 @@ class Monitor:
         )
 
     def mean_watts(self, begin: float, end: float) -> float | None:
-        """By the energy counter or, without one, the mean of sampled power."""
+        """Return the mean power by the energy counter or, without one, that of its samples."""
         if self._energy is not None:
             return self._energy.mean_watts(begin, end)
-        known = [s.power_w for s in self._inside([(begin, end)]) if s.power_w is not None]
-        return sum(known) / len(known) if known else None
+        watts = [s.power_w for s in self._inside([(begin, end)]) if s.power_w is not None]
+        return sum(watts) / len(watts) if watts else None
 
     def close(self) -> None:
         self._quit.set()
@@ -308,5 +308,5 @@ class Monitor:
 
 
 def _median(values: list[float | None]) -> float | None:
-    known = sorted(v for v in values if v is not None)
-    return known[len(known) // 2] if known else None
+    numbers = sorted(v for v in values if v is not None)
+    return numbers[len(numbers) // 2] if numbers else None

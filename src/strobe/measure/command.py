@@ -1,5 +1,5 @@
-"""What the options of all commands have in common: numbers of tokens such as 4K, flags in the help, progress off a
-terminal. No torch here: help and usage errors do not wait for it."""
+"""Options that all commands have in common: numbers of tokens such as 4K, flags in the help, progress off a terminal.
+No torch here: help and usage errors do not wait for it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TOKENS = "N|4K"  # how help shows a number of tokens
 
 def tokens(text: str) -> int:
     """5000, 4K or 1M; K is 1,024."""
-    found = re.fullmatch(r"(\d+)([KM]?)", str(text), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d+)([KM]?)", str(text), re.IGNORECASE)
+    if match is None:
         raise typer.BadParameter(f"must be an integer such as 5000, 4K or 1M (K is 1,024), got {text!r}")
-    number = int(found[1]) * _UNITS[found[2].upper()]
+    number = int(match[1]) * _UNITS[match[2].upper()]
     if number < 1:
         raise typer.BadParameter(f"must be at least 1, got {text}")
     return number

@@ -16,7 +16,7 @@ _SHARE = 0.5  # of an interval that the jumps in it have to cover
 
 @dataclass
 class Energy:
-    """Of one provider on one case, while it ran alone."""
+    """The energy of one provider on one case, while it ran alone."""
 
     watts: float
     joules_per_call: float
@@ -26,7 +26,7 @@ class Energy:
 
 
 class EnergyLog:
-    """When a counter showed a new value: (time, joules)."""
+    """A log of the times at which a counter showed a new value: (time, joules)."""
 
     def __init__(self, read: Callable[[], float | None]) -> None:
         self._read = read
@@ -43,7 +43,8 @@ class EnergyLog:
                 self._last = value
 
     def mean_watts(self, begin: float, end: float) -> float | None:
-        """From the first to the last jump inside the interval; None if those are too few or too close."""
+        """Return the mean power from the first to the last jump inside the interval; None if those are too few or too
+        close."""
         with self._lock:
             inside = [jump for jump in self._jumps if begin <= jump[0] <= end]
         if len(inside) < 2 or inside[-1][0] - inside[0][0] < _SHARE * (end - begin):
@@ -72,7 +73,7 @@ class Rapl:
         self._joules = 0.0
 
     def joules(self) -> float:
-        """Since this object was made. A counter that has wrapped around counts on."""
+        """Return the energy since this object was made. A counter that has wrapped around counts on."""
         for i, counter in enumerate(self._counters):
             now = int(counter.read_text())
             self._joules += ((now - self._last[i]) % (self._wraps[i] + 1)) * 1e-6

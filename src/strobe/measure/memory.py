@@ -1,4 +1,4 @@
-"""How much memory a call takes, and how much there is."""
+"""Measure how much memory a call takes, and how much there is."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _SHAPES = {"ours": "circle", "peer": "square", "standard": "triangle"}
 
 @dataclass(frozen=True)
 class Style:
-    """How a provider's line looks. Kinds differ in shape too, so that a figure can be read without colours."""
+    """The look of a provider's line. Kinds differ in shape too, so that a figure can be read without colours."""
 
     colour: str
     shape: str  # circle, square or triangle
@@ -25,11 +25,12 @@ class Style:
 
 
 def styles(providers: Sequence[tuple[str, str]]) -> dict[str, Style]:
-    """Of (name, kind) pairs: name -> style. The order among those of one kind decides the colour."""
-    found: dict[str, Style] = {}
+    """Return the style of each provider, given (name, kind) pairs. The order among those of one kind decides the
+    colour."""
+    look: dict[str, Style] = {}
     for kind in KINDS:
         names = dict.fromkeys(name for name, its_kind in providers if its_kind == kind)
         for i, name in enumerate(names):
             colour = COLOURS[kind][i % len(COLOURS[kind])]
-            found[name] = Style(colour, _SHAPES[kind], kind == "standard", 2.4 if kind == "ours" else 1.6)
-    return found
+            look[name] = Style(colour, _SHAPES[kind], kind == "standard", 2.4 if kind == "ours" else 1.6)
+    return look

@@ -1,4 +1,4 @@
-"""Where a result comes from: device, driver, versions, commit, command, date."""
+"""The provenance of a result: device, driver, versions, commit, command, date."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def collect(device: torch.device, seed: int, command: str | None = None) -> dict
     }
 
 
-def busy_machine(found: dict[str, Any]) -> str | None:
+def busy_machine(provenance: dict[str, Any]) -> str | None:
     """A warning for results of a CPU that others used as well; None if it was free."""
-    load, cores = found.get("host_load") or 0.0, found.get("host_cores") or 1
-    if found["device"]["kind"] != "cpu" or load <= cores / 4:
+    load, cores = provenance.get("host_load") or 0.0, provenance.get("host_cores") or 1
+    if provenance["device"]["kind"] != "cpu" or load <= cores / 4:
         return None
     return f"Other work ran on this machine when the run began (load {load} on {cores} cores): the times are noisy."
 
 
 def command_line() -> str:
-    """As typed, but without the directories of this machine."""
+    """Return the command as typed, but without the directories of this machine."""
     program = "strobe" if Path(sys.argv[0]).name in ("strobe", "__main__.py") else Path(sys.argv[0]).name
     return shlex.join([program, *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
 
@@ -135,10 +135,10 @@ def _driver(device: torch.device) -> str | None:
 
 
 def driver_version(text: str) -> str | None:
-    """From the kernel module's own line: "… Kernel Module  535.54.03 …", or "… Open Kernel Module for x86_64  580.95
-    …"."""
-    found = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b", text)
-    return found.group(1) if found else None
+    """Return the version in the kernel module's own line: "… Kernel Module  535.54.03 …", or "… Open Kernel Module for
+    x86_64  580.95 …"."""
+    match = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b", text)
+    return match.group(1) if match else None
 
 
 def _nvrtc() -> str | None:
@@ -148,7 +148,7 @@ def _nvrtc() -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """Of the source that runs, which need not be the current directory."""
+    """Return the commit of the source that runs, which need not be the current directory."""
     root = Path(__file__).resolve().parent
 
     def ask(*arguments: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What is said of a list of timings: the median, its 95 % interval, the 5th and 95th percentile, and when two lists
+"""Summarise a list of timings by the median, its 95 % interval, the 5th and 95th percentile, and say when two lists
 differ."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Summary:
-    """In the unit of the samples. `low` and `high` hold the true median in 95 of 100 repetitions, or in as many as so
-    few samples allow (`confidence`)."""
+    """The statistics of samples, in their unit. `low` and `high` hold the true median in 95 of 100 repetitions, or in
+    as many as so few samples allow (`confidence`)."""
 
     n: int
     median: float
@@ -41,15 +41,15 @@ def median_ranks(n: int, confidence: float = 0.95) -> tuple[int, int, float]:
     confidence reached. How many of n samples fall below the median is binomial(n, 1/2), whatever their distribution."""
     ways = 1  # in which i of n samples lie below the median: an integer, which no number of samples overflows
     tail = 0  # and at most i
-    found, reached = 0, 0.0
+    rank, reached = 0, 0.0
     for i in range(max(1, n // 2)):
         tail += ways
         inside = 1 - 2 * tail / 2**n
         if i > 0 and inside < confidence:
             break
-        found, reached = i, inside
+        rank, reached = i, inside
         ways = ways * (n - i) // (i + 1)
-    return found, n - 1 - found, max(0.0, reached)
+    return rank, n - 1 - rank, max(0.0, reached)
 
 
 def summarise(samples: Sequence[float]) -> Summary:
@@ -69,8 +69,8 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def summarise_turns(turns: Sequence[Sequence[float]]) -> Summary:
-    """Of samples that were taken in turns. Those of one turn resemble each other, so the interval of the median is that
-    of the turns' medians."""
+    """Summarise samples that were taken in turns. Those of one turn resemble each other, so the interval of the median
+    is that of the turns' medians."""
     whole = summarise([sample for turn in turns for sample in turn])
     of_turns = summarise([percentile(sorted(turn), 0.5) for turn in turns])
     low, high = min(of_turns.low, whole.median), max(of_turns.high, whole.median)
@@ -78,7 +78,7 @@ def summarise_turns(turns: Sequence[Sequence[float]]) -> Summary:
 
 
 def separated(a: Summary, b: Summary) -> bool:
-    """Whether a difference may be called one: the intervals of the medians have nothing in common."""
+    """Return whether a difference may be called one: the intervals of the medians have nothing in common."""
     return a.high < b.low or b.high < a.low
 
 

@@ -1,4 +1,4 @@
-"""How one call is timed.
+"""Time one call.
 
 On a GPU: a pair of device events around each launch; the L2 cache is overwritten before each launch, or left warm, and
 the result says which. A call must be in the queue before the GPU gets to it, else the CPU's time would be part of it:
@@ -27,7 +27,7 @@ SPINS_PER_MS = 1_800_000  # cycles; about the clock of today's GPUs
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the method `turns`, and of warming up by any."""
+    """The settings of the method `turns`, and of warming up by any."""
 
     budget_ms: float = 150.0  # of timed calls, per row
     rounds: int = 25  # turns of each provider
@@ -65,13 +65,13 @@ class TimedCall:
         return [sample for turn in self.turns_ms for sample in turn]
 
     def replay_from_graph(self, watch: Stopwatch) -> None:
-        """For calls that are too short for events: from now on many of them are one replay."""
+        """Time many calls as one replay from now on: they are too short for events."""
         self.graph = watch.capture(self.call)
         self.how, self.l2 = f"graph replay, {CALLS_IN_GRAPH} calls", "warm"
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """In its scope; whatever it raises becomes its `problem`, and the others go on."""
+        """Enter its scope; whatever it raises becomes its `problem`, and the others go on."""
         try:
             with self.scope():
                 yield
@@ -96,9 +96,9 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def times_ms(self, call: Call, n: int, flush: bool = True, lead: int = 0) -> list[float]:
-        """Of n calls, behind `lead` others that are not timed. On a GPU all are queued before the first is waited for.
-        Behind a lead, each must have been queued before the GPU got to it: else all are timed again with a longer queue
-        delay, which then stays."""
+        """Return the times of n calls, behind `lead` others that are not timed. On a GPU all are queued before the
+        first is waited for. Behind a lead, each must have been queued before the GPU got to it: else all are timed
+        again with a longer queue delay, which then stays."""
         if not self.on_gpu:
             times = []
             for _ in range(lead + n):
@@ -143,7 +143,7 @@ class Stopwatch:
                 return max(last, 1e-4)
 
     def host_ms(self, call: Call, n: int) -> float:
-        """What one of n calls costs the CPU; the device works behind and is waited for afterwards."""
+        """Return what one of n calls costs the CPU; the device works behind and is waited for afterwards."""
         self.synchronize()
         begun = time.perf_counter()
         for _ in range(n):

@@ -58,15 +58,15 @@ class SustainedCall(TimedCall):
     repeats: list[Repeat] = field(default_factory=list)
 
     def mean_ms(self) -> float:
-        """Of a call, over all repeats."""
+        """Return the mean time of a call, over all repeats."""
         return sum(r.ms * r.calls for r in self.repeats) / sum(r.calls for r in self.repeats)
 
     def watts(self) -> float | None:
-        known = [(r.watts, r.seconds) for r in self.repeats if r.watts is not None]
-        return sum(w * s for w, s in known) / sum(s for _, s in known) if known else None
+        samples = [(r.watts, r.seconds) for r in self.repeats if r.watts is not None]
+        return sum(w * s for w, s in samples) / sum(s for _, s in samples) if samples else None
 
     def summary(self) -> Summary:
-        """Of the chunks; the interval spans the means of the repeats."""
+        """Summarise the chunks; the interval spans the means of the repeats."""
         samples, means = sorted(self.samples_ms), [r.ms for r in self.repeats]
         return Summary(
             n=len(samples),
@@ -186,7 +186,7 @@ def _settle(
 
 
 def _is_settled(chunks: list[_Chunk], watch: Stopwatch, monitor: Monitor) -> bool:
-    """Whether the last two windows agree in speed and, where they are known, in clock and power."""
+    """Return whether the last two windows agree in speed and, where they are known, in clock and power."""
     end = chunks[-1].end
     windows = [(end - 2 * _WINDOW_S, end - _WINDOW_S), (end - _WINDOW_S, end)]
     speeds = [[c.ms for c in chunks if a < c.end <= b] for a, b in windows]

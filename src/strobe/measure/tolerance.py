@@ -39,14 +39,14 @@ class Verdict:
 
 
 def compare(
-    what: str, found: Parts, exact: Parts, same_dtype: Parts, factor: float = FORWARD, floor: float = 0.0
+    what: str, result: Parts, exact: Parts, same_dtype: Parts, factor: float = FORWARD, floor: float = 0.0
 ) -> Verdict:
     """`exact`: in float64; `same_dtype`: what PyTorch finds in the dtype of the inputs. Infinities (the LSE of a row
     that sees nothing) must be where they belong; NaN never passes. `floor`: what is allowed beyond the rule."""
-    found, exact, same_dtype = _parts(found), _parts(exact), _parts(same_dtype)
-    limit = allowed(exact, same_dtype, found[0].dtype, factor) + floor
+    result, exact, same_dtype = _parts(result), _parts(exact), _parts(same_dtype)
+    limit = allowed(exact, same_dtype, result[0].dtype, factor) + floor
     largest = square = norm = 0.0
-    for f, e in zip(found, exact, strict=True):
+    for f, e in zip(result, exact, strict=True):
         if f.shape != e.shape:
             raise ValueError(f"{what} has shape {tuple(f.shape)}, should be {tuple(e.shape)}")
         finite = torch.isfinite(e)
@@ -60,12 +60,12 @@ def compare(
     return Verdict(what, largest, limit, (square / max(norm, 1e-300)) ** 0.5)
 
 
-def _problem(found: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor) -> str | None:
-    if bool((nan := found.isnan()).any()):
-        return f"{int(nan.sum())} of {found.numel()} are NaN"
-    if not torch.equal(found.double()[~finite], exact[~finite]):
+def _problem(result: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor) -> str | None:
+    if bool((nan := result.isnan()).any()):
+        return f"{int(nan.sum())} of {result.numel()} are NaN"
+    if not torch.equal(result.double()[~finite], exact[~finite]):
         return "infinities are wrong"
-    if not bool(torch.isfinite(found[finite]).all()):
+    if not bool(torch.isfinite(result[finite]).all()):
         return "infinite where it should be finite"
     return None
 
@@ -101,19 +101,19 @@ def lse_floor(lse: torch.Tensor) -> float:
 
 
 def summation_floor(exact: Parts, roundings: float, dtype: torch.dtype) -> float:
-    """For kernels that add one product after the other, where PyTorch adds in blocks: so many roundings of the largest
-    number."""
+    """Return the floor for kernels that add one product after the other, where PyTorch adds in blocks: so many
+    roundings of the largest number."""
     return roundings * torch.finfo(dtype).eps * max(_top(e) for e in _parts(exact)) if roundings else 0.0
 
 
 def gradient_floor(
     name: str, problem: Problem, inputs: Inputs, lse: torch.Tensor, dout: torch.Tensor, exact: torch.Tensor
 ) -> float:
-    """What a backward that is given `out` and the LSE, both rounded, cannot know. A rounding of the LSE changes every p
-    of its row by as much, relatively; delta = rowsum(dout * out) and dp = dout v, which textbook attention makes cancel
-    exactly, come from different sums. It matters for fp32 only: these are roundings in the dtype of the LSE, and 16
-    bits hide them. The gradient of a sink, one number, is a sum of delta over all rows: there the rounding of `out`
-    counts."""
+    """Return the error of what a backward that is given `out` and the LSE, both rounded, cannot know. A rounding of the
+    LSE changes every p of its row by as much, relatively; delta = rowsum(dout * out) and dp = dout v, which textbook
+    attention makes cancel exactly, come from different sums. It matters for fp32 only: these are roundings in the dtype
+    of the LSE, and 16 bits hide them. The gradient of a sink, one number, is a sum of delta over all rows: there the
+    rounding of `out` counts."""
     if problem.empty:
         return 0.0
     dp = dout.double().norm(dim=-1).max().item() * inputs.v.double().norm(dim=-1).max().item()

@@ -21,7 +21,7 @@ _LEAD_BELOW_MS = 20.0  # of longer calls the slow beginning is a small part
 
 @dataclass(frozen=True)
 class Share:
-    """How often a provider has its turn, and what it does then."""
+    """The turns of a provider: how many it has, and what it does then."""
 
     rounds: int
     repeats: int  # timed calls in a turn

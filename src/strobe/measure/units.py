@@ -65,12 +65,13 @@ def times(ratio: float) -> str:
 
 
 def faster(ratio: float | None) -> str:
-    """In words, from another's time / ours: "1.24 × faster", "1.7 × slower", "as fast"."""
+    """Say in words how fast we are, from another's time / ours: "1.24 × faster", "1.7 × slower", "as fast"."""
     return _in_words(ratio, "faster", "slower", "as fast")
 
 
 def less(ratio: float | None) -> str:
-    """In words, from what another needs / what we need: "5.9 × less", "1.2 × more", "as much"."""
+    """Say in words how little we need, from what another needs / what we need: "5.9 × less", "1.2 × more", "as
+    much"."""
     return _in_words(ratio, "less", "more", "as much")
 
 
@@ -87,5 +88,5 @@ def percent(share: float | None) -> str:
 
 
 def length(n: int) -> str:
-    """Of a sequence: 16384 is "16K"."""
+    """Write the length of a sequence: 16384 is "16K"."""
     return f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n)

@@ -59,12 +59,12 @@ class Attention(torch.nn.Module):
         self.heads, self.heads_k, self.head_dim = heads, heads_k, head_dim
         self.mask, self.softcap, self.dropout = mask, softcap, dropout
         self.rotary_base, self.rotary_dim, self.interleaved = rotary_base, rotary_dim, interleaved
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = torch.nn.Linear(dim, heads * head_dim, bias=bias, **made)
-        self.k_proj = torch.nn.Linear(dim, heads_k * head_dim, bias=bias, **made)
-        self.v_proj = torch.nn.Linear(dim, heads_k * head_dim, bias=bias, **made)
-        self.o_proj = torch.nn.Linear(heads * head_dim, dim, bias=False, **made)
-        self.sinks = torch.nn.Parameter(torch.zeros(heads, **made)) if sinks else None
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = torch.nn.Linear(dim, heads * head_dim, bias=bias, **options)
+        self.k_proj = torch.nn.Linear(dim, heads_k * head_dim, bias=bias, **options)
+        self.v_proj = torch.nn.Linear(dim, heads_k * head_dim, bias=bias, **options)
+        self.o_proj = torch.nn.Linear(heads * head_dim, dim, bias=False, **options)
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, **options)) if sinks else None
 
     def forward(
         self,

@@ -77,8 +77,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return [t.unflatten(-1, (self.num_heads, self.head_dim)) for t in whole.chunk(3, dim=-1)]
         else:
             weights = self.in_proj_weight.chunk(3)
-        found = (linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases, strict=True))
-        return [t.unflatten(-1, (self.num_heads, self.head_dim)) for t in found]
+        projected = (linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases, strict=True))
+        return [t.unflatten(-1, (self.num_heads, self.head_dim)) for t in projected]
 
     def _extra_rows(self, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values behind the others, which every query sees: the learnt ones, and zeros."""

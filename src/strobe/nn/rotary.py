@@ -19,7 +19,7 @@ def angles(
 
 
 def frequencies(dim: int, base: float, device: torch.device | str | None) -> torch.Tensor:
-    """By which angle each pair turns from one position to the next, (dim / 2,)."""
+    """Return the angle by which each pair turns from one position to the next, (dim / 2,)."""
     return base ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
@@ -45,9 +45,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     if interleaved:
         a, b = turned.unflatten(-1, (half, 2)).unbind(-1)
-        found = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
         a, b = turned[..., :half], turned[..., half:]
-        found = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    found = found.to(x.dtype)
-    return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

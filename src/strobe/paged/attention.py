@@ -99,8 +99,8 @@ def attention_paged(
     )  # fmt: skip
     if tail is not None and max_q is None and isinstance(cu_q, torch.Tensor) and not (cu_q.is_cpu or is_tracing(q)):
         a = with_longest(a)  # `tail` has no bits for more; the call would read it back later
-    own = a if tail is None else a._replace(mask=_with_tail(a, tail))
-    return attend(own) if not shared else _with_levels(a, own, shared)
+    call = a if tail is None else a._replace(mask=_with_tail(a, tail))
+    return attend(call) if not shared else _with_levels(a, call, shared)
 
 
 def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
@@ -113,8 +113,8 @@ def _with_tail(a: Arguments, tail: torch.Tensor) -> Any:
     return with_tail(mask, tail, a.cu_q) if isinstance(mask, Mask) else mask
 
 
-def _with_levels(a: Arguments, own: Arguments, levels: Sequence[Level]) -> Any:
-    """A state over each sequence's own keys and one for each level, merged. Sinks enter once, in the merge. `own`: the
+def _with_levels(a: Arguments, call: Arguments, levels: Sequence[Level]) -> Any:
+    """A state over each sequence's own keys and one for each level, merged. Sinks enter once, in the merge. `call`: the
     arguments, with the mask of the own keys."""
     if a.mask is not None and a.mask not in (causal, full):
         way_out = "put the shared pages into each sequence's table instead"
@@ -124,21 +124,21 @@ def _with_levels(a: Arguments, own: Arguments, levels: Sequence[Level]) -> Any:
         raise Unsupported(f"shared keys have no {a.score!r}, which looks at positions: {way_out}")
     if torch.is_grad_enabled() and a.sinks is not None and a.sinks.requires_grad:
         raise Unsupported("shared keys have no gradient of the sinks; call it under torch.no_grad()")
-    own = own._replace(sinks=None, out=None, partial=True, return_lse=True)
-    states = [attend(own)]
+    call = call._replace(sinks=None, out=None, partial=True, return_lse=True)
+    states = [attend(call)]
     dense, q = a.cu_q is None, a.q
     rows = q.flatten(0, 1) if dense else q
     for i, level in enumerate(levels):
         entries, indptr = entries_of(level.table)
-        found, lse = attend(
-            own._replace(
+        out, lse = attend(
+            call._replace(
                 q=rows, cu_q=level.cu_q, max_q=None if rows.is_cpu else rows.shape[0], mask=full, table=entries,
                 indptr=indptr, lengths=level.lengths, starts=None, plan=a.plan and a.plan.of_level(i),
             )
         )  # fmt: skip
         if dense:
-            found, lse = found.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
-        states.append((found, lse))
+            out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+        states.append((out, lse))
     outs, lses = zip(*states, strict=True)
     result = a.out if a.out is not None else q.new_empty((*q.shape[:-1], a.v.shape[-1]))
     _, total = merge(outs, lses, sinks=a.sinks, out=result)

@@ -23,8 +23,8 @@ class Level(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """How `append` rotates new keys: tables (positions, rotary_dim / 2), the position of each new row, and whether
-    pairs are (2 i, 2 i + 1), else (i, i + rotary_dim / 2)."""
+    """The rotation of new keys by `append`: tables (positions, rotary_dim / 2), the position of each new row, and
+    whether pairs are (2 i, 2 i + 1), else (i, i + rotary_dim / 2)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -35,15 +35,15 @@ class Rotary(NamedTuple):
 def slots(
     table: torch.Tensor, page: int, positions: torch.Tensor, sequences: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Where rows go, for `append`: the slot of the key at `positions` (…) of each of `sequences` (…), counted in the rows
-    of the table; without `sequences`, positions are (batch, …). Nothing is read back. A slot is page · page size + row; -1
-    where the table has no entry for a position."""
+    """Return where rows go, for `append`: the slot of the key at `positions` (…) of each of `sequences` (…), counted in
+    the rows of the table; without `sequences`, positions are (batch, …). Nothing is read back. A slot is page · page
+    size + row; -1 where the table has no entry for a position."""
     if sequences is None:
         sequences = torch.arange(table.shape[0], device=table.device).view(-1, *(1,) * (positions.dim() - 1))
     entry = positions.long() // page
     there = (positions >= 0) & (entry < table.shape[1])
-    found = table[sequences.long(), entry.clamp(0, max(0, table.shape[1] - 1))].long()
-    return torch.where(there & (found >= 0), found * page + positions.long() % page, -1)
+    page_number = table[sequences.long(), entry.clamp(0, max(0, table.shape[1] - 1))].long()
+    return torch.where(there & (page_number >= 0), page_number * page + positions.long() % page, -1)
 
 
 def append(
@@ -79,9 +79,9 @@ def append(
         return
     for name, new, pool in (("k", k_new, k), ("v", v_new, v)):
         if new.shape != (*slots.shape, *pool.shape[2:]) or new.dtype != pool.dtype or new.device != pool.device:
-            found = f"{new.dtype} of shape {tuple(new.shape)} on {new.device}"
+            got = f"{new.dtype} of shape {tuple(new.shape)} on {new.device}"
             wanted = f"{pool.dtype} of shape {(*slots.shape, *pool.shape[2:])} on {pool.device}"
-            raise ValueError(f"{name}_new must be {wanted}, as slots and the pool are; got {found}")
+            raise ValueError(f"{name}_new must be {wanted}, as slots and the pool are; got {got}")
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k and v must have the same pages, got {tuple(k.shape[:2])} and {tuple(v.shape[:2])}")
     if slots.is_floating_point() or slots.dtype == torch.bool:

@@ -21,7 +21,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory, or mean
 
 
 def tensor_facts(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a call that was prepared for a plain tensor depends on, but for its address and contents."""
+    """Return the facts on which a call that was prepared for a plain tensor depends, besides its address and
+    contents."""
     return t.__class__, t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.is_neg()
 
 
@@ -155,8 +156,8 @@ def tensors_of(a: Arguments) -> tuple[torch.Tensor | None, ...]:
 def gradient_names(needs: tuple[bool, ...]) -> tuple[str, ...]:
     """The names of the tensors of `tensors_of` that need a gradient; those of a score are "score0" and so on. The last ones
     may be missing in `needs`."""
-    known = len(TENSORS)
-    return tuple(TENSORS[i] if i < known else f"score{i - known}" for i, need in enumerate(needs) if need)
+    first = len(TENSORS)
+    return tuple(TENSORS[i] if i < first else f"score{i - first}" for i, need in enumerate(needs) if need)
 
 
 def in_tensor_order(gradients: Sequence[Any], of_score: Sequence[Any]) -> tuple[Any, ...]:
@@ -231,8 +232,16 @@ class Layout(enum.Enum):
 
 
 LAYOUTS = ("bshd", "bhsd")
-# The layout of a caller who gives none: equal to "bshd", but an object of its own, so that `is` tells that none was given.
-DEFAULT_LAYOUT = "".join(LAYOUTS[0])
+
+
+class _DefaultLayout(str):
+    """A class of its own, so that a bound call that was given a layout is not taken for one that was given none."""
+
+    __slots__ = ()
+
+
+# The layout of a caller who gives none: equal to "bshd", but another object, so that `is` tells that none was given.
+DEFAULT_LAYOUT = _DefaultLayout(LAYOUTS[0])
 _BY_AXES = {
     ("bshd", 4): Layout.BSHD,
     ("bshd", 3): Layout.SHD,
@@ -263,11 +272,11 @@ class Inputs(Arguments):
     @staticmethod
     def of(a: Arguments, layout: Layout) -> Inputs:
         """Views; the arguments have been checked."""
-        found = a._replace(mask=a.mask_tensor, seed=a.seed or 0)
-        views = {name: _view(getattr(found, name), row.view, layout) for name, row in ROWS.items() if row.view}
+        inputs = a._replace(mask=a.mask_tensor, seed=a.seed or 0)
+        views = {name: _view(getattr(inputs, name), row.view, layout) for name, row in ROWS.items() if row.view}
         if a.paged:
             views |= {"k": layout_of_keys(a, layout).inside(a.k), "v": layout_of_keys(a, layout).inside(a.v)}
-        return Inputs(*found._replace(**views))
+        return Inputs(*inputs._replace(**views))
 
 
 def _view(t: torch.Tensor | None, view: str | None, layout: Layout) -> torch.Tensor | None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from strobe.problem.arguments import LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
+from strobe.problem.arguments import DEFAULT_LAYOUT, LAYOUTS, TENSORS, Arguments, Layout, four_axes, layout_of
 from strobe.variants.expression import DIAGONAL, B, H, K, Q
 from strobe.variants.mask import MAX_CONSTANTS, Mask, full
 from strobe.variants.score import LOG2E, Score, identity
@@ -22,6 +23,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the LSE for inputs of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def out_dtype(dtype: torch.dtype, partial: bool = False) -> torch.dtype:
+    """The dtype of the output for inputs of this dtype; a partial one is to be merged with others."""
+    return lse_dtype(dtype) if partial else dtype
 
 
 def checked_tensor(name: str, value: Any) -> torch.Tensor:
@@ -53,6 +59,9 @@ def checked_scale(value: Any, score: Score, dtype: torch.dtype) -> float:
 def check_qkv(a: Arguments) -> Layout:
     for name, t in (("q", a.q), ("k", a.k), ("v", a.v)):
         checked_tensor(name, t)
+        if t.is_nested:
+            way_out = "strobe.sdpa takes jagged ones, and strobe.attention_varlen their values() and offsets()"
+            raise TypeError(f"{name} is a nested tensor; {way_out}")
         if t.dtype not in DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise TypeError(f"{name} has dtype {t.dtype}; allowed are {allowed}")
@@ -78,9 +87,12 @@ def check_qkv(a: Arguments) -> Layout:
     return layout_of(a)
 
 
-def check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool = False) -> None:
-    """On views in (batch, heads, length, dim) order."""
-    check_shapes(q.shape, k.shape, v.shape, paged)
+def check_dims(a: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check shapes and strides of views in (batch, heads, length, dim) order."""
+    try:
+        check_shapes(q.shape, k.shape, v.shape, a.paged)
+    except ValueError as error:
+        raise ValueError(f"{error}{_or_bhsd(a)}") from None
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.shape[3] > 1 and t.numel() and t.stride(3) != 1:
             raise ValueError(
@@ -107,6 +119,21 @@ def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool = Fals
         raise ValueError(f"q has {heads} heads, k has none; at least one key head is needed")
     if heads_k and heads % heads_k:
         raise ValueError(f"q has {heads} heads, which is not a multiple of the {heads_k} heads of k and v")
+
+
+def _or_bhsd(a: Arguments, name: str | None = None) -> str:
+    """The end of an error about shapes. It offers PyTorch's order of axes if no layout was given and that order fits: q, k
+    and v, and the mask or the bias of this name."""
+    if a.layout is not DEFAULT_LAYOUT or a.q.dim() != 4:
+        return ""
+    q, k, v = a.q.shape, a.k.shape, a.v.shape
+    try:
+        check_shapes(q, k, v)
+    except ValueError:
+        return ""
+    if name is not None and not _broadcasts(getattr(a, name), (q[0], q[1], q[2], k[2])):
+        return ""
+    return '; if q, k and v are (batch, heads, length, dim), pass layout="bhsd"'
 
 
 # ---- varlen ----------------------------------------------------------------------------------------------------------
@@ -177,21 +204,22 @@ def _longest(name: str, max_name: str, cu: torch.Tensor, longest: Any, total: in
     ends = cu.tolist()
     if ends[0] != 0 or ends[-1] != total:
         raise ValueError(f"{name} must run from 0 to {total} (the rows there are), got {ends[0]} … {ends[-1]}")
-    found = 0
+    most = 0
     for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
         if end < start:
             raise ValueError(f"{name} must not decrease, but {name}[{i}] = {start} and {name}[{i + 1}] = {end}")
-        found = max(found, end - start)
-    if longest is not None and longest < found:
-        raise ValueError(f"{max_name} is {longest}, but the longest sequence in {name} has {found} rows")
-    return found
+        most = max(most, end - start)
+    if longest is not None and longest < most:
+        raise ValueError(f"{max_name} is {longest}, but the longest sequence in {name} has {most} rows")
+    return most
 
 
 # ---- what happens to a score -----------------------------------------------------------------------------------------
 
 
-def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> Mask:
+def check_mask(a: Arguments, pairs: tuple[int, int, int, int]) -> Mask:
     """The interval mask; `full` beside a mask tensor."""
+    mask = a.mask
     if mask is None:
         return full
     if isinstance(mask, torch.Tensor):
@@ -199,7 +227,7 @@ def check_mask(mask: Any, q: torch.Tensor, pairs: tuple[int, int, int, int]) -> 
             raise TypeError(
                 f"a mask tensor must be boolean (True may be attended), got {mask.dtype}; numbers to add go in bias"
             )
-        check_pairs("mask", mask, q, pairs)
+        check_pairs("mask", a, pairs)
         return full
     if not isinstance(mask, Mask):
         allowed = (
@@ -236,16 +264,31 @@ def check_score(a: Arguments, batch: int, heads: int, len_q: int, len_k: int) ->
     return a.score
 
 
-def check_pairs(name: str, t: torch.Tensor, q: torch.Tensor, want: tuple[int, int, int, int]) -> None:
-    if t.device != q.device:
-        raise ValueError(f"{name} is on {t.device}, q is on {q.device}")
+def check_pairs(name: str, a: Arguments, want: tuple[int, int, int, int]) -> None:
+    """The argument of this name, a mask or a bias, has or shares an entry for each pair of a query and a key."""
+    t: torch.Tensor = getattr(a, name)
+    if t.device != a.q.device:
+        raise ValueError(f"{name} is on {t.device}, q is on {a.q.device}")
     if t.dim() > 4:
         raise ValueError(f"{name} has {t.dim()} axes; at most 4 (batch, heads, len_q, len_k)")
+    if not _broadcasts(t, want):
+        problem = (
+            f"{name} has shape {tuple(t.shape)}, which does not broadcast to (batch, heads, len_q, len_k) = {want}"
+        )
+        raise ValueError(f"{problem}{_of_keys(name, t, want) or _or_bhsd(a, name)}")
+
+
+def _broadcasts(t: torch.Tensor, want: Sequence[int]) -> bool:
     view = four_axes(t)
     assert view is not None
-    if any(have not in (1, need) for have, need in zip(view.shape, want, strict=True)):
-        shape = tuple(t.shape)
-        raise ValueError(f"{name} has shape {shape}, which does not broadcast to (batch, heads, len_q, len_k) = {want}")
+    return all(have in (1, need) for have, need in zip(view.shape, want, strict=True))
+
+
+def _of_keys(name: str, t: torch.Tensor, want: tuple[int, int, int, int]) -> str:
+    """The end of an error about a mask that has a row for each sequence, as padding masks have."""
+    if tuple(t.shape) != (want[0], want[3]):
+        return ""
+    return f"; if it is (batch, keys), pass {name}[:, None, None, :]"
 
 
 def check_per_head(name: str, t: Any, q: torch.Tensor, heads: int) -> None:
@@ -264,7 +307,7 @@ def check_per_head(name: str, t: Any, q: torch.Tensor, heads: int) -> None:
 def check_out(a: Arguments, dim_v: int, needs_grad: bool) -> None:
     out = checked_tensor("out", a.out)
     want = (*a.q.shape[:-1], dim_v)
-    dtype = lse_dtype(a.q.dtype) if a.partial else a.q.dtype
+    dtype = out_dtype(a.q.dtype, a.partial)
     if tuple(out.shape) != want:
         raise ValueError(f"out has shape {tuple(out.shape)}, the result has {want}")
     if out.dtype != dtype:
@@ -297,8 +340,8 @@ def check_state(a: Arguments, layout: Layout) -> None:
         if a.out is None or a.partial:
             raise ValueError(f"state_out goes with a rounded out, got out={a.out!r} and partial={a.partial!r}")
         if wide.shape != a.out.shape or wide.dtype != lse_dtype(a.q.dtype) or wide.device != a.out.device:
-            found = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
-            raise ValueError(f"state_out is {found}, out has shape {tuple(a.out.shape)} on {a.out.device}")
+            got = f"{wide.dtype} of shape {tuple(wide.shape)} on {wide.device}"
+            raise ValueError(f"state_out is {got}, out has shape {tuple(a.out.shape)} on {a.out.device}")
         if wide.shape[-1] > 1 and wide.stride(-1) != 1:
             raise ValueError(f"the last axis of state_out must be contiguous, its stride is {wide.stride(-1)}")
     elif wide is None or not a.partial:
@@ -314,7 +357,8 @@ def check_state(a: Arguments, layout: Layout) -> None:
 
 
 def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
-    """Whether `out` is the queries themselves: results may replace them, since a row is read before it is written."""
+    """Return whether `out` is the queries themselves: results may replace them, since a row is read before it is
+    written."""
     return name == "q" and t.data_ptr() == out.data_ptr() and t.shape == out.shape and t.stride() == out.stride()
 
 
@@ -322,7 +366,8 @@ def _same_view(t: torch.Tensor, out: torch.Tensor, name: str) -> bool:
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether two elements lie at one address. Axes are sorted by stride: each must step over all that lie within."""
+    """Return whether two elements lie at one address. Axes are sorted by stride: each must step over all that lie
+    within."""
     reach = 0
     for stride, size in sorted((abs(s), n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
         if stride <= reach:
@@ -332,7 +377,7 @@ def overlaps_itself(t: torch.Tensor) -> bool:
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether some element of one is an element of the other."""
+    """Return whether some element of one is an element of the other."""
     if not a.numel() or not b.numel() or a.device.type == "meta" or not same_storage(a, b):
         return False
     (a0, a1), (b0, b1) = _addresses(a), _addresses(b)

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ _SPELLINGS = {
     "attn_mask": "mask= for booleans (True where attention is allowed), bias= for numbers that are added",
     "attention_mask": "mask= for booleans (True where attention is allowed), bias= for numbers that are added",
     "attn_bias": "bias=, or mask=strobe.causal and its like where it hides keys",
+    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], if it is (batch, keys) and True where keys are padding",
     "block_mask": "mask=strobe.causal, strobe.window(…), …, combined with &, a function (b, h, q, k) or a boolean tensor",
     "mask_mod": "mask=, which takes the function as it is",
     "score_mod": "score=, which takes the function as it is",
@@ -65,27 +66,38 @@ _SPELLINGS = {
 
 
 def shows_known_keywords(function: _Function) -> _Function:
-    """The function itself. Its `**wrong`, which is there to be refused with a hint, is left out of its signature."""
+    """The function itself. Its `*more` and `**wrong`, which are there to be refused with a hint, are left out of its
+    signature."""
     signature = inspect.signature(function)
-    known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function
+
+
+def unknown_arguments(function: Callable[..., Any], more: Sequence[Any], wrong: Iterable[str]) -> TypeError:
+    """The error of a call with more arguments by position than the function takes, or with keywords that it does not have."""
+    parameters = inspect.signature(function).parameters
+    if more:
+        taken = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+        way_out = "give the others by name, such as mask= (True where attention is allowed) or bias="
+        return TypeError(f"{function.__name__}() takes {', '.join(taken)} by position, got {len(more)} more; {way_out}")
+    return unknown_keyword(function, wrong)
 
 
 def unknown_keyword(function: Callable[..., Any], wrong: Iterable[str]) -> TypeError:
     """The error of a call with keywords that the function does not have."""
-    known = list(inspect.signature(function).parameters)
-    return unknown_word(function.__name__, next(iter(wrong)), known)
+    names = list(inspect.signature(function).parameters)
+    return unknown_word(function.__name__, next(iter(wrong)), names)
 
 
-def unknown_word(function: str, word: str, known: Iterable[str]) -> TypeError:
-    known = list(known)
+def unknown_word(function: str, word: str, names: Iterable[str]) -> TypeError:
+    names = list(names)
     if word in _SPELLINGS:
         way_out = f"use {_SPELLINGS[word]}"
-    elif close := difflib.get_close_matches(word, known, 1):
+    elif close := difflib.get_close_matches(word, names, 1):
         way_out = f"did you mean {close[0]}=?"
     else:
-        way_out = f"it takes {', '.join(known)}"
+        way_out = f"it takes {', '.join(names)}"
     return TypeError(f"{function}() got an unexpected keyword argument {word!r}; {way_out}")
 
 
@@ -93,11 +105,24 @@ def unknown_word(function: str, word: str, known: Iterable[str]) -> TypeError:
 
 SILENCE = "STROBE_NO_LAYOUT_WARNING"
 _warned = False
-_MOST_HEADS = 64  # an axis up to this length, before a longer one, looks like heads
+# Numbers of heads that models have. A length may be any number.
+_HEADS = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128))
+
+
+def refuse_three_axes(a: Arguments) -> None:
+    """Raise for q with three axes where no layout was given: each of the three ways to read them is somebody's habit, and
+    each computes something."""
+    q = a.q
+    if a.layout is DEFAULT_LAYOUT and isinstance(q, torch.Tensor) and q.dim() == 3:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, and three axes need a layout: for (length, heads, dim) pass "
+            'layout="bshd"; for (heads, length, dim), or batch and heads in one axis, layout="bhsd"; for (batch, length, dim), '
+            "which has one head, pass q[:, :, None], k[:, :, None] and v[:, :, None]"
+        )
 
 
 def warn_of_layout(a: Arguments) -> None:
-    """One warning per process if no layout was given and q and k look like (batch, heads, length, dim)."""
+    """Warn, once per process, if no layout was given and q and k are likelier to be (batch, heads, length, dim)."""
     if a.layout is not DEFAULT_LAYOUT or not _looks_bhsd(a.q) or not _looks_bhsd(a.k):
         return
     global _warned
@@ -108,7 +133,14 @@ def warn_of_layout(a: Arguments) -> None:
 
 
 def _looks_bhsd(t: Any) -> bool:
-    return isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[1] <= _MOST_HEADS < t.shape[2]
+    """The second axis is likelier to be heads than the third. A number that models have as heads decides; if both or
+    neither are such a number, the smaller one is the heads."""
+    if not isinstance(t, torch.Tensor) or t.dim() != 4:
+        return False
+    second, third = t.shape[1], t.shape[2]
+    if (second in _HEADS) != (third in _HEADS):
+        return second in _HEADS
+    return second < third
 
 
 def _warn(shape: tuple[int, ...]) -> None:
@@ -116,11 +148,11 @@ def _warn(shape: tuple[int, ...]) -> None:
     warnings.warn(
         f"q has shape {shape}, which is read as (batch, length, heads, dim): {length} tokens and {heads} heads. If it is "
         f'(batch, heads, length, dim), pass layout="bhsd"; layout="bshd" or {SILENCE}=1 silences this warning',
-        stacklevel=_callers_level(),
+        stacklevel=callers_level(),
     )
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """The stack level of the first frame outside this package, as `warnings.warn` counts it for the function that calls
     this."""
     package = str(Path(__file__).parents[1]) + os.sep

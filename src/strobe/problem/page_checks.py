@@ -29,8 +29,8 @@ def in_order(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tenso
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
     for name, t in (("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor) or t.dim() != 4:
-            found = f"{t.dim()} axes" if isinstance(t, torch.Tensor) else type(t).__name__
-            raise ValueError(f"{name} must be a pool of pages with 4 axes, (pages, page, heads_k, dim); got {found}")
+            got = f"{t.dim()} axes" if isinstance(t, torch.Tensor) else type(t).__name__
+            raise ValueError(f"{name} must be a pool of pages with 4 axes, (pages, page, heads_k, dim); got {got}")
     return (k, v) if layout == "nhd" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
@@ -77,8 +77,8 @@ def check_tail(tail: Any, q: torch.Tensor, cu_q: Any, max_q: int | None) -> None
     checked_tensor("tail", tail)
     rows = tuple(q.shape[:-2])
     if tail.dtype != torch.int64 or tuple(tail.shape) != rows or tail.device != q.device:
-        found = f"{tail.dtype} of shape {tuple(tail.shape)} on {tail.device}"
-        raise ValueError(f"tail must be int64 of shape {rows} on {q.device}, a number for each query; got {found}")
+        got = f"{tail.dtype} of shape {tuple(tail.shape)} on {tail.device}"
+        raise ValueError(f"tail must be int64 of shape {rows} on {q.device}, a number for each query; got {got}")
     longest = max_q or 0
     if cu_q is None:
         longest = q.shape[1]

@@ -49,8 +49,8 @@ def resolved(a: Arguments) -> Arguments:
             mask.check(*sizes)
         a, mask = a._replace(blocks=mask), mask.mask
     if not isinstance(mask, Mask):
-        known = mask is None or isinstance(mask, torch.Tensor)
-        if known or not (callable(mask) or hasattr(mask, "kv_indices")):
+        is_plain = mask is None or isinstance(mask, torch.Tensor)
+        if is_plain or not (callable(mask) or hasattr(mask, "kv_indices")):
             return a
         mask = _of_flex(mask, a) if hasattr(mask, "kv_indices") else traced_mask(mask)
     interval = None if mask.interval == full else mask.interval

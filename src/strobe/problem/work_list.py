@@ -36,7 +36,7 @@ class WorkList:
     memory: torch.Tensor
     room: torch.Tensor
     sequences: int
-    given: tuple[bool, ...]  # whether calls have a cu_q, starts, an indptr
+    passed: tuple[bool, ...]  # whether calls have a cu_q, starts, an indptr
     step: int = -1  # of the plan, in which it was filled
     used: int = -1  # step in which a call last asked for it
     captured: bool = False  # a graph may read or fill it
@@ -59,7 +59,7 @@ class Plan:
         self._rooms: dict[torch.device, torch.Tensor] = {}  # the largest so far: calls leave nothing there
         self._levels: list[Plan] = []
         self._levels_used = 0  # in this step; the others keep their lists, which captured graphs may read
-        self.found: dict[Kind, WorkList] = {}  # what `list_for` returned
+        self.by_kind: dict[Kind, WorkList] = {}  # what `list_for` returned
         self.step = -1  # how often it was updated, less one
 
     def update(
@@ -81,24 +81,24 @@ class Plan:
         more = len(lengths) + 1
         for name, t, size in (("cu_q", cu_q, more), ("starts", starts, len(lengths)), ("indptr", indptr, more)):
             if t is not None and (tuple(t.shape) != (size,) or t.dtype != torch.int32 or t.device != lengths.device):
-                found = f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
-                raise ValueError(f"{name} must be int32 of shape ({size},) on {lengths.device}; got {found}")
+                got = f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
+                raise ValueError(f"{name} must be int32 of shape ({size},) on {lengths.device}; got {got}")
         self.step += 1
         capturing = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
-        for key, known in [*self._lists.items()]:
-            idle = self.step - known.used
-            *packed_and_moved, ragged = known.given
-            if idle > KEPT_STEPS and not known.captured:
+        for key, work in [*self._lists.items()]:
+            idle = self.step - work.used
+            *packed_and_moved, ragged = work.passed
+            if idle > KEPT_STEPS and not work.captured:
                 del self._lists[key]
-                self.found = {kind: other for kind, other in self.found.items() if other is not known}
+                self.by_kind = {kind: other for kind, other in self.by_kind.items() if other is not work}
             elif (
-                (idle == 1 or known.captured)
-                and known.sequences == len(lengths)
+                (idle == 1 or work.captured)
+                and work.sequences == len(lengths)
                 and packed_and_moved == [cu_q is not None, starts is not None]
-                and known.memory.device == lengths.device
+                and work.memory.device == lengths.device
             ):
-                known.fill(self.step, lengths, cu_q, starts, indptr if ragged else None)
-                known.captured |= capturing
+                work.fill(self.step, lengths, cu_q, starts, indptr if ragged else None)
+                work.captured |= capturing
         self._levels += [Plan() for _ in shared[len(self._levels) :]]
         self._levels_used = len(shared)
         for plan, level in zip(self._levels, shared, strict=False):
@@ -114,20 +114,20 @@ class Plan:
 
     def list_for(self, kind: Kind, lengths: torch.Tensor, cu_q: Ints, starts: Ints, indptr: Ints) -> WorkList:
         """The list of calls of this kind, filled now if this step has not met such a call."""
-        given = tuple(t is not None for t in (cu_q, starts, indptr))
-        known = self._lists.get((kind.key, given))
-        if known is None:
+        passed = tuple(t is not None for t in (cu_q, starts, indptr))
+        work = self._lists.get((kind.key, passed))
+        if work is None:
             memory = torch.empty(kind.size // 4, dtype=torch.int32, device=lengths.device)
-            known = WorkList(kind, memory, self._room(kind.room, lengths.device), len(lengths), given)
-            self._lists[kind.key, given] = known
-        if known.step != self.step:
-            known.fill(self.step, lengths, cu_q, starts, indptr)
-        self.found[kind] = known
-        return known
+            work = WorkList(kind, memory, self._room(kind.room, lengths.device), len(lengths), passed)
+            self._lists[kind.key, passed] = work
+        if work.step != self.step:
+            work.fill(self.step, lengths, cu_q, starts, indptr)
+        self.by_kind[kind] = work
+        return work
 
     def _room(self, size: int, device: torch.device) -> torch.Tensor:
-        """For partial results, which are merged before the next call begins. Lists that were made before keep theirs; it
-        doubles, so that there are few."""
+        """Return memory for partial results, which are merged before the next call begins. Lists that were made before
+        keep theirs; it doubles, so that there are few."""
         room = self._rooms.get(device)
         if room is None or room.numel() < size:
             size = max(size, 2 * room.numel()) if room is not None else size
@@ -136,7 +136,7 @@ class Plan:
 
     def describe(self) -> str:
         """The lists that there are. Waits for the device."""
-        lists = [known for plan in (self, *self._levels) for known in plan._lists.values()]
+        lists = [work for plan in (self, *self._levels) for work in plan._lists.values()]
         if not lists:
             return "no lists yet: no kernel has asked for one"
-        return "\n".join(known.kind.describe(known.memory) for known in lists)
+        return "\n".join(work.kind.describe(work.memory) for work in lists)

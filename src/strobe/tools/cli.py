@@ -133,8 +133,8 @@ def demo(
         _show_example(backend)
     sizes = {"--seq-len": seq_len, "--head-dim": head_dim, "--heads": heads}
     if init not in demo_inputs.RULES and any(sizes.values()):
-        given = ", ".join(flag for flag, value in sizes.items() if value)
-        raise UserError(f"--init {init} is a file, which has sizes of its own: leave out {given}")
+        flags = ", ".join(flag for flag, value in sizes.items() if value)
+        raise UserError(f"--init {init} is a file, which has sizes of its own: leave out {flags}")
     where = _device(device)
     on_gpu = where.type == "cuda"
     if backend is not None and not on_gpu:
@@ -232,11 +232,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     """Say what this machine offers: torch, GPU, driver, NVRTC, cache, compiler, and each backend: ready or why not."""
     from strobe.tools import doctor as examination, terminal
 
-    found = examination.report()
+    report = examination.report()
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        terminal.show_doctor(found)
+        terminal.show_doctor(report)
 
 
 # ---- tune ------------------------------------------------------------------------------------------------------------
@@ -297,9 +297,9 @@ def tune(
 
     device = torch.device("cuda", 0)
     subject, architectures = _tuned(direction, family, device)
-    known = {name.split()[0]: name for name in subject.kinds}
-    if unknown := set(kind or ()) - set(known):
-        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    kinds = {name.split()[0]: name for name in subject.kinds}
+    if unknown := set(kind or ()) - set(kinds):
+        raise UserError(f"--kind {', '.join(sorted(unknown))}: not one of {', '.join(kinds)}")
     dims = subject.dims_of(head_dim)
     if not dims:
         raise UserError(f"no such kernel has --head-dim {', '.join(map(str, head_dim or ()))}")
@@ -310,7 +310,7 @@ def tune(
         result = tuning.sweep(
             subject,
             dims,
-            [name for word, name in known.items() if not kind or word in kind],
+            [name for word, name in kinds.items() if not kind or word in kind],
             seq_len or tuning.LENGTHS,
             device,
             lambda what, step, of: bar.update(task, description=what, completed=step, total=of),
@@ -327,7 +327,7 @@ def tune(
 
 
 def _tuned(direction: str, family: str | None, device: torch.device) -> tuple[Subject, tuple[Architecture, ...]]:
-    """What is tuned, and the GPUs that it runs on."""
+    """Return the subject of the tuning, and the GPUs that it runs on."""
     import torch
 
     from strobe.cuda import backend

@@ -37,13 +37,13 @@ def compile(
     except ValueError as error:
         raise UserError(str(error)) from error
     inputs = {variant: families.name_of(families.inputs_of(variant)) for variant in every}
-    known = sorted(set(inputs.values()))
-    if wrong := [d for d in dtype or () if d not in known]:
-        raise UserError(f"--dtype must be one of {', '.join(known)}, got {wrong[0]!r}")
+    dtypes = sorted(set(inputs.values()))
+    if wrong := [d for d in dtype or () if d not in dtypes]:
+        raise UserError(f"--dtype must be one of {', '.join(dtypes)}, got {wrong[0]!r}")
     variants = [
         v
         for v in every
-        if inputs[v] in (dtype or known) and (not head_dim or any(families.serves(v, d) for d in head_dim))
+        if inputs[v] in (dtype or dtypes) and (not head_dim or any(families.serves(v, d) for d in head_dim))
     ]
     if not variants:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What `strobe demo` measures: strobe against standard attention, with error, time and memory."""
+"""`strobe demo` compares strobe with standard attention: error, time and memory."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_room(settings: Settings) -> None:
 
 
 def inputs_of(settings: Settings) -> Iterator[QKV]:
-    """For each length, one after the other."""
+    """Yield the inputs of each length, one after the other."""
     for length in settings.lengths[: settings.runs]:
         if settings.init in demo_inputs.RULES:
             qkv = demo_inputs.made(settings.init, length, settings.heads, settings.head_dim, settings.seed)

@@ -1,5 +1,5 @@
-"""What `strobe doctor` reports, as plain data: what attention on this machine depends on, the libraries that call
-attention, and what to do next."""
+"""`strobe doctor` reports, as plain data, what attention on this machine depends on, the libraries that call attention,
+and what to do next."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_ACTIVE = "not active"
 
 def report() -> dict[str, Any]:
     """Everything is looked up, nothing is changed, and nothing that is missing is an error."""
-    found = {
+    facts = {
         "strobe": strobe.__version__,
         "namesake": _namesake(),
         "python": platform.python_version(),
@@ -50,11 +50,12 @@ def report() -> dict[str, Any]:
         "backends": backends(),
         "hosts": hosts(),
     }
-    return found | {"next": next_steps(found)}
+    return facts | {"next": next_steps(facts)}
 
 
 def backends() -> dict[str, str | None]:
-    """For each backend, fastest first: None if it is ready, else why not. Asked with the problem it is there for."""
+    """Return for each backend, fastest first: None if it is ready, else why not. Asked with the problem it is there
+    for."""
     return {name: _why_not(name) for name in dispatch.NAMES}
 
 
@@ -73,8 +74,8 @@ def _version(package: str) -> str | None:
 
 
 def _namesake() -> str | None:
-    """What to do if the distribution `strobe` is installed beside ours, `strobe-attention`. It is another project, and
-    pip lets each of two packages with one import name write over the other's files."""
+    """Return what to do if the distribution `strobe` is installed beside ours, `strobe-attention`. It is another
+    project, and pip lets each of two packages with one import name write over the other's files."""
     try:
         files = metadata.distribution("strobe").files or ()
     except metadata.PackageNotFoundError:
@@ -165,8 +166,8 @@ def _compiler() -> dict[str, Any]:
 
 
 def hosts() -> dict[str, dict[str, str | None]]:
-    """For each library that calls attention: its version, None if it is not installed, and whether it uses strobe in
-    this process."""
+    """Return for each library that calls attention: its version, None if it is not installed, and whether it uses
+    strobe in this process."""
     status = _compat_status()
     packages = HOSTS | {name: name for name in status if name not in HOSTS}
     return {
@@ -176,7 +177,7 @@ def hosts() -> dict[str, dict[str, str | None]]:
 
 
 def _compat_status() -> dict[str, str]:
-    """What `strobe.compat` says of each host; empty in a strobe that has no such module."""
+    """Return what `strobe.compat` says of each host; empty in a strobe that has no such module."""
     try:
         compat = importlib.import_module("strobe.compat")
     except ModuleNotFoundError:
@@ -187,18 +188,18 @@ def _compat_status() -> dict[str, str]:
 # ---- what to do next -------------------------------------------------------------------------------------------------
 
 
-def next_steps(found: dict[str, Any]) -> list[str]:
-    """What stands in the way first, each with its remedy; then how to go on."""
-    steps = [*filter(None, [found["namesake"]]), *_gpu_steps(found)]
-    if found["cache"]["problem"]:
-        steps.append(f"make a cache directory usable: {found['cache']['problem']}")
-    if found["compiler"]["problem"]:
-        steps.append(f"to run kernels without a GPU, give the emulator a C++ compiler: {found['compiler']['problem']}")
+def next_steps(report: dict[str, Any]) -> list[str]:
+    """Return what stands in the way first, each with its remedy; then how to go on."""
+    steps = [*filter(None, [report["namesake"]]), *_gpu_steps(report)]
+    if report["cache"]["problem"]:
+        steps.append(f"make a cache directory usable: {report['cache']['problem']}")
+    if report["compiler"]["problem"]:
+        steps.append(f"to run kernels without a GPU, give the emulator a C++ compiler: {report['compiler']['problem']}")
     return [*steps, "see it run: strobe demo", "measure it here: strobe bench --suite quick"]
 
 
-def _gpu_steps(found: dict[str, Any]) -> list[str]:
-    torch_, gpus = found["torch"], found["gpus"]
+def _gpu_steps(report: dict[str, Any]) -> list[str]:
+    torch_, gpus = report["torch"], report["gpus"]
     if not gpus and torch_["cuda"] is None:
         if _has_nvidia_driver():
             return [f"install a CUDA build of torch: {torch_['version']} has no CUDA, but an NVIDIA driver is here"]
@@ -209,8 +210,8 @@ def _gpu_steps(found: dict[str, Any]) -> list[str]:
         f"{gpu['name']} ({gpu['arch']}) runs tiled: the kernels need sm_80 or later" for gpu in gpus if _too_old(gpu)
     ]
     for part in ("driver", "nvrtc"):
-        if found[part]["problem"]:
-            steps.append(found[part]["problem"])
+        if report[part]["problem"]:
+            steps.append(report[part]["problem"])
     return steps
 
 

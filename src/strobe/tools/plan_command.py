@@ -21,10 +21,10 @@ _RATE_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 def _link(text: str) -> float:
     """Bytes a second."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)([bB])(?:/s)?", text)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)([bB])(?:/s)?", text)
+    if match is None or not float(match[1]):
         raise typer.BadParameter(f"--link must look like 400Gb (bits a second) or 50GB (bytes), got {text!r}")
-    return float(found[1]) * _RATE_UNITS[found[2]] / (8 if found[3] == "b" else 1)
+    return float(match[1]) * _RATE_UNITS[match[2]] / (8 if match[3] == "b" else 1)
 
 
 def _mask(name: str, window: int | None) -> Mask:
@@ -93,7 +93,7 @@ def plan(
     from strobe.distributed.report import describe
     from strobe.distributed.shard_plan import ShardPlan
 
-    found = ShardPlan(length, ranks=ranks, mask=_mask(mask, window), strategy=strategy, block=block)
+    shard_plan = ShardPlan(length, ranks=ranks, mask=_mask(mask, window), strategy=strategy, block=block)
     shape = Shape(heads, heads_k, head_dim, head_dim, _BYTES[dtype], batch)
     machine = Machine(link=speed, rate=tflops * 1e12)
-    typer.echo(describe(found, shape, machine, gradients=not forward, inner=inner), nl=False)
+    typer.echo(describe(shard_plan, shape, machine, gradients=not forward, inner=inner), nl=False)

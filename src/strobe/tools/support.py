@@ -1,4 +1,4 @@
-"""What each backend can run, found by asking it about small problems: for `strobe doctor`, and as the table in README.md.
+"""A table of what each backend can run, made by asking it about small problems: for `strobe doctor`, and in README.md.
 
 The table says what the code can do and is the same on every machine: it asks for the limits of backends, not for what
 they lack here."""
@@ -86,19 +86,19 @@ FEATURES: list[tuple[str, list[dict[str, Any]]]] = [
 
 def answers(backend: str) -> dict[str, str]:
     """The cells of one backend's column. They say what its code can do, whatever this machine lacks."""
-    found, plain = dispatch.get(backend), home(backend)
+    implementation, plain = dispatch.get(backend), home(backend)
 
     def holds(*questions: Question) -> bool:
-        return all(found.lacks(q.problem()) is None for q in questions)
+        return all(implementation.lacks(q.problem()) is None for q in questions)
 
     def runs_on(device: torch.device) -> bool:  # its own kind of device is taken on trust: this machine may have none
-        return device == plain.device or found.machine(device) is None
+        return device == plain.device or implementation.machine(device) is None
 
     kinds = {"CPU": torch.device("cpu"), "CUDA": torch.device("cuda", 0), "others": torch.device("mps", 0)}
     cells = {"devices": ", ".join(name for name, device in kinds.items() if runs_on(device))}
     cells |= {row: YES if holds(*(replace(plain, **changes) for changes in asked)) else NO for row, asked in FEATURES}
     cells["gradients"] = YES if holds(replace(plain, gradients=("q", "k", "v"))) else "by `tiled`"
-    cells["chosen by itself"] = YES if found.automatic else "when named"
+    cells["chosen by itself"] = YES if implementation.automatic else "when named"
     return cells
 
 

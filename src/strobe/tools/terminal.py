@@ -1,4 +1,4 @@
-"""How the command line's results look."""
+"""Print the command line's results."""
 
 from __future__ import annotations
 
@@ -129,18 +129,18 @@ def show_worked_example(checks: list[worked_example.Check]) -> None:
 # ---- doctor ----------------------------------------------------------------------------------------------------------
 
 
-def show_doctor(found: dict[str, Any]) -> None:
+def show_doctor(report: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, ready, text in _findings(found):
+    for name, ready, text in _findings(report):
         state = Text("ready", "green") if ready else Text("no", "yellow") if ready is False else ""
         table.add_row(
             name, state, Text(text)
         )  # a plain string would lose what stands in brackets: strobe-attention[cu13]
     stdout.print(table)
     stdout.print()
-    stdout.print(_hosts_table(found["hosts"]))
+    stdout.print(_hosts_table(report["hosts"]))
     stdout.print("\nNext:")
-    for step in found["next"]:
+    for step in report["next"]:
         stdout.print(f"- {step}", markup=False, soft_wrap=True)
 
 
@@ -155,21 +155,21 @@ def _hosts_table(hosts: dict[str, dict[str, str | None]]) -> Table:
     return table
 
 
-def _findings(found: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
+def _findings(report: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
     """(what, ready or not or neither, the facts)"""
-    torch_, cache, compiler = found["torch"], found["cache"], found["compiler"]
+    torch_, cache, compiler = report["torch"], report["cache"], report["compiler"]
     lines: list[tuple[str, bool | None, str]] = [
-        ("strobe", None, f"{found['strobe']}, Python {found['python']}"),
+        ("strobe", None, f"{report['strobe']}, Python {report['python']}"),
         ("torch", True, f"{torch_['version']}, CUDA {torch_['cuda'] or 'not built in'}, {torch_['threads']} threads"),
     ]
-    for gpu in found["gpus"]:
+    for gpu in report["gpus"]:
         facts = (gpu["name"], gpu["arch"], f"{gpu['multiprocessors']} multiprocessors", units.size(gpu["memory"]))
         lines.append(("GPU", True, ", ".join(facts)))
-    if not found["gpus"]:
+    if not report["gpus"]:
         lines.append(("GPU", False, "torch finds none"))
     for key, name in (("driver", "driver"), ("nvrtc", "NVRTC")):
-        lines.append((name, found[key]["problem"] is None, found[key]["problem"] or found[key]["version"] or ""))
-    lines.append(("cuda-bindings", found["cuda-bindings"] is not None, found["cuda-bindings"] or "not installed"))
+        lines.append((name, report[key]["problem"] is None, report[key]["problem"] or report[key]["version"] or ""))
+    lines.append(("cuda-bindings", report["cuda-bindings"] is not None, report["cuda-bindings"] or "not installed"))
     held = ""
     if cache["directory"] is not None:
         counts = f"{cache['kernels']} cubins, {cache['libraries']} emulator libraries, {units.size(cache['bytes'])}"
@@ -177,6 +177,6 @@ def _findings(found: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
     lines.append(("cache", cache["problem"] is None, "; ".join(filter(None, (held, cache["problem"])))))
     lines += [("cubin layer", None, layer) for layer in cache["layers"]]
     lines.append(("C++ compiler", compiler["problem"] is None, compiler["problem"] or compiler["path"]))
-    for name, problem in found["backends"].items():
+    for name, problem in report["backends"].items():
         lines.append((f"backend {name}", problem is None, problem or dispatch.get(name).summary))
     return lines

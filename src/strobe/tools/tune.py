@@ -85,8 +85,8 @@ def unable(tiles: list[Any], group: Iterable[TuneCase], machine: Machine) -> dic
     wanted = {(tile, launch.kernel) for tile, plan in plans for launch in plan.launches}
     kernels = list(dict.fromkeys(kernel for _, kernel in wanted))  # tiles share the smaller ones
     with ThreadPoolExecutor() as pool:
-        found = dict(zip(kernels, pool.map(compiles, kernels), strict=True))
-    reasons = {tile: reason for tile, kernel in wanted if (reason := found[kernel]) is not None}
+        refusals = dict(zip(kernels, pool.map(compiles, kernels), strict=True))
+    reasons = {tile: reason for tile, kernel in wanted if (reason := refusals[kernel]) is not None}
     return {tile: reason for tile, reason in reasons.items() if (tile, reason) != (tiles[0], "spills")}
 
 
@@ -160,8 +160,8 @@ def groups_of(rows: Iterable[dict[str, Any]]) -> list[tuple[int, int, str]]:
 def best_tiles(
     rows: list[dict[str, Any]], candidates: Callable[[int, int, str], list[Any]]
 ) -> dict[str, dict[str, Any]]:
-    """For each head dim and kind the fastest tile that ran in every case and was right in all, as cuda/parts/tuned.py reads
-    it."""
+    """Return for each head dim and kind the fastest tile that ran in every case and was right in all, as
+    cuda/parts/tuned.py reads it."""
     best = {}
     for dim, dim_v, kind in groups_of(rows):
         refused = {row["tile"] for row in rows if "reason" in row and (row["dim"], row["dim_v"]) == (dim, dim_v)
@@ -173,17 +173,17 @@ def best_tiles(
     return best
 
 
-def merged(found: dict[str, Any], path: Path) -> dict[str, Any]:
-    """With what the file has of other head dims and kinds. Raises ValueError for a file that is something else, or of
+def merged(results: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Add what the file has of other head dims and kinds. Raises ValueError for a file that is something else, or of
     another GPU."""
     if not path.exists():
-        return found
+        return results
     try:
         old = json.loads(path.read_text(encoding="utf-8"))
         rows, best, device = old["rows"], dict(old["best"]), old["provenance"]["device"]["name"]
-        kept = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) not in groups_of(found["rows"])]
+        kept = [row for row in rows if (row["dim"], row["dim_v"], row["kind"]) not in groups_of(results["rows"])]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} exists and was not written by `strobe tune` ({error!r})") from error
-    if device != found["provenance"]["device"]["name"]:
+    if device != results["provenance"]["device"]["name"]:
         raise ValueError(f"{path} holds tiles of another GPU, {device}")
-    return found | {"rows": kept + found["rows"], "best": best | found["best"]}
+    return results | {"rows": kept + results["rows"], "best": best | results["best"]}

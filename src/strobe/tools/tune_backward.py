@@ -1,4 +1,4 @@
-"""What `strobe tune --pass backward` times: the tiles of the backward kernels, delta and the rounding of dQ included."""
+"""`strobe tune --pass backward` times the tiles of the backward kernels, delta and the rounding of dQ included."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BackwardCase(BenchCase):
 
 
 def kinds(family: str, arch: str) -> tuple[str, ...]:
-    """As they stand in the file: a tile belongs to an architecture."""
+    """Return the kinds as they stand in the file: a tile belongs to an architecture."""
     tuned = FAMILIES[family].tuned(gradients=True)
     names = (f"{kind} {p.architecture.tiles_of(arch)}" for p in tuned for kind in p.tuning.kinds)
     return tuple(dict.fromkeys(names))
@@ -112,7 +112,7 @@ def calls(
     """Each tile's call. Its gradients are judged first, by the rule that every provider of the benchmark has to keep."""
     x = make_tensors(case, device, seed=0)
     judge, tensors = Judge(case, x), kernel_tensors(case, x)
-    found: dict[str, SustainedCall] = {}
+    timed: dict[str, SustainedCall] = {}
     wrong: dict[str, str] = {}
     for tile in tiles:
         call = ready(case.plan(tile, machine), tensors)
@@ -121,17 +121,17 @@ def calls(
         call()
         verdict = judge.judge(None, tuple(from_layout(tensors[name], "bshd") for name in ("dq", "dk", "dv")))
         if verdict.passed:
-            found[str(tile)] = SustainedCall(call)
+            timed[str(tile)] = SustainedCall(call)
         else:
             wrong[str(tile)] = f"wrong: {case}, {verdict}"
     if case.softcap is None and device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # it does not take every head dim
-            found[CUDNN] = SustainedCall(_cudnn(case, x))
-    return found, wrong
+            timed[CUDNN] = SustainedCall(_cudnn(case, x))
+    return timed, wrong
 
 
 def kernel_tensors(case: BackwardCase, x: Tensors) -> dict[str, Any]:
-    """What the plans read and write, by name."""
+    """Return the tensors that the plans read and write, by name."""
     assert x.do is not None
     q, k, v, do = (to_layout(t, "bshd") for t in (x.q, x.k, x.v, x.do))
     with torch.no_grad():

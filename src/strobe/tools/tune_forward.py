@@ -1,4 +1,4 @@
-"""What `strobe tune` times in the forward pass: the tiles of the Hopper kernel."""
+"""`strobe tune` times, in the forward pass, the tiles of the Hopper kernel."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def calls(
     """Each tile's call. The first is the one in use, which the tests check; the others must agree with it, except for
     `bounds`, which are not meant to."""
     q, k, v, out = case.tensors(device)
-    found: dict[str, SustainedCall] = {}
+    timed: dict[str, SustainedCall] = {}
     wrong: dict[str, str] = {}
     expected: torch.Tensor | None = None
     for tile in tiles:
-        made = case.plan(tile, machine)
+        plan = case.plan(tile, machine)
         call = functools.partial(
-            Launcher(made, device.index or 0), *addresses_of(made, {"q": q, "k": k, "v": v, "o": out})
+            Launcher(plan, device.index or 0), *addresses_of(plan, {"q": q, "k": k, "v": v, "o": out})
         )
         out.fill_(torch.nan)
         call()
@@ -107,18 +107,18 @@ def calls(
         elif str(tile) not in bounds and not torch.allclose(out, expected, rtol=0.02, atol=0.02):
             wrong[str(tile)] = f"wrong: {case}"
             continue
-        found[str(tile)] = SustainedCall(call)
+        timed[str(tile)] = SustainedCall(call)
     if case.softcap is None and (case.mask == full or case.len_q == case.len_k):
         queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
-        found[CUDNN] = SustainedCall(
+        timed[CUDNN] = SustainedCall(
             lambda: F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=case.mask == causal, enable_gqa=True
             ),
             scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
         )
-        with found[CUDNN].scope():
-            found[CUDNN].call()  # makes its plan
-    return found, wrong
+        with timed[CUDNN].scope():
+            timed[CUDNN].call()  # makes its plan
+    return timed, wrong
 
 
 FORWARD = Subject(PLANNER.dims, tuple(KINDS), cases, candidates, calls)

@@ -1,4 +1,4 @@
-"""What `strobe tune` found, on the terminal."""
+"""Print the results of `strobe tune` on the terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from strobe.measure import units
 from strobe.tools.tune import groups_of
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(results: dict[str, Any], console: Console) -> None:
     """A table for each head dim and kind: the mean speed of every tile over its cases, fastest first; the others with
     the reason why they were not timed."""
-    for dim, dim_v, kind in groups_of(found["rows"]):
-        rows = [row for row in found["rows"] if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind)]
+    for dim, dim_v, kind in groups_of(results["rows"]):
+        rows = [row for row in results["rows"] if (row["dim"], row["dim_v"], row["kind"]) == (dim, dim_v, kind)]
         table = Table(title=f"head dim {tile_name(dim, dim_v, kind)}", title_justify="left", box=None, pad_edge=False)
         for heading in ("tile", "TFLOP/s", "over the tile in use", "over cuDNN", "J/TFLOP", ""):
             table.add_column(heading, justify="left" if heading in ("tile", "") else "right")

@@ -18,8 +18,8 @@ _COMBINE = (
 
 
 class BlockMask:
-    """What `block_mask` returns. Backends see its mask. `maps` belongs to the kernels: the bits of blocks that they
-    found, by device and `Plan.map_key`."""
+    """The result of `block_mask`. Backends see its mask. `maps` belongs to the kernels: the bits of blocks that they
+    computed, by device and `Plan.map_key`."""
 
     def __init__(self, mask: Mask, batch: int | None, heads: int | None, len_q: int, len_k: int) -> None:
         self.mask = mask
@@ -36,9 +36,9 @@ class BlockMask:
     def check(self, batch: int, heads: int, len_q: int, len_k: int) -> None:
         """Raises ValueError unless it was made for a call of these sizes."""
         made_for = {"batch": self.batch, "heads": self.heads, "len_q": self.len_q, "len_k": self.len_k}
-        for (name, size), given in zip(made_for.items(), (batch, heads, len_q, len_k), strict=True):
-            if size is not None and size != given:
-                raise ValueError(f"mask is a block mask for {name} {size}, the call has {given}; make one for it")
+        for (name, size), of_call in zip(made_for.items(), (batch, heads, len_q, len_k), strict=True):
+            if size is not None and size != of_call:
+                raise ValueError(f"mask is a block mask for {name} {size}, the call has {of_call}; make one for it")
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(_COMBINE)

@@ -1,4 +1,4 @@
-"""Which entries dropout keeps: a counter-based generator, a pure function of (seed, batch, head, query, key).
+"""A counter-based generator, a pure function of (seed, batch, head, query, key), decides which entries dropout keeps.
 
 No state is carried along, so the mask depends neither on the tile sizes nor on the order of the tiles nor on the device,
 and the backward pass computes it again instead of storing it. A hash serves a cell of four queries and four keys: two
@@ -44,7 +44,7 @@ LARGEST = (_FINITE_AND_INF - 1) / (1 << 16)  # p that one comparison can say, wh
 
 
 def threshold(p: float) -> int:
-    """How many of the 2^16 patterns drop an entry. 31745 cannot occur: see `_rank`."""
+    """Return how many of the 2^16 patterns drop an entry. 31745 cannot occur: see `_rank`."""
     n = min(round(p * (1 << 16)), (1 << 16) - 1)
     return n + 1 if n == _INF + 1 else n
 

@@ -26,7 +26,8 @@ PLACE = ("b", "h", "q", "k", "len_q", "len_k")
 
 
 def on_device(value: Value, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """As a tensor there. A number is filled in, since nothing may be copied from the host while a CUDA graph is captured."""
+    """Return the value as a tensor there. A number is filled in, since nothing may be copied from the host while a CUDA
+    graph is captured."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype or value.dtype)
     return torch.full((), value, device=device, dtype=dtype)
@@ -228,34 +229,34 @@ class Expr:
             return kind_of_number(self.args[0])
         if self.op == "tensor":
             return FLOAT
-        found = OPERATIONS[self.op].kind
+        kind = OPERATIONS[self.op].kind
         operands = self.args[1:] if self.op == "select" else self.args
-        return max(a.kind for a in operands) if found is None else found
+        return max(a.kind for a in operands) if kind is None else kind
 
-    def evaluate(self, env: Mapping[Any, Value], known: dict[Expr, Value] | None = None) -> Value:
-        """`env` maps names, and the numbers of captured tensors, to values. `known` collects the values of operations:
+    def evaluate(self, env: Mapping[Any, Value], memo: dict[Expr, Value] | None = None) -> Value:
+        """`env` maps names, and the numbers of captured tensors, to values. `memo` collects the values of operations:
         pass it on, and a second expression does not compute again what it shares with this one."""
         if self.op in ("const", "literal"):
             return self.args[0]
         if self.op in ("var", "tensor"):
             return env[self.args[0]]
-        known = {} if known is None else known
-        if self not in known:
-            values = [a.evaluate(env, known) for a in self.operands]
+        memo = {} if memo is None else memo
+        if self not in memo:
+            values = [a.evaluate(env, memo) for a in self.operands]
             if self.op == "load":
-                known[self] = _of_kind(env[self.args[0]][places(env[self.args[0]], values)], self.kind, env)
+                memo[self] = _of_kind(env[self.args[0]][places(env[self.args[0]], values)], self.kind, env)
             else:
                 if any(a.kind == LONG for a in self.operands):
                     values = [_of_kind(v, LONG, env) for v in values]
-                found = OPERATIONS[self.op].evaluate(*values)
+                value = OPERATIONS[self.op].evaluate(*values)
                 converts = self.kind == INT or (self.kind == FLOAT and self.op in ("float", "select"))
-                known[self] = _of_kind(found, self.kind, env) if converts else found
-        return known[self]
+                memo[self] = _of_kind(value, self.kind, env) if converts else value
+        return memo[self]
 
     @functools.cached_property
     def _variables(self) -> frozenset[str]:
-        own = {self.args[0]} if self.op == "var" else {"tensor"} if self.op in ("tensor", "load") else set()
-        return frozenset(own).union(*(a._variables for a in self.operands))
+        here = {self.args[0]} if self.op == "var" else {"tensor"} if self.op in ("tensor", "load") else set()
+        return frozenset(here).union(*(a._variables for a in self.operands))
 
     def variables(self) -> frozenset[str]:
         """The names in it; "tensor" if it has captured tensors."""
@@ -285,19 +286,19 @@ class Expr:
         """The derivative by the variable `name`, or by a load. It shares its subexpressions with this one."""
         return self._derivative(Expr("var", (name,)) if isinstance(name, str) else name, {})
 
-    def _derivative(self, by: Expr, known: dict[Expr, Expr]) -> Expr:
+    def _derivative(self, by: Expr, memo: dict[Expr, Expr]) -> Expr:
         if self == by:
             return _ONE
         if self.op not in OPERATIONS or OPERATIONS[self.op].flat:
             return _ZERO
-        if self in known:
-            return known[self]
-        of_args = [a._derivative(by, known) for a in self.args]
+        if self in memo:
+            return memo[self]
+        of_args = [a._derivative(by, memo) for a in self.args]
         operation = OPERATIONS[self.op]
         if all(d == _ZERO for d in of_args):
-            found = _ZERO
+            derivative = _ZERO
         elif operation.chain is not None:
-            found = operation.chain(*self.args, *of_args)
+            derivative = operation.chain(*self.args, *of_args)
         elif operation.partials is None:
             raise ValueError(f"{self.op!r} of {by.args[0]!r} has no derivative here")
         else:
@@ -306,24 +307,24 @@ class Expr:
                 for partial, d in zip(operation.partials(*self.args, self), of_args, strict=True)
                 if d != _ZERO and partial != _ZERO
             ]
-            found = functools.reduce(lambda a, b: a + b, terms) if terms else _ZERO
-        known[self] = found
-        return found
+            derivative = functools.reduce(lambda a, b: a + b, terms) if terms else _ZERO
+        memo[self] = derivative
+        return derivative
 
     def replaced(self, old: Expr, new: Expr) -> Expr:
         return self.mapped(lambda e: new if e == old else None)
 
-    def mapped(self, change: Callable[[Expr], Expr | None], known: dict[Expr, Expr] | None = None) -> Expr:
-        """The expression, with each one replaced for which `change` returns another. `known` collects operations, so that
+    def mapped(self, change: Callable[[Expr], Expr | None], memo: dict[Expr, Expr] | None = None) -> Expr:
+        """The expression, with each one replaced for which `change` returns another. `memo` collects operations, so that
         one that occurs twice is entered once."""
         changed = change(self)
         if changed is not None or not self.operands:
             return self if changed is None else changed
-        known = {} if known is None else known
-        if self not in known:
+        memo = {} if memo is None else memo
+        if self not in memo:
             kept = self.args[: len(self.args) - len(self.operands)]
-            known[self] = Expr(self.op, (*kept, *(a.mapped(change, known) for a in self.operands)))
-        return known[self]
+            memo[self] = Expr(self.op, (*kept, *(a.mapped(change, memo) for a in self.operands)))
+        return memo[self]
 
     def with_later_tensors(self, first: int) -> Expr:
         """The expression for tensors that begin with number `first`."""

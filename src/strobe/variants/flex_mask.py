@@ -54,9 +54,11 @@ def of_block_mask(mask: Any) -> Mask:
 def check_lengths(mask: Any, len_q: int, len_k: int) -> None:
     """A mask for other lengths has blocks for other rows and keys, unless it is one of no blocks: those that
     FlexAttention makes in the place of None are wider than any sequence."""
-    made, wide = tuple(mask.seq_lengths), min(mask.BLOCK_SIZE) >= 1 << 30
-    if made != (len_q, len_k) and not wide:
-        raise ValueError(f"the BlockMask was created for {made[0]} queries and {made[1]} keys, got {len_q} and {len_k}")
+    lengths, wide = tuple(mask.seq_lengths), min(mask.BLOCK_SIZE) >= 1 << 30
+    if lengths != (len_q, len_k) and not wide:
+        raise ValueError(
+            f"the BlockMask was created for {lengths[0]} queries and {lengths[1]} keys, got {len_q} and {len_k}"
+        )
 
 
 def _is_noop(function: Any) -> bool:
@@ -78,8 +80,8 @@ def _agree(mask: Any, function: Mask, whole: torch.Tensor, partial: torch.Tensor
     """Whether blocks that are not listed hide every pair, and whole ones none. Looks at all pairs, which is what
     `create_block_mask` has done, and less than attention to them: once for a mask, until its function or one of its
     tensors is another one or has changed in place."""
-    tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    lists: tuple[Any, ...] = (*tensors, tuple(mask.BLOCK_SIZE), tuple(mask.seq_lengths))
+    blocks = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    lists = (*blocks, tuple(mask.BLOCK_SIZE), tuple(mask.seq_lengths))
     try:
         versions = tuple(t._version for t in (*lists, *function.tensors) if isinstance(t, torch.Tensor))
     except RuntimeError:  # tensors of inference mode do not count their changes

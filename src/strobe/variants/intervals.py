@@ -146,7 +146,7 @@ def _checked(end: Expr, left: bool) -> Ends | None:
 
 
 def is_end(e: Expr) -> bool:
-    """Whether an expression can be an end of a mask: made of positions and numbers, and never moving left."""
+    """Return whether an expression can be an end of a mask: made of positions and numbers, and never moving left."""
     return e.variables() <= END_VARIABLES and all(map(_may_be_in_an_end, e.nodes())) and _never_moves_left(e)
 
 
@@ -164,7 +164,7 @@ def _is_plain_division(e: Expr) -> bool:
 
 
 def _never_moves_left(end: Expr) -> bool:
-    """Whether it is plain that the end does not decrease as `q` grows."""
+    """Return whether it is plain that the end does not decrease as `q` grows."""
     if "q" not in end.variables() or end.op == "var":
         return True
     a, b = end.args

@@ -58,7 +58,7 @@ def kernel_form(expr: Expr) -> KernelForm:
 
 
 def is_sum(expr: Expr) -> bool:
-    """Whether it is `s`, or `s` and something that does not depend on it."""
+    """Return whether it is `s`, or `s` and something that does not depend on it."""
     if expr.op not in ("+", "-"):
         return expr == S
     of_s = [a for a in expr.args if "s" in a.variables()]
@@ -90,7 +90,7 @@ def _factor(x: Expr) -> float | None:
 def _only_parent_of_s(expr: Expr) -> Expr | None:
     """`s * c` or `s / c` if `s` occurs nowhere but in this one subexpression."""
     parents = {e for e in expr.nodes() if S in e.operands}
-    found = parents.pop() if len(parents) == 1 else None
-    if found is not None and found.op in ("*", "/") and found.args[0] == S and found.args[1].op == "const":
-        return found
+    parent = parents.pop() if len(parents) == 1 else None
+    if parent is not None and parent.op in ("*", "/") and parent.args[0] == S and parent.args[1].op == "const":
+        return parent
     return None

@@ -27,7 +27,8 @@ _A_TENSOR = (
 
 
 class Positions(NamedTuple):
-    """Where the rows and keys of a call lie in the whole sequence: its queries are those from `offset_q` on of `len_q`."""
+    """The places of a call's rows and keys in the whole sequence: its queries are those from `offset_q` on of
+    `len_q`."""
 
     offset_q: int
     len_q: int
@@ -130,7 +131,7 @@ class Mask:
         return self.title.replace(" & ", " and ")
 
     def as_condition(self) -> Mask:
-        """The same mask, with its interval as a part of the condition."""
+        """Return the same mask, with its interval as a part of the condition."""
         condition = self.rest
         if condition is None or self.lo is not None or self.hi is not None:
             inside = intervals.condition_of((self.lo, self.hi))
@@ -209,7 +210,7 @@ class Mask:
         return first, end, first_full, end_full
 
     def area(self, len_q: int, len_k: int, at: Positions | None = None) -> int:
-        """How many (query, key) pairs are visible: the exact work of one head."""
+        """Return how many (query, key) pairs are visible: the exact work of one head."""
         if self.rest is not None:
             return int(self.dense(len_q, len_k, at=at).sum())
         if self.lo is None and self.hi is None:
@@ -218,7 +219,7 @@ class Mask:
         return int((hi - lo).clamp(min=0).sum())
 
     def hides_nothing(self, len_q: int, len_k: int) -> bool:
-        """Whether every query sees every key, whatever the mask is called."""
+        """Return whether every query sees every key, whatever the mask is called."""
         if self._hides_nothing or not len_q:
             return True
         first, last = self.bounds(0, len_q, len_k), self.bounds(len_q - 1, len_q, len_k)
@@ -276,12 +277,12 @@ def parse_mask(text: str, numbers: tuple[int, ...] = ()) -> Mask:
     if text.count(";") < 2:
         raise ValueError(f"{text!r:.80} is not the text of a mask: two expressions and a name, separated by ;")
     *ends, title = text.split(";", 2)
-    given = iter(numbers)
-    lo, hi = [parse(end, _GRAMMAR, given) if end else None for end in ends]
+    values = iter(numbers)
+    lo, hi = [parse(end, _GRAMMAR, values) if end else None for end in ends]
     for end in (lo, hi):
         if end is not None and not intervals.is_end(end):
             raise ValueError(
                 f"{end.text()!r:.80} is no end of a mask: it may become less as q grows, or divides by what is not an "
                 "integer greater than 0, or divides a quotient"
             )
-    return Mask(lo, hi, parse_name(title, given))
+    return Mask(lo, hi, parse_name(title, values))

@@ -27,7 +27,8 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def cached_window(left: int) -> Mask:
-    """For keys that all stand before the first query: each query sees those from `left` positions before it on."""
+    """Return the mask of a window over keys that all stand before the first query: each query sees those from `left`
+    positions before it on."""
     return Mask(Q + LEN_K - _number(left), None, "cached_window(?)", (left,))
 
 
@@ -130,7 +131,8 @@ def tree(parents: Sequence[int] | torch.Tensor, first: int = 0, device: torch.de
 
 
 def _depth_first(parents: list[int]) -> tuple[list[int], list[int]]:
-    """For each token its number in a walk that goes down first, and that of the first token after all below it."""
+    """Return for each token its number in a walk that goes down first, and that of the first token after all below
+    it."""
     below: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last one: of no token
     for i, parent in enumerate(parents):
         if not -1 <= parent < len(parents):

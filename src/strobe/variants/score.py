@@ -1,4 +1,4 @@
-"""What happens to a score before the softmax, as one expression: s = scale * q.k becomes `score(s)`, then + bias.
+"""A score is one expression, applied before the softmax: s = scale * q.k becomes `score(s)`, then + bias.
 
 Softcap and ALiBi are instances. One definition serves the torch backends, which evaluate it, the kernels, which get its
 C++ text, and the backward pass, which needs its derivative. Masking follows, and is `mask.py`'s business.
@@ -94,9 +94,9 @@ class Score:
                 or tensors[number].dim() != axes
                 or ELEMENT_KINDS.get(tensors[number].dtype) != kind
             ):
-                given = [(tuple(t.shape), t.dtype) for t in tensors]
+                shapes = [(tuple(t.shape), t.dtype) for t in tensors]
                 raise ValueError(
-                    f"{self!r} reads {axes} axes of {CTYPES[kind]} of tensor {number}; its tensors are {given}"
+                    f"{self!r} reads {axes} axes of {CTYPES[kind]} of tensor {number}; its tensors are {shapes}"
                 )
         return Score(self.expr, self.title, tuple(tensors), self.sizes)
 
@@ -106,7 +106,7 @@ class Score:
 
     @functools.cached_property
     def pointwise(self) -> bool:
-        """Whether it depends on the score alone, not on where that is."""
+        """Return whether it depends on the score alone, not on where that is."""
         return self.expr.variables() <= {"s"}
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Score:
 
     @functools.cached_property
     def may_hide(self) -> bool:
-        """Whether its operations may make -inf of finite numbers."""
+        """Return whether its operations may make -inf of finite numbers."""
         return any(n.op in OPERATIONS and n.op not in _FINITE for n in self.expr.nodes())
 
     @functools.cached_property
@@ -153,7 +153,7 @@ class Score:
 
     @functools.cached_property
     def condition(self) -> Expr | None:
-        """What hides scores, if it is a function of where they are alone."""
+        """The condition that hides scores, if it is a function of where they are alone."""
         condition = self.expr.args[1] if self.expr.op == "where" else None
         if condition is None or any(node.op == "tensor" or node == S for node in condition.nodes()):
             return None
@@ -195,8 +195,8 @@ def alibi(slopes: torch.Tensor) -> Score:
     """Attention with linear biases: scores fall by slopes[head] (or slopes[batch, head]) for every position between
     query and key. The last query stands opposite the last key."""
     if not isinstance(slopes, torch.Tensor) or slopes.dim() not in (1, 2) or not slopes.dtype.is_floating_point:
-        found = f"{slopes.dtype} of shape {tuple(slopes.shape)}" if isinstance(slopes, torch.Tensor) else repr(slopes)
-        raise ValueError(f"slopes must be a floating-point tensor (heads,) or (batch, heads), got {found}")
+        got = f"{slopes.dtype} of shape {tuple(slopes.shape)}" if isinstance(slopes, torch.Tensor) else repr(slopes)
+        raise ValueError(f"slopes must be a floating-point tensor (heads,) or (batch, heads), got {got}")
     q, k, len_q, len_k = (Expr("float", (e,)) for e in (Q, K, LEN_Q, LEN_K))
     distance = Expr("abs", (q + (len_k - len_q) - k,))
     index = (H,) if slopes.dim() == 1 else (B, H)
@@ -214,5 +214,5 @@ def _parse_score(text: str, numbers: tuple[float, ...], key: str) -> Score:
     if ";" not in text:
         raise ValueError(f"{text!r:.80} is not the text of a score: an expression and a name, separated by ;")
     expr, title = text.split(";", 1)
-    given = iter(numbers)
-    return Score(parse(expr, _GRAMMAR, given), parse_name(title, given))
+    values = iter(numbers)
+    return Score(parse(expr, _GRAMMAR, values), parse_name(title, values))

@@ -20,8 +20,8 @@ _FLOAT = re.compile(r"-?([0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,4})?|inf)|nan")
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an expression may hold. Texts come with exported graphs, so from anywhere, and what is read from
-    them is printed into the source of kernels: nothing but these names, numbers and operations gets there."""
+    """The names, numbers and operations that the text of an expression may hold. Texts come with exported graphs, so
+    from anywhere, and what is read from them is printed into the source of kernels: nothing else gets there."""
 
     variables: frozenset[str]
     operations: frozenset[str]
@@ -34,10 +34,10 @@ def parse(text: str, grammar: Grammar, numbers: Iterable[Any] = ()) -> Expr:
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"{text!r:.80} has {len(text)} characters; an expression has at most {_MOST_CHARACTERS}")
     words = re.findall(r"[()]|[^\s()]+", text)
-    found, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
+    expr, end = _parse(words, 0, grammar, iter(numbers), _MOST_LEVELS)
     if end < len(words):
         raise ValueError(f"{text!r:.80} is not one expression: {' '.join(words[end:])!r:.80} is left over")
-    return found
+    return expr
 
 
 def _parse(words: list[str], at: int, grammar: Grammar, numbers: Iterator[Any], levels: int) -> tuple[Expr, int]:
@@ -87,7 +87,8 @@ def _parse_load(words: list[str], at: int, grammar: Grammar, numbers: Iterator[A
 
 
 def _check_division(op: str, args: list[Expr]) -> None:
-    """On a CPU, an integer division by 0 ends the process."""
+    """Refuse a division by 0, which ends the process on a CPU if it is one of integers, and one that C++ would
+    round."""
     divisor = args[-1]
     if op in ("//", "mod") and divisor.op in ("const", "literal") and not divisor.args[0]:
         raise ValueError(f"{op!r} divides by 0")
@@ -137,9 +138,9 @@ def parse_name(title: str, numbers: Iterable[Any] = ()) -> str:
 
 def full_name(title: str, numbers: Any) -> str:
     """The name of a mask or a score: its title with the numbers in the place of the placeholders."""
-    given = iter(numbers)
+    values = iter(numbers)
     first, *rest = title.split(PLACEHOLDER)
-    return first + "".join(f"{_shown(next(given, PLACEHOLDER))}{part}" for part in rest)
+    return first + "".join(f"{_shown(next(values, PLACEHOLDER))}{part}" for part in rest)
 
 
 def _shown(number: Any) -> str:

@@ -38,9 +38,10 @@ from strobe.variants.kept_function import NothingDerived
 from strobe.variants.mask import Mask, of_condition
 from strobe.variants.score import ELEMENT_KINDS, Score
 from strobe.variants.text import MOST_AXES, MOST_INTEGER, MOST_TENSORS
+from strobe.variants.unsupported import Unsupported
 
 
-class CannotTrace(TypeError):
+class CannotTrace(Unsupported, TypeError):
     """The function does what no kernel can. The message names the operation and the user's line."""
 
 
@@ -127,9 +128,8 @@ def _refused(what: str) -> Callable:
 
 for _name in (*_BINARY, *("r" + name for name in _BINARY), *_COMPARE, "neg", "abs", "invert", "getitem"):
     setattr(Symbol, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("int", "float", "index", "iter", "len", "contains", "setitem"):
-    setattr(Symbol, f"__{_name}__", _refused(_NUMBER))
-for _name in ("item", "tolist"):
+_CONVERSIONS = "__int__ __float__ __index__ __iter__ __len__ __contains__ __setitem__ item tolist"
+for _name in _CONVERSIONS.split():
     setattr(Symbol, _name, _refused(_NUMBER))
 
 

@@ -24,7 +24,7 @@ from strobe.variants import dropout
 
 @dataclass
 class _Totals:
-    """What is being summed up, in 32 bits at least; None for gradients that nobody wants."""
+    """The sums of gradients, in 32 bits at least; None for gradients that nobody wants."""
 
     q: torch.Tensor | None  # written once per block of rows, so in the dtype of the result
     k: torch.Tensor | None
@@ -171,13 +171,13 @@ def _block_of_rows(
 
 
 def _may_lose_sums(problem: Problem, row_lse: torch.Tensor) -> bool:
-    """Whether LSEs may be that large. On a GPU no number is read back: there, only a bias is expected to bring huge
-    scores."""
+    """Return whether LSEs may be that large. On a GPU no number is read back: there, only a bias is expected to bring
+    huge scores."""
     return lse_loses_sums(row_lse) if problem.device.type == "cpu" else problem.has_bias
 
 
 def lse_loses_sums(lse: torch.Tensor) -> bool:
-    """Whether some LSE is so large that its last bit matters: exp(s - lse) would be wrong by 1/4096 or more."""
+    """Return whether some LSE is so large that its last bit matters: exp(s - lse) would be wrong by 1/4096 or more."""
     if not lse.numel():
         return False
     most = 2**-11 / torch.finfo(lse.dtype).eps

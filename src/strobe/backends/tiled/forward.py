@@ -24,12 +24,12 @@ class Observer(Protocol):
     those of a tile, scores and maxima in units of log2."""
 
     def scored(self, rows: range, keys: range, whole: bool, s: torch.Tensor, m: torch.Tensor) -> None:
-        """Before the softmax of a tile: its scores, and the largest of each row before it."""
+        """Called before the softmax of a tile, with its scores and the largest of each row before it."""
 
     def summed(
         self, p: torch.Tensor, rescale: torch.Tensor, m: torch.Tensor, ell: torch.Tensor, o: torch.Tensor
     ) -> None:
-        """After the same tile."""
+        """Called after the softmax of the same tile."""
 
 
 @torch.no_grad()
@@ -52,8 +52,8 @@ def forward(
     if problem.k.pages is not None:
         return run_slabs(problem, paged_slabs(problem, inputs), out, lse)
     if (order := Order.of(problem, inputs)) is not None:
-        found = forward(problem, order.inputs, block_q=block_q, block_k=block_k, observer=observer)
-        return out.index_copy_(2, order.rows, found[0]), lse.index_copy_(2, order.rows, found[1])
+        result = forward(problem, order.inputs, block_q=block_q, block_k=block_k, observer=observer)
+        return out.index_copy_(2, order.rows, result[0]), lse.index_copy_(2, order.rows, result[1])
     blocks = choose_blocks(problem, block_q, block_k)
     buffer = torch.empty(blocks.scores, dtype=problem.lse_dtype, device=q.device)
     for slab in slabs(problem, inputs, blocks):

@@ -50,11 +50,11 @@ class PagedSlab(Slab):
         return t  # the pool, of which `keys_of` looks up a tile
 
     def keys_of(self, t: torch.Tensor, keys: range) -> torch.Tensor:
-        found = gather(t, *self._places(keys))[:, self.heads.start : self.heads.stop]
-        return found.to(self.operand).flatten(0, 1)
+        rows = gather(t, *self._places(keys))[:, self.heads.start : self.heads.stop]
+        return rows.to(self.operand).flatten(0, 1)
 
     def _places(self, keys: range) -> Any:
-        """Of k and then of v: looked up once."""
+        """Look up the places of k and of v, once for the same keys."""
         if self._looked_up is None or self._looked_up[0] != keys:
             index = torch.arange(keys.start, keys.stop, device=self.problem.device)
             self._looked_up = keys, look_up(self.problem, self.inputs, self.sequences, index)
@@ -68,11 +68,11 @@ class PagedSlab(Slab):
         def count(r: range) -> torch.Tensor:
             return torch.arange(r.start, r.stop, device=self.problem.device)
 
-        found: dict[Any, Any] = {"len_q": s.len_q[wide], "len_k": s.whole[wide]}
-        found |= {"q": count(rows)[:, None], "k": s.position[wide] + count(keys)}
-        found["b"] = s.number[wide]
-        found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
-        return found | {WORKING_DTYPE: self.accumulate} | dict(enumerate(self.inputs.score_tensors))
+        env: dict[Any, Any] = {"len_q": s.len_q[wide], "len_k": s.whole[wide]}
+        env |= {"q": count(rows)[:, None], "k": s.position[wide] + count(keys)}
+        env["b"] = s.number[wide]
+        env["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
+        return env | {WORKING_DTYPE: self.accumulate} | dict(enumerate(self.inputs.score_tensors))
 
     def _within_bounds(self, s: torch.Tensor, rows: range, keys: range) -> torch.Tensor:
         lo, hi = (bound[:, rows.start : rows.stop, None] for bound in self.bounds)
@@ -110,9 +110,9 @@ class PagedSlab(Slab):
             owner = torch.bucketize(row, ends, right=True)
             inside = (owner < len(ends)).view(-1, *(1,) * (t.dim() - 2))
             owner = owner.clamp(max=len(ends) - 1)
-            found = part[owner, :, (row - s.first_q[owner]).clamp(0, self.len_q - 1)]
-            found = torch.where(inside, found, 0 if t.dim() == 4 else -torch.inf)
-            t[0].copy_(found.transpose(0, 1))
+            values = part[owner, :, (row - s.first_q[owner]).clamp(0, self.len_q - 1)]
+            values = torch.where(inside, values, 0 if t.dim() == 4 else -torch.inf)
+            t[0].copy_(values.transpose(0, 1))
 
 
 def _rows_of(s: Sequences, len_q: int) -> torch.Tensor:
@@ -120,7 +120,8 @@ def _rows_of(s: Sequences, len_q: int) -> torch.Tensor:
 
 
 def paged_slabs(problem: Problem, inputs: Inputs) -> Iterator[tuple[PagedSlab, int, int]]:
-    """With the sizes of tiles, query positions and keys. Every sequence that has queries is in one."""
+    """Yield slabs with the sizes of their tiles, query positions and keys. Every sequence that has queries is in
+    one."""
     every, pages = Sequences.of(problem, inputs), problem.k.pages
     assert pages is not None
     if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -147,8 +148,8 @@ def paged_slabs(problem: Problem, inputs: Inputs) -> Iterator[tuple[PagedSlab, i
 def make_slab(
     problem: Problem, inputs: Inputs, s: Sequences, read: Sequences | None, len_q: int, keys: int
 ) -> tuple[PagedSlab, int, int]:
-    """Of the sequences `s`, which have `len_q` queries and at most `keys` keys that they see; with the sizes of tiles.
-    `read`: the same sequences on the host, or None if they must not be read."""
+    """Return a slab of the sequences `s`, which have `len_q` queries and at most `keys` keys that they see, and the
+    sizes of its tiles. `read`: the same sequences on the host, or None if they must not be read."""
     blocks = choose_blocks(problem)
     if not problem.q.varlen:
         q = inputs.q[s.number]

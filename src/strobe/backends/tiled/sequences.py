@@ -39,7 +39,7 @@ def alike(problem: Problem, inputs: Inputs) -> Iterator[tuple[range, slice, slic
 
 
 def _starts(inputs: Inputs) -> tuple[list[int], list[int]]:
-    """Where the rows and keys of packed sequences begin, and where the last ones end."""
+    """Return where the rows and keys of packed sequences begin, and where the last ones end."""
     return ([], []) if inputs.cu_q is None or inputs.cu_k is None else (inputs.cu_q.tolist(), inputs.cu_k.tolist())
 
 

@@ -1,4 +1,4 @@
-"""How `tiled` cuts a problem up: slabs of (batch, key head) pairs, and inside each slab tiles of query rows times keys.
+"""`tiled` cuts a problem up into slabs of (batch, key head) pairs, and each slab into tiles of query rows times keys.
 
 Query heads that share a key head become more rows of the same tile, so that keys and values are never repeated. The
 softmax counts in units of log2: on CPUs `exp` becomes ten times slower where its results are 0 or nearly, `exp2` does
@@ -40,7 +40,7 @@ _forced: contextvars.ContextVar[_Sizes] = contextvars.ContextVar("strobe_block_s
 
 @contextlib.contextmanager
 def block_sizes(block_q: int | None = None, block_k: int | None = None) -> Iterator[None]:
-    """Within this context `tiled` uses tiles of this size; `None` leaves the choice to it."""
+    """Make `tiled` use tiles of this size within the context; `None` leaves the choice to it."""
     for name, value in (("block_q", block_q), ("block_k", block_k)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
@@ -180,21 +180,21 @@ class Slab:
         return self.rows_of(self.q, rows).contiguous()
 
     def environment(self, rows: range, keys: range) -> dict[Any, Any]:
-        """What a score may look at besides its value: positions and captured tensors, to be broadcast to
-        (b, hk, g, rows, keys)."""
+        """Return the positions and captured tensors that a score may look at besides its value, to be broadcast to (b,
+        hk, g, rows, keys)."""
         score = self.problem.score
         if score.pointwise:
             return {WORKING_DTYPE: self.accumulate}
         offset_q, whole_q, offset_k, whole_k = self.positions or (0, self.len_q, 0, self.len_k)
-        found: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k, WORKING_DTYPE: self.accumulate}
+        env: dict[Any, Any] = {"len_q": whole_q, "len_k": whole_k, WORKING_DTYPE: self.accumulate}
 
         def count(r: range, offset: int = 0) -> torch.Tensor:
             return torch.arange(r.start + offset, r.stop + offset, device=self.problem.device)
 
-        found |= {"q": count(rows, offset_q)[:, None], "k": count(keys, offset_k)}
-        found["b"] = count(self.batch)[:, None, None, None, None]
-        found["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
-        return found | dict(enumerate(self.inputs.score_tensors))
+        env |= {"q": count(rows, offset_q)[:, None], "k": count(keys, offset_k)}
+        env["b"] = count(self.batch)[:, None, None, None, None]
+        env["h"] = count(self.query_heads).unflatten(0, (len(self.heads), self.group))[..., None, None]
+        return env | dict(enumerate(self.inputs.score_tensors))
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, keys: range, whole: bool, buffer: torch.Tensor
@@ -284,7 +284,7 @@ class Slab:
         return torch.where(visible, self.spread(s, rows), -torch.inf).view_as(s)
 
     def kept(self, rows: range, keys: range) -> torch.Tensor:
-        """What dropout leaves of a tile, (b*hk, g*rows, keys)."""
+        """Return the mask of the entries of a tile that dropout keeps, (b*hk, g*rows, keys)."""
         offset_q, _, offset_k, _ = self.positions or (0, 0, 0, 0)
         rows_at, keys_at = (range(r.start + n, r.stop + n) for r, n in ((rows, offset_q), (keys, offset_k)))
         heads = range(self.query_heads.start + self.problem.first_head, self.query_heads.stop + self.problem.first_head)
@@ -344,15 +344,15 @@ def product(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None = None
     """Batched factor * (a @ b) in 32 bits at least; the beginning of the flat `buffer` takes the result where
     possible."""
     if a.dtype.itemsize == 2:
-        found = torch.bmm(a, b, out_dtype=torch.float32)
-        return found if factor == 1.0 else found.mul_(factor)
+        result = torch.bmm(a, b, out_dtype=torch.float32)
+        return result if factor == 1.0 else result.mul_(factor)
     if buffer is None:
         return torch.bmm(a, b) if factor == 1.0 else torch.bmm(a, b).mul_(factor)
     shape = (a.shape[0], a.shape[1], b.shape[2])
     into = buffer[: math.prod(shape)].view(shape)
     if into.is_cpu:  # not by alpha: MKL multiplies `a` by it, which rounds, and on Arm 0 writes nothing
-        found = torch.bmm(a, b, out=into)
-        return found if factor == 1.0 else found.mul_(factor)
+        result = torch.bmm(a, b, out=into)
+        return result if factor == 1.0 else result.mul_(factor)
     return torch.baddbmm(into, a, b, beta=0, alpha=factor, out=into)
 
 

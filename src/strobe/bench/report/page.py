@@ -43,7 +43,7 @@ def html(runs: list[Results]) -> str:
 
 
 def page_data(runs: list[Results]) -> dict[str, Any]:
-    """What the script draws from."""
+    """Return the data that the script draws from."""
     whole, compared = together(runs)
     return {"run": _run(whole), "compared": [_comparison(whole, run) for run in compared]}
 
@@ -83,7 +83,7 @@ def _run(run: Results) -> dict[str, Any]:
 
 
 def family(row: Row) -> str:
-    """What a panel shows: "head dim 128, causal"."""
+    """Return the title of the panel that shows the row: "head dim 128, causal"."""
     c = row.case
     shape = c.model or (f"model dim {c.model_dim}" if c.suite == "sweep" else f"head dim {c.dim}")
     heads = "" if c.group == 1 or c.model else f"{c.heads} heads on {c.heads_k}"
@@ -95,10 +95,10 @@ def family(row: Row) -> str:
 
 def families(rows: list[Row]) -> dict[str, list[Row]]:
     """Title of a panel -> its rows; only those with more than one length."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    panels: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[family(row)].append(row)
-    return {title: same for title, same in found.items() if len({r.case.len_k for r in same}) > 1}
+        panels[family(row)].append(row)
+    return {title: same for title, same in panels.items() if len({r.case.len_k for r in same}) > 1}
 
 
 def _panel(row: Row, families: set[str]) -> str:
@@ -107,17 +107,17 @@ def _panel(row: Row, families: set[str]) -> str:
 
 
 def _warnings(run: Results) -> list[str]:
-    found = [] if run.complete else ["The run was stopped before its end; what it had is shown."]
+    warnings = [] if run.complete else ["The run was stopped before its end; what it had is shown."]
     throttled = sorted({reason for row in run.rows if row.clock for reason in row.clock.throttle})
-    found += [f"While it ran the GPU reported: {', '.join(throttled)}."] if throttled else []
-    found += [warning for warning in [busy_machine(run.provenance)] if warning]
+    warnings += [f"While it ran the GPU reported: {', '.join(throttled)}."] if throttled else []
+    warnings += [warning for warning in [busy_machine(run.provenance)] if warning]
     wrong = sum(row.status in ("wrong", "failed") for row in run.rows)
-    return found + ([f"{wrong} rows are wrong or failed; see the table of every row."] if wrong else [])
+    return warnings + ([f"{wrong} rows are wrong or failed; see the table of every row."] if wrong else [])
 
 
 def flat(row: Row, panel: str) -> dict[str, Any]:
     case, summary, energy = row.case, row.timing.summary if row.timing else None, row.energy
-    found = {
+    fields = {
         "suite": case.suite,
         "pass": case.direction,
         "key": case.key,
@@ -152,8 +152,8 @@ def flat(row: Row, panel: str) -> dict[str, Any]:
         "tokens_per_s": row.tokens_per_s,
     }
     if summary is not None:
-        found |= {"low": summary.low, "high": summary.high, "n": summary.n}
-    return {name: _short(value) for name, value in found.items() if value is not None}
+        fields |= {"low": summary.low, "high": summary.high, "n": summary.n}
+    return {name: _short(value) for name, value in fields.items() if value is not None}
 
 
 def _short(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From padded batches to packed sequences and back."""
+"""Pack padded batches into sequences one after the other, and unpack them."""
 
 from __future__ import annotations
 

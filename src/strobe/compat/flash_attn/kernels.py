@@ -1,4 +1,4 @@
-"""What stands below flash-attn 2's public functions: a forward and a backward that autograd does not see.
+"""The functions below flash-attn 2's public ones: a forward and a backward that autograd does not see.
 
 Ring attention, Transformer Engine and others import these to run attention piece by piece: the backward takes the output
 and the LSE of the whole, whatever keys it is given.

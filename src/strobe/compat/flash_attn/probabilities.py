@@ -33,7 +33,7 @@ def signed_scores(a: Arguments) -> torch.Tensor:
 
 
 def _probabilities(a: Arguments) -> torch.Tensor:
-    """Without dropout: a row sums to 1."""
+    """Return the probabilities without dropout: a row sums to 1."""
     q, k, v = (t.detach() for t in (a.q, a.k, a.v))
     heads, len_q, len_k = q.shape[-2], _longest(a.cu_q, a.max_q, q), _longest(a.cu_k, a.max_k, k)
     batch = q.shape[0] if a.cu_q is None else a.cu_q.numel() - 1

@@ -98,6 +98,8 @@ def attention(
     if attention_mask is None:
         if query.shape[2] > 1:
             chosen = _mask_of_none(module, is_causal, sliding_window, query.shape[2], key.shape[2])
+    elif isinstance(attention_mask, LayerMask) and attention_mask.shows_all():
+        chosen = full
     elif isinstance(attention_mask, LayerMask) and attention_mask.booleans is None:
         _check_lengths(module, attention_mask, query, key)
         chosen, positions = attention_mask.mask, attention_mask.positions
@@ -131,7 +133,7 @@ def attention(
 
 
 def _says_more(attention_mask: LayerMask | torch.Tensor | None) -> bool:
-    """Whether it says more than which keys a query sees by position."""
+    """Return whether it says more than which keys a query sees by position."""
     if not isinstance(attention_mask, LayerMask):
         return attention_mask is not None
     return any(t is not None for t in (attention_mask.padding, attention_mask.positions, attention_mask.booleans))

@@ -28,8 +28,8 @@ from strobe.variants.ready_made import cached_window, window
 
 
 class Layer(NamedTuple):
-    """What the cache has for a layer. `window`: the rows of a ring, or None. Sequence i reads the rows
-    read[cu_k[i] : cu_k[i + 1]]; in a ring's list the new keys, which come last, are `sentinel`."""
+    """The cache of a layer. `window`: the rows of a ring, or None. Sequence i reads the rows read[cu_k[i] : cu_k[i +
+    1]]; in a ring's list the new keys, which come last, are `sentinel`."""
 
     k: torch.Tensor  # (rows, heads_k, dim)
     v: torch.Tensor
@@ -134,12 +134,12 @@ def _table_of_ring(layer: Layer, past: torch.Tensor, max_k: int) -> torch.Tensor
 def _pages(layer: Layer, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """(sequences, width), int32: the pages of the rows `at` (sequences or 1, width) of each sequence's list. Entries
     after a sequence's last key are not looked at."""
-    found = (layer.cu_k[:-1, None] + at).clamp(max=len(rows) - 1)
-    return (rows[found] // layer.page).to(torch.int32)
+    index = (layer.cu_k[:-1, None] + at).clamp(max=len(rows) - 1)
+    return (rows[index] // layer.page).to(torch.int32)
 
 
 def _past(a: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """How many keys each sequence had before, if it has one query each and that is known without waiting."""
+    """Return how many keys each sequence had before, if it has one query each and that is known without waiting."""
     positions = kwargs.get("position_ids")
     if a.max_q != 1 or positions is None or positions.shape != (1, a.q.shape[0]):
         return None
@@ -147,6 +147,6 @@ def _past(a: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _reads_pages(a: Arguments) -> bool:
-    """Whether to read keys in pages. On a GPU the backends without kernels gather keys tile by tile, which takes longer
-    than one copy."""
+    """Return whether to read keys in pages. On a GPU the backends without kernels gather keys tile by tile, which takes
+    longer than one copy."""
     return a.q.is_cpu or lookup(a).backend.name not in ("tiled", "reference")

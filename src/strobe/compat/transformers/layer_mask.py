@@ -69,9 +69,8 @@ class LayerMask:
         self.mask = mask
         self.keys = keys  # nobody sees the keys from here on; None: all may be seen
         self.positions = positions  # (batch, 4), see `strobe.variants.mask.Positions`
-        self.padding = (
-            padding  # (batch, len_k), True where a key may be seen; None if `mask` and `positions` say it all
-        )
+        # (batch, len_k), True where a key may be seen; None if `mask` and `positions` say it all
+        self.padding = padding
         self.bias = None  # the same, to be added
         if padding is not None:
             nothing = torch.zeros((), dtype=dtype, device=padding.device)
@@ -116,8 +115,16 @@ class LayerMask:
 
     __str__ = __repr__
 
+    def shows_all(self) -> bool:
+        """No key is hidden from any query. Eager attention has no mask then, or one zero that is added to every score: it
+        shows as many keys as there are."""
+        says_more = (self.keys, self.positions, self.padding, self.document_of, self.booleans)
+        if any(x is not None for x in says_more):
+            return False
+        return self.mask == full or (self._shape[2:] == (1, 1) and self.mask.hides_nothing(1, 1))
+
     def documents(self) -> Documents | None:
-        """Where the packed sequences begin; found when a layer asks first."""
+        """Return where the packed sequences begin; found when a layer asks first."""
         if self.document_of is None:
             return None
         if self._documents is None:
@@ -136,20 +143,21 @@ class LayerMask:
         batch, _, len_q, len_k = self._shape
         keys = len_k if self.keys is None else self.keys
         at = [None] * batch if self.positions is None else [Positions(*p) for p in self.positions.tolist()]
-        found = torch.zeros((batch, 1, len_q, len_k), dtype=torch.bool, device=self.device)
+        dense = torch.zeros((batch, 1, len_q, len_k), dtype=torch.bool, device=self.device)
         for i, positions in enumerate(at):
-            found[i, 0, :, :keys] = self.mask.dense(len_q, keys, device=self.device, at=positions)
+            dense[i, 0, :, :keys] = self.mask.dense(len_q, keys, device=self.device, at=positions)
         if self.padding is not None:
-            found &= self.padding[:, None, None, :]
+            dense &= self.padding[:, None, None, :]
         if self.document_of is not None:
-            found &= (self.document_of[:, :, None] == self.document_of[:, None, :])[:, None]
-        return found
+            dense &= (self.document_of[:, :, None] == self.document_of[:, None, :])[:, None]
+        return dense
 
     def to_dense(self) -> torch.Tensor:
         return self.dense()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """On another device it is the same; in another dtype, or as booleans of whatever it was, it is refused."""
+        """Move the mask to another device, where it is the same; in another dtype, or as booleans of whatever it was,
+        it is refused."""
         target = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **kwargs)
         if target.dtype != torch.bool or torch.bool in (*args, kwargs.get("dtype")):
             return _computed(torch.Tensor.to, (self, *args), kwargs)
@@ -200,15 +208,16 @@ for _name in """__and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __se
 
 
 def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function makes of masks among its arguments, if it means the same for booleans as for numbers to add."""
+    """Return what a function makes of masks among its arguments, if it means the same for booleans as for numbers to
+    add."""
     name = function.__name__
     if name in _OF_ITS_SHAPE or _is_condition(function, args, kwargs):
         return function(*map(_plain, args), **{n: _plain(x) for n, x in kwargs.items()})
     if name in _SHAPES_AND_LOGIC:
-        found = function(*map(_plain, args), **{n: _plain(x) for n, x in kwargs.items()})
-        parts = list(found) if isinstance(found, (list, tuple)) else [found]
+        result = function(*map(_plain, args), **{n: _plain(x) for n, x in kwargs.items()})
+        parts = list(result) if isinstance(result, (list, tuple)) else [result]
         if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in parts):
-            return type(found)(map(_again, found)) if isinstance(found, (list, tuple)) else _again(found)
+            return type(result)(map(_again, result)) if isinstance(result, (list, tuple)) else _again(result)
     raise Unsupported(
         f"the model computes with its attention mask ({name}): strobe's masks are booleans, and it expects numbers that are "
         'added to scores; load the model with attn_implementation="eager"'

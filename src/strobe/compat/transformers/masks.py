@@ -56,16 +56,16 @@ def mask(
     else:
         rule = recognised(mask_function)
     shape = (batch_size, q_length, kv_length)
-    found = None
+    lazy = None
     if rule is not None and rule.document_of is not None:
         if not rule.chunk and attention_mask is None and q_length == kv_length:
-            found = LayerMask(rule.interval(), shape, device, document_of=rule.document_of)
+            lazy = LayerMask(rule.interval(), shape, device, document_of=rule.document_of)
     elif rule is not None and attention_mask is None:
-        found = _without_padding(rule, shape, q_offset, kv_offset, device)
+        lazy = _without_padding(rule, shape, q_offset, kv_offset, device)
     elif rule is not None and attention_mask is not None and not traced:
-        found = _with_padding(rule, shape, q_offset, kv_offset, attention_mask, device, dtype)
-    if found is not None:
-        return found
+        lazy = _with_padding(rule, shape, q_offset, kv_offset, attention_mask, device, dtype)
+    if lazy is not None:
+        return lazy
     booleans = masking_utils.sdpa_mask(
         batch_size,
         q_length,
@@ -88,8 +88,8 @@ def mask(
 def _promised(
     function: Callable[..., Any], local_size: int | None, causal_skip: bool, bidirectional_skip: bool, config: Any
 ) -> Rule | None:
-    """What transformers' own flags say of the function, where a tracer cannot look into it: as long as a mask may be
-    skipped, it is nothing but causal, or nothing but bidirectional, within `local_size`."""
+    """Return the rule that transformers' own flags promise of the function, where a tracer cannot look into it: as long
+    as a mask may be skipped, it is nothing but causal, or nothing but bidirectional, within `local_size`."""
     if function is masking_utils.bidirectional_mask_function:
         return Rule(causal=False)  # some say a `local_size` and mean the size of the cache
     if causal_skip:

@@ -14,7 +14,7 @@ from strobe.variants.ready_made import chunked, window
 
 
 class Rule(NamedTuple):
-    """Which keys a query sees, as far as positions decide it."""
+    """A rule says which keys a query sees, as far as positions decide it."""
 
     causal: bool
     left: int = -1  # keys before the query; negative: any number
@@ -41,31 +41,31 @@ def _interval(is_causal: bool, left: int, right: int, chunk: int, used: bool) ->
 
 def recognised(function: Callable[..., Any]) -> Rule | None:
     """None: it says something else."""
-    found = Rule(causal=False)
+    rule = Rule(causal=False)
     for leaf, captured in _leaves(function):
         if leaf == "causal_mask_function":
-            found = found._replace(causal=True)
+            rule = rule._replace(causal=True)
         elif leaf == "bidirectional_mask_function":
             pass
         elif leaf == "sliding_window_overlay":
-            if not _is_size(captured["sliding_window"]) or found.left >= 0:
+            if not _is_size(captured["sliding_window"]) or rule.left >= 0:
                 return None
-            found = found._replace(left=captured["sliding_window"] - 1)
+            rule = rule._replace(left=captured["sliding_window"] - 1)
         elif leaf == "sliding_window_bidirectional_overlay":
-            if not _is_size(captured["sliding_window"]) or found.left >= 0:
+            if not _is_size(captured["sliding_window"]) or rule.left >= 0:
                 return None
-            found = found._replace(left=captured["sliding_window"], right=captured["sliding_window"])
+            rule = rule._replace(left=captured["sliding_window"], right=captured["sliding_window"])
         elif leaf == "chunked_overlay":
-            if not _is_size(captured["chunk_size"]) or found.chunk:
+            if not _is_size(captured["chunk_size"]) or rule.chunk:
                 return None
-            found = found._replace(chunk=captured["chunk_size"], first_token=captured["left_padding"])
+            rule = rule._replace(chunk=captured["chunk_size"], first_token=captured["left_padding"])
         elif leaf == "packed_sequence_mask_function":
-            if found.document_of is not None:
+            if rule.document_of is not None:
                 return None
-            found = found._replace(document_of=captured["packed_sequence_mask"])
+            rule = rule._replace(document_of=captured["packed_sequence_mask"])
         else:
             return None
-    return found
+    return rule
 
 
 def _is_size(x: Any) -> bool:

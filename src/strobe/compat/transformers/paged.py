@@ -61,8 +61,8 @@ def together(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> 
 
 
 def _longest(kwargs: dict[str, Any], axis: str) -> Any:
-    found = kwargs.get(f"max_length_{axis}")
-    return kwargs.get(f"max_seqlen_{axis}") if found is None else found
+    longest = kwargs.get(f"max_length_{axis}")
+    return kwargs.get(f"max_seqlen_{axis}") if longest is None else longest
 
 
 def _as_int(n: Any) -> Any:

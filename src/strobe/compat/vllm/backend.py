@@ -35,7 +35,7 @@ _PREFERRED_PAGE = 64  # smaller ones are read more slowly
 
 
 class Backend(AttentionBackend):
-    """What the backend can do. vLLM refuses a model that needs more, and says why."""
+    """The backend's record of what it can do. vLLM refuses a model that needs more, and says why."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -65,7 +65,7 @@ class Backend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """For versions that ask. Later ones have (blocks, heads, block, 2 · dim)."""
+        """Return the shape of a cache for versions that ask. Later ones have (blocks, heads, block, 2 · dim)."""
         return num_blocks, 2, block_size, num_kv_heads, head_size
 
     @classmethod

@@ -28,7 +28,7 @@ class Architecture:
     letter: str = ""  # behind the compiler's name; "a": instructions that no other architecture has
 
     def refuses(self, capability: tuple[int, int]) -> str | None:
-        """Why a GPU of this compute capability does not run the kernel; None if it does."""
+        """Return why a GPU of this compute capability does not run the kernel; None if it does."""
         if self.first <= capability and (self.last is None or capability <= self.last):
             return None
         return f"compute capability {capability[0]}.{capability[1]}; {self.reason}"
@@ -38,7 +38,7 @@ class Architecture:
         return f"sm_{capability[0]}{capability[1]}{self.letter}"
 
     def has_target(self, arch: str) -> bool:
-        """Whether the kernel can be compiled for `arch`, a name like sm_80 or sm_90a."""
+        """Return whether the kernel can be compiled for `arch`, a name like sm_80 or sm_90a."""
         parts = re.fullmatch(r"sm_(\d+)(\d)([a-z]?)", arch)
         return parts is not None and parts[3] == self.letter and self.refuses((int(parts[1]), int(parts[2]))) is None
 

@@ -27,7 +27,8 @@ def query_tiles(problem: Problem, block_m: int, l2_bytes: int, splits: int = 1) 
 
 
 def costs_differ(problem: Problem) -> bool:
-    """Under a right bound alone later rows see more keys, and earlier keys are seen by more rows."""
+    """Return whether tiles differ in cost: under a right bound alone later rows see more keys, and earlier keys are
+    seen by more rows."""
     return problem.mask.lo is None and problem.mask.hi is not None
 
 

@@ -40,11 +40,11 @@ class Element:
         return _MMA_BYTES // self.bytes
 
     def panels(self, columns: int) -> int:
-        """How many panels hold so many columns."""
+        """Return how many panels hold so many columns."""
         return -(-columns // self.panel)
 
     def fills_panels(self, *dims: int) -> bool:
-        """Whether one TMA box can hold a tile: a panel that is not full takes a box of its own."""
+        """Return whether one TMA box can hold a tile: a panel that is not full takes a box of its own."""
         return all(dim % self.panel == 0 for dim in dims)
 
     def tile_bytes(self, rows: int, columns: int) -> int:

@@ -65,7 +65,7 @@ class Features:
         flags += ["dbias"] if self.scores.bias_gradient else []
         mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
         masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
-        return "_".join([self.inputs or self.element.in_maps, dims, *masks, *flags, *score])
+        return "_".join([self.inputs or self.element.name, dims, *masks, *flags, *score])
 
     def facts(self) -> dict[str, Any]:
         """The features by name, for tables."""
@@ -115,8 +115,8 @@ class Features:
         }
 
     def one_box(self, problem: Problem | None = None) -> bool:
-        """Whether one TMA box may hold a tile: the head dims (those of a problem, or of the kernel) are whole panels, and
-        no rows are clipped."""
+        """Return whether one TMA box may hold a tile: the head dims (those of a problem, or of the kernel) are whole
+        panels, and no rows are clipped."""
         dims = (self.dim, self.dim_v) if problem is None else (problem.dim, problem.dim_v)
         return self.element.fills_panels(*dims) and not self.rows.clipped
 

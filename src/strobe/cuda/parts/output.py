@@ -64,11 +64,11 @@ class Output:
     )
 
     def values(self, problem: Problem, pack_gqa: int = 1) -> dict[str, Any]:
-        found: dict[str, Any] = lse_values(problem, pack_gqa)
+        fields: dict[str, Any] = lse_values(problem, pack_gqa)
         if self.can_merge:
-            found["merge"] = int(problem.state is not None)
-            found["unscale"] = 1 / problem.logit.kernel_form(problem.scale).after
-        return found
+            fields["merge"] = int(problem.state is not None)
+            fields["unscale"] = 1 / problem.logit.kernel_form(problem.scale).after
+        return fields
 
 
 def lse_values(problem: Problem, pack_gqa: int = 1) -> dict[str, int]:

@@ -71,7 +71,7 @@ class Field:
 
     @property
     def is_address(self) -> bool:
-        """Whether it changes with every call: the address of a tensor, or a seed."""
+        """Return whether it changes with every call: the address of a tensor, or a seed."""
         return self.ctype.endswith("*") or self.name == "seed"
 
     @property

@@ -1,4 +1,5 @@
-"""From a problem to launches: what the plans of all kernels share. Facts and tables; no CUDA, no tensors.
+"""A plan turns a problem into launches; the plans of all kernels share this module. Facts and tables; no CUDA, no
+tensors.
 
 A `Plan` is a list of launches and a workspace. Tensors are named, not passed: `launch.py` runs a plan on a GPU and
 `emulator/backend.py` the same plan on a CPU. The module of each kernel (`forward_sm90.py`, …) holds its tiles, its
@@ -26,7 +27,7 @@ _map_keys: dict[Any, int] = {}
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan has to know of a GPU."""
+    """The facts of a GPU that plans depend on."""
 
     arch: str  # "sm_80", "sm_90a", …
     sms: int  # multiprocessors
@@ -70,12 +71,12 @@ class Plan:
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
-        """What its launches read and write, by name, and perhaps a seed: the caller that runs the plan provides them. A
-        tensor that is not there is null."""
-        own = {COUNTER, *self.workspace}
-        found = [f.name for launch in self.launches for f in launch.kernel.params.fields if f.is_address]
-        found += [name for launch in self.launches for name in launch.maps]
-        return tuple(name for name in dict.fromkeys(found) if name not in own)
+        """The names of the tensors that its launches read and write, and perhaps a seed: the caller that runs the plan
+        provides them. A tensor that is not there is null."""
+        internal = {COUNTER, *self.workspace}
+        names = [f.name for launch in self.launches for f in launch.kernel.params.fields if f.is_address]
+        names += [name for launch in self.launches for name in launch.maps]
+        return tuple(name for name in dict.fromkeys(names) if name not in internal)
 
     @functools.cached_property
     def map_key(self) -> int | None:
@@ -108,7 +109,7 @@ def padded(size: int, to: int = 256) -> int:
 
 
 def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where each part of a workspace begins, and how long it is."""
+    """Return where each part of a workspace begins, and how long it is."""
     ends = list(itertools.accumulate(map(padded, sizes), initial=0))
     return ends[:-1], ends[-1]
 

@@ -37,28 +37,28 @@ def printed(condition: Expr, entries: tuple[Entries, ...]) -> PrintedCondition:
     """`entries`: how all tensors of the score are read."""
     condition = with_places(condition)
     read = {load.args[0] for load in condition.loads()}
-    own = {i: e for i, e in enumerate(entries) if i in read}
+    read_entries = {i: e for i, e in enumerate(entries) if i in read}
     fields, elements = Numbers(), {i: e.element for i, e in enumerate(entries)}
     body = Body([condition], fields, {}, elements)
     of_pair = body.text(condition)
     ranges = _Ranges(fields, elements)
     of_block = ranges.name(condition)
-    tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in own)
-    given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in own.values())
+    tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in read_entries)
+    arguments = "".join(f", p.{e.name}, p.{e.name}_strides" for e in read_entries.values())
     integers = ("  const int* n;\n", ", p.score_integers") if fields.integers else ("", "")
     text = (
         "struct Condition {\n"
         "  static constexpr bool kPositional = true;\n"
         f"  const float* c;\n{integers[0]}{tensors}"
         "  template <class Params> STROBE_DEVICE static Condition of(const Params& p) "
-        f"{{ return Condition{{p.score{integers[1]}{given}}}; }}\n"
+        f"{{ return Condition{{p.score{integers[1]}{arguments}}}; }}\n"
         f"  template <class At> STROBE_DEVICE bool of_pair(const At& at, int i) const {body.function(of_pair)}\n"
         "  template <class Block> STROBE_DEVICE Range<bool> of_block(const Block& block) const {\n"
         "    using At = typename Block::At;\n"
         f"{''.join(f'    {line}' for line in ranges.statements)}    return {of_block};\n  }}\n"
         "};\n"
     )
-    return PrintedCondition(text, fields, own)
+    return PrintedCondition(text, fields, read_entries)
 
 
 class _Ranges:

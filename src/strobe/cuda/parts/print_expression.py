@@ -42,8 +42,8 @@ class Values(NamedTuple):
 
 
 class Numbers:
-    """What a text refers to as `c[i]` and `n[i]`, which are fields of the arguments: the user's numbers, and those that follow
-    from the scale."""
+    """The numbers that a text refers to as `c[i]` and `n[i]`, which are fields of the arguments: the user's numbers,
+    and those that follow from the scale."""
 
     def __init__(self, floats: Iterable[Expr] = ()) -> None:
         self.floats, self.integers = list(floats), list[Expr]()
@@ -68,11 +68,11 @@ class Body:
         self,
         roots: Iterable[Expr],
         numbers: Numbers,
-        given: Mapping[Expr, str],
+        texts: Mapping[Expr, str],
         elements: Mapping[int, str],
         of_head: dict[Expr, str] | None = None,
     ):
-        self._numbers, self._names, self._elements, self._of_head = numbers, dict(given), elements, of_head
+        self._numbers, self._names, self._elements, self._of_head = numbers, dict(texts), elements, of_head
         self.statements: list[str] = []
         self._uses: Counter[Expr] = Counter()
         todo = list(roots)
@@ -83,7 +83,7 @@ class Body:
                 todo += node.operands
 
     def reads(self, e: Expr) -> bool:
-        """Whether the text contains that of `e`."""
+        """Return whether the text contains that of `e`."""
         return self._uses[e] > 0
 
     def text(self, e: Expr) -> str:
@@ -121,7 +121,7 @@ class Body:
         return OPERATIONS[e.op].cpp.format(*args)
 
     def place(self, load: Expr, text: Callable[[Expr], str] | None = None) -> str:
-        """Where the entry lies in its tensor. `text`: of an index."""
+        """Return where the entry lies in its tensor. `text`: of an index."""
         number, text = load.args[0], text or self.text
         places = [
             f"i64({text(index)}) * strides{number}[{axis}]"
@@ -159,7 +159,7 @@ class Body:
 
 
 def _is_converted_place(e: Expr) -> bool:
-    """Whether it is a position or a length as a float."""
+    """Return whether it is a position or a length as a float."""
     return e.op == "float" and e.args[0] in (Q, K, LEN_Q, LEN_K)
 
 

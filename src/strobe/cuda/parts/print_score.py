@@ -21,7 +21,7 @@ _OF_PAIRS = {"q", "k", "s"}  # variables that differ between the pairs of a head
 
 
 class Entries(NamedTuple):
-    """How kernels read the entries of a tensor."""
+    """The entries of a tensor as kernels read them."""
 
     name: str  # of the tensor among those of a plan
     element: str  # "float", "bf16", "bool", "int" and so on
@@ -56,9 +56,8 @@ class PrintedScore:
 
     text: str
     fields: Numbers
-    staged: (
-        bool  # kernels that can read a bias by whole tiles do so: before dP is there, which a cheap sum alone allows
-    )
+    # Kernels that can read a bias by whole tiles do so: before dP is there, which a cheap sum alone allows.
+    staged: bool
     _form: KernelForm
     _whole: bool
 
@@ -66,7 +65,7 @@ class PrintedScore:
         return self.fields.values(self._at(scale).before, self._at(scale).unscale)
 
     def factor_of_gradients(self, scale: float) -> float:
-        """Of what `add_gradients` and `finish_gradients` add."""
+        """Return the factor of what `add_gradients` and `finish_gradients` add."""
         return 1.0 if self._whole else self._at(scale).after
 
     def _at(self, scale: float) -> ScaledForm:
@@ -102,8 +101,8 @@ def _printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
     )
     tensors = "".join(f"  const void* t{i};\n  const i64* strides{i};\n" for i in range(len(entries)))
     tensors += "".join(f"  float* g{i};\n" for i in learnt)
-    given = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
-    given += "".join(f", p.d{entries[i].name}" for i in learnt)
+    arguments = "".join(f", p.{e.name}, p.{e.name}_strides" for e in entries)
+    arguments += "".join(f", p.d{entries[i].name}" for i in learnt)
     integers = ("  const int* n;\n", ", p.score_integers") if fields.integers else ("", "")
     steep = _may_be_infinite(inner.derivative("s"))
     of_tanh = _arguments_of_tanh(inner)
@@ -125,7 +124,7 @@ def _printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
         f"  const float* c;\n{integers[0]}{tensors}"
         f"{staged}{members}"
         "  template <class Config, class Params> STROBE_DEVICE static Score of(const Params& p, int batch, int head) "
-        f"{{ return Score{{p.score{integers[1]}{given}}}.at_head<Config>(batch, head); }}\n"
+        f"{{ return Score{{p.score{integers[1]}{arguments}}}.at_head<Config>(batch, head); }}\n"
         "  template <class Config> STROBE_DEVICE Score at_head(int batch, int head) const "
         f"{{ Score s = *this; if constexpr (Config::kPackGqa == 1) {{{loads}}} return s; }}\n"
         f"  STROBE_DEVICE bool is_near(float reach) const {{ return {reach} <= kTanhNear; }}\n"
@@ -139,8 +138,8 @@ def _printed(score: Score, entries: tuple[Entries, ...]) -> PrintedScore:
 
 
 def _is_cheap_sum(inner: Expr, entries: Sequence[Entries], learnt: _Learnt) -> bool:
-    """Whether the slope is 1 and no addresses are computed for single scores: the registers for them are taken while dP is
-    under way. What tensors learn would take them again."""
+    """Return whether the slope is 1 and no addresses are computed for single scores: the registers for them are taken
+    while dP is under way. What tensors learn would take them again."""
     near = all(e.staged or not e.pairs for e in entries) and all(map(is_of_head, _indices(inner)))
     return near and inner.op != "where" and inner.derivative("s").is_one and not learnt.slopes
 
@@ -159,10 +158,10 @@ def _methods_text(
 ) -> Iterator[str]:
     """`fields` collects the numbers of the methods, `of_head` what they need of a head."""
     s = "x" if form.is_sum else f"x * {fields.field(BEFORE)}"
-    given = {_X: "x", _Y: "y", S: "s", Expr("tanh_near", (S,)): f"tanh_near(x, {fields.field(BEFORE)})"}
+    variables = {_X: "x", _Y: "y", S: "s", Expr("tanh_near", (S,)): f"tanh_near(x, {fields.field(BEFORE)})"}
     elements = collections.defaultdict(str, {i: e.element for i, e in enumerate(entries)})
     for method in _methods(form.inner, condition):
-        body = Body([method.expr], fields, given, elements, of_head)
+        body = Body([method.expr], fields, variables, elements, of_head)
         text = body.text(method.expr)
         if body.reads(S):
             body.statements.insert(0, f"const float s = {s};")
@@ -184,7 +183,8 @@ class _Learnt(NamedTuple):
 
     @staticmethod
     def of(expr: Expr, form: KernelForm, learnt: Sequence[int]) -> _Learnt:
-        """Of a sum the logit itself is differentiated: what is added to q.k in the kernel form is divided by a number."""
+        """Return what the tensors of `learnt` learn. If the score is a sum, the logit itself is differentiated: what is
+        added to q.k in the kernel form is divided by a number."""
         slopes, of_logit = _slopes(_visible(form.inner), learnt), _slopes(_visible(expr), learnt)
         whole = form.is_sum and not any("s" in slope.variables() for slope in of_logit.values())
         slopes = of_logit if whole else slopes
@@ -198,7 +198,7 @@ def _slopes(e: Expr, learnt: Sequence[int]) -> dict[Expr, Expr]:
 
 
 def _visible(e: Expr) -> Expr:
-    """Where nothing hides it: elsewhere dS is 0."""
+    """Return the expression of visible entries: elsewhere dS is 0."""
     return _visible(e.args[0]) if e.op == "where" else e
 
 
@@ -207,7 +207,7 @@ def _is_finite(slope: Expr) -> bool:
 
 
 def _may_be_infinite(slope: Expr) -> bool:
-    """Where the score and the entries of tensors are finite."""
+    """Return whether the slope may be infinite where the score and the entries of tensors are finite."""
     by_number = [n for n in slope.nodes() if n.op == "/" and n.args[1].op in ("const", "literal")]
     return any(n.op in _UNBOUNDED and n not in by_number for n in slope.nodes())
 
@@ -247,25 +247,25 @@ def _gradients(
 
 
 def _methods(inner: Expr, condition: Expr | None) -> list[_Method]:
-    found = [
+    methods = [
         _Method("float", "operator()", "float x, ", inner),
         _Method("float", "slope", "float x, float y, ", inner.derivative("s").replaced(inner, _Y)),
     ]
     if reach := _arguments_of_tanh(inner):
         raw = [_X] if reach == [S] else reach
         farthest = functools.reduce(lambda a, b: Expr("max", (a, b)), [Expr("abs", (e,)) for e in raw])
-        found += [
+        methods += [
             _Method("float", "near", "float x, ", inner.mapped(_near)),
             _Method("float", "reach", "float x, ", farthest),
         ]
     if condition is not None:  # for blocks in which it hides nothing
         inside = inner.args[0]
         slope = inside.derivative("s").replaced(inside, _Y)
-        found += [
+        methods += [
             _Method("float", "inside", "float x, ", inside),
             _Method("float", "inside_slope", "float x, float y, ", slope),
         ]
-    return found
+    return methods
 
 
 def _arguments_of_tanh(e: Expr) -> list[Expr]:

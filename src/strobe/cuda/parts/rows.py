@@ -38,11 +38,11 @@ class Rows:
         return Rows(queries, keys, problem.positions)
 
     def gathered(self) -> Rows:
-        """The same of kernels without TMA: every row of a page has an address of its own."""
+        """Return the rows of kernels without TMA: every row of a page has an address of its own."""
         return replace(self, page=1) if self.page else self
 
     def box_rows(self, rows: int) -> int:
-        """Of keys, in a TMA box of a tile of `rows`: none spans two pages."""
+        """Return the rows of keys in a TMA box of a tile of `rows`: no box spans two pages."""
         return math.gcd(self.page, rows)
 
     @property
@@ -51,7 +51,7 @@ class Rows:
 
     @property
     def clipped(self) -> bool:
-        """Whether boxes of some tensor end where a sequence does: then there is one box a panel."""
+        """Return whether boxes of some tensor end where a sequence does: then there is one box a panel."""
         return self.queries == "varlen" or self.keys != "dense"
 
     def config(self, pack_gqa: int = 1) -> dict[str, int | bool | str]:
@@ -72,7 +72,7 @@ class Rows:
         ]
 
     def values(self, problem: Problem, *, tma: bool) -> dict[str, Any]:
-        found = {
+        fields = {
             "batch": problem.batch,
             "heads": problem.heads,
             "group": problem.group,
@@ -83,14 +83,15 @@ class Rows:
         }
         if tma:
             for name, strides in zip(("k_batch_rows", "v_batch_rows"), problem.k.strides, strict=True):
-                found[name] = buffer_rows(problem.len_k, strides) if self.keys in ("buffer", "paged") else 0
+                fields[name] = buffer_rows(problem.len_k, strides) if self.keys in ("buffer", "paged") else 0
         if (pages := problem.k.pages) is not None:
-            found |= {"page_size": pages.size, "pages": pages.count, "table_width": pages.width or 0}
-        return found
+            fields |= {"page_size": pages.size, "pages": pages.count, "table_width": pages.width or 0}
+        return fields
 
     @staticmethod
     def limits_of_copies(problem: Problem) -> str | None:
-        """Which pages are too far for rows that are copied one by one: where they begin is counted in 32 bits."""
+        """Return which pages are too far for rows that are copied one by one: where they begin is counted in 32
+        bits."""
         pages, chunk = problem.k.pages, ELEMENTS[problem.dtype].chunk
         far = (
             pages is not None and max(pages.count * page for page, _, _ in problem.k.strides) // chunk >= (1 << 32) - 1
@@ -99,7 +100,7 @@ class Rows:
 
     @staticmethod
     def limits(problem: Problem) -> str | None:
-        """Which pages no Hopper kernel reads."""
+        """Return which pages no Hopper kernel reads."""
         pages = problem.k.pages
         if pages is None:
             return None
@@ -120,8 +121,8 @@ def pack_gqa_of(problem: Problem, box_rows: int) -> int:
 
 
 def group_as_rows(problem: Problem, pack: int) -> Problem:
-    """The problem with `pack` heads, those of a group, as rows of one tile."""
-    rows = replace(problem.q, heads=problem.heads_k, length=problem.len_q * pack, total=problem.q.total * pack)
+    """The problem with `pack` heads as rows of one tile: those of a group, or so many that they divide it."""
+    rows = replace(problem.q, heads=problem.heads // pack, length=problem.len_q * pack, total=problem.q.total * pack)
     return replace(problem, q=rows)
 
 

@@ -104,17 +104,17 @@ class Scores:
 
     @property
     def bounded(self) -> bool:
-        """Whether the mask hides keys from the right."""
+        """Return whether the mask hides keys from the right."""
         return self.mask.hi is not None
 
     @property
     def is_function(self) -> bool:
-        """Whether a score becomes another number."""
+        """Return whether a score becomes another number."""
         return not self.score.is_identity
 
     @property
     def is_unknown(self) -> bool:
-        """Whether tables of tiles know nothing of it: a function other than softcap."""
+        """Return whether tables of tiles know nothing of it: a function other than softcap."""
         return self.is_function and (bool(self.entries) or self.printed.text != _SOFTCAP.text)
 
     @property
@@ -124,11 +124,11 @@ class Scores:
     @property
     def name(self) -> str:
         """The name of the score; empty if there is none."""
-        own = [] if self.score.name == identity.name else [self.score.name.split("(")[0]]
+        parts = [] if self.score.name == identity.name else [self.score.name.split("(")[0]]
         gradient = [f"dbias_{self.bias_gradient}"] if self.bias_gradient else []
         gradient += [f"d{e.name}" for e in self.entries if e.learnt]
-        own += ["sparse"] if self.sparse else []
-        return " ".join([*own, *(f"{e.name}_{e.element}" for e in self.entries if e.pairs), *gradient])
+        parts += ["sparse"] if self.sparse else []
+        return " ".join([*parts, *(f"{e.name}_{e.element}" for e in self.entries if e.pairs), *gradient])
 
     def config(self) -> dict[str, int | bool | str]:
         gradient = {"": "NoBiasGradient", "sum": "SummedBiasGradient"}.get(
@@ -155,7 +155,7 @@ class Scores:
 
     @staticmethod
     def values(problem: Problem) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             **number_values(Scores.of(problem).printed.numbers(problem.scale)),
             "scale_log2": problem.logit.kernel_form(problem.scale).after * LOG2E,
             "dropout_scale": 1 / dropout.kept_share(problem.dropout),
@@ -163,11 +163,11 @@ class Scores:
             * dropout.threshold_bits(problem.dropout),  # the same in both halves of 32 bits
             "mask": mask_values(problem.mask),
         }
-        return found | {f"{load.name}_strides": load.strides for load in problem.loads}
+        return fields | {f"{load.name}_strides": load.strides for load in problem.loads}
 
     @staticmethod
     def limits(problem: Problem) -> str | None:
-        """Why no kernel computes the scores of this problem, if so."""
+        """Return why no kernel computes the scores of this problem, if so."""
         for load in problem.loads:
             name = load.name.replace("_", " ")
             captured = load.name not in ("bias", "mask_tensor")

@@ -58,26 +58,27 @@ def tile_map(
 
 
 def buffer_rows(length: int, strides: Strides) -> int:
-    """For a clipped map: how many rows lead from the buffer of one sequence to that of the next."""
+    """Return how many rows lead from the buffer of one sequence to that of the next, for a clipped map."""
     return strides[0] // strides[2] if length > 1 else 1
 
 
 def packed_gqa_map(
     problem: Problem, pack: int, len_q: int, dim: int, strides: Strides, element: Element | None = None
 ) -> TensorMapSpec:
-    """(columns, heads of a group, queries, groups, batch): a box is 64 rows, each query's heads one after the other. Of
-    varlen queries (columns, heads, queries in a box, queries in memory, far away), clipped as by `tile_map`."""
+    """(columns, heads of a tile, queries, tiles of a query, batch): a box is 64 rows, each query's heads one after the
+    other. Of varlen queries (columns, heads, queries in a box, queries in memory, far away), clipped as by `tile_map`.
+    `problem`: with `pack` heads as rows."""
     element = element or ELEMENTS[problem.dtype]
     size = element.bytes
     batch_stride, head_stride, row_stride = (size * s for s in strides)
     if problem.q.varlen:
         row_stride = row_stride if problem.q.total > pack else 128
-        head_stride = head_stride if pack * problem.heads_k > 1 else 128
-        dims = (dim, pack * problem.heads_k, 64 // pack, 2 * FAR, FAR + 1)
+        head_stride = head_stride if pack * problem.heads > 1 else 128
+        dims = (dim, pack * problem.heads, 64 // pack, 2 * FAR, FAR + 1)
         steps = (head_stride, row_stride, row_stride, (1 << 34) - row_stride)
         box = (element.panel, pack, 64 // pack, 1, 1)
         return TensorMapSpec(0, size, dims, steps, box, PANEL_BYTES, element.in_maps)  # type: ignore[arg-type]
-    dims = (dim, pack, len_q, problem.heads_k, problem.batch)
+    dims = (dim, pack, len_q, problem.heads, problem.batch)
     wanted = (head_stride, row_stride, pack * head_stride, batch_stride)
     known = tuple(s if n > 1 else 128 for n, s in zip(dims[1:], wanted, strict=True))  # a size of 1 may have any stride
     box = (element.panel, pack, 64 // pack, 1, 1)
@@ -85,7 +86,7 @@ def packed_gqa_map(
 
 
 def tma_limits(problem: Problem) -> str | None:
-    """Why TMA does not read the tensors of this problem; None if it does."""
+    """Return why TMA does not read the tensors of this problem; None if it does."""
     lengths = (problem.len_q, problem.len_k, problem.len_k)
     heads = (problem.heads, problem.heads_k, problem.heads_k)
     sizes = zip(problem.strides, heads, lengths, strict=True)

@@ -31,7 +31,7 @@ _OTHER_NAMES = {"d_o": "do"}  # of the fields for strides
 
 
 def limits(problem: Problem) -> str | None:
-    """What the kernels for fp32 inputs leave to others, in both directions, besides what their planners say."""
+    """Return what the kernels for fp32 inputs leave to others, in both directions, besides what their planners say."""
     if problem.dropout:
         return f"dropout {SCOPE}"
     return f"parts of longer sequences {SCOPE}" if problem.positions else None
@@ -57,7 +57,7 @@ def workspace(problem: Problem, dim: int, gradients: bool = False) -> dict[str, 
 def terms_map(
     problem: Problem, kind: str, rows: RowsInMemory, dim: int, box_rows: int, *, one_box: bool
 ) -> TensorMapSpec:
-    """Of tiles of `box_rows`; `problem` is that of the terms."""
+    """Return the map of tiles of `box_rows`; `problem` is that of the terms."""
     width, strides = TERMS * dim, rows.strides[0]
     return tile_map(problem, kind, rows, width, strides, box_rows, width, one_box=one_box)
 
@@ -81,7 +81,7 @@ def launch(problem: Problem, dim: int, arch: str, strides: Mapping[str, Strides]
 
 
 def products(features: Features, block: int) -> tuple[tuple[int, str, int], ...]:
-    """Of `gemm_terms` with `block` keys, or queries, and of `gemm_terms_t`."""
+    """Return the products of `gemm_terms` with `block` keys, or queries, and of `gemm_terms_t`."""
     dims = sorted({features.dim, features.dim_v})
     both = [(block, form, d // ELEMENT.mma_k) for form in ("ss_zero", "ss") for d in dims]
     return tuple(both + [(d, form, block // ELEMENT.mma_k) for form in ("rs_t_zero", "rs_t") for d in dims])
@@ -112,7 +112,7 @@ def _params(gradients: bool) -> Struct:
 
 
 def _strides(rows: RowsInMemory, dim: int) -> Strides:
-    """Of (slice, head, row, 3 * dim)."""
+    """Return the strides of (slice, head, row, 3 * dim)."""
     row = TERMS * dim
     length = rows.total if rows.varlen else rows.length
     return rows.heads * length * row, length * row, row

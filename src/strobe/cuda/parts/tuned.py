@@ -17,18 +17,18 @@ def tile_name(dim: int, dim_v: int, kind: str) -> str:
     return f"{dim}/{dim_v} {kind}"
 
 
-def tile(name: str, made: Callable[..., Tile], fits: Callable[[Tile], bool] = lambda tile: True) -> Tile | None:
-    """The tile of this name, if one was found. `fits`: a file may come from another GPU."""
+def tile(name: str, make: Callable[..., Tile], fits: Callable[[Tile], bool] = lambda tile: True) -> Tile | None:
+    """The tile of this name, if the file has one. `fits`: a file may come from another GPU."""
     fields = best().get(name)
     if fields is None:
         return None
     try:
-        found = made(**fields)
+        candidate = make(**fields)
     except TypeError as error:
         raise _refused(error) from error
-    if not fits(found):
-        raise _refused(f"the tile {found} of {name!r} does not fit on this GPU")
-    return found
+    if not fits(candidate):
+        raise _refused(f"the tile {candidate} of {name!r} does not fit on this GPU")
+    return candidate
 
 
 @functools.cache

@@ -68,8 +68,8 @@ def accumulators(element: str, n: int, steps: int) -> str:
     stored = [moved(row, "st.global.v2.f32 {address}, {pair}") for row in (0, 1)]
 
     def added(row: int) -> str:
-        """What `loaded` would replace is multiplied by a factor, and so is what comes from memory: operands 3 and 2. So
-        many loads are under way at once."""
+        """Return the text that adds a row of memory to the accumulator, each times a factor: operands 2 and 3. Many
+        loads are under way at once."""
         texts, at_once = [], 16
         for first in range(0, n // 8, at_once):
             pairs = range(first, min(n // 8, first + at_once))
@@ -80,8 +80,8 @@ def accumulators(element: str, n: int, steps: int) -> str:
                 texts.append(f"@there ld.global.cg.v2.f32 {{{x}, {y}}}, [%0 + {32 * pair}];")
             for i, pair in enumerate(pairs):
                 for j in (0, 1):
-                    x, own = f"x{2 * i + j}", d[4 * pair + 2 * row + j]
-                    texts.append(f"mul.ftz.f32 {x}, {x}, %2; fma.rn.ftz.f32 {own}, {own}, %3, {x};")
+                    x, total = f"x{2 * i + j}", d[4 * pair + 2 * row + j]
+                    texts.append(f"mul.ftz.f32 {x}, {x}, %2; fma.rn.ftz.f32 {total}, {total}, %3, {x};")
             texts.append("}")
         return " ".join(texts)
 

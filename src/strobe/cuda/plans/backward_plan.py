@@ -39,13 +39,13 @@ SUMS_OF_DQ = [Field("dq_sum", "float*"), Field("turns", "u32*")]  # the latter f
 
 
 def gradients_of_keys(ctype: str) -> list[Field]:
-    """Where dK and dV go. On Hopper that is for fp32; else tensor maps say it."""
+    """Return where dK and dV go. On Hopper that is for fp32; else tensor maps say it."""
     return [*(Field(t, ctype) for t in ("dk", "dv")), *stride_fields("dk", "dv")]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be computed, and how."""
+    """The gradients to be computed, and how."""
 
     dq: bool = True
     dkv: bool = True
@@ -136,10 +136,10 @@ LONG_LOOP = 64  # blocks of queries; an estimate: shorter loops are not worth th
 
 
 def group_parts(problem: Problem, sms: int) -> int:
-    """Into how many parts the query heads of a group are divided. Where there are few key heads, there are few blocks of
-    keys, and each loops over the queries of many heads. Each part has blocks of its own, and its dK and dV in fp32, which
-    are summed up afterwards and take as much memory as q, at most. 1 if whole groups occupy the GPU, or if their loops are
-    short."""
+    """Return into how many parts the query heads of a group are divided. Where there are few key heads, there are few
+    blocks of keys, and each loops over the queries of many heads. Each part has blocks of its own, and its dK and dV in
+    fp32, which are summed up afterwards and take as much memory as q, at most. 1 if whole groups occupy the GPU, or if
+    their loops are short."""
     blocks, steps = problem.batch * problem.heads_k * -(-problem.len_k // 128), problem.group * -(-problem.len_q // 64)
     if blocks >= sms or steps < LONG_LOOP:
         return 1

@@ -185,8 +185,8 @@ def table(dim: int, dim_v: int, arch: str) -> list[Tile]:
 
 
 def fits(tile: Tile, dim: int, dim_v: int, arch: str) -> bool:
-    """Whether each warp has whole 16 x 16 tiles of every product, shared memory suffices, also with dropout, and a
-    thread's registers hold dK and dV, and either S and dP or dQ."""
+    """Return whether each warp has whole 16 x 16 tiles of every product, shared memory suffices, also with dropout, and
+    a thread's registers hold dK and dV, and either S and dP or dQ."""
     keys, rest, dims = (tile.warps // n for n in (tile.warps_s, tile.warps_kv, tile.warps_q))
     shares = [(tile.block_m, tile.warps_s), (tile.block_n, keys), (tile.block_n, tile.warps_kv), (dim, rest)]
     shares += [(dim_v, rest), (tile.block_m, tile.warps_q), (dim, 2 * dims if tile.apart else dims)]
@@ -214,8 +214,8 @@ def candidates(features: Features, arch: str) -> list[Tile]:
     near += [replace(best, stages_q=q, stages_do=do) for q in (1, 2) for do in (1, 2)]
     near += [replace(best, blocks_per_sm=3 - best.blocks_per_sm), replace(best, early=not best.early)]
     near += [replace(best, apart=not best.apart)]
-    able = [t for t in near if not t.warps % t.warps_s and not t.warps % t.warps_kv and not t.warps % t.warps_q]
-    return list(dict.fromkeys([best, *(t for t in able if fits(t, *dims, arch))]))
+    divisible = [t for t in near if not t.warps % t.warps_s and not t.warps % t.warps_kv and not t.warps % t.warps_q]
+    return list(dict.fromkeys([best, *(t for t in divisible if fits(t, *dims, arch))]))
 
 
 def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -> Tile:
@@ -232,13 +232,13 @@ def choose_tile(features: Features, arch: str, machine: Machine = ANY_MACHINE) -
         return tile
     # The tiles of sm_90 in _SMALLER are the smallest; larger ones have no room for an unknown score either.
     small = _SMALLER["sm_90"][min(dim for dim in _SMALLER["sm_90"] if dim >= max(dims))]
-    able = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
-    tiles = [tile, *(t for t in able if fits(t, *dims, arch))]
+    smaller_tiles = [small, *(replace(tile, block_m=m, block_n=n) for m, n in ((32, tile.block_n), (32, 32)))]
+    tiles = [tile, *(t for t in smaller_tiles if fits(t, *dims, arch))]
     return first_without_spills(tiles, lambda t: kernels(features, t, Wanted(), arch, False)[1], machine)
 
 
 def has_dependent_launch(arch: str) -> bool:
-    """Whether it is Hopper or later, which also add four numbers at once."""
+    """Return whether it is Hopper or later, which also add four numbers at once."""
     return int(arch.removeprefix("sm_")) >= 90
 
 

@@ -124,11 +124,11 @@ TILES = {(64, 64): Tile(128), (96, 96): Tile(64), (128, 128): Tile(64)}
 
 
 def fits(tile: Tile, dim: int, dim_v: int, pairs: bool = False) -> bool:
-    """Whether the sums of dQ have columns enough, shared memory suffices, also with dropout, and the registers of a
-    consumer hold dK and dV, S and dP, and its part of dQ."""
+    """Return whether the sums of dQ have columns enough, shared memory suffices, also with dropout, and the registers
+    of a consumer hold dK and dV, S and dP, and its part of dQ."""
     accumulators = (dim + dim_v) // 2 + tile.block_m + 32
-    able = tile.block_m in (64, 128) and dim <= tile.dim_q and accumulators + OTHER_REGISTERS <= REGISTERS[1]
-    return able and tile.memory(dim, dim_v, dropout=True, pairs=pairs).size <= SMEM_BYTES
+    possible = tile.block_m in (64, 128) and dim <= tile.dim_q and accumulators + OTHER_REGISTERS <= REGISTERS[1]
+    return possible and tile.memory(dim, dim_v, dropout=True, pairs=pairs).size <= SMEM_BYTES
 
 
 def candidates(features: Features, arch: str = ARCH) -> list[Tile]:
@@ -151,14 +151,14 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
 
 
 def rotates(problem: Problem, sms: int) -> bool:
-    """Whether key blocks begin with different queries: for deterministic sums without a mask. They wait for one
+    """Return whether key blocks begin with different queries: for deterministic sums without a mask. They wait for one
     another, so all of a head must be on the GPU together."""
     together = problem.mask == full and not problem.varlen and -(-problem.len_k // BLOCK_N) <= sms
     return problem.deterministic and "q" in problem.gradients and together
 
 
 def all_rows_see_keys(problem: Problem) -> bool:
-    """Whether every row sees a key, as far as is known without reading lengths and positions."""
+    """Return whether every row sees a key, as far as is known without reading lengths and positions."""
     each_sees_one = problem.mask == full or (problem.mask == causal and problem.len_q <= problem.len_k)
     return each_sees_one and not problem.varlen and not problem.positions
 

@@ -108,7 +108,7 @@ class DqTile:
 
     @property
     def parts(self) -> int:
-        """How many parts the columns of dQ have."""
+        """Return how many parts the columns of dQ have."""
         return 128 // self.block_m
 
     def config(self) -> dict[str, int | bool | str]:
@@ -187,9 +187,9 @@ def dkv_tile(features: Features) -> DkvTile:
 
 
 def fits(tile: DqTile, dim: int, dim_v: int) -> bool:
-    """Whether shared memory suffices, and the registers of a consumer hold dQ, S and dP."""
-    able = tile.block_n % 16 == 0 and dim // tile.parts // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
-    return able and tile.smem(dim, dim_v) <= SMEM_BYTES
+    """Return whether shared memory suffices, and the registers of a consumer hold dQ, S and dP."""
+    possible = tile.block_n % 16 == 0 and dim // tile.parts // 2 + tile.block_n + OTHER_REGISTERS <= REGISTERS[1]
+    return possible and tile.smem(dim, dim_v) <= SMEM_BYTES
 
 
 def candidates(features: Features, arch: str = ARCH) -> list[DqTile]:

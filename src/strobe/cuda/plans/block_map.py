@@ -45,8 +45,8 @@ class BlockMap(NamedTuple):
 def block_map(
     problem: Problem, features: Features, arch: str, block_m: int, block_n: int, *, transposed: bool
 ) -> BlockMap:
-    """For tiles of `block_m` queries that visit blocks of `block_n` keys or, transposed, the other way round. A transposed
-    map is for key heads: a block counts as visible if one head of the group sees it."""
+    """Return the map of tiles of `block_m` queries that visit blocks of `block_n` keys or, transposed, the other way
+    round. A transposed map is for key heads: a block counts as visible if one head of the group sees it."""
     condition, printed = problem.logit.condition, _printed(features)
     assert condition is not None
     blocks_q, blocks_k = -(-problem.len_q // block_m), -(-problem.len_k // block_n)
@@ -61,7 +61,7 @@ def block_map(
         "map_head": tiles * 2 * words if by_head else 0,
         "map_words": words,
     }
-    own = {
+    fields = {
         "map_heads": slices[1] if by_head else 0,
         "map_tiles": tiles,
         "heads_in_one": problem.heads // problem.heads_k if transposed and by_head else 1,
@@ -72,7 +72,7 @@ def block_map(
         **{f"{problem.loads[i].name}_strides": problem.loads[i].strides for i in printed.entries},
         "mask": mask_values(problem.mask),
         **strides,
-        **own,
+        **fields,
     }
     spec = kernel(features, arch, block_m, block_n, transposed=transposed)
     count = slices[0] * slices[1] * tiles

@@ -48,7 +48,7 @@ class Family:
 
     @property
     def can(self) -> Capabilities:
-        """What one of its planners can."""
+        """The features that one of its planners has."""
         return functools.reduce(operator.or_, (planner.can for planner in self.planners))
 
     def of_pass(self, gradients: bool) -> tuple[Planner, ...]:
@@ -79,7 +79,8 @@ class Family:
         return self.choose(problem)[1]
 
     def rounds_states(self, problem: Problem, machine: Machine) -> bool:
-        """Whether its kernel can round a merged state into another tensor, and had better: it does not split the keys."""
+        """Return whether its kernel can round a merged state into another tensor, and had better: it does not split the
+        keys."""
         planner = self.planner(problem)
         return planner.rounds_states and planner.splits_of(problem, machine) == 1
 
@@ -113,7 +114,8 @@ def largest_dim(arch: str) -> int:
 
 
 def variants(arch: str, *, exhaustive: bool = False) -> Iterator[TemplateKernel]:
-    """For compiling ahead of time, for studies and for tests. `exhaustive` adds every combination of features."""
+    """Yield the kernels to compile ahead of time, for studies and for tests. `exhaustive` adds every combination of
+    features."""
     seen: set[TemplateKernel] = set()
     for planner in planners(arch):
         for kernel in planner.variants(arch, exhaustive=exhaustive):
@@ -131,10 +133,9 @@ def inputs_of(kernel: TemplateKernel) -> torch.dtype:
 
 
 def serves(kernel: TemplateKernel, head_dim: int) -> bool:
-    """Whether calls with this head dim, of keys and of values, may run the kernel. Head dims are rounded up to those of
-    kernels."""
+    """Return whether calls whose keys have this head dim may run the kernel. Head dims are rounded up to those of kernels."""
     if "dim" not in kernel.facts:  # a small kernel beside the others
         return head_dim <= largest_dim(kernel.arch)
     of_dtype = [planner for planner in planners(kernel.arch) if inputs_of(kernel) in planner.dtypes]
     rounded = min((dim for planner in of_dtype for dim, _ in planner.dims if dim >= head_dim), default=0)
-    return kernel.facts["dim"] == rounded and head_dim <= kernel.facts["dim_v"]
+    return kernel.facts["dim"] == rounded

@@ -159,7 +159,7 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
 
 
 def fp32_features(exhaustive: bool) -> Iterator[Features]:
-    """Of both directions: plain, varlen, and with all that takes registers."""
+    """Yield the features of both directions: plain, varlen, and with all that takes registers."""
     varlen, capped = Rows("varlen", "varlen"), softcap(30.0)
     for (dim, dim_v), mask in itertools.product(DIMS, (full, causal, window(1, 1))):
         plain = Features(terms.ELEMENT, dim, dim_v, Scores(mask), inputs=terms.INPUTS)

@@ -65,7 +65,7 @@ class Tile:
 
     @property
     def state_in_smem(self) -> bool:
-        """Whether registers are so scarce that the row statistics live in shared memory."""
+        """Return whether registers are so scarce that the row statistics live in shared memory."""
         return self.block_m // self.warps > 16 or self.blocks_per_sm > 2
 
     def memory(self, dim: int, dim_v: int, positions: bool = False, element: Element = BF16) -> SharedMemory:

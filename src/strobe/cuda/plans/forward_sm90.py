@@ -80,7 +80,7 @@ class Tile:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread of the producer and of a consumer: together they fill the register file."""
+        """The registers of a thread of the producer and of a consumer: together they fill the register file."""
         return {1: (56, 256), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     def memory(
@@ -176,9 +176,9 @@ def table_tile(dim: int, dim_v: int, bounded: bool = False, *, softcap: bool = F
     applies = {name for name, does in {"bounded": bounded, "softcap": softcap, "split": split}.items() if does}
     kind = [kind for kind, needs in KINDS.items() if needs <= applies][-1]
     for name in (kind, "split") if kind == "softcap-split" else (kind,):  # where it has none, that for split-KV
-        found = tuned.tile(tuned.tile_name(dim, dim_v, name), Tile) or _OTHER_TILES.get(name, {}).get((dim, dim_v))
-        if found is not None:
-            return found
+        tile = tuned.tile(tuned.tile_name(dim, dim_v, name), Tile) or _OTHER_TILES.get(name, {}).get((dim, dim_v))
+        if tile is not None:
+            return tile
     return _TILES[dim, dim_v]
 
 
@@ -192,13 +192,14 @@ def choose_tile(features: Features, machine: Machine = ANY_MACHINE) -> Tile:
 
 
 def split_tiles(features: Features) -> list[Tile]:
-    """For split-KV: the tile that is meant for it, and one with more rows if there is such, that for keys which are not
-    split. Merging takes the registers in which that one would hold exponentials. Not swept, as the others are."""
+    """Return the tiles for split-KV: the one that is meant for it, and one with more rows if there is such, that for
+    keys which are not split. Merging takes the registers in which that one would hold exponentials. Not swept, as the
+    others are."""
     scores, dims = features.scores, (features.dim, features.dim_v)
-    found = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
+    tile = table_tile(*dims, scores.bounded, softcap=scores.is_function, split=True)
     wide = table_tile(*dims, scores.bounded, softcap=scores.is_function)
     wide = replace(wide, exps_before_wait=0, rolled=True, skips_after=features.dim < 96)
-    return [found, wide] if wide.block_m > found.block_m else [found]
+    return [tile, wide] if wide.block_m > tile.block_m else [tile]
 
 
 def _without_spills(tile: Tile, features: Features, machine: Machine, split: bool) -> Tile:
@@ -243,19 +244,19 @@ def kernel(features: Features, tile: Tile, *, split: bool, pack_gqa: int, one_bo
 
 
 def partial_floats(tile: Tile, dim_v: int) -> int:
-    """What one split of a tile leaves in memory: O, m and l of every row."""
+    """Return the floats that one split of a tile leaves in memory: O, m and l of every row."""
     return tile.block_m * (dim_v + 2)
 
 
 def state_parts(tile: Tile, dim_v: int) -> int:
-    """In how many parts the O of a state comes into the buffers of V (pipeline/state_parts.cuh)."""
+    """Return in how many parts the O of a state comes into the buffers of V (pipeline/state_parts.cuh)."""
     panels, fit = FP32.panels(dim_v), BF16.tile_bytes(tile.block_n, dim_v) // FP32.tile_bytes(64, FP32.panel)
     return tile.consumers * -(-panels // fit) if fit and tile.q_slots <= 2 else 0
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a plan decides before it writes values."""
+    """The decisions of a plan before it writes values."""
 
     problem: Problem  # the heads of a group may be rows
     out_strides: Strides

@@ -58,8 +58,7 @@ def variants(arch: str = ARCH, *, exhaustive: bool = False) -> Iterator[Template
     for features in wide_features(DIMS, exhaustive):
         tile, varlen = TILES[features.dim, features.dim_v], features.rows.varlen
         for split in (False, True) if exhaustive or varlen else (False,):
-            kernel = forward_sm90.kernel(features, tile, split=split, pack_gqa=1, one_box=not varlen)
-            yield replace(kernel, facts={**kernel.facts, "dim_v": features.dim})  # of calls: a part of them is a launch
+            yield forward_sm90.kernel(features, tile, split=split, pack_gqa=1, one_box=not varlen)
 
 
 PLANNER = Planner(

@@ -48,8 +48,8 @@ class Work:
 
     @staticmethod
     def of(problem: Problem, block_m: int, block_n: int, pack: int, blocks: int) -> Work:
-        """As many pieces as blocks run at once, with a counter for each consumer of a slot: 64 rows, or all if they are
-        fewer."""
+        """Return work of as many pieces as blocks run at once, with a counter for each consumer of a slot: 64 rows, or
+        all if they are fewer."""
         return Work(problem, block_m, block_n, pack, min(blocks, (COUNTERS - 1) // (2 * max(1, block_m // 64))))
 
     @property
@@ -95,8 +95,8 @@ class Work:
         return {"items": self.items, "slot_rows": self.slot_rows} if self.problem.invariant else {}
 
     def launch(self, features: Features, arch: str) -> Launch:
-        own = {"mask": Scores.values(self.problem)["mask"], "pieces": self.pieces, "items": self.items}
-        values: dict[str, Any] = {**features.rows.values(self.problem, tma=False), **own}
+        fields = {"mask": Scores.values(self.problem)["mask"], "pieces": self.pieces, "items": self.items}
+        values: dict[str, Any] = {**features.rows.values(self.problem, tma=False), **fields}
         return Launch(self._kernel(features, arch), self.problem.heads, values)
 
     def _kernel(self, features: Features, arch: str) -> TemplateKernel:
@@ -107,14 +107,14 @@ class Work:
             "kThreads": THREADS,
             "kSplitBlocks": self.split_blocks,
         }
-        own = [Field("work", "u32*"), Field("pieces", "int"), Field("items", "int")]
+        fields = [Field("work", "u32*"), Field("pieces", "int"), Field("items", "int")]
         mask = [f for f in Scores.FIELDS if f.name == "mask"]
         invariant = flags(invariant=self.split_blocks > 0)
         return template_kernel(
             "plan_work",
             f"{features.scores.mask.name} {self.block_m}x{self.block_n} {features.rows.queries}{invariant}",
             arch=arch,
-            params=params(Rows.fields(tma=False, paged=True), mask, own),
+            params=params(Rows.fields(tma=False, paged=True), mask, fields),
             threads=THREADS,
             element=features.element.name,
             config=config,
@@ -127,13 +127,13 @@ def described(memory: torch.Tensor, pieces: int, items: int) -> str:
     """A list in `memory` of int32, with room for so many items. Waits for the device."""
     records = memory[: RECORD // 4 * (pieces + items)].view(-1, RECORD // 4).cpu()
     spans = [(int(first), int(end)) for first, end in records[:pieces, 12:14] if end > first]
-    found = torch.cat([records[pieces + first : pieces + end] for first, end in spans] or [records[:0]])
-    blocks, cut = int((found[:, 5] - found[:, 4]).sum()), int((found[:, 7] > 1).sum())
-    return f"{len(found)} items of {blocks} blocks of keys in {len(spans)} pieces; {cut} are parts of tiles"
+    listed = torch.cat([records[pieces + first : pieces + end] for first, end in spans] or [records[:0]])
+    blocks, cut = int((listed[:, 5] - listed[:, 4]).sum()), int((listed[:, 7] > 1).sum())
+    return f"{len(listed)} items of {blocks} blocks of keys in {len(spans)} pieces; {cut} are parts of tiles"
 
 
 def split_of(block: int, unit: int) -> int:
-    """Of an invariant call: the split of a block of keys, where the first ones have `unit` blocks."""
+    """Return the split of a block of keys in an invariant call, where the first splits have `unit` blocks."""
     blocks = block // unit
     doublings = max(0, blocks.bit_length() - FOR_EACH_DOUBLING.bit_length())
     return doublings * FOR_EACH_DOUBLING + (blocks >> doublings)

@@ -51,7 +51,7 @@ class Tuning(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Planner:
-    """What the kernels of one module can do, and how their launches are planned. Nothing else says it."""
+    """The record of what the kernels of one module can do, and how their launches are planned. Nothing else says it."""
 
     name: str
     architecture: Architecture
@@ -69,7 +69,7 @@ class Planner:
     tuning: Tuning = Tuning()
 
     def limits(self, problem: Problem) -> str | None:
-        """Why it cannot plan this problem; None if it can."""
+        """Return why it cannot plan this problem; None if it can."""
         if bool(problem.gradients) != self.gradients:
             return f"no {'backward' if problem.gradients else 'forward'} kernel"
         if (reason := self.shape_limits(problem)) is not None:
@@ -79,7 +79,7 @@ class Planner:
         return Scores.limits(problem) or self.further_limits(problem)
 
     def shape_limits(self, problem: Problem) -> str | None:
-        """Why its kernels do not hold tiles of this dtype and these head dims; None if they do."""
+        """Return why its kernels do not hold tiles of this dtype and these head dims; None if they do."""
         if problem.dtype not in self.dtypes:
             return f"{str(problem.dtype).removeprefix('torch.')} inputs"
         inputs = "" if self.dtypes is ELEMENTS else f" {self.scope}"

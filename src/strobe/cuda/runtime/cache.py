@@ -61,7 +61,7 @@ def _others_could_write(status: os.stat_result) -> str | None:
     if status.st_uid != os.getuid():
         return f"it belongs to another user (uid {status.st_uid})"
     if status.st_mode & _OTHERS_WRITE:
-        return "others may write to it; chmod 700 makes it usable"
+        return "others may write to it; set STROBE_CACHE_DIR to a directory of your own, such as one inside it"
     return None
 
 

@@ -62,7 +62,7 @@ def available() -> str | None:
 
 
 def check(call: str, result: tuple, cuda: Any = None) -> Any:
-    """What the driver's function returned besides its error code. Raises an error; `call` names it there."""
+    """Return the result of a driver's function without its error code. An error is raised; `call` names it there."""
     error, *values = result
     if error:
         cuda = cuda or bindings()
@@ -72,7 +72,7 @@ def check(call: str, result: tuple, cuda: Any = None) -> Any:
 
 
 def have_context(device: int) -> None:
-    """If no context is current in this thread, make the device's primary context current, which is torch's."""
+    """Make the device's primary context current, which is torch's, if no context is current in this thread."""
     cuda = bindings()
     if int(check("cuCtxGetCurrent", cuda.cuCtxGetCurrent())):
         return
@@ -93,9 +93,9 @@ def zero(address: int, size: int, stream: int) -> None:
 
 def capture_id(stream: int) -> int:
     """A number that the graph now being captured from this stream shares with no other."""
-    error, *found = bindings().cuStreamGetCaptureInfo(stream)
+    error, *values = bindings().cuStreamGetCaptureInfo(stream)
     check("cuStreamGetCaptureInfo", (error,))
-    return int(found[1])  # after the status
+    return int(values[1])  # after the status
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Launch:
             self.failed(error)
 
     def move_to(self, stream: int) -> None:
-        """From now on `enqueue` goes to this stream."""
+        """Send what `enqueue` launches from now on to this stream."""
         self._config.hStream = self.stream = stream
 
     @staticmethod
@@ -216,7 +216,8 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """What a bulk tensor copy needs to know of a tensor: sizes innermost first, the innermost dimension contiguous."""
+    """The facts of a tensor that a bulk tensor copy needs: sizes innermost first, the innermost dimension
+    contiguous."""
 
     address: int
     element_bytes: int
@@ -294,8 +295,8 @@ class TensorMapSpec:
 
 @functools.cache
 def address_is_first_word() -> bool:
-    """Whether this driver keeps a tensor map's address, as it is, in the first eight bytes: not documented, so tried
-    out."""
+    """Return whether this driver keeps a tensor map's address, as it is, in the first eight bytes: not documented, so
+    tried out."""
     spec = TensorMapSpec(0, 2, (64, 64), (128,), (64, 64), 128)
     maps = {address: replace(spec, address=address).encode() for address in (0x7F0012345670, 1 << 30)}
     first, second = maps.values()

@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from strobe.cuda.runtime import cache
+from strobe.cuda.runtime.verbose import say
 
 Target = Literal["ptx", "emu"]
 
@@ -167,7 +167,7 @@ def nvrtc_status() -> str | None:
 
 
 def compiler_missing() -> str | None:
-    """Like `nvrtc_status`, but does not load a compiler that is found where pip puts it: kernels may all be in the
+    """Return what `nvrtc_status` returns, but load no compiler that lies where pip puts it: kernels may all be in the
     cache."""
     return None if _toolchain() is not None else nvrtc_status()
 
@@ -226,9 +226,9 @@ def _nvrtc() -> Any:
 
 @functools.cache
 def _load_library() -> None:
-    if (found := _library()) is not None:
+    if (compiler := _library()) is not None:
         with contextlib.suppress(OSError):  # the bindings will say what is wrong
-            for library in (*found[1].parent.glob("libnvrtc-builtins.so.*"), found[1]):
+            for library in (*compiler[1].parent.glob("libnvrtc-builtins.so.*"), compiler[1]):
                 ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
@@ -238,8 +238,8 @@ def _toolchain() -> str | None:
 
     Found without loading the library, which would cost more than everything else on a cache hit. None: no compiler.
     """
-    if (found := _library()) is not None:
-        major, library = found
+    if (compiler := _library()) is not None:
+        major, library = compiler
         return f"nvrtc{major}-{library.stat().st_size:x}"
     if nvrtc_status() is not None:
         return None
@@ -256,7 +256,8 @@ _locks_guard = threading.Lock()
 
 
 def key_of(source: str, arch: str, options: Sequence[str] = ()) -> str:
-    """What is asked for, independent of the compiler at hand: the name of a kernel in every cache."""
+    """Return the name of a kernel in every cache: a digest of what is asked for, independent of the compiler at
+    hand."""
     wanted = "\0".join([_SCHEMA, arch, *_BASE_OPTIONS, *options, "", flatten(source)])
     return hashlib.sha256(wanted.encode()).hexdigest()
 
@@ -273,7 +274,7 @@ def get(source: str, arch: str, *, name: str = "kernel", options: Sequence[str] 
         artifact = _load(key, source) or _make(key, source, arch, name, options)
         in_memory[key] = artifact
     if artifact.origin != "compiled":
-        _say(f"loaded {name} for {arch} from {artifact.path} in {artifact.seconds * 1e3:.1f} ms")
+        say(f"loaded {name} for {arch} from {artifact.path} in {artifact.seconds * 1e3:.1f} ms")
     return artifact
 
 
@@ -298,7 +299,7 @@ def layers() -> list[Path]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a kernel may lie: a directory, and how its name begins there."""
+    """A place where a kernel may lie: a directory, and how its name begins there."""
 
     origin: Literal["layer", "disk"]
     directory: Path
@@ -328,7 +329,7 @@ def _make(key: str, source: str, arch: str, name: str, options: Sequence[str]) -
         raise CompileForbidden(_why_forbidden(key, arch, name))
     compiled = compile(source, arch, name=name, options=options)
     version = ".".join(map(str, compiled.nvrtc))
-    _say(f"compiled {name} for {arch} in {compiled.seconds:.2f} s (NVRTC {version})")
+    say(f"compiled {name} for {arch} in {compiled.seconds:.2f} s (NVRTC {version})")
     path = None
     directory = cache.directory(key[:2])
     if directory is not None:
@@ -342,13 +343,8 @@ def _make(key: str, source: str, arch: str, name: str, options: Sequence[str]) -
 def _why_forbidden(key: str, arch: str, name: str) -> str:
     looked = [str(place) for place in (*layers(), cache.directory()) if place is not None] or ["no directory"]
     damaged = [str(path) for place in _places(key) for path in cache.named(place.directory, place.stem, ".cubin")]
-    found = f"; damaged: {', '.join(damaged)}" if damaged else ""
+    note = f"; damaged: {', '.join(damaged)}" if damaged else ""
     return (
-        f"STROBE_NO_COMPILE is set, and {name} for {arch} (key {key}) is in none of: {', '.join(looked)}{found}; "
+        f"STROBE_NO_COMPILE is set, and {name} for {arch} (key {key}) is in none of: {', '.join(looked)}{note}; "
         f"make it with `strobe compile --arch {arch} --out DIR` and set STROBE_CUBIN_PATH=DIR"
     )
-
-
-def _say(message: str) -> None:
-    if os.environ.get("STROBE_VERBOSE", "0") not in ("", "0"):
-        print(f"strobe: {message}", file=sys.stderr, flush=True)

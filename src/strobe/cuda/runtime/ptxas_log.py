@@ -1,4 +1,4 @@
-"""What the assembler's log says about a kernel."""
+"""Read what the assembler's log says about a kernel."""
 
 from __future__ import annotations
 

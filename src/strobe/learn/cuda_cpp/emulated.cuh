@@ -80,7 +80,7 @@ inline dim3 at(unsigned flat, dim3 size) { return {flat % size.x, flat / size.x 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 enum class Space { local, global, shared };
 
-// Who wrote an element of global memory last: block, thread and line, packed; 0: nobody.
+// The last writer of an element of global memory: block, thread and line, packed; 0: nobody.
 typedef unsigned long long Writer;
 struct Array {  // a tensor that the kernel got
   const char* name;

@@ -45,17 +45,17 @@ class Config:
 
 @dataclass(frozen=True)
 class Writers:
-    """Who wrote each element of a tensor last: (block, thread, line); None if nobody did."""
+    """The last writer of each element of a tensor: (block, thread, line); None if nobody wrote it."""
 
     packed: torch.Tensor
     block: Dim3
 
     def __getitem__(self, element: int) -> str | None:
-        found = int(self.packed[element])
-        if not found:
+        writer = int(self.packed[element])
+        if not writer:
             return None
-        thread, line = found >> 16 & 0xFFFF, found & 0xFFFF
-        return f"thread {self.block.named(self.block.at(thread))} of block {(found >> 32) - 1}, line {line}"
+        thread, line = writer >> 16 & 0xFFFF, writer & 0xFFFF
+        return f"thread {self.block.named(self.block.at(thread))} of block {(writer >> 32) - 1}, line {line}"
 
 
 def config(grid: int | tuple[int, ...], block: int | tuple[int, ...], smem: int) -> Config:
@@ -90,8 +90,8 @@ def check(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_tensor(parameter: Parameter, tensor: torch.Tensor) -> None:
-    found = _DTYPES.get(tensor.dtype)
-    if found != parameter.ctype:
+    element = _DTYPES.get(tensor.dtype)
+    if element != parameter.ctype:
         fitting = next(
             (str(dtype) for dtype, ctype in _DTYPES.items() if ctype == parameter.ctype), "no dtype of torch"
         )
@@ -165,7 +165,7 @@ _RANGES = {"int": (-(2**31), 2**31 - 1), "unsigned": (0, 2**32 - 1), "bool": (0,
 
 
 def _number(parameter: Parameter, value: Any) -> Any:
-    """As the kernel takes it: a number that would change on the way is refused."""
+    """Return the value as the kernel takes it: a number that would change on the way is refused."""
     try:
         if TYPES[parameter.ctype] == "d":
             return float(value + 0)  # not a string
@@ -184,12 +184,12 @@ def _compile_error(kernel: Kernel, log: str, pattern: str) -> KernelError:
     promised = re.findall(r"error: static assertion failed(?: due to requirement [^:]*)?: (.*)", log)
     asked = re.findall(rf"{re.escape(FILE)}:(\d+):\d+:\s+(?:required from here|note: in instantiation)", log)
     said = [*re.findall(pattern, log), *((line, promised[0]) for line in asked if promised)]
-    found = [
+    messages = [
         f"line {line}: {what}\n    {lines[int(line) - 1].strip()}"
         for line, what in dict.fromkeys(said)
         if int(line) <= len(lines)
     ]
-    return KernelError(f"{kernel.name} does not compile\n" + ("\n".join(found[:_SHOWN]) or log))
+    return KernelError(f"{kernel.name} does not compile\n" + ("\n".join(messages[:_SHOWN]) or log))
 
 
 def _explained(kernel: Kernel, how: Config, arguments: Mapping[str, Any], report: str) -> str:
@@ -197,8 +197,8 @@ def _explained(kernel: Kernel, how: Config, arguments: Mapping[str, Any], report
     lines = kernel.text.splitlines()
 
     def line(number: str) -> str:
-        known = 0 < int(number) <= len(lines)
-        return f"line {number}: {lines[int(number) - 1].strip()}" if known else "an unknown line"
+        exists = 0 < int(number) <= len(lines)
+        return f"line {number}: {lines[int(number) - 1].strip()}" if exists else "an unknown line"
 
     def thread(index: str) -> str:
         return f"thread {how.block.named(how.block.at(int(index)))}"
@@ -206,8 +206,8 @@ def _explained(kernel: Kernel, how: Config, arguments: Mapping[str, Any], report
     def block(index: str) -> str:
         return f"block {how.grid.named(how.grid.at(int(index)))}"
 
-    if found := re.search(r"deadlock in block (\d+)", report):
-        return f"divergent barrier in {block(found[1])} of {kernel.name}:\n" + "\n".join(_waiting(report, how, line))
+    if match := re.search(r"deadlock in block (\d+)", report):
+        return f"divergent barrier in {block(match[1])} of {kernel.name}:\n" + "\n".join(_waiting(report, how, line))
     text = re.sub(r"\n  \(\w+ mode, seed \d+\)$", "", report)
     text = re.sub(
         r"block (\d+), (thread) (\d+) \(warp \d+, lane \d+\)", lambda m: f"{thread(m[3])} of {block(m[1])}", text
@@ -223,23 +223,23 @@ def _explained(kernel: Kernel, how: Config, arguments: Mapping[str, Any], report
     )
 
 
-def _race(found: re.Match[str]) -> str:
-    return f"race: {'reads ' if found[1] else ''}shared memory {found[2]}"
+def _race(match: re.Match[str]) -> str:
+    return f"race: {'reads ' if match[1] else ''}shared memory {match[2]}"
 
 
-def _out_of_bounds(found: re.Match[str], arguments: Mapping[str, Any]) -> str:
+def _out_of_bounds(match: re.Match[str], arguments: Mapping[str, Any]) -> str:
     """Bytes behind or before a buffer, as an index."""
-    where = re.match(r"(\d+) bytes (past the end|before the start) of `(\w+)`", found[2])
+    where = re.match(r"(\d+) bytes (past the end|before the start) of `(\w+)`", match[2])
     if where is None or where[3] not in arguments:
-        return found[0]
+        return match[0]
     tensor = arguments[where[3]]
     size, away = tensor.element_size(), int(where[1])
     index = tensor.numel() + away // size if where[2].startswith("past") else -(away // size)
-    return f"{found[1]}s {where[3]}[{index}], which is out of bounds: {where[3]} has {tensor.numel()} elements"
+    return f"{match[1]}s {where[3]}[{index}], which is out of bounds: {where[3]} has {tensor.numel()} elements"
 
 
 def _waiting(report: str, how: Config, line: Callable[[str], str]) -> Iterator[str]:
-    """Who waits at which barrier, and who does not come. The threads that only fill the last warp are left out."""
+    """Say who waits at which barrier, and who does not come. The threads that only fill the last warp are left out."""
     for listed, what in re.findall(r"\n  (?:threads?|warps?) ([\d, -]+)[^:\n]*: ([^\n]*)", report):
         warps = f"warp {listed}" in report or f"warps {listed}" in report
         spans = [[int(x) * (32 if warps else 1) for x in part.split("-")] for part in listed.split(",")]
@@ -267,11 +267,11 @@ def on_gpu(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> float:
     """Milliseconds of the second launch; results are in the tensors that were passed."""
     from strobe.learn.plain_launch import launch
 
-    given = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     stream = torch.cuda.current_stream().cuda_stream
 
     def prepared() -> tuple[dict[str, torch.Tensor], list[tuple[str, Any, bool]]]:
-        copies = {name: value.clone() if value.is_cuda else value.cuda() for name, value in given.items()}
+        copies = {name: value.clone() if value.is_cuda else value.cuda() for name, value in tensors.items()}
         values = []
         for p in kernel.parameters:
             value = copies[p.name].data_ptr() if p.pointer else _number(p, arguments[p.name])
@@ -289,7 +289,7 @@ def on_gpu(kernel: Kernel, how: Config, arguments: Mapping[str, Any]) -> float:
     torch.cuda.synchronize()
     for parameter in kernel.parameters:
         if parameter.pointer and not parameter.const:
-            given[parameter.name].copy_(results[parameter.name])
+            tensors[parameter.name].copy_(results[parameter.name])
     return start.elapsed_time(end)
 
 
@@ -319,23 +319,24 @@ def for_nvrtc(kernel: Kernel) -> str:
 
 
 def wrong_elements(
-    name: str, found: torch.Tensor, expected: torch.Tensor, writers: Writers | None, tolerance: float = 1e-4
+    name: str, tensor: torch.Tensor, expected: torch.Tensor, writers: Writers | None, tolerance: float = 1e-4
 ) -> str | None:
-    """Which elements are wrong, what they should be and, from the emulator, who wrote them; None if all are right."""
-    if found.shape != expected.shape:
-        return f"expected {name} has shape {tuple(expected.shape)}, the tensor {tuple(found.shape)}"
-    if found.dtype == torch.float16:
+    """Return which elements are wrong, what they should be and, from the emulator, who wrote them; None if all are
+    right."""
+    if tensor.shape != expected.shape:
+        return f"expected {name} has shape {tuple(expected.shape)}, the tensor {tuple(tensor.shape)}"
+    if tensor.dtype == torch.float16:
         tolerance = max(tolerance, 2e-3)  # two bits of eleven
-    close = torch.isclose(found.cpu().double(), expected.cpu().double(), rtol=tolerance, atol=tolerance)
+    close = torch.isclose(tensor.cpu().double(), expected.cpu().double(), rtol=tolerance, atol=tolerance)
     wrong = (~close).nonzero().tolist()
     if not wrong:
         return None
-    lines = [f"{len(wrong)} of {found.numel()} elements of {name} are wrong:"]
+    lines = [f"{len(wrong)} of {tensor.numel()} elements of {name} are wrong:"]
     for index in wrong[:_SHOWN]:
-        element = sum(i * stride for i, stride in zip(index, found.stride(), strict=True))
+        element = sum(i * stride for i, stride in zip(index, tensor.stride(), strict=True))
         writer = writers[element] if writers else None
         by = "" if writers is None else f" (written by {writer})" if writer else " (nobody wrote it)"
-        value, right = found[tuple(index)].item(), expected[tuple(index)].item()
+        value, right = tensor[tuple(index)].item(), expected[tuple(index)].item()
         lines.append(f"  {name}[{', '.join(map(str, index))}] is {_shown(value)}, it should be {_shown(right)}{by}")
     more = len(wrong) - _SHOWN
     return "\n".join(lines + ([f"  … and {more} more"] if more > 0 else []))

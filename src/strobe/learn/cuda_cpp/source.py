@@ -43,23 +43,23 @@ _COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 def without_comments(text: str) -> str:
     """Comments become blanks; every line stays where it is."""
-    return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def parse(text: str, name: str | None = None) -> Kernel:
     """The kernel `name` of the text, or its only one."""
     code = without_comments(text)
-    found = {match[1]: match for match in _KERNEL.finditer(code)}
-    if not found:
+    kernels = {match[1]: match for match in _KERNEL.finditer(code)}
+    if not kernels:
         raise ValueError("source: there is no `__global__ void name(…)` in it")
-    if name is None and len(found) > 1:
-        raise ValueError(f"source: it has the kernels {', '.join(found)}; say which one with name=")
-    match = found.get(name or next(iter(found)))
+    if name is None and len(kernels) > 1:
+        raise ValueError(f"source: it has the kernels {', '.join(kernels)}; say which one with name=")
+    match = kernels.get(name or next(iter(kernels)))
     if match is None:
-        raise ValueError(f"name: {name!r}; the source has {', '.join(found)}")
+        raise ValueError(f"name: {name!r}; the source has {', '.join(kernels)}")
     end = code.index(")", match.end())
     listed = [part for part in code[match.end() : end].split(",") if part.strip()]
-    later = [other.start() for other in found.values() if other.start() > match.start()]
+    later = [other.start() for other in kernels.values() if other.start() > match.start()]
     body = code[end : min(later, default=len(code))]
     extern_shared = re.search(r"\bextern\s+__shared__\b", body) is not None
     return Kernel(match[1], tuple(_parameter(part) for part in listed), text, extern_shared)
@@ -151,8 +151,8 @@ def rewritten(text: str) -> str:
     code = re.sub(r"^[ \t]*#[ \t]*include[^\n]*", "", without_comments(text), flags=re.MULTILINE)
     code = re.sub(r'\bextern\s+"C"\s*(?=__global__)', "", code)
     slots = iter(range(64))
-    code = _SHARED.sub(lambda found: _shared(found, slots), code)
-    code = _POINTER.sub(lambda found: f"Ptr<{'const ' if found[1] or found[3] else ''}{found[2]}> ", code)
+    code = _SHARED.sub(lambda match: _shared(match, slots), code)
+    code = _POINTER.sub(lambda match: f"Ptr<{'const ' if match[1] or match[3] else ''}{match[2]}> ", code)
     return _counted(code)
 
 
@@ -163,19 +163,19 @@ _STRING = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'")
 
 def _counted(code: str) -> str:
     """Each condition of a loop calls `step` first, each function `enter`: neither can go on forever unnoticed."""
-    outside = _STRING.sub(lambda found: "_" * len(found[0]), code)  # brackets in strings do not count
-    insertions: list[tuple[int, str]] = [(found.end(), " ::lesson::enter();") for found in _FUNCTION.finditer(outside)]
-    for found in _LOOP.finditer(outside):
-        begin, depth, ends = found.end(), 1, []
+    outside = _STRING.sub(lambda loop: "_" * len(loop[0]), code)  # brackets in strings do not count
+    insertions: list[tuple[int, str]] = [(loop.end(), " ::lesson::enter();") for loop in _FUNCTION.finditer(outside)]
+    for loop in _LOOP.finditer(outside):
+        begin, depth, ends = loop.end(), 1, []
         for end in range(begin, len(outside)):
             depth += (outside[end] in "({[") - (outside[end] in ")}]")
             if depth == 0:
                 break
             if depth == 1 and outside[end] == ";":
                 ends.append(end)
-        if found[1] == "for" and len(ends) != 2:  # over a range, which ends
+        if loop[1] == "for" and len(ends) != 2:  # over a range, which ends
             continue
-        first, last = (begin, end) if found[1] == "while" else (ends[0] + 1, ends[1])
+        first, last = (begin, end) if loop[1] == "while" else (ends[0] + 1, ends[1])
         if re.match(rf"\s*(?:const\s+)?(?:auto|{_TYPE})\s+\w+\s*=", outside[first:last]):  # declares what it tests
             continue
         if outside[first:last].strip():
@@ -187,20 +187,20 @@ def _counted(code: str) -> str:
     return code
 
 
-def _shared(found: re.Match[str], slots: object) -> str:
+def _shared(declaration: re.Match[str], slots: object) -> str:
     declared = []
-    for declarator in _split(found[3]):
+    for declarator in _split(declaration[3]):
         match = re.fullmatch(r"\s*(\w+)\s*((?:\[[^\]]*\]\s*)*)", declarator)
         if match is None:
-            raise ValueError(f"source: `__shared__ {found[2]} {declarator.strip()}` is not understood")
+            raise ValueError(f"source: `__shared__ {declaration[2]} {declarator.strip()}` is not understood")
         name, dims = match[1], re.sub(r"\s+", " ", match[2]).strip()
-        declared.append(f'Shared<{found[2]}{dims}> {name}({next(slots)}, "{name}");')  # type: ignore[call-overload]
-    lines = found[0].count("\n")
+        declared.append(f'Shared<{declaration[2]}{dims}> {name}({next(slots)}, "{name}");')  # type: ignore[call-overload]
+    lines = declaration[0].count("\n")
     return " ".join(declared) + "\n" * lines
 
 
 def _split(declarators: str) -> list[str]:
-    """At commas outside brackets."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for letter in declarators:
         depth += (letter in "[({") - (letter in "])}")

@@ -17,7 +17,7 @@ _DIVISION = 4
 
 
 def roundings(rung: Rung, len_k: int) -> float:
-    """Of fp32, that the way in which a rung adds up explains beyond PyTorch's."""
+    """Return the roundings of fp32 that the way in which a rung adds up explains beyond PyTorch's."""
     divisions = len_k / rung.divides_every if rung.divides_every else 0.0
     # One product after the other; PyTorch sums in blocks.
     sums = 0.5 * len_k**0.5 if rung.dtype == torch.float32 else 0.0
@@ -25,14 +25,14 @@ def roundings(rung: Rung, len_k: int) -> float:
 
 
 def judge(rung: Rung, shape: Shape, x: Tensors) -> Verdict:
-    """Of the first and the last slice: the first result that is wrong, or the one with the largest error."""
+    """Judge the first and the last slice: return the first result that is wrong, or the one with the largest error."""
     verdicts = []
     for index in sorted({0, shape.slices - 1}):
         exact, same = (_expected(rung, shape, x, index, dtype) for dtype in (torch.float64, rung.dtype))
-        for name, found in x.results(rung).items():
+        for name, result in x.results(rung).items():
             factor = GRADIENTS if rung.backward else FORWARD
             floor = _floor(name, rung, shape, x, index, exact[name])
-            verdicts.append(compare(name, found[index], exact[name], same[name], factor, floor))
+            verdicts.append(compare(name, result[index], exact[name], same[name], factor, floor))
     return next((v for v in verdicts if not v.passed), max(verdicts, key=lambda v: v.largest))
 
 
@@ -55,8 +55,8 @@ def _expected(rung: Rung, shape: Shape, x: Tensors, index: int, dtype: torch.dty
     out, lse = reference.attention(problem, inputs, dtype)
     if rung.backward:
         assert x.d_o is not None
-        found = torch.autograd.grad((out[0, 0] * x.d_o[index].to(dtype)).sum(), leaves)
-        return {name: gradient[0] for name, gradient in zip(("dq", "dk", "dv"), found, strict=True)}
+        gradients = torch.autograd.grad((out[0, 0] * x.d_o[index].to(dtype)).sum(), leaves)
+        return {name: gradient[0] for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True)}
     if dtype == torch.bfloat16:
         _, lse = reference.attention(problem, inputs, torch.float32)
     return {"o": out[0, 0], "lse": lse[0, 0]}

@@ -57,8 +57,8 @@ def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int
     generator = torch.Generator().manual_seed(seed)
 
     def random(length: int) -> torch.Tensor:
-        made = torch.randn((shape.slices, length, shape.dim), generator=generator, dtype=torch.float32)
-        return made.to(device=device, dtype=rung.dtype)
+        drawn = torch.randn((shape.slices, length, shape.dim), generator=generator, dtype=torch.float32)
+        return drawn.to(device=device, dtype=rung.dtype)
 
     def poisoned(like: torch.Tensor) -> torch.Tensor:
         return torch.full_like(like, torch.nan)
@@ -71,8 +71,8 @@ def make(rung: Rung, shape: Shape, device: torch.device | str = "cpu", seed: int
         from strobe.backends import reference
 
         for i in range(shape.slices):
-            o, found = reference.attention(*problem_of(shape, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
-            x.o[i], x.lse[i] = o[0, 0], found[0, 0]
+            o, row_lse = reference.attention(*problem_of(shape, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
+            x.o[i], x.lse[i] = o[0, 0], row_lse[0, 0]
         x.d_o, x.dq, x.dk, x.dv = random(shape.len_q), poisoned(q), poisoned(k), poisoned(v)
     return x
 
@@ -122,7 +122,7 @@ def _library_plan(rung: Rung, shape: Shape, x: Tensors, machine: Machine) -> tup
 
 
 def _strides(t: torch.Tensor) -> Strides:
-    """Of batch, head and row."""
+    """Return the strides of batch, head and row."""
     return t.stride()[:3]  # type: ignore[return-value]
 
 
@@ -130,7 +130,7 @@ def _strides(t: torch.Tensor) -> Strides:
 
 
 def cannot_run(rung: Rung, device: torch.device) -> str | None:
-    """Why this GPU cannot run it."""
+    """Return why this GPU cannot run it."""
     major, minor = torch.cuda.get_device_capability(device)
     if rung.hopper and (major, minor) != (9, 0):
         return f"compute capability {major}.{minor}; wgmma exists on 9.0 (Hopper) alone"
@@ -200,9 +200,9 @@ def _prepare_library(shape: Shape, x: Tensors) -> Callable[[], None]:
 
 
 def _prepare_library_backward(rung: Rung, shape: Shape, x: Tensors) -> Callable[[], None]:
-    """From its plan: a call of the library would run the forward pass, too."""
+    """Prepare the backward from its plan: a call of the library would run the forward pass, too."""
     plan, tensors = _library_plan(rung, shape, x, machine_of(x.q.device))
     launcher = Launcher(plan, x.q.device.index or 0)
-    given = [tensors.get(name, 0) for name in plan.tensors]  # 0: not there
-    addresses = [t if isinstance(t, int) else t.data_ptr() for t in given]
+    in_order = [tensors.get(name, 0) for name in plan.tensors]  # 0: not there
+    addresses = [t if isinstance(t, int) else t.data_ptr() for t in in_order]
     return lambda: launcher(*addresses)

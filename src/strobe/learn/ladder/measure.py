@@ -29,7 +29,7 @@ CPU_SHAPE = Shape(slices=1, len_q=256, len_k=256, dim=64)  # all rungs in some s
 
 @dataclass
 class Row:
-    """What was found of one rung."""
+    """The results of one rung."""
 
     number: str
     title: str
@@ -135,7 +135,7 @@ def _time(rung: Rung, shape: Shape, device: torch.device) -> Row:
 
 
 def as_json(shape: Shape, rows: Sequence[Row], device: torch.device) -> dict[str, Any]:
-    """What `--json` writes, and what docs/ladder.md is made from."""
+    """Return what `--json` writes, and what docs/ladder.md is made from."""
     return {
         "kind": "ladder",
         "shape": dataclasses.asdict(shape),

@@ -43,7 +43,7 @@ PARAMS = Struct(
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a problem: a slice is one head of one sequence."""
+    """The shape of a problem: a slice is one head of one sequence."""
 
     slices: int
     len_q: int
@@ -71,7 +71,7 @@ class Shape:
         return self.slices * sum(max(0, min(self.len_k, row + offset + 1)) for row in range(self.len_q))
 
     def flops(self, backward: bool = False) -> int:
-        """Of the products that the formulas need: two forward, five backward."""
+        """Return the operations of the products that the formulas need: two forward, five backward."""
         return (10 if backward else 4) * self.dim * self.pairs
 
 
@@ -130,18 +130,18 @@ class Rung:
 
     @functools.cached_property
     def header(self) -> dict[str, str]:
-        """What the file says of itself: "What changed", "Why it should help", "Predicted", "Measured", "What limits it
-        now"."""
+        """The sections in which the file describes itself: "What changed", "Why it should help", "Predicted",
+        "Measured", "What limits it now"."""
         sections: dict[str, str] = {}
         current = ""
         for line in self.text.splitlines()[2:]:
             if not line.startswith("// "):
                 break
-            if found := re.match(
+            if match := re.match(
                 r"// (What changed|Why it should help|Predicted|Measured|What limits it now): (.*)", line
             ):
-                current = found[1]
-                sections[current] = found[2]
+                current = match[1]
+                sections[current] = match[2]
             else:
                 sections[current] += " " + line[2:].strip()
         return sections
@@ -149,16 +149,16 @@ class Rung:
     @property
     def predicted(self) -> float:
         """The speed, as a multiple of that of the rung before (or `against`)."""
-        found = re.match(r"x ([\d.]+)", self.header["Predicted"])
-        if found is None:
+        match = re.match(r"x ([\d.]+)", self.header["Predicted"])
+        if match is None:
             raise ValueError(
                 f'{self.file}: the prediction should begin with "x <number>": {self.header["Predicted"]!r}'
             )
-        return float(found[1])
+        return float(match[1])
 
     def predicted_bytes(self, shape: Shape) -> float | None:
-        """To and from global memory, caches left out. None for causal problems, for which the model would need to know
-        more."""
+        """Return the bytes to and from global memory, caches left out. None for causal problems, for which the model
+        would need to know more."""
         if shape.causal:
             return None
         rows = self.rows(shape.dim)
@@ -207,7 +207,7 @@ class Rung:
         if not self.hopper:
             return {}
         row = 2 * shape.dim
-        found = {}
+        maps = {}
         for name, length, rows in (
             ("q", shape.len_q, 64),
             ("k", shape.len_k, self.keys),
@@ -215,5 +215,5 @@ class Rung:
         ):
             dims = (64, length, shape.dim // 64, shape.slices, 1)
             strides = (row, 128, length * row, length * row)
-            found[name] = TensorMapSpec(addresses[name], 2, dims, strides, (64, rows, shape.dim // 64, 1, 1))
-        return found
+            maps[name] = TensorMapSpec(addresses[name], 2, dims, strides, (64, rows, shape.dim // 64, 1, 1))
+        return maps

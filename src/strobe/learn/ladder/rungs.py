@@ -279,11 +279,11 @@ BY_NUMBER = {rung.number: rung for rung in RUNGS}
 
 
 def get(number: str) -> Rung:
-    """By its number, with or without the leading zero."""
-    found = BY_NUMBER.get(number if number in BY_NUMBER else number.zfill(2))
-    if found is None:
+    """Return the rung of this number, with or without the leading zero."""
+    rung = BY_NUMBER.get(number if number in BY_NUMBER else number.zfill(2))
+    if rung is None:
         raise ValueError(f"there is no rung {number!r}; there are {', '.join(BY_NUMBER)}")
-    return found
+    return rung
 
 
 def comparisons() -> str:

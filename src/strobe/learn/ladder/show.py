@@ -1,4 +1,4 @@
-"""How the ladder looks in a terminal: tables, a chart, a diff."""
+"""Show the ladder in a terminal: tables, a chart, a diff."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _COUNTED_NOTE = (
 
 
 def _measured_note() -> str:
-    """Where the last two columns come from."""
-    found = measured.load()
-    shape, ladder = found["ladder"]["shape"], found["ladder"]
+    """Return where the last two columns come from."""
+    results = measured.load()
+    shape, ladder = results["ladder"]["shape"], results["ladder"]
     case = f"{shape['slices']} heads, {shape['len_q']} tokens, head dim {shape['dim']}"
     return (
-        f"measured, TFLOP/s: not here, but on an {found['device']} ({case}; {ladder['date']}, {ladder['file']}): the "
+        f"measured, TFLOP/s: not here, but on an {results['device']} ({case}; {ladder['date']}, {ladder['file']}): the "
         "speed-up over the rung before, and the speed."
     )
 
@@ -97,7 +97,7 @@ def _counts(rows: Sequence[Row]) -> Table:
             *("predicted", "measured", "TFLOP/s"),
         ),
     )
-    known = {row["number"]: row for row in measured.load()["ladder"]["rungs"]}
+    by_number = {row["number"]: row for row in measured.load()["ladder"]["rungs"]}
     for row in rows:
         assert row.counters is not None
         c = row.counters
@@ -111,7 +111,7 @@ def _counts(rows: Sequence[Row]) -> Table:
             f"{c['mma'] + c['wgmma']:,}",
             _error(row),
             f"x {row.predicted:g}",
-            *_on_the_gpu(known.get(row.number)),
+            *_on_the_gpu(by_number.get(row.number)),
         )
     return table
 
@@ -150,7 +150,7 @@ def _chart(rows: Sequence[Row], timed: bool, console: Console) -> None:
 
 
 def text_of(rung: Rung) -> str:
-    """What a reader should compare: the library's rung is its kernel's file."""
+    """Return the text that a reader should compare: the library's rung is its kernel's file."""
     return rung.text if not rung.library else rung.text + rung.library_kernel.read_text(encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ constexpr int kThreads = 256, kSide = 16;
 typedef SharedTile<kSide> Square;
 static_assert(kSmem == 2 * Square::bytes(kSide), "the shared memory that Python asks for");
 
-// Which 16 x 16 tile of the result this block owns.
+// The 16 x 16 tile of the result that this block owns.
 struct Corner {
   int slice, row, column;
 };

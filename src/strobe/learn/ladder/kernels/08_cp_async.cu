@@ -103,7 +103,7 @@ STROBE_DEVICE void attend(const Params& p) {
         s[a][b] = exp2_approx(s[a][b] - safe);
         sum += s[a][b];
       }
-      // To be read back as the left operand of the next product. A thread reads what it wrote: no barrier is needed.
+      // It is read back as the left operand of the next product. A thread reads what it wrote: no barrier is needed.
 #pragma unroll
       for (int b = 0; b < kMyKeys; b += 2)
         st_shared(p_tile.at(my_row(a), my_column(b)), pack2<bf16>(s[a][b], s[a][b + 1]));

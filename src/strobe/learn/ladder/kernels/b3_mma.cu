@@ -23,7 +23,7 @@ STROBE_DEVICE int my_column(int b) { return 2 * (thread_idx() % 4) + b / 2 * 8 +
 // Read anew wherever it is used: else the compiler keeps all addresses that follow from it in registers, and they do
 // not fit beside dK and dV.
 STROBE_DEVICE int lane() { return thread_idx_again() % 32; }
-// What a thread has of kColumns columns of the warp's result.
+// A thread's part of kColumns columns of the warp's result.
 template <int kColumns> struct Sums {
   float x[2][kColumns / 4] = {};
 };

@@ -1,4 +1,4 @@
-// What all rungs share. Python prints in front of it: Element (float, or u16 for the bits of bf16), kDim, kSmem, and
+// All rungs share this. Python prints in front of it: Element (float, or u16 for the bits of bf16), kDim, kSmem, and
 // the arguments
 //     struct Params { q, k, v, o, lse, workspace, …; float scale, scale_log2;
 //                     int slices, len_q, len_k, causal, stage; … };

@@ -28,8 +28,8 @@ struct fp16 {
 
 namespace emu {
 
-// Where in the kernel's source something happened. Every wrapper takes one as its last argument and leaves it to its
-// default, which names the line of the call.
+// A place in the kernel's source where something happened. Every wrapper takes one as its last argument and leaves it
+// to its default, which names the line of the call.
 struct Site {
   const char* file = "";
   unsigned line = 0;

@@ -1,7 +1,7 @@
 // Hopper's warpgroup matrix product. In synchronous mode it happens at issue. In asynchronous mode it happens at the
 // wait that retires its group: until then the accumulators hold NaN, the shared operands must not be written, and
 // register operands must keep their values. (Register operands are watched where they live: pass elements of an array
-// that outlives the wait.) Sums: as in mma.cuh, sixteen products in the order of k, then added to D.
+// that outlives the wait.) Sums: as in mma.cuh, the products of a step in the order of k, then added to D.
 #pragma once
 #include <strobe/emu/base.cuh>
 #include <strobe/emu/math.cuh>
@@ -28,7 +28,8 @@ struct WgmmaLane {
 };
 
 struct WgmmaShape {
-  Element element;
+  int bytes;                              // of an element of A and B
+  void (*widen)(const void*, float* to);  // the elements of a chunk of 16 bytes
   int n;
   A from;
   B major;
@@ -38,9 +39,17 @@ void wgmma_fence(Site site);
 void wgmma_commit(Site site);
 void wgmma_wait(u32 pending, Site site);
 
+template <class T> inline void widen_chunk(const void* chunk, float* to) {
+  for (u32 i = 0; i < 16 / sizeof(T); ++i) {
+    T x;
+    memcpy(&x, static_cast<const u8*>(chunk) + i * sizeof(T), sizeof(T));
+    to[i] = to_float<T>(x.bits);
+  }
+}
 template <class T, int N, A From, B Major> inline void wgmma(const WgmmaLane& lane, bool zero, Site site) {
   static_assert(N % 8 == 0 && N >= 8 && N <= 256, "wgmma: N is 8..256 in steps of 8");
-  wgmma(lane, WgmmaShape{kElement<T>, N, From, Major}, zero, site);
+  static_assert(sizeof(T) == 2 || (From != A::shared_mn && Major == B::k_major), "transposing takes 16-bit elements");
+  wgmma(lane, WgmmaShape{int(sizeof(T)), widen_chunk<T>, N, From, Major}, zero, site);
 }
 
 }  // namespace emu

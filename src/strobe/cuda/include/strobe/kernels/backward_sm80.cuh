@@ -253,7 +253,7 @@ template <class Config, class Mask, class Score, class Params> struct BackwardSm
     const QueryBlock after = next(b);
     const bool last = b.left == 1;
     if (!kEarly) scores(s, b);
-    // After a product: warps have drifted apart, and some compute addresses while others multiply.
+    // The load follows a product: warps have drifted apart, and some compute addresses while others multiply.
     if (kStagesQ == 2 && !last) load_q(after);
     if (kEarly) cp_async_commit();
     else weights(s, b);

@@ -58,7 +58,7 @@ template <class Config, class Mask, class Condition, class Params> struct BlockM
     const Range<bool> holds = condition.of_block(block);
     return holds.lo ? 1 : !holds.hi ? 2 : look(condition, block);
   }
-  // Whether the interval of the mask lets any pair of a block through.
+  // Says whether the interval of the mask lets any pair of a block through.
   STROBE_DEVICE bool in_interval(const Sequence& s, int row0, int key0) const {
     if (row0 >= s.q.length) return false;
     const Mask mask = mask_of<Mask, Config>(p, s.q.length, s.k.length, s.positions);

@@ -11,7 +11,7 @@ namespace strobe {
 template <class Config, class Params> struct ConvertDq {
   using T = typename Config::Element;
   static constexpr int kBlockM = Config::kStatBlock, kColumns = kBlockM == 128 ? 64 : 128;
-  // Of the tile in shared memory; 16 more avoid bank conflicts.
+  // A row of the tile in shared memory; 16 bytes more avoid bank conflicts.
   static constexpr u32 kRowBytes = kColumns * sizeof(T) + 16;
   static_assert(kBlockM * kRowBytes == Config::Bytes::tile, "the shared memory that Python asks for");
 

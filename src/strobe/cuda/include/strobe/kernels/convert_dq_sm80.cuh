@@ -13,7 +13,7 @@ template <class Config, class Params> STROBE_DEVICE void convert_dq_sm80(const P
   using T = typename Config::Element;
   using Sums = DqFragments<Config>;
   constexpr int kBlockM = Config::kStatBlock, kChunks = Config::kDim / kChunk<T>;
-  // Of the tile in shared memory; 16 more avoid bank conflicts.
+  // A row of the tile in shared memory; 16 bytes more avoid bank conflicts.
   constexpr u32 kRowBytes = Config::kDim * sizeof(T) + 16;
   static_assert(kBlockM * kRowBytes == Config::Bytes::tile, "the shared memory that Python asks for");
   const StatBlock at = stat_block<Config>(block_idx(), p);

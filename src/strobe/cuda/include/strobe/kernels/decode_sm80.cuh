@@ -136,7 +136,7 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
     }
     gemm_pv<T, kTiles, kKeys, kDimV>(o, weights, lane_address_a(v_tile(stage), kKeys));
   }
-  // Whether this warp's rows see some of the team's keys. A team of several warps may have rows on both sides of a
+  // Says whether this warp's rows see some of the team's keys. A team of several warps may have rows on both sides of a
   // diagonal, and rows that do not exist.
   STROBE_DEVICE bool sees(int key) const {
     const Mask m = mask();

@@ -1,4 +1,4 @@
-// What the backward wants to know of each row before it starts: delta = rowsum(dO * O) - dLSE and the LSE in units of
+// Computes what the backward needs of each row before it starts: delta = rowsum(dO * O) - dLSE and the LSE in units of
 // log 2, both in whole blocks of kRows rows; zeros where dQ will be summed up, or, if its sums are taken by turns, in
 // the counters of turns and, where rows may see no key, in dQ itself; the gradient of the sinks, row by row; the keys
 // of the dropout's rows.

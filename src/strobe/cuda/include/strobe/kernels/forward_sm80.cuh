@@ -102,8 +102,8 @@ template <class Config, class Mask, class Score, class Params> struct ForwardSm8
         v_tile(n), place().values + i64(n) * kBlockN * p.v_row, p.v_row,
         kRagged ? place().len_k - n * kBlockN : kBlockN, p.dim_v);
   }
-  // With one buffer, V_n arrives during Q K_n^T and K_{n-1} during P V_n; with two, all of block n-1 arrives during
-  // block n.
+  // V_n arrives during Q K_n^T and K_{n-1} during P V_n if there is one buffer; with two, all of block n-1 arrives
+  // during block n.
   template <bool kMasked> STROBE_DEVICE void wait_for_keys(int n) {
     cp_async_wait<0>();
     sync_block();  // everybody's copies have landed, and nobody reads the buffers of the previous step any more

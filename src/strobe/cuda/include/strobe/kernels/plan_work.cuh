@@ -80,7 +80,8 @@ template <class Config, class Mask, class Params> struct PlanWork {
 
   // ---- pieces and items ---------------------------------------------------------------------------------------------
 
-  // Where every tile would be cut, nearly as many pieces as there are blocks, but the same number for each tile.
+  // Returns, where every tile would be cut, nearly as many pieces as there are blocks, but the same number for each
+  // tile.
   STROBE_DEVICE u64 pieces() const {
     const u64 most = u64(p.pieces), all = tiles * p.heads;
     if (all == 0) return 0;

@@ -71,7 +71,7 @@ STROBE_DEVICE KeyBlocks blocks_of_rows(const Mask& mask, const Tile& tile, int f
   const int last_row = min(first_row + rows, tile.q.length) - 1;
   return visible_blocks<Config::kBlockN>(mask, first_row / Config::kPackGqa, last_row / Config::kPackGqa);
 }
-// The same, in the tile's split; none if the rows lie beyond the sequence.
+// Returns the range in the tile's split; none if the rows lie beyond the sequence.
 template <class Config, class Params, class Mask, class Tile>
 STROBE_DEVICE KeyBlocks blocks_of_interval(const Params& p, const Mask& mask, const Tile& tile, int first_row,
                                            int rows) {

@@ -23,7 +23,7 @@ STROBE_DEVICE i64 dq_part(const Params& p, const KeyTile& tile, int head, int m,
   return (first_stat<Config>(p, head, tile.batch, tile.q.first) / kRows + m) * 2 + consumer;
 }
 
-// Which 64 x 64 numbers of a block of queries a consumer has: half of the rows, or half of the columns.
+// The 64 x 64 numbers of a block of queries that a consumer has: half of the rows, or half of the columns.
 template <int kBlockM> struct DqRows {
   static constexpr bool kHalfOfRows = kBlockM == 128;
   STROBE_DEVICE static int first(int m, int consumer) { return m * kBlockM + (kHalfOfRows ? 64 * consumer : 0); }

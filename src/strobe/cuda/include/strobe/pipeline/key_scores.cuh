@@ -1,4 +1,4 @@
-// Between the products of the backward for Hopper: S^T and dP^T of 64 keys and a block of queries become P^T and dS^T.
+// S^T and dP^T of 64 keys and a block of queries become P^T and dS^T, between the products of the backward for Hopper.
 //
 // A score that adds little to s (Score::kCheapSum) is computed while dP^T is in flight, as masks and exponentials are.
 // Others wait for both products: their slopes, or the addresses that they compute, take registers that dP^T has.
@@ -17,7 +17,7 @@ struct QueryRows {
   u32 with_q, with_do;
 };
 
-// Of a consumer. `load_next` begins to load the bias of the next block, once that of this one has been read.
+// The scores of a consumer. `load_next` begins to load the bias of the next block, once that of this one has been read.
 template <class Config, class Mask, class Score, class Params> struct KeyScores {
   using T = typename Config::Element;
   using Offset = typename Config::Offset;

@@ -8,7 +8,7 @@
 
 namespace strobe {
 
-// What a consumer knows of the block of keys whose scores it computes.
+// A consumer's knowledge of the block of keys whose scores it computes.
 template <class Config, bool kPaged = Config::Keys::kPaged> struct MissingKeys {
   STROBE_DEVICE void look(u32 /*stage*/) {}
   STROBE_DEVICE static bool or_any(bool masked) { return masked; }
@@ -19,12 +19,13 @@ template <class Config, bool kPaged = Config::Keys::kPaged> struct MissingKeys {
 template <class Config> struct MissingKeys<Config, true> {
   u32 word = 0;
 
-  // Before the buffer of K is released. What is read is needed much later: its latency passes during the products.
+  // Called before the buffer of K is released. What is read is needed much later: its latency passes during the
+  // products.
   STROBE_DEVICE void look(u32 stage) {
     word = ld_shared(missing_word<Config>(stage));
     sync_warp();  // every lane knows it before one of them gives the buffer back
   }
-  // Whether some scores must be hidden: by the mask, or because keys are missing.
+  // Says whether some scores must be hidden: by the mask, or because keys are missing.
   STROBE_DEVICE bool or_any(bool masked) const { return masked || any(word); }
 
   // Scores of missing keys become -inf. `first_key` is the block's. Lanes look up a key each, 32 keys at a time, and

@@ -1,4 +1,4 @@
-// Where the rows of a forward tile go: their heads, sinks, LSE and, for fp32 partial outputs, O.
+// The rows of a forward tile on their way out: their heads, sinks, LSE and, for fp32 partial outputs, O.
 //
 // kMerge with p.merge: the result is merged with a state, which is O and LSE over other keys. The online softmax
 // continues from that state: a row starts with m = LSE, l = 1 and its O, and the epilogue is the same. With kPartialOut
@@ -39,7 +39,7 @@ template <class Config, class Params> struct OutputRows {
     return p.lse + tile.q.slice * p.lse_batch + head(row) * p.lse_head + tile.q.first + row / Config::kPackGqa;
   }
   STROBE_DEVICE void store_lse(int row, float x) const { st_global(lse(row), x); }
-  // For `row` and `row + 8`: stores the LSE, if one is wanted, and sets `inverse`, the factors of O.
+  // Stores the LSE of `row` and `row + 8`, if one is wanted, and sets `inverse`, the factors of O.
   template <class S> STROBE_DEVICE void finish(const S& softmax, int row, float (&inverse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -22,7 +22,7 @@ template <int kQueries> struct PairTile {
 
   // Chunk 0 or 1 of a query; swizzled, so that 8 queries of a matrix are in different banks.
   STROBE_DEVICE u32 address(int query, int chunk) const { return memory + query * 32 + (chunk ^ (query / 4 % 2)) * 16; }
-  // For entries 8 * n to 8 * n + 7 of a fragment: what a lane gives to ldmatrix.
+  // Returns the row that a lane gives to ldmatrix for entries 8 * n to 8 * n + 7 of a fragment.
   STROBE_DEVICE u32 row_of_matrix(int n) const {
     const int lane = thread_idx() % 32;
     return address(16 * n + lane / 16 * 8 + lane % 8, lane / 8 % 2);

@@ -10,7 +10,7 @@
 
 namespace strobe {
 
-// Of numbers that are not negative: without a sign a division is less code.
+// Divides numbers that are not negative: without a sign a division is less code.
 STROBE_DEVICE int quotient(int a, int b) { return int(u32(a) / u32(b)); }
 STROBE_DEVICE int remainder(int a, int b) { return int(u32(a) % u32(b)); }
 
@@ -59,8 +59,9 @@ struct BufferRows {
   }
 };
 
-// In pages of a pool, of which a table lists those of each sequence. kPage divides the rows of a page; 1: rows are
-// gathered one by one, else a TMA box has as many of them as a page allows. `buffer_rows` lie between two pages.
+// The rows lie in pages of a pool, of which a table lists those of each sequence. kPage divides the rows of a page; 1:
+// rows are gathered one by one, else a TMA box has as many of them as a page allows. `buffer_rows` lie between two
+// pages.
 template <int kPage> struct PagedRows {
   static constexpr bool kVarlen = false, kPaged = true, kGathered = kPage == 1;
   using Stored = DenseRows;
@@ -79,7 +80,7 @@ template <int kHeads> struct PackedGqaRows {
     return packed_gqa_box(row / kHeads, group, s.slice);
   }
 };
-// The same of varlen queries: `first` counts queries, `length` rows.
+// Packs varlen queries: `first` counts queries, `length` rows.
 template <int kHeads> struct PackedVarlenRows {
   static constexpr bool kVarlen = true;
   STROBE_DEVICE static Span span(const int* cu, int batch, int) {
@@ -139,8 +140,8 @@ template <class Config, class Params> STROBE_DEVICE Sequence sequence_of(const P
   return s;
 }
 
-// Which threads of the producer warpgroup issue loads: of pages all of them, since tables lead to many small boxes;
-// else one. The first one alone waits for queries, publishes tiles and announces bytes.
+// Says whether this thread of the producer warpgroup issues loads: all do for pages, since tables lead to many small
+// boxes; else one. The first one alone waits for queries, publishes tiles and announces bytes.
 template <class Config> STROBE_DEVICE bool loads() { return Config::Keys::kPaged || thread_idx() == 0; }
 template <class Config> STROBE_DEVICE bool leads() { return !Config::Keys::kPaged || thread_idx() == 0; }
 
@@ -174,7 +175,7 @@ template <class Params> STROBE_DEVICE int page_of(const Params& p, const Span& k
   return page_of(p, entry_of(p, keys, index, in_use));
 }
 
-// Where the producer tells of a buffer of K whether keys in it are missing; see missing_keys.cuh.
+// The address at which the producer says whether keys are missing in a buffer of K; see missing_keys.cuh.
 template <class Config> STROBE_DEVICE u32 missing_word(u32 stage) {
   return smem_base() + Config::Offset::missing + 4 * stage;
 }
@@ -322,7 +323,7 @@ template <class Config> struct KeyLoader {
       }
   }
 
-  // By a warp whose first lane announces the tile afterwards.
+  // Called by a warp whose first lane announces the tile afterwards.
   template <class Ring> STROBE_DEVICE static void tell(const Ring& ring, bool missing) {
     const bool some = any(missing);
     if (elected()) st_shared(missing_word<Config>(ring.stage), u32(some));

@@ -1,4 +1,4 @@
-// Which tile a block works on: rows of queries, or of keys, of one head of one sequence.
+// The tile that a block works on: rows of queries, or of keys, of one head of one sequence.
 #pragma once
 #include <strobe/pipeline/rows.cuh>
 #include <strobe/ptx/warp.cuh>

@@ -66,7 +66,7 @@ STROBE_DEVICE void logits(float (&s)[N], const Score& score, const At& at) {
     for (int i = 0; i < N; ++i) s[i] = score(s[i], at, i);
   }
 }
-// The same, and the slopes, which dS has to be multiplied by.
+// Computes the scores, and the slopes, by which dS has to be multiplied.
 template <class Score, class At, int N>
 STROBE_DEVICE void logits(float (&s)[N], float (&slope)[N], const Score& score, const At& at) {
   if constexpr (!Score::kIdentity) {
@@ -161,7 +161,7 @@ constexpr float kLeastBias = -65536.f;
 STROBE_DEVICE float biased(float s, float bias) {
   return bias < kLeastBias && bias > neg_inf() ? kLeastBias : s + bias;
 }
-// What a function hides stays hidden, even beside a bias of NaN.
+// Entries that a function hides stay hidden, even beside a bias of NaN.
 STROBE_DEVICE float biased_if_seen(float s, float bias) { return s == neg_inf() ? s : biased(s, bias); }
 
 // The gradient of a bias is dS. Where pairs share an entry it is summed up in fp32.
@@ -194,14 +194,14 @@ STROBE_DEVICE void put_bias_gradient(const Params& p, const At& at, int i, float
 STROBE_DEVICE void add_unless_zero(float* to, float x) {
   if (x != 0.f) atomic_add(to, x);
 }
-// What all lanes of a warp have for one place.
+// Adds what all lanes of a warp have for one place.
 STROBE_DEVICE void add_of_warp(float* to, float x) {
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) x += shfl_xor(x, i);
   if (thread_idx() % 32 == 0) add_unless_zero(to, x);
 }
-// For places that differ between pairs: what goes to the same one without a change is summed up first. Far pairs share
-// the last entry of a table, and millions of sums at one address would wait for one another.
+// A sum for places that differ between pairs: what goes to the same one without a change is summed up first. Far pairs
+// share the last entry of a table, and millions of sums at one address would wait for one another.
 struct RunningSum {
   int place = -1;
   float sum = 0.f;
@@ -219,7 +219,8 @@ struct RunningSum {
     else add_of_warp(tensor + first, sum);
   }
 };
-// Of a thread, for a block of pairs; one more of each, since there may be none. Each of its two rows has a running sum.
+// The sums of a thread for a block of pairs; one spare element, since C++ has no arrays of length 0. Each of its two
+// rows has a running sum.
 template <class Score> struct CapturedGradients {
   float of_head[Score::kOfHead + 1] = {};
   RunningSum running[Score::kRunning + 1][2];
@@ -260,7 +261,7 @@ STROBE_DEVICE void mask_queries(float (&s)[N], const Mask& m, int query, int oth
 
 constexpr u32 kKeyFragmentBytes = 64 * 8;  // of a warpgroup
 
-// What a thread knows of its two keys. The queries that see each key are in shared memory: registers are scarce, and
+// A thread's knowledge of its two keys. The queries that see each key are in shared memory: registers are scarce, and
 // only blocks on the edge of a mask ask.
 template <class Mask, int kBlockM> struct KeyFragment {
   static constexpr bool kHasEnd = Mask::kHasLo || !Mask::kHasHi;  // a key that is not there is hidden by either bound
@@ -313,7 +314,7 @@ template <class Mask, int kBlockM> struct KeyFragment {
     return b;
   }
 
-  // Which of the fragment's entries i to i + 3 dropout keeps: two neighbouring queries, whose row keys lie at
+  // Says which of the fragment's entries i to i + 3 dropout keeps: two neighbouring queries, whose row keys lie at
   // `row_keys`, times two keys. (The next four have the same cell: to keep it would take registers that are not there.)
   STROBE_DEVICE void kept(bool (&keep)[4], u32 row_keys, int i, u32 threshold) const {
     float a, b;

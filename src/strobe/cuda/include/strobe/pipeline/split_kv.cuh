@@ -56,8 +56,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
     else return kPieces && split == 0 ? (tile.part.first_slot & 1) * kSplitStride : 0;
   }
   STROBE_DEVICE int first_row() const { return tile.row0 + kRows * staging.consumer; }
-  // Of this consumer: more than kRows if others follow. A slot has room for no more, should a sequence have more than
-  // was said.
+  // The rows of this consumer: more than kRows if others follow. A slot has room for no more, should a sequence have
+  // more than was said.
   STROBE_DEVICE int rows() const {
     const int there = tile.q.length - first_row();
     if constexpr (kInvariant) return min(there, p.slot_rows - kRows * staging.consumer);
@@ -67,7 +67,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
     if constexpr (kInvariant) return p.partial + i64(slot) * slot_floats() + kRows * staging.consumer * kDimV;
     else return p.partial + (i64(slot) * kConsumers + staging.consumer) * kFloats;
   }
-  // Of the tile. Those of invariant kernels lie behind the list; `added` of the first slot lies kConsumers further.
+  // The counter of the tile. Those of invariant kernels lie behind the list; `added` of the first slot lies kConsumers
+  // further.
   STROBE_DEVICE u32* counter() const {
     if constexpr (kInvariant) {
       u32* const counters = reinterpret_cast<u32*>(p.work) + kRecord * (grid_dim() + p.items);
@@ -121,7 +122,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
     fence_device();
     if (kInvariant) st_shared(to + 4, alone() ? 0 : acquire_turn(counter() + kConsumers));
   }
-  // Behind another barrier: whether this split was the last one.
+  // Says, behind another barrier, whether this split was the last one.
   STROBE_DEVICE bool is_last(u32 from) {
     if (kInvariant) added = int(ld_shared(from + 4));
     return int(ld_shared(from)) + added == splits() - 1;
@@ -234,7 +235,7 @@ template <class Config, class Params, class Staging> struct SplitKV {
   }
 };
 
-// Whether another block also works on this tile. Partial outputs take the split path in any case.
+// Says whether another block also works on this tile. Partial outputs take the split path in any case.
 template <class Config> STROBE_DEVICE bool is_split(const Tile& tile) {
   return !Config::Keys::kPaged || Config::kPartialOut || warp_uniform(tile.part.count) > 1;
 }

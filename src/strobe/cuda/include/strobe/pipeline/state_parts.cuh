@@ -20,7 +20,7 @@ template <class Config> struct StateParts {
   static_assert(kEnabled || !kApart, "an O of its own is read by TMA alone");
   static constexpr int kEach = kEnabled ? (kPanels + kAtOnce - 1) / kAtOnce : 1,  // of a consumer
       kParts = kEnabled ? Config::kConsumers * kEach : 0;
-  // With three consumers the producer has no register left to count its V's: all parts are read before the first V is
+  // The producer has, with three consumers, no register left to count its V's: all parts are read before the first V is
   // loaded.
   static constexpr bool kInTurn = Config::kConsumers < 3;
   static constexpr u32 kBytes = 16 * kParts;

@@ -44,7 +44,7 @@ template <class Config, class Params> struct WarpLoader {
   }
 
  private:
-  // Where this lane's row begins in a tensor, in units of 16 bytes, so that 32 bits suffice.
+  // The place where this lane's row begins in a tensor, in units of 16 bytes, so that 32 bits suffice.
   STROBE_DEVICE u32 begin_of(int page, i64 page_stride, i64 head_stride, i64 row_stride) const {
     return page < 0 ? kNowhere : u32((page * page_stride + head * head_stride + asked.rows[0] * row_stride) / kChunk<T>);
   }

@@ -30,7 +30,7 @@ STROBE_DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
 constexpr STROBE_DEVICE int min(int a, int b) { return a < b ? a : b; }
 constexpr STROBE_DEVICE int max(int a, int b) { return a > b ? a : b; }
 
-// The same value, but the compiler forgets how it came about: what is computed from it is computed where it is used,
+// Returns the value, but the compiler forgets how it came about: what is computed from it is computed where it is used,
 // instead of being kept in registers across a loop.
 STROBE_DEVICE i64 opaque(i64 x) {
   asm volatile("" : "+l"(x));
@@ -46,7 +46,8 @@ STROBE_DEVICE u32 thread_idx_again() {
   return x;
 }
 
-// The same value in every thread of the warp, and known by the compiler to be: branches on it are uniform.
+// Returns lane 0's value, which the compiler then knows to be the same in every thread of the warp: branches on it are
+// uniform.
 STROBE_DEVICE u32 warp_uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Registers of a wgmma in flight belong to the tensor cores: pinned after a wait, they are not used before it. What is

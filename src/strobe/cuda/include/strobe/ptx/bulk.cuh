@@ -10,7 +10,7 @@ STROBE_DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
                "l"(src), "r"(bytes), "r"(bar)
                : "memory");
 }
-// On their way to the L2: 16-byte aligned, a multiple of 16 bytes.
+// Sends bytes on their way to the L2: 16-byte aligned, a multiple of 16 bytes.
 STROBE_DEVICE void bulk_prefetch(const void* src, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }

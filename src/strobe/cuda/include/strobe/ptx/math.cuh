@@ -45,7 +45,7 @@ STROBE_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 STROBE_DEVICE int highest_bit(u32 x) { return 31 - ::__clz(int(x)); }  // of a number that is not 0
 STROBE_DEVICE int lowest_bit(u32 x) { return ::__ffs(int(x)) - 1; }
 STROBE_DEVICE int bits_set(u32 x) { return ::__popc(x); }
-// For users' functions: sines and cosines of up to half a turn, and CUDA's own.
+// Users' functions take these sines and cosines of up to half a turn, and CUDA's own.
 STROBE_DEVICE float sin_approx(float x) { return __sinf(x); }
 STROBE_DEVICE float cos_approx(float x) { return __cosf(x); }
 STROBE_DEVICE float error_function(float x) { return ::erff(x); }
@@ -67,7 +67,7 @@ template <> STROBE_DEVICE u32 pack2<fp16>(float lo, float hi) {
   return r;
 }
 
-// Of two pairs of fp16 numbers: 0xffff in the halves in which a >= b, or one is NaN.
+// Compares two pairs of fp16 numbers: 0xffff in the halves in which a >= b, or one is NaN.
 STROBE_DEVICE u32 not_less_f16x2(u32 a, u32 b) {
   u32 r;
   asm("set.geu.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

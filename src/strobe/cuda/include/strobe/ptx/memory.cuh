@@ -32,7 +32,8 @@ STROBE_DEVICE u16 ld_global(const u16* p) {
   asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p));
   return x;
 }
-// What no launch writes meanwhile: the compiler may merge such loads and move them. With `valid` false nothing is read.
+// Reads what no launch writes meanwhile: the compiler may merge such loads and move them. With `valid` false nothing is
+// read.
 STROBE_DEVICE float ld_constant(const float* p, bool valid) {
   float x;
   asm("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.b32 %0, 0; @valid ld.global.nc.f32 %0, [%1]; }"
@@ -97,8 +98,8 @@ STROBE_DEVICE u8 ld_constant(const u8* p, bool valid) {
       : "l"(p), "r"(int(valid)));
   return u8(x);
 }
-// What is written during this launch; 4, 8 or 16 bytes, aligned to as many. With `valid` false nothing is read and `to`
-// becomes 0.
+// Reads what is written during this launch; 4, 8 or 16 bytes, aligned to as many. With `valid` false nothing is read
+// and `to` becomes 0.
 STROBE_DEVICE float ld_global_l2(const float* p) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");

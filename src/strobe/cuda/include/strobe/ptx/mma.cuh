@@ -4,8 +4,8 @@
 
 namespace strobe {
 
-// With g = lane/4, q = lane%4:  d0,d1 = (row g, columns 2q, 2q+1), d2,d3 = row g+8;  a0 = (row g, k 2q..), a1 = row
-// g+8, a2, a3 the same for k + 8;  b0 = (k 2q.., column g), b1 = k + 8. `mma_m16n8k16_zero` ignores the old D.
+// Let g = lane/4, q = lane%4:  d0,d1 = (row g, columns 2q, 2q+1), d2,d3 = row g+8;  a0 = (row g, k 2q..), a1 = row g+8,
+// a2, a3 the same for k + 8;  b0 = (k 2q.., column g), b1 = k + 8. `mma_m16n8k16_zero` ignores the old D.
 template <class T> STROBE_DEVICE void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
                                                    u32 a3, u32 b0, u32 b1);
 template <> STROBE_DEVICE void mma_m16n8k16<bf16>(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,

@@ -32,7 +32,7 @@ STROBE_DEVICE u32 acquire_turn(const u32* counter) {
 STROBE_DEVICE void release_turn(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
-// What this thread wrote before can be seen by all blocks before what it writes afterwards.
+// All blocks see what this thread wrote before it, before what it writes afterwards.
 STROBE_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 }  // namespace strobe

@@ -37,7 +37,7 @@ STROBE_DEVICE void copy_tile_async(u32 dst, const T* src, i64 row_stride, int ro
   }
 }
 
-// Where a row begins, and whether it exists; else it becomes zero, and `from` is not read.
+// The place where a row begins, and whether it exists; if not, it becomes zero, and `from` is not read.
 template <class T> struct RowInMemory {
   const T* from;
   bool there;

@@ -1,4 +1,5 @@
-// Which entries dropout keeps. strobe/variants/dropout.py is the definition, and says which queries and keys share a hash.
+// Decides which entries dropout keeps. strobe/variants/dropout.py is the definition, and says which queries and keys
+// share a hash.
 #pragma once
 #include <strobe/ptx/math.cuh>
 
@@ -61,7 +62,7 @@ template <bool kEnabled> struct Dropout {
     for (int place = 0; place < 4; ++place) factors[place] = dropout_factor(query % 2, place);
   }
 
-  // For the i-th pair of the fragment: the mask of the halves that are kept. Four pairs share a cell.
+  // Returns the mask of the halves that are kept of the i-th pair of the fragment. Four pairs share a cell.
   STROBE_DEVICE u32 kept(int i, int column) const {
     return not_less_f16x2(dropout_cell(row, column + 16 * (i >> 2)).bits(factors[i & 3]), threshold);
   }

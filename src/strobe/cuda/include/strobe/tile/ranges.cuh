@@ -28,7 +28,7 @@ template <class T> STROBE_DEVICE Range<T> anything() {
     return Range<T>(kLeast, ~kLeast);
   }
 }
-// Whether both ends are below 2^bits in magnitude; for floats, whether they are far from overflow: a range with an
+// Says whether both ends are below 2^bits in magnitude; for floats, whether they are far from overflow: a range with an
 // infinite end counts as anything.
 template <class T> STROBE_DEVICE bool moderate(const Range<T>& r, int bits) {
   if constexpr (kIsFloat<T>) return fabs(r.lo) < 1e37f && fabs(r.hi) < 1e37f;

@@ -42,8 +42,8 @@ STROBE_DEVICE float tanh_fast(float x) {
   return x2 < 1.f / 16 ? series : fma(-2.f, rcp_approx(1.f + exp2_approx(x * (2.f * kLog2e))), 1.f);
 }
 
-// The same where |x| is at most kTanhNear, by FMAs alone: beside an exponential for each score the special-function
-// unit has no time for two more. Off by 2e-7 at most. tanh(x * scale): the powers of `scale` join the coefficients.
+// tanh where |x| is at most kTanhNear, by FMAs alone: beside an exponential for each score the special-function unit
+// has no time for two more. Off by 2e-7 at most. tanh(x * scale): the powers of `scale` join the coefficients.
 constexpr float kTanhNear = 0.25f;
 STROBE_DEVICE float tanh_near(float x, float scale) {
   const float x2 = x * x, cube = scale * scale * scale;
@@ -96,7 +96,7 @@ template <bool kLazyRescale = false> struct Softmax {
     scale = scale_log2;
   }
 
-  // Between two blocks of keys the statistics can rest in shared memory, 16 bytes a thread.
+  // The statistics can rest in shared memory between two blocks of keys, 16 bytes a thread.
   STROBE_DEVICE void save(u32 address) const {
     st_shared(address, u32x4{as_bits(m[0]), as_bits(m[1]), as_bits(l[0]), as_bits(l[1])});
   }
@@ -173,14 +173,14 @@ template <bool kLazyRescale = false> struct Softmax {
     pack_fragment<T>(p, s);
   }
 
-  // With the same kMaybeEmpty as `maxima`, which then always moves the maximum.
+  // Takes the same kMaybeEmpty as `maxima`, which then always moves the maximum.
   template <bool kMaybeEmpty = false, int N> STROBE_DEVICE void rescale(float (&o)[N]) const {
     if (kLazyRescale && !kMaybeEmpty && !grew) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) o[i] *= alpha[fragment_row(i)];
   }
 
-  // After the last key; see `normaliser`.
+  // Called after the last key; see `normaliser`.
   template <bool kHasSink, bool kFixed = false> STROBE_DEVICE float finish(int row, float sink, float& lse) const {
     const float top = kFixed ? mul_rn(m[row], scale) : m[row] * scale;
     return normaliser<kHasSink, kFixed>(quad_sum(l[row]), top, sink, lse);
@@ -219,8 +219,8 @@ template <class T, int N, bool kByRow = false> struct SpeculativeSoftmax {
 
   STROBE_DEVICE float sums(const Softmax<>& past) const { return past.l[0] + sum[0] + sum[1]; }
 
-  // If it is right for every row of the warp, takes over the sums and weights; else they are computed again, and O has
-  // to be rescaled. NaN does not pass.
+  // Takes over the sums and weights if the maximum is right for every row of the warp; else they are computed again,
+  // and O has to be rescaled. NaN does not pass.
   STROBE_DEVICE bool accept(Softmax<>& past, u32 (&weights)[N / 2], float (&s)[N]) const {
     if (any(!(sum[0] <= kLargestSum && sum[1] <= kLargestSum))) {
       if constexpr (kByRow) compute_again(past, weights, s);

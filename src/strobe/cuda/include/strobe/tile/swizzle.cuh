@@ -1,4 +1,4 @@
-// How a tile lies in shared memory: panels, one after the other, whose rows are 128 bytes (64 columns of 16 bits). The
+// A tile lies in shared memory as panels, one after the other, whose rows are 128 bytes (64 columns of 16 bits). The
 // eight 16-byte chunks of such a row are permuted by its number. Eight rows of one chunk then lie in eight different
 // places, so that ldmatrix, which reads exactly that, has no bank conflicts. It is also the layout that the tensor
 // memory accelerator and wgmma call "128B swizzle".

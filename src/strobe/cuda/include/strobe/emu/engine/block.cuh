@@ -82,8 +82,8 @@ struct Mbarrier {
   std::vector<u32> waiting, arriving, completed;  // clocks: of the arrivals of this phase, of all before
 };
 
-// What the checker knows about four bytes of shared memory. Slots are threads, and behind them mbarriers, which stand
-// for the copies that complete on them.
+// The checker's record of four bytes of shared memory. Slots are threads, and behind them mbarriers, which stand for
+// the copies that complete on them.
 struct Word {
   u32 write_clock = 0, read_clock = 0, write_stamp = 0;
   u16 write_slot = 0, read_slot = 0, write_site = 0, read_site = 0;

@@ -39,7 +39,7 @@ void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, Site site) {
   else land();
 }
 
-// From shared to global memory.
+// Copies from shared to global memory.
 void bulk_out(float* dst, u32 src, u32 bytes, bool add, const char* op, Site site) {
   Block& b = block();
   check_bulk(dst, src, bytes, true, op, site);

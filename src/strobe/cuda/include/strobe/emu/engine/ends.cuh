@@ -1,4 +1,4 @@
-// What is said of a block that cannot go on, or that left something behind.
+// Reports of a block that cannot go on, or that left something behind.
 #include <cstdarg>
 #include <strobe/emu/engine/block.cuh>
 

@@ -73,7 +73,7 @@ struct Slots {
       if (all[at % all.size()]->block) return all[at % all.size()].get();
     return nullptr;
   }
-  // Whether all blocks wait for each other: for a long time, nobody has done anything else.
+  // Says whether all blocks wait for each other: for a long time, nobody has done anything else.
   bool stuck(const Block& ran, u64 released_before) {
     idle = ran.only_waits() && ran.turns_released == released_before ? idle + 1 : 0;
     return idle > 1000 * all.size();

@@ -1,4 +1,4 @@
-// What lanes of a warp do together.
+// The lanes of a warp work together here.
 #include <strobe/emu/engine/block.cuh>
 #include <strobe/emu/warp.cuh>
 

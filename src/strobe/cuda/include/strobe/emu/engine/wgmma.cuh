@@ -30,8 +30,8 @@ struct Wgmmas {
 
 inline u32 descriptor_field(u64 descriptor, int shift) { return static_cast<u32>((descriptor >> shift) & 0x3fff) << 4; }
 
-// Address of 8 elements: of row `row` of a K-major operand, columns 8*half.. ; of k row `k` of an MN-major one, columns
-// n..
+// Address of a chunk of 16 bytes: of row `row` of a K-major operand, the first or the second half of its columns; of k
+// row `k` of an MN-major one, columns n.. (of 16 bits)
 inline u32 k_major_chunk(u64 descriptor, u32 row, u32 half) {
   return swizzled(
       descriptor_field(descriptor, 0) + row / 8 * descriptor_field(descriptor, 32) + row % 8 * 128 + 16 * half, 128);
@@ -60,38 +60,34 @@ template <class Visit> inline void visit_chunks(WgmmaShape shape, const WgmmaLan
 }
 
 // D[64][n] (+)= A B
-template <class T> inline void multiply_of(WgmmaShape shape, const WgmmaLane* lanes, float* d, bool zero) {
-  float a[64][16], b[16][256];
+inline void multiply(WgmmaShape shape, const WgmmaLane* lanes, float* d, bool zero) {
+  const int chunk = 16 / shape.bytes, steps = 2 * chunk;
+  float a[64][32], b[32][256], x[16];
   visit_chunks(shape, lanes, [&](u32, u32 address, bool is_a, u32 row, u32 at) {
-    u16 x[8];
-    memcpy(x, shared_at(address), 16);
-    for (int i = 0; i < 8; ++i) {
-      const float value = to_float<T>(x[i]);
-      if (is_a && shape.from == A::shared_mn) a[at + i][row] = value;
-      else if (is_a) a[row][8 * at + i] = value;
-      else if (shape.major == B::k_major) b[8 * at + i][row] = value;
-      else b[row][at + i] = value;
+    shape.widen(shared_at(address), x);
+    for (int i = 0; i < chunk; ++i) {
+      if (is_a && shape.from == A::shared_mn) a[at + i][row] = x[i];
+      else if (is_a) a[row][chunk * at + i] = x[i];
+      else if (shape.major == B::k_major) b[chunk * at + i][row] = x[i];
+      else b[row][at + i] = x[i];
     }
   });
+  const int word = chunk / 4;  // elements of a register
   if (shape.from == A::registers)
-    for (int i = 0; i < 128; ++i)
+    for (int i = 0; i < 128; ++i) {
+      shape.widen(lanes[i].a, x);
       for (int j = 0; j < 4; ++j)
-        for (int h = 0; h < 2; ++h)
-          a[i / 32 * 16 + i % 32 / 4 + 8 * (j & 1)][i % 4 * 2 + 8 * (j >> 1) + h] =
-              to_float<T>(static_cast<u16>(lanes[i].a[j] >> (16 * h)));
+        for (int h = 0; h < word; ++h)
+          a[i / 32 * 16 + i % 32 / 4 + 8 * (j & 1)][word * (i % 4 + 4 * (j >> 1)) + h] = x[word * j + h];
+    }
   constexpr int kColumns = 8;  // at a time, so that their sums stay in registers
   for (int row = 0; row < 64; ++row)
     for (int first = 0; first < shape.n; first += kColumns) {
       float sum[kColumns] = {}, *to = d + row * shape.n + first;
-      for (int k = 0; k < 16; ++k)
+      for (int k = 0; k < steps; ++k)
         for (int n = 0; n < kColumns; ++n) sum[n] += a[row][k] * b[k][first + n];
       for (int n = 0; n < kColumns; ++n) to[n] = zero ? sum[n] : to[n] + sum[n];
     }
-}
-
-inline void multiply(WgmmaShape shape, const WgmmaLane* lanes, float* d, bool zero) {
-  if (shape.element == Element::bf16) multiply_of<bf16>(shape, lanes, d, zero);
-  else multiply_of<fp16>(shape, lanes, d, zero);
 }
 
 // Register i of thread t: row 16*(t/32) + (t%32)/4 + 8*((i>>1)&1), column 8*(i>>2) + 2*(t%4) + (i&1).
@@ -126,7 +122,7 @@ void wgmma(WgmmaLane lane, WgmmaShape shape, bool zero, Site site) {
   block().converge(Scope::warpgroup, "wgmma", true, site, &lane, [=](void** lanes) {
     Block& b = block();
     ++b.counters.wgmma;
-    b.counters.flops += 2ull * 64 * shape.n * 16;
+    b.counters.flops += 2ull * 64 * shape.n * 32 / shape.bytes;
     auto product = std::make_unique<Product>();
     Accumulator in_place;
     for (int i = 0; i < 128; ++i) {
