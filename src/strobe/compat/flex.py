@@ -62,7 +62,7 @@ def flex_attention(
 
 
 @torch.no_grad()
-def _maxima(a: Arguments, lse: torch.Tensor) -> torch.Tensor:
+def _maxima(a: Arguments, lse: Any) -> torch.Tensor:
     """The largest score of each row: the logarithm of its largest probability, and its LSE."""
     batch, heads, len_q = a.q.shape[:3]
     rows = max(1, _MOST_PROBABILITIES // max(1, batch * heads * a.k.shape[2]))

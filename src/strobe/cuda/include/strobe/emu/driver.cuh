@@ -1,5 +1,5 @@
-// Appended to a kernel's source: the C entry that runs all blocks of one launch. STROBE_ENTRY is the name of the kernel.
-// Includes nothing of its own.
+// Appended to a kernel's source: the C entry that runs all blocks of one launch. STROBE_ENTRY is the name of the
+// kernel. Includes nothing of its own.
 namespace strobe {
 namespace emu {
 

@@ -79,9 +79,10 @@ template <class Config, class Mask, class Score, class Params> struct DecodeSm80
       const int row = i / kQueryChunks, chunk = i % kQueryChunks;
       const bool valid = tile.row0 + row < tile.q.length && (Config::kExactDims || kChunk<T> * chunk < p.dim);
       const int at = valid ? tile.row0 + row : 0;
-      cp_async_16(q_tile() + chunk_offset(kBlockM, row, chunk),
-                  tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, out.head(at), at / kPackGqa) + (valid ? kChunk<T> * chunk : 0),
-                  valid);
+      cp_async_16(
+          q_tile() + chunk_offset(kBlockM, row, chunk),
+          tile.q.rows(p.q, p.q_batch, p.q_head, p.q_row, out.head(at), at / kPackGqa) + (valid ? kChunk<T> * chunk : 0),
+          valid);
     }
   }
   STROBE_DEVICE void load(Loader& loader, int n, int stage) const {

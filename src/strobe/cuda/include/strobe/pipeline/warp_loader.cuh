@@ -46,7 +46,8 @@ template <class Config, class Params> struct WarpLoader {
  private:
   // The place where this lane's row begins in a tensor, in units of 16 bytes, so that 32 bits suffice.
   STROBE_DEVICE u32 begin_of(int page, i64 page_stride, i64 head_stride, i64 row_stride) const {
-    return page < 0 ? kNowhere : u32((page * page_stride + head * head_stride + asked.rows[0] * row_stride) / kChunk<T>);
+    return page < 0 ? kNowhere
+                    : u32((page * page_stride + head * head_stride + asked.rows[0] * row_stride) / kChunk<T>);
   }
   template <int kColumns> STROBE_DEVICE static void copy(u32 tile, int row, int columns, const T* tensor, u32 begin) {
     copy_rows_async<T, kTileRows, kRows, kColumns, Config::kExactDims>(tile, row, columns, [&](int r) {

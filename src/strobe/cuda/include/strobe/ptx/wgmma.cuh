@@ -1,6 +1,6 @@
 // Hopper's warpgroup matrix product, asynchronous: 128 threads together compute D[64xN] (+)= A[64x16] * B[16xN].
-// The instructions themselves carry N/2 accumulator operands each; `strobe/cuda/parts/wgmma.py` prints `Wgmma<T, N>` for the
-// shapes a kernel uses into its source:
+// The instructions themselves carry N/2 accumulator operands each; `strobe/cuda/parts/wgmma.py` prints `Wgmma<T, N>`
+// for the shapes a kernel uses into its source:
 //   ss_zero, ss   A and B from shared memory, both K-major               (S  = Q K^T)
 //   ss_tt_zero    A and B from shared memory, both MN-major              (dQ = dS K)
 //   rs_zero, rs   A from registers, B K-major
