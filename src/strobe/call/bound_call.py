@@ -19,8 +19,8 @@ from strobe.backends import dispatch, slow_path
 from strobe.backends.backend import Gradients, Pass
 from strobe.problem import Problem, any_requires_grad
 from strobe.problem.arguments import ALIGN, PLAIN, ROWS, Arguments, tensor_facts, with_tensors, without_tensors
-from strobe.problem.checks import same_storage
 from strobe.problem.hints import refuse_three_axes, warn_of_layout
+from strobe.problem.overlap import same_storage
 from strobe.variants.score import Score
 
 _MOST = 1024  # bound calls that a thread remembers
