@@ -55,7 +55,7 @@ def test_between_processes_token_by_token(pool: RankPool) -> None:
     torch.manual_seed(9)
     k, v = cache(12, batch=1)
     queries = torch.randn(12, HEADS, DIM, dtype=torch.float64)
-    wanted = strobe.attention(queries, k[0], v[0], mask=strobe.causal)
+    wanted = strobe.attention(queries, k[0], v[0], mask=strobe.causal, layout="bshd")
     for found in pool.run(rank_work.decode_tokens, queries, k[0], v[0]):
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
 

@@ -124,7 +124,7 @@ PRELUDE = f"""
 import ctypes, json, struct, sys, types
 sys.modules["strobe"] = types.ModuleType("strobe")  # the CUDA layer alone: it needs no torch, which is slow to import
 sys.modules["strobe"].__path__ = [{str(Path(jit.__file__).parents[2])!r}]
-from strobe.cuda import driver
+from strobe.cuda.runtime import driver
 stub = ctypes.CDLL("libcuda.so.1")
 stub.stub_log.restype = ctypes.c_char_p
 def log():

@@ -21,7 +21,7 @@ PLANNERS = [planner for family in FAMILIES.values() for planner in family.planne
 
 
 def problem(dim: int = 64, dtype: torch.dtype = torch.bfloat16, dim_v: int | None = None, **options: Any) -> Problem:
-    q, k, v = (2, 16, 4, dim), (2, 16, 4, dim), (2, 16, 4, dim_v or dim)
+    q, k, v = (2, 16, 4, dim), (2, 256, 4, dim), (2, 256, 4, dim_v or dim)
     if "lengths" in options:
         k, v = (4, 8, 4, dim), (4, 8, 4, dim_v or dim)
     return supposed(torch.device("cuda", 0), dtype, q, k, v, (), **options)

@@ -175,7 +175,7 @@ def test_slots_without_an_entry_are_negative() -> None:
 
 def test_skipped_rows_are_not_read_back_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU runs this way: no shape depends on what is skipped."""
-    from strobe import paged
+    from strobe.paged import pool
 
     pool_ = torch.randn(3, 4, 2, 8)
     for slots in ([5, -1, 11, 200], [-1, -1, -1, -1], [0, 1, 2, 3]):
@@ -183,7 +183,7 @@ def test_skipped_rows_are_not_read_back_elsewhere(monkeypatch: pytest.MonkeyPatc
         for i, slot in enumerate(slots):
             if 0 <= slot < 12:
                 expected[slot // 4, slot % 4] = rows[i]
-        paged.scatter_without_reading(found, torch.tensor(slots), rows)
+        pool.scatter_without_reading(found, torch.tensor(slots), rows)
         assert torch.equal(found, expected)
 
 

@@ -52,8 +52,10 @@ def attend(a: Arguments) -> Any:
         out, lse = autograd.attention_in_transforms(a)
         return (out, lse) if a.return_lse else out
     try:
-        bound = remembered.calls[signature(a)]
-    except (KeyError, RuntimeError, TypeError):  # the first call of its kind, or one that is not remembered
+        bound = remembered.calls.get(signature(a))
+    except (RuntimeError, TypeError):  # without strides, or not to be hashed: the checks say what is wrong
+        bound = None
+    if bound is None:  # the first call of its kind, or one that is not remembered
         bound = lookup(a)
     if bound.differentiable:
         return autograd.attention(bound, a)

@@ -88,7 +88,8 @@ def silu(x: Any, inplace: bool = False) -> Any:
 
 
 def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    """Without overflow, so that no threshold is needed: beyond it torch returns x itself. At 0 the slope is 1/2."""
+    """Compute softplus without overflow, so that no threshold is needed: beyond it torch returns x itself. The slope at 0
+    is 1/2."""
     y = x if beta == 1 else x * beta
     y = torch.where(y > 0, y, 0.0) + torch.where(y > 0, -y, y).exp().log1p()
     return y if beta == 1 else y / beta

@@ -23,7 +23,8 @@ def counted_from_zero(index: Expr, size: int) -> Expr | None:
 
 
 def is_never_negative(e: Expr) -> bool:
-    """Whether it is plain that it is not. A query's position is not: calls with more queries than keys are refused."""
+    """Return whether it is plain that an index is not negative. A query's position is not: calls with more queries than
+    keys are refused."""
     if e == DIAGONAL or e.kind == BOOL or e.op in _NEVER_NEGATIVE:
         return True
     if e.op in ("const", "literal"):

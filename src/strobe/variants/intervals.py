@@ -144,17 +144,17 @@ def _sum(terms: list[tuple[int, Expr]], number: int, left: bool) -> Expr:
 
 
 def _checked(end: Expr, left: bool) -> Ends | None:
-    return None if not is_end(end) else (end, None) if left else (None, end)
+    return None if not (is_end(end) and _fits(end)) else (end, None) if left else (None, end)
 
 
 def is_end(e: Expr) -> bool:
     """Return whether an expression can be an end of a mask: made of positions and numbers, and never moving left."""
-    return (
-        e.variables() <= END_VARIABLES
-        and all(map(_may_be_in_an_end, e.nodes()))
-        and _never_moves_left(e)
-        and all(_magnitude(node) < 1 << 31 for node in e.nodes())
-    )
+    return e.variables() <= END_VARIABLES and all(map(_may_be_in_an_end, e.nodes())) and _never_moves_left(e)
+
+
+def _fits(e: Expr) -> bool:
+    """Return whether 32 bits hold the end and all that it is computed from, for any positions."""
+    return all(_magnitude(node) < 1 << 31 for node in e.nodes())
 
 
 def _magnitude(e: Expr) -> int:

@@ -1,4 +1,4 @@
-"""What torch computes of all numbers in a row: of a few symbols."""
+"""Reductions: torch's functions of all numbers in a row, here of a few symbols."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _sum(items: list[Any]) -> Any:
 
 
 def _norm(items: list[Any]) -> Any:
-    """At 0 its slope is 0, as torch has it."""
+    """The slope at 0 is 0, as torch has it."""
     total = _sum([x * x for x in items])
     return torch.where(total == 0, 0.0, total.sqrt())
 
@@ -52,5 +52,5 @@ REDUCTIONS = {
 
 
 def of_the_row(name: str, value: Any) -> bool:
-    """Whether an argument leaves a reduction as it is: it names the one axis, or what is so anyway."""
+    """Return whether an argument leaves a reduction as it is: it names the one axis, or what is so anyway."""
     return value in _TAKEN.get(name, (None, False))

@@ -1,4 +1,4 @@
-"""What stands for values in a traced function: numbers, rows of a few numbers, and tensors that are not indexed to the end.
+"""Symbols stand for values in a traced function: numbers, rows of a few numbers, and tensors that are not indexed to the end.
 
 Each hands what is done to it to its `Tracer` (`tracer.py`).
 """
@@ -19,7 +19,7 @@ _NUMBER = "Python asks for a number; use torch functions, .int() or .float(), an
 
 
 class Traced:
-    """What stands for values in a traced function. It writes down what is done to it."""
+    """A value in a traced function. It writes down what is done to it."""
 
     __array_ufunc__ = None  # numpy's numbers leave `x * symbol` to us
     __hash__ = object.__hash__  # `==` is an operation

@@ -61,7 +61,8 @@ class Features:
         dims = f"d{self.dim}" if self.dim == self.dim_v else f"d{self.dim}x{self.dim_v}"
         output = {"split": self.output.split, "invariant": self.output.invariant, "sparse": self.scores.sparse}
         flags = [name.removesuffix("_out") for name, flag in (self.flags | output | others).items() if flag]
-        flags += [f"page{self.rows.page}"] if self.rows.page else []
+        if self.rows.page:  # whose keys have positions, and whose work is split
+            flags = [flag for flag in flags if flag not in ("positions", "split")] + [f"page{self.rows.page}"]
         flags += ["dbias"] if self.scores.bias_gradient else []
         mask, score = word_for_mask(self.scores.mask), words_for_score(self.scores.score, self.scores.entries)
         masks = [] if mask == "full" and "function" in score else [mask]  # a mask that is a function is no full mask
