@@ -285,7 +285,7 @@ def test_what_they_do_not_take(family: str, dtype: torch.dtype) -> None:
 
 WINDOW, DROPOUT, PACKED = (BY_NAME[f"sm80-{name}"].case for name in ("window", "dropout", "varlen"))
 LANDED = "cp_async_wait<0>();\n    sync_block();  // Q"
-CHUNK = "(Config::kExactDims || chunk * 8 < dim)"
+CHUNK = "(Config::kExactDims || chunk * kChunk<T> < dim)"
 
 
 def mutation(name: str, old: str, new: str = "", case: Case = SM80[1], tile: Tile = SMALL) -> Mutation:
@@ -345,9 +345,8 @@ MUTATIONS_SM90 = [
              CAUSAL, turns=True),
     Mutation("dq_staged_over_what_others_read", "sync_warpgroup(sum.consumer);  // all have read the buffer", "", CAUSAL,
              turns=True),
-    Mutation("dq_not_sent_yet", "box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel<T>, 1);\n    tma_store_commit();\n"
-             "    tma_store_wait_read<0>();", "box, DqRows<Config::kBlockM>::column(sum.consumer) / kPanel<T>, 1);\n"
-             "    tma_store_commit();", CAUSAL, turns=True),
+    Mutation("dq_not_sent_yet", "column(sum.consumer) / kPanel<T>, 1);\n    tma_store_commit();\n    tma_store_wait_read<0>();",
+             "column(sum.consumer) / kPanel<T>, 1);\n    tma_store_commit();", CAUSAL, turns=True),
     Mutation("last_turn_offered_too_soon", "if (!turn.last) sum.offer();", "sum.offer();", CAUSAL, turns=True),
     Mutation("rows_without_keys_left_as_they_are", "if (Config::kClearDq) clear_dq(row, lane);", "", SM90[7],
              turns=True),

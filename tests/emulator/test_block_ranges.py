@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import strobe
-from strobe.cuda import backend
 from strobe.cuda.parts import print_condition
 from strobe.cuda.parts.features import Features
 from strobe.cuda.parts.plan import Plan
 from strobe.cuda.plans import block_map
+from strobe.cuda.tensors import read_by_kernels
 from strobe.emulator import compiler
 from strobe.emulator.backend import launch
 from strobe.problem import Problem
@@ -86,7 +86,7 @@ def bits(group: int = 1, transposed: bool = False, blocks: tuple[int, int] = (BL
     features = Features.of(problem, (64, 64))
     made = block_map.block_map(problem, features, "sm_90a", *blocks, transposed=transposed)
     words = torch.zeros(made.workspace["block_map"] // 4, dtype=torch.int32)
-    launch(Plan((made.launch,)), {"block_map": words, **backend.read_by_kernels(a)})
+    launch(Plan((made.launch,)), {"block_map": words, **read_by_kernels(a)})
     of_blocks = (words.view(HEADS // group if transposed else HEADS, -1, 2, 1, 1) >> torch.arange(32)) & 1
     found = (of_blocks[:, :, 0] + 2 * of_blocks[:, :, 1]).flatten(2)
     rows, keys = -(-LEN_Q // blocks[0]), -(-LEN_K // blocks[1])

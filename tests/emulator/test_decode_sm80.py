@@ -238,4 +238,4 @@ def test_plans_say_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         arch: decode_sm80.table_tile(4, 128, 128, arch) for arch in ("sm_80", "sm_86", "sm_90", "sm_120")
     }
     assert {tile.block_m for tile in tiles.values()} == {16}
-    assert tiles["sm_86"].blocks_per_sm == 1 and tiles["sm_90"].stages > tiles["sm_80"].stages
+    assert tiles["sm_86"].blocks_per_sm == 1 and tiles["sm_90"].keys > tiles["sm_80"].keys

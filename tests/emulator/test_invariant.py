@@ -22,6 +22,7 @@ from strobe.cuda.plans import forward_sm90, plan_work
 from strobe.emulator import backend, compiler
 from strobe.problem import Problem, page_checks
 from strobe.problem.arguments import Arguments
+from strobe.variants.score import softcap
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 HEADS, HEADS_K, DIM, BLOCK = 4, 2, 64, 128
@@ -143,7 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"partial": True},  # as levels are computed; shows more bits
     "window_softcap_sinks": {
         "mask": strobe.window(260, 0),
-        "softcap": 50.0,
+        "score": softcap(50.0),
         "sinks": torch.tensor([0.5, -1.0, 30.0, -torch.inf]),
     },
     "window": {"mask": strobe.window(140, 0)},

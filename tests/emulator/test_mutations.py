@@ -174,7 +174,7 @@ MUTATIONS = [
                 CAUSAL,
             ),
             ("barriers_not_fenced", "    mbar_init_fence();\n  }", "  }", CAUSAL),
-            ("barriers_not_published", "sync_block();\n  const u32 warpgroup", "const u32 warpgroup", CAUSAL),
+            ("barriers_not_published", "Kernel::init_barriers();\n  sync_block();", "Kernel::init_barriers();", CAUSAL),
             # ---- matrix products in flight ----
             ("no_wait_for_scores", "wgmma_wait<kIssuedSince>();", "", CAUSAL),
             ("wait_leaves_one_more", "wait_qk<1>(s);", "wait_qk<2>(s);", CAUSAL),
@@ -203,7 +203,12 @@ MUTATIONS = [
                 "n = mine.next(n); break;",
                 WIDE,
             ),
-            ("wrong_speculation_accepted", "if (any(!(sum[0] <= 256.f && sum[1] <= 256.f)))", "if (false)", STEEP),
+            (
+                "wrong_speculation_accepted",
+                "if (any(!(sum[0] <= kLargestSum && sum[1] <= kLargestSum)))",
+                "if (false)",
+                STEEP,
+            ),
             # ---- output through shared memory ----
             ("no_proxy_fence", f"fence_proxy_async();\n    {MEET}", MEET, CAUSAL),
             ("staged_over_queries_in_use", f"{MEET}  // and every warp", "//", CAUSAL),
@@ -243,8 +248,8 @@ MUTATIONS = [
             ("rows_of_a_split_left_out", "warp_uniform(eight < rows())", "warp_uniform(eight + 8 <= rows())"),
             (
                 "count_not_published",
-                "sync_warpgroup(staging.consumer);\n    if (kInvariant) added",
-                "if (kInvariant) added",
+                "count_in(splits_before);\n    sync_warpgroup(staging.consumer);",
+                "count_in(splits_before);",
             ),
         ]
     ),

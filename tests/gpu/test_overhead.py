@@ -25,7 +25,7 @@ each_kernel = pytest.mark.parametrize(
 _FIRST_CALL = """
 import sys, time
 import torch, strobe
-from strobe.cuda import driver
+from strobe.cuda.runtime import driver
 driver.available()
 q = torch.randn(1, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
 torch.cuda.synchronize()

@@ -160,7 +160,7 @@ def test_the_demo_runs(run) -> None:
 
 def test_the_installed_package_is_the_wheel(run, installed: Path) -> None:
     script = (
-        "import json, strobe, torch; from importlib import metadata; from strobe.cuda import jit;"
+        "import json, strobe, torch; from importlib import metadata; from strobe.cuda.runtime import jit;"
         "jit.flatten('#include <strobe/kernels/forward_sm90.cuh>');"
         "print(json.dumps([strobe.__file__, metadata.version('strobe-attention'), torch.__version__]))"
     )

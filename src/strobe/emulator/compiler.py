@@ -14,8 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from strobe.cuda.parts.kernel import ENTRY
 from strobe.cuda.runtime import cache, jit
+from strobe.cuda.runtime.jit import ENTRY
 from strobe.emulator.program import Program
 
 _CANDIDATES = ("c++", "g++", "clang++")

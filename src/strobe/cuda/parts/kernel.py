@@ -15,8 +15,8 @@ from typing import Any
 from strobe.cuda.parts import wgmma
 from strobe.cuda.parts.params import Struct
 from strobe.cuda.parts.shared_memory import SharedMemory
+from strobe.cuda.runtime.jit import ENTRY
 
-ENTRY = "kernel"  # the name of the kernel in a text, unless the text says otherwise
 PREFIX = "strobe_"  # of the names of all other kernels
 
 

@@ -30,6 +30,7 @@ from strobe.cuda.runtime.verbose import say
 Target = Literal["ptx", "emu"]
 
 _SCHEMA = "1"  # changes when the meaning of a key does
+ENTRY = "kernel"  # the name of the kernel in a text, unless the text says otherwise
 _HEADERS = Path(__file__).parents[1] / "include"
 # Denormals are flushed, as in the approximate instructions that kernels name; nothing else is relaxed unasked.
 _BASE_OPTIONS = ("-std=c++17", "-ftz=true", "--ptxas-options=-v")

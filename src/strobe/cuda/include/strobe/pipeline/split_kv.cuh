@@ -139,7 +139,8 @@ template <class Config, class Params, class Staging> struct SplitKV {
     // A bulk copy may write there next. `Staging::send` has a fence of its own, but the fp32 rows of partial output do
     // not go through it.
     if (!last || Config::kPartialOut) fence_proxy_async();
-    else if (kInvariant && thread_idx() % 128 == 0) st_global(counter(), 0u), st_global(counter() + kConsumers, 0u);
+    if (kInvariant && last && thread_idx() % 128 == 0)  // a plan's next layer counts there, too
+      st_global(counter(), 0u), st_global(counter() + kConsumers, 0u);
     return last;
   }
 
