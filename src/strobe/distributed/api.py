@@ -15,7 +15,7 @@ from strobe.problem import any_requires_grad
 from strobe.problem.arguments import Arguments
 from strobe.problem.resolve import with_softcap
 from strobe.variants.mask import Mask
-from strobe.variants.score import Score, identity
+from strobe.variants.score import DerivedScore, Score, identity
 
 
 def attention(
@@ -114,6 +114,8 @@ def _call(
     score = with_softcap(score, softcap)
     if score is not None and not isinstance(score, Score):
         raise TypeError(f"score must be a strobe.Score (strobe.score_function(f), …) or None, got {score!r}")
+    if isinstance(score, DerivedScore):
+        score = score.current()
     if score is not None and torch.is_grad_enabled() and any(t.requires_grad for t in score.tensors):
         raise ValueError(f"a tensor of {score!r} requires grad, which shards do not compute; capture its .detach()")
     if mask is not None and (not isinstance(mask, Mask) or mask.rest is not None):

@@ -20,7 +20,7 @@ from strobe.problem.arguments import Arguments
 from strobe.problem.checks import lse_dtype
 from strobe.problem.resolve import with_softcap
 from strobe.variants.mask import Mask, full
-from strobe.variants.score import Score
+from strobe.variants.score import DerivedScore, Score
 
 
 @torch.no_grad()
@@ -58,6 +58,7 @@ def decode(
     step: Step | None = None
     error: Exception | None = None
     facts: dict[str, Any] = {"function": "strobe.distributed.decode"}
+    score = score.current() if isinstance(score, DerivedScore) else score
     try:
         if not batched:
             q, k, v = q[None], k[None], v[None]

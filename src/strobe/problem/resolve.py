@@ -14,7 +14,7 @@ from strobe.variants.block_mask import BlockMask
 from strobe.variants.dropout import new_seed
 from strobe.variants.flex_mask import check_lengths, of_block_mask
 from strobe.variants.mask import Mask, full
-from strobe.variants.score import Score, identity, softcap as softcap_score
+from strobe.variants.score import DerivedScore, Score, identity, softcap as softcap_score
 from strobe.variants.user_function import traced_mask, traced_score
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -43,6 +43,9 @@ def resolved(a: Arguments) -> Arguments:
     mask, score = a.mask, a.score
     if score is not None and not isinstance(score, Score) and callable(score):
         score = traced_score(score)
+        a = a._replace(score=score)
+    if isinstance(score, DerivedScore):
+        score = score.current()
         a = a._replace(score=score)
     if isinstance(mask, BlockMask):
         if sizes := _sizes(a, "block mask"):

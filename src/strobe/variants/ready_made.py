@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +10,10 @@ from typing import Any
 
 import torch
 
-from strobe.variants.expression import DIAGONAL, FLOAT, INT, LEN_K, Expr, H, K, Q, S
+from strobe.variants.expression import DIAGONAL, FLOAT, LEN_K, Expr, H, K, Q, S
 from strobe.variants.intervals import LARGEST
 from strobe.variants.mask import Mask
-from strobe.variants.score import Score
+from strobe.variants.score import DerivedScore, Score
 from strobe.variants.user_function import mask_function
 
 
@@ -103,9 +104,14 @@ def t5_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: in
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
     bucket = torch.where(distance < exact, distance, far) + (offset > 0) * (buckets if bidirectional else 0)
-    bucket = bucket.to(table.device, torch.int32)
-    bucket_of_pair = Expr("load", (0, INT, K - DIAGONAL + max_distance))  # clamped where it is read
-    return Score(S + Expr("load", (1, FLOAT, bucket_of_pair, H)), "t5_bias", (bucket, table))
+    derive = functools.partial(_by_offset, table, bucket.to(table.device))
+    of_pair = Expr("load", (0, FLOAT, H, K - DIAGONAL + max_distance))  # clamped where it is read
+    return DerivedScore(S + of_pair, "t5_bias", derive(), (), derive)
+
+
+def _by_offset(table: torch.Tensor, bucket: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The entry for each head and offset: a kernel reads one entry for a pair, where bucket and table would be two."""
+    return (table.t().index_select(1, bucket),)
 
 
 def neighbourhood(height: int, width: int, radius: int | tuple[int, int]) -> Mask:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +171,20 @@ class Score:
             if isinstance(n, int) and abs(n) > 1 << 53:
                 raise ValueError(f"{self.title} has the number {n}; a graph holds it as a float, which has 53 bits")
         return f"{text};{self.title}", [*numbers, *self.sizes]
+
+
+@dataclass(frozen=True, eq=False)
+class DerivedScore(Score):
+    """A score whose tensors are computed from others, which may learn: each call computes them again."""
+
+    derive: Callable[[], tuple[torch.Tensor, ...]] = tuple
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DerivedScore, (self.expr, self.title, self.tensors, self.sizes, self.derive)
+
+    def current(self) -> Score:
+        """The score with tensors computed now, through which gradients flow."""
+        return Score(self.expr, self.title, self.derive(), self.sizes)
 
 
 def tensor_count(expr: Expr) -> int:
