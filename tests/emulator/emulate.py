@@ -10,6 +10,7 @@ import torch
 
 from strobe.cuda.parts.kernel import TemplateKernel, TextKernel
 from strobe.cuda.parts.plan import Launch, Plan
+from strobe.cuda.plans import forward_sm80
 from strobe.cuda.plans.families import FAMILIES
 from strobe.cuda.runtime import jit
 from strobe.emulator import backend
@@ -23,7 +24,9 @@ SMS = backend.MACHINES["sm90"].sms
 
 def plan_of(kernel: str, problem: Problem, out_strides: Strides, sms: int = SMS, tile: Any = None) -> Plan:
     machine = dataclasses.replace(backend.MACHINES[kernel], sms=sms)
-    return FAMILIES[kernel].planner(problem).plan(problem, {"o": out_strides}, machine, tile)
+    takes_rows = isinstance(tile, forward_sm80.Tile)  # few queries go to another kernel otherwise
+    planner = forward_sm80.PLANNER if takes_rows else FAMILIES[kernel].planner(problem)
+    return planner.plan(problem, {"o": out_strides}, machine, tile)
 
 
 def with_positions(problem: Problem, positions: Any) -> Problem:

@@ -192,7 +192,7 @@ MUTATIONS = {
     "next_tile_too_early": Mutation("sync_block();  // all have read what lies over the buffers", ""),
     "not_counted_in": Mutation("if (!split.is_last(word)) return;", "if (split.is_last(word)) return;"),
     "entries_beyond_the_length": Mutation("return row + lane_row(group) < s.k.used;", "return true;"),
-    "rows_of_no_page_read": Mutation("page < 0 ? kNowhere : u32((", "u32(("),
+    "rows_of_no_page_read": Mutation("page < 0 ? kNowhere\n                    : u32((", "u32(("),
     "missing_not_hidden": Mutation("if constexpr (kListed) hide_missing(s[t], stage);", ""),
     "other_keys_hidden": Mutation("(column % kEach + 2 * (lane % 4)) & 1", "(column % kEach) & 1", page=1),
     "keys_of_another_warp": Mutation("int(thread_idx() / 32) * kRows;", "int(thread_idx() / 64) * kRows;"),

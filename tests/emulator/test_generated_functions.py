@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from random import Random
 
-import function_cases
 import generated_functions
 import pytest
-import torch
 from everyday import everyday
 
 from strobe.emulator import compiler
@@ -27,4 +25,4 @@ def test_against_plain_torch(program: str, monkeypatch: pytest.MonkeyPatch) -> N
     drawn = generated_functions.generated(Random(program), functions=6, learning=int(number) % 2 == 0)
     print(drawn.options, drawn.score, drawn.mask, sep="\n")  # which pytest shows of a failure
     case = drawn.case(len_q=20, len_k=33, heads=6, heads_k=3)
-    function_cases.check(case, drawn.tensors(case, "cpu", torch.float16), "emulator")
+    generated_functions.check(drawn, case, "cpu", "emulator")

@@ -166,7 +166,7 @@ DOORS: dict[str, Any] = {
     "attention": strobe.attention,
     "explain": strobe.explain,
     "probabilities": lambda q, k, v, **options: strobe.probabilities(q, k, **options),
-    "compiled": torch.compile(strobe.attention, backend="eager"),
+    "compiled": torch.compile(lambda *t, **options: strobe.attention(*t, **options), backend="eager"),
 }
 
 

@@ -18,7 +18,16 @@ import torch
 from strobe.backends import dispatch, slow_path
 from strobe.backends.backend import Gradients, Pass
 from strobe.problem import Problem, any_requires_grad
-from strobe.problem.arguments import ALIGN, PLAIN, ROWS, Arguments, tensor_facts, with_tensors, without_tensors
+from strobe.problem.arguments import (
+    ALIGN,
+    DEFAULT_LAYOUT,
+    PLAIN,
+    ROWS,
+    Arguments,
+    tensor_facts,
+    with_tensors,
+    without_tensors,
+)
 from strobe.problem.hints import refuse_three_axes, warn_of_layout
 from strobe.problem.overlap import same_storage
 from strobe.variants.score import Score
@@ -142,7 +151,7 @@ def signature(a: Arguments) -> tuple[Any, ...] | None:
     return (
         q.shape, q.is_contiguous() or q.stride(), k.shape, k.is_contiguous() or k.stride(),
         v.shape, v.is_contiguous() or v.stride(), dtype, place, needs_grad, mask, score, values,
-        tuple(map(type, values)), a.seed.__class__, a.plan is None, more,
+        tuple(map(type, values)), a.seed.__class__, a.plan is None, a.layout is DEFAULT_LAYOUT, more,
     )  # fmt: skip
 
 

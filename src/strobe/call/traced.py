@@ -21,9 +21,7 @@ from strobe.call import autograd, piece
 from strobe.call.bound_call import bind
 from strobe.problem import Unsupported, any_requires_grad
 from strobe.problem.arguments import (
-    DEFAULT_LAYOUT,
     GRADIENTS,
-    LAYOUTS,
     ROWS,
     TENSORS,
     Arguments,
@@ -106,7 +104,6 @@ def attention(a: Arguments) -> Any:
         "score_numbers": score_numbers,
         "score_tensors": list(score.tensors),
         "seed": seed,
-        "layout": LAYOUTS[0] if a.layout is DEFAULT_LAYOUT else a.layout,  # PyTorch's tracers take no class of ours
     }
     out, lse = torch.ops.strobe.attention(*[values[name] for name in _NAMES], a.return_lse or needs_grad)
     return (out, lse) if a.return_lse else out

@@ -232,16 +232,9 @@ class Layout(enum.Enum):
 
 
 LAYOUTS = ("bshd", "bhsd")
-
-
-class _DefaultLayout(str):
-    """A class of its own, so that a bound call that was given a layout is not taken for one that was given none."""
-
-    __slots__ = ()
-
-
-# The layout of a caller who gives none: equal to "bshd", but another object, so that `is` tells that none was given.
-DEFAULT_LAYOUT = _DefaultLayout(LAYOUTS[0])
+# The layout of a caller who gives none: equal to "bshd", but another object, so that `is` tells that none was given. Its
+# class is str, since PyTorch's tracers take no other.
+DEFAULT_LAYOUT = "".join(LAYOUTS[0])
 _BY_AXES = {
     ("bshd", 4): Layout.BSHD,
     ("bshd", 3): Layout.SHD,
