@@ -71,8 +71,8 @@ def attention_paged(
     shared     `strobe.paged.Level`s: keys in front that consecutive sequences have in common. With `causal` or no mask
     k_scale    and v_scale: of 8-bit keys and values, which are not built yet
     plan       a `strobe.paged.Plan`: the work of a step, which its layers share; told of `shared`, that of its levels, too
-    invariant  the same bits for a row whatever is beside it in the batch or the chunk, and however its keys lie in pages; of
-               the kernels alone. Takes more memory: see docs/serving.md
+    invariant  the same bits for a row whatever is beside it in the batch or the chunk, and however its keys lie in pages; CUDA
+               kernels alone promise it. Takes more memory: see docs/serving.md
     mask       `causal` by default; any mask but a tensor. The last query stands opposite the last key
 
     The other arguments are those of `attention`; the LSE is (batch, heads, queries) or (heads, total). Only pages that some

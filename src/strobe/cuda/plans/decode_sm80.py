@@ -114,17 +114,15 @@ RESERVED = 1 << 10  # bytes of shared memory that every block of an SM takes bes
 def table_tile(rows: int, dim: int, dim_v: int, arch: str, *, invariant: bool = False) -> Tile:
     """Return the tile for so many rows that see the same keys. It has two blocks of an SM if their buffers fit, else
     one, with as many stages as fit; with little shared memory and wide rows a block has two warps. Invariant calls have
-    one tile for all rows: which warp sums up which keys must not depend on them. The tile for few rows on Hopper was
-    timed on an H200 at head dim 128: the same bytes under way in one block of an SM leave half as many splits to merge.
-    """
+    one tile for all rows: which warp sums up which keys must not depend on them. The tile for 16 rows on Hopper was
+    timed on an H200 at head dim 128; the others are computed."""
     room = SMEM_BYTES[generation(arch)]
     most = 32 if dim_v <= 192 else 16  # rows of which one warp has O in its registers
     few = rows <= most and not invariant
     block_m = (16 if rows <= 16 else 32) if few else 64
     keys = 16 if few or dim > 64 else 32
-    measured = Tile(16, 1, 32, 2, 1)
     if few and block_m == 16 and 64 < max(dim, dim_v) <= 128 and generation(arch) == "sm_90":
-        return measured
+        return Tile(16, 1, 32, 2, 1)
     for blocks in (2, 1):
         for stages in range(MOST_STAGES, 1, -1):
             tile = Tile(block_m, 1 if few else WARPS, keys, stages, blocks)
